@@ -58,8 +58,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "warm_up": {"cluster", "engine", "speculation"},
         "ray_roles": {"remote"},
         "remote": {
-            *("cluster", "data", "drafter_training", "engine", "rewards", "speculation"),
-            *("warm_up", "weights", "workers"),
+            *("cluster", "data", "drafter_training", "drafting", "engine", "rewards"),
+            *("speculation", "warm_up", "weights", "workers"),
         },
         "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
         "loop": {

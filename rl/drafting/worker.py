@@ -194,6 +194,11 @@ class WorkerLink(DraftLink):
     def generation(self) -> int:  # type: ignore[override]  # read only, and that is all it is for
         return self._worker.generation
 
+    @property
+    def is_busy(self) -> bool:
+        """True if blocks may come without another word."""
+        return self._worker.is_busy
+
     def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         self._look()
         self._worker.tell(_Word(self._rollout, self._make, self, commits, closed))

@@ -39,10 +39,14 @@ class Learned:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafters:
-    """The drafters on the device that the sources name. A draft model is read from its folder."""
+    """The drafters on the device that the sources name. A draft model is read from its folder.
+
+    `apart`: it is read by drafting programs, and drafts on their devices.
+    """
 
     model: DraftModelConfig | None = None
     learned: Learned | None = None
+    apart: bool = False
 
 
 NO_DRAFTERS = Drafters()

@@ -6,12 +6,14 @@ import collections
 import itertools
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from rl.drafter_training.trainer import BufferSink
+from rl.drafting.elsewhere import Apart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.remote.drafter_messages import Tuner, of_tuner, tuner_state
 from rl.remote.messages import Drafting, Job, Text
@@ -28,12 +30,17 @@ MOST_ROLLOUTS = 4
 class Jobs:
     """Names rollouts and publishes their weights; the engines of a run share one.
 
+    `apart` says of a worker where a draft model's drafts for it come from, if not from itself.
     `speculation` has the learned drafter, if one drafts, and the workers' bandits: a worker is told
     them, and tells them at the end of a run. Any thread may call it.
     """
 
-    def __init__(self, speculation: Speculation | None = None) -> None:
-        self._speculation = speculation
+    def __init__(
+        self,
+        speculation: Speculation | None = None,
+        apart: Callable[[int], Apart | None] = lambda worker: None,
+    ) -> None:
+        self._speculation, self._apart = speculation, apart
         self.drafter = DrafterMessages(_learned(speculation))
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -54,7 +61,7 @@ class Jobs:
             raise ValueError("expected no bandit")
         self._speculation.bandit(worker).load_state(tuner_state(told))
 
-    def job(self, spec: RolloutSpec, source: WorkerSource) -> Job:
+    def job(self, spec: RolloutSpec, source: WorkerSource, worker: int) -> Job:
         """Return the static part of a rollout, with the bounds of one worker.
 
         Raises ValueError for drafters that cannot be told.
@@ -81,6 +88,7 @@ class Jobs:
             words,
             caught,
             spec.begun,
+            self._apart(worker),
         )
 
     def _name(self, drafts: Any) -> str:

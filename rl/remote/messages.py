@@ -6,6 +6,7 @@
                               answer to each
     worker → draft server     DraftSync, answered with DraftNews
     worker → history worker   see rl/remote/history_service.py
+    worker → drafting program see rl/remote/drafting_messages.py
 
 A worker is asked and answers; it never speaks first. `Poll` waits until there is something to tell.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
+from rl.drafting.elsewhere import Apart
 from rl.engine.config import EngineConfig
 from rl.remote import drafter_messages, records
 from rl.remote.drafter_messages import (
@@ -163,7 +165,7 @@ class Text:
 class Job:
     """A rollout but for its requests: `rl.engine.rollout_spec.RolloutSpec`, and the bounds of one
     worker. `name` is the same for all workers, which draft together by it. The hidden states of
-    the requests in `caught` are wanted.
+    the requests in `caught` are wanted. `apart`: a draft model's drafts come from other programs.
     """
 
     name: str
@@ -180,6 +182,7 @@ class Job:
     words: Text | None
     caught: RequestSample | None = None
     begun: bool = False
+    apart: Apart | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -154,7 +154,7 @@ class RemoteEngine(Engine):
         self.run_number += 1
         self.runs, begun = True, False
         try:
-            job = self._jobs.job(spec, source)
+            job = self._jobs.job(spec, source, self.number)
             self._bring_weights(link, spec.params)
             self.bring_drafter(link)
             link.ask(Begin(self.run_number, job, self._jobs.tuner(self.number)), Done)

@@ -41,9 +41,9 @@ class Met:
 ANSWERS = (Met, Done, Failed)  # that every service gives
 
 
-def service_identity(config_text: str) -> dict[str, str]:
+def service_identity(config_text: str, draft_model: Path | None = None) -> dict[str, str]:
     """Return what a service and its run must have in common; services have no policy folder."""
-    found = identity_of(config_text, Path(__file__))
+    found = identity_of(config_text, Path(__file__), draft_model)
     return {name: value for name, value in found.items() if "Policy." not in name}
 
 

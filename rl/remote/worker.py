@@ -25,17 +25,19 @@ from models.config import MeshConfig
 from models.sharding import make_mesh, param_shardings
 from models.token_text import TokenBytes
 from rl.cluster.join import identity_of, mismatch
+from rl.drafting.elsewhere import Apart
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.remote import messages
 from rl.remote.drafter_messages import NO_DRAFTERS, Tuner, of_tuner, tuner_state
+from rl.remote.drafting_link import SilentDrafts, WorkerDrafting
 from rl.remote.drafts import Ask, SharedDrafts
 from rl.remote.history_fetch import AskAt, compile_join, history_index
 from rl.remote.messages import CODEC, Done, Drafting, Hello, Job
 from rl.remote.program import MessageProgram
 from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
-from rl.remote.worker_drafters import WorkerDrafters
+from rl.remote.worker_drafters import WorkerDrafters, folder_here
 from rl.remote.worker_run import WorkerRun, check_kv
 from rl.speculation.sources import HISTORY_RULES, Speculation
 from rl.warm_up import compile_buckets, transfer_times
@@ -83,6 +85,7 @@ class WorkerProgram(MessageProgram):
         self._compiled: messages.Compile | None = None
         self._run: WorkerRun | None = None
         self.remarks: list[str] = []
+        self._drafting = WorkerDrafting(ask_at, self.remarks.append)
         self.answers = {
             Hello: self._welcome,
             messages.Offered: self._take_offer,
@@ -133,12 +136,7 @@ class WorkerProgram(MessageProgram):
     def _identity(self, hello: Hello) -> dict[str, str]:
         """Return what this program is; a policy folder that is not on this host is not needed."""
         policy, model = Path(hello.policy), hello.drafters.model
-        draft_model = None if model is None else Path(str(model.directory))
-        if draft_model is not None and not draft_model.exists():
-            raise WireError(
-                f"expected the draft model {draft_model} on {socket.gethostname()}, where a worker "
-                "drafts with it: put the same folder there"
-            )
+        draft_model = None if model is None else folder_here(model)
         there = policy if policy.exists() else Path(__file__)
         found = identity_of(self._config, there, draft_model)
         if not policy.exists():
@@ -213,7 +211,7 @@ class WorkerProgram(MessageProgram):
             speculative=bounds.speculative,
             reuse=bounds.reuse,
             moves=True,
-            drafters=self._drafters.by_name,
+            drafters=self._drafters.here,
             nodes=None if nodes is None else lambda num_slots: nodes.get(num_slots, ()),
             alone={name: partial(_decisions, by_slots) for name, by_slots in bounds.alone.items()},
         )
@@ -249,6 +247,7 @@ class WorkerProgram(MessageProgram):
                     *measured[:3],
                     self._drafters.by_name,
                     hello.tuner,
+                    SilentDrafts() if hello.drafters.apart else None,
                 )
                 if (source := hello.speculation.history_source) is not None:
                     compile_join(HISTORY_RULES[source])
@@ -294,9 +293,20 @@ class WorkerProgram(MessageProgram):
         )
         with contextlib.ExitStack() as stack:
             if job.drafting is not None:
+                self._draft_apart(job.apart, stack)
                 drafts = self._drafter(job.name, job.drafting, stack)
                 spec = dataclasses.replace(spec, drafts=drafts)
             yield spec
+
+    def _draft_apart(self, apart: Apart | None, stack: contextlib.ExitStack) -> None:
+        """Have the rollout's drafts of the draft model come from drafting programs, if any."""
+        speculation, hello = self._speculation, self._hello
+        assert speculation is not None and hello is not None, "an engine is there"
+        if hello.drafters.apart != (apart is not None):
+            raise WireError("expected the addresses of drafting programs in each job, or in none")
+        if apart is not None:
+            drafts = self._drafting.drafts(apart, speculation.times)
+            speculation.drafting = stack.enter_context(drafts)
 
     def _drafter(self, job: str, asked: Drafting, stack: contextlib.ExitStack) -> DrafterFactory:
         speculation, server = self._speculation, None
@@ -347,7 +357,8 @@ class WorkerProgram(MessageProgram):
         return self._drafters.gradients(asked, self.engine, self._params(asked.policy))
 
     def _pong(self, _: messages.Ping) -> messages.Pong:
-        remarks, self.remarks = tuple(self.remarks), []
+        remarks = tuple(self.remarks)
+        del self.remarks[: len(remarks)]  # the list is that which others add to
         return messages.Pong(self._clock(), remarks)
 
 

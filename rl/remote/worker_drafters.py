@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from rl.remote.drafter_messages import (
     params_of,
 )
 from rl.remote.wire import WireError
+from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -29,25 +32,43 @@ from spec.eagle.batch import DrafterBatch
 from spec.eagle.model import EagleParams, EagleWeights
 
 
+def folder_here(model: DraftModelConfig) -> Path:
+    """Return a draft model's folder. Raises WireError where this host has none."""
+    folder = Path(str(model.directory))
+    if not folder.exists():
+        raise WireError(
+            f"expected the draft model {folder} on {socket.gethostname()}, where a worker drafts "
+            "with it: put the same folder there"
+        )
+    return folder
+
+
 class WorkerDrafters:
     """The drafters on a worker's devices, by the names of the sources.
 
-    A draft model is read from its folder here. A learned drafter has random weights until it is
-    brought others.
+    A draft model is read from its folder here, but for its weights where drafting programs draft
+    with it. A learned drafter has random weights until it is brought others.
     """
 
     def __init__(self, asked: Drafters) -> None:
         self.by_name: dict[str, DeviceDrafterSource] = {}
-        self._asked = asked.learned
+        self._told, self._asked = asked, asked.learned
         self._learned: LearnedDrafter | None = None
         self._lock = threading.Lock()
         self._training: tuple[int, EagleParams] | None = None  # before which step
         if asked.model is not None:
-            self.by_name[MODEL] = DraftModel.load(asked.model)
+            read = DraftModel.elsewhere if asked.apart else DraftModel.load
+            self.by_name[MODEL] = read(asked.model)
         if asked.learned is not None:
             config, ids_U = asked.learned.config, asked.learned.draft_ids_U
             first = EagleWeights(config, eagle.init(config, jax.random.key(0)), ids_U)
             self._learned = self.by_name[LEARNED] = LearnedDrafter(first, asked.learned.tree)
+
+    @property
+    def here(self) -> dict[str, DeviceDrafterSource]:
+        """Those that draft on these devices, and not on those of drafting programs."""
+        apart = self._told.apart
+        return {n: drafter for n, drafter in self.by_name.items() if n != MODEL or not apart}
 
     @property
     def feature_layers(self) -> tuple[int, ...] | None:

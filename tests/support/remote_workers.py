@@ -103,14 +103,15 @@ def make_team(
     deadline_s=2.0,
     said=None,
     kind=MultiEngine,
+    apart=lambda worker: None,
     **options,
 ):
     """A MultiEngine whose engines are other programs, and their team: start it with `start`.
 
     `drafting` is the Speculation of the run, and `drafters` what its workers are told of those on
-    their devices.
+    their devices; `apart` says where the drafts of a worker come from else.
     """
-    jobs, learned = Jobs(drafting), drafters.learned
+    jobs, learned = Jobs(drafting, apart), drafters.learned
     settings = {"dtype": "float32", "jobs": jobs, "hang_limit_s": HANG_LIMIT_S}
     settings["feature_layers"] = None if learned is None else learned.config.feature_layers
     engines = [RemoteEngine(MODEL, CONFIG, number=i, **settings) for i in range(count)]

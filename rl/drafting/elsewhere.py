@@ -1,0 +1,48 @@
+"""Drafting workers in programs of their own, as verifying workers of other programs know them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rl.drafting.config import DraftingConfig
+from rl.drafting.plans import MeasuredSeconds, Planner
+from spec.round_times import RoundTimes
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """The name of a program; each program that takes its place has the next `start`."""
+
+    series: str
+    start: int
+
+    def name(self, later: int = 0) -> str:
+        """Return its name, or that of one that took its place."""
+        return f"{self.series}-{self.start + later}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Where the drafts of one verifying worker come from, and what plans are made of.
+
+    `num_workers`, `num_requests` and `most_window` are those of `rl.drafting.plans.Planner`,
+    `draft_s` is that of `MeasuredSeconds`.
+    """
+
+    addresses: tuple[Address, ...]
+    config: DraftingConfig
+    num_workers: int
+    num_requests: int
+    most_window: int
+    draft_s: float
+
+    def planner(self) -> Planner:
+        """Return the planner of a verifying worker's program, which has seen nothing yet."""
+        shape = self.num_workers, self.num_requests, self.most_window
+        planner = Planner(self.config, *shape)
+        planner.drafting_workers = self.config.workers or 0
+        return planner
+
+    def seconds(self, times: RoundTimes | None) -> MeasuredSeconds | None:
+        """Return the seconds that plans go by; None where no rounds are measured."""
+        return None if times is None else MeasuredSeconds(times, self.draft_s)

@@ -1,0 +1,482 @@
+"""Drafting workers in programs of their own: the same tokens, whatever becomes of these."""
+
+import dataclasses
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import rollouts
+from drafting_programs import RUN, Started, asker, meet, programs, save_policy, told_of
+from remote_workers import Programs, ThreadChannel, make_team
+from tiny_team import (
+    CONFIG,
+    KEY,
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    play,
+)
+
+from rl.drafting.config import DraftingConfig
+from rl.drafting.elsewhere import Address
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.remote import drafting_link, drafting_workers
+from rl.remote.drafting_link import RemoteLink
+from rl.remote.drafting_messages import (
+    CODEC,
+    MOST_COMMITS,
+    Blocks,
+    Brought,
+    Exchange,
+    Look,
+    Prepare,
+    Prepared,
+    Seen,
+    blocks_of,
+    commits_of,
+    of_blocks,
+    of_commits,
+)
+from rl.remote.drafting_service import DraftingProgram
+from rl.remote.messages import Failed
+from rl.remote.service import Met
+from rl.remote.wire import WireError
+from rl.runtime.waits import ProgramLost
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.draft_model import DraftModel
+from rl.speculation.sources import Speculation
+from spec.budget.config import MODEL as DRAFT
+from spec.decoupled.messages import Block, Commit, DraftPlan
+from spec.reuse.rollout_cache import RolloutCache
+
+SPECULATION = SpeculationConfig(budget="fixed:3", sources=("model",))
+KEYS = [f"q{g}" for g in range(len(PROMPTS))]
+WAYS = ("free_running", "enumeration")
+SPEC = RolloutSpec((), SAMPLING, KEY)
+DRAFTING = DraftingConfig(workers=1, window=2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(drafting_workers, "BEAT_S", 0.1)
+    monkeypatch.setattr(drafting_link, "RETRY_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
+    return {t.request_id: t for t in done}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("draft"))
+
+
+class Made:
+    """Verifying workers and drafting programs, all in this process; a context manager."""
+
+    def __init__(self, model, *, changed=lambda program: None, verifying=2, **settings):
+        settings = {"workers": 1, "window": 2} | settings
+        self.config = DraftingConfig(**settings)
+        self.said, self.model, self.started = [], model, Started(changed)
+        count = verifying + self.config.workers
+        self.drafting = programs(model, self.started, self.config, count, self.said)
+        self.programs = Programs()
+        self.programs.ask_at = self.ask = self.started.ask
+        given = {"speculation": SPECULATION, "said": self.said, "apart": self.drafting.apart}
+        self.multi, self.team = make_team(self.programs, verifying, **given, **told_of(model))
+        self.speculation = Speculation(
+            SPECULATION, RolloutCache(), {DRAFT: DraftModel.elsewhere(model)}
+        )
+        self.speculation.for_others = True
+
+    def __enter__(self):
+        self.drafting.__enter__()
+        self.team.start()
+        self.drafting.wait_started()
+        return self
+
+    def __exit__(self, *_):
+        self.team.__exit__()
+        self.drafting.__exit__()
+        self.speculation.__exit__()
+        for program in self.started.programs:
+            program.close()
+
+    def play(self, **options):
+        drafts = self.speculation.drafter_factory(KEYS, PROMPTS)
+        return play(self.multi, drafts=drafts, **options)
+
+    def accepts(self, alone):
+        """Play until draft tokens are accepted: on a busy machine a rollout may be over before."""
+        return any(self.accepted(alone) for _ in range(20))
+
+    def accepted(self, alone, **options):
+        """Play, check the tokens, and return how many draft tokens were accepted."""
+        assert_same_tokens(self.play(**options), alone)
+        return self.multi.stats.accepted_tokens
+
+
+def wait_for(condition, limit_s=30.0):
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("ahead", WAYS)
+def test_tokens_are_those_of_plain_decoding(alone, model, ahead):
+    with Made(model, ahead=ahead) as made:
+        assert made.accepts(alone)
+        (program,) = made.started.programs
+        assert program._told().threads.workers[0].steps > 0
+    assert made.said == [] and made.team.losses == []
+
+
+@pytest.mark.parity
+def test_several_programs_draft_each_for_its_own_workers(alone, model):
+    with Made(model, workers=2, verifying=1) as made:
+        assert len(made.drafting.apart(0).addresses) == 2
+        assert made.accepts(alone)
+        assert all(p._told().threads.workers[0].steps for p in made.started.programs)
+    with Made(model, workers=2, verifying=3) as made:
+        first = [made.drafting.apart(i).addresses for i in range(3)]
+        assert [len(some) for some in first] == [1, 1, 1]
+        assert first[0] == first[2] != first[1]
+
+
+def killed_after(made, responses):
+    """Kill the drafting program after so many responses."""
+
+    def on_finish(trajectory):
+        responses.append(trajectory)
+        if len(responses) == 3:
+            next(iter(made.started.channels.values())).kill()
+
+    return on_finish
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_program_that_is_lost_costs_drafts_and_another_takes_its_place(alone, model):
+    with Made(model) as made:
+        made.accepted(alone, on_finish=killed_after(made, []))
+        wait_for(lambda: len(made.started.channels) == 2)
+        (worker,) = made.drafting.workers
+        wait_for(lambda: worker.draft_s and worker.link is not None and worker.address.start == 2)
+        wait_for(lambda: made.started.programs[1]._prepared is not None)
+        wait_for(lambda: made.started.programs[1]._prepared.done())
+        assert made.accepts(alone)
+    assert any("go on without its drafts; it is started again" in line for line in made.said)
+
+
+def hanging(go):
+    """Change a program: its answers to exchanges wait until they are let go."""
+
+    def changed(program):
+        exchange = program.answers[Exchange]
+
+        def hangs(asked):
+            assert go.wait(60)
+            return exchange(asked)
+
+        program.answers[Exchange] = hangs
+
+    return changed
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_program_that_hangs_is_waited_for_by_nobody(alone, model):
+    go = threading.Event()
+    with Made(model, changed=hanging(go)) as made:
+        assert made.accepted(alone) == 0
+        go.set()
+        assert made.accepts(alone)
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_slow_program_costs_no_token(alone, model):
+    def slow(program):
+        exchange = program.answers[Exchange]
+
+        def late(asked):
+            time.sleep(0.05)
+            return exchange(asked)
+
+        program.answers[Exchange] = late
+
+    with Made(model, changed=slow) as made:
+        for _ in range(2):
+            made.accepted(alone)
+    assert made.said == []
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_thread_that_raises_is_replaced_and_said(alone, model, monkeypatch):
+    with Made(model) as made:
+        (program,) = made.started.programs
+        (thread,) = program._told().threads.workers
+        true = program._told()._maker
+
+        def fails(*given):
+            program._told()._maker = true
+            raise RuntimeError("a device is gone")
+
+        program._told()._maker = SimpleNamespace(ahead=fails)
+        made.accepted(alone)
+        assert made.accepts(alone)
+        assert thread.generation == 1
+        wait_for(lambda: made.said)
+    assert (
+        "drafting worker 0 failed: RuntimeError: a device is gone; it is replaced" in made.said[0]
+    )
+
+
+def lying(change):
+    """Change a program: it answers every exchange with other blocks."""
+
+    def changed(program):
+        exchange = program.answers[Exchange]
+
+        def lies(asked):
+            told = exchange(asked)
+            if len(told.blocks.numbers_BX):
+                change(told.blocks)
+            return told
+
+        program.answers[Exchange] = lies
+
+    return changed
+
+
+def of_another(blocks):
+    blocks.numbers_BX[:, 0] = 10**6
+
+
+def of_the_future(blocks):
+    blocks.numbers_BX[:, 2] += 1000
+
+
+def beyond(blocks):
+    blocks.tokens_N[:] = MODEL.vocab_size
+
+
+def without_parents(blocks):
+    blocks.parents_N[:] = 5000
+
+
+def unlikely(blocks):
+    blocks.prob_N[:] = np.nan
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+@pytest.mark.parametrize("lie", [of_another, of_the_future, beyond, without_parents, unlikely])
+def test_answers_that_do_not_fit_are_refused(alone, model, lie):
+    with Made(model, changed=lying(lie)) as made:
+        for _ in range(5):  # on a busy machine the rollout may be over before a block comes
+            assert made.accepted(alone) == 0
+            if any(p.program.remarks for (p,) in made.programs.channels.values()):
+                break
+        wait_for(lambda: any("drafts of drafting-" in line for line in made.said))
+    assert any("expected" in line for line in made.said)
+
+
+@pytest.mark.fault
+def test_a_link_is_silent_while_its_program_is_away_and_finds_the_one_in_its_place():
+    there, heard, said = {"d-2": "one"}, [], []
+
+    def ask(name, message):
+        if name not in there:
+            raise ProgramLost("it is not there")
+        heard.append(CODEC.decode(message))
+        return CODEC.encode(Brought(there[name], 0, of_blocks([]), False))
+
+    with RemoteLink(Address("d", 2), ask, SPEC, MODEL.vocab_size, said.append) as link:
+        link.tell([commit(7)], ())
+        wait_for(lambda: heard)
+        assert commits_of(heard[0].commits)[0].request_id == 7
+        del there["d-2"]
+        link.tell([commit(8)], (7,))
+        wait_for(lambda: said)
+        began_s = time.monotonic()
+        link.wait(5.0)
+        assert time.monotonic() - began_s < 1.0 and link.generation == 0
+        link.tell([commit(9)], ())
+        assert not link._commits
+        there["d-4"] = "another"
+        wait_for(lambda: link.generation == 1)
+        link.tell([commit(9)], ())
+        wait_for(lambda: commits_of(heard[-1].commits))
+        there["d-4"] = "a third one"
+        link.tell([commit(9, 2)], ())
+        wait_for(lambda: link.generation == 2)
+    assert said == ["drafts of d-2 are missing: it is not there"]
+
+
+def test_what_waits_for_a_hanging_program_is_bounded():
+    go = threading.Event()
+
+    def ask(name, message):
+        assert go.wait(30)
+        return CODEC.encode(Brought("one", 0, of_blocks([]), False))
+
+    with RemoteLink(Address("d", 1), ask, SPEC, MODEL.vocab_size, print) as link:
+        for n in range(2, MOST_COMMITS // 100 + 200):
+            link.tell([commit(r, n) for r in range(100)], ())
+        assert len(link._commits) <= MOST_COMMITS
+        go.set()
+        wait_for(lambda: link.generation == 1)
+
+
+def commit(request_id, number=1, tokens=(1, 2, 3), chain=(4,), first=0, window=2, remaining=5):
+    numbers = np.array(tokens, np.int32), 1, remaining, np.array(chain, np.int32)
+    plan, processing = DraftPlan(window, number % 2 == 0), (0.5, 3.0, 0.25)
+    return Commit(request_id, number, first, *numbers, plan, processing)
+
+
+def block(request_id=1, tokens=(4, 5, 6), parents=(-1, 0, -1), prob=(0.5, 0.4, 0.25)):
+    arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(prob, np.float32)
+    return Block(request_id, 2, 3, *arrays)
+
+
+def as_lists(x):
+    """A commit or block with lists in place of arrays."""
+    return [(y.dtype, y.tolist()) if isinstance(y, np.ndarray) else y for y in x]
+
+
+def test_commits_and_blocks_come_back():
+    commits = [commit(2**61), commit(7, 2, (9,), (), first=3), commit(8, chain=(1, 2))]
+    told = Exchange("a", np.zeros(2, np.uint32), SAMPLING, of_commits(commits), (3, 4), 0.5)
+    came = CODEC.decode(CODEC.encode(told))
+    assert [as_lists(c) for c in commits_of(came.commits)] == [as_lists(c) for c in commits]
+    assert (came.link, came.sampling, came.closed) == ("a", SAMPLING, (3, 4))
+    for blocks in ([], [block(), block(7, (3,), (-1,), (1.0,))]):
+        came = CODEC.decode(CODEC.encode(Brought("p", 3, of_blocks(blocks), True)))
+        assert [as_lists(b) for b in blocks_of(came.blocks)] == [as_lists(b) for b in blocks]
+    rounded = blocks_of(of_blocks([block(prob=(1.0000001, 0.4, 0.40000004))]))[0]
+    assert rounded.prob_N.tolist() == [1.0, np.float32(0.4), np.float32(0.4)]
+
+
+BAD_BLOCKS = {
+    "parents before their children": {"parents": (-1, 1, -1)},
+    "parents before": {"parents": (-2, 0, 1)},
+    "probabilities of 0": {"prob": (1.5, 0.4, 0.3)},
+    "the likeliest first": {"prob": (0.3, 0.4, 0.2)},
+    "token ids of 0 or more": {"tokens": (4, -5, 6)},
+    "requests of 0": {"request_id": -1},
+}
+
+
+@pytest.mark.parametrize("what", BAD_BLOCKS)
+def test_malformed_blocks_are_refused(what):
+    bad = block(**BAD_BLOCKS[what])
+    one, good = of_blocks([bad]), of_blocks([block()])
+    one = dataclasses.replace(one, prob_N=bad.prob_N)  # as they are
+    names = [field.name for field in dataclasses.fields(Blocks)]
+    both = Blocks(*(np.concatenate([getattr(good, n), getattr(one, n)]) for n in names))
+    with pytest.raises(WireError, match=what):
+        CODEC.decode(CODEC.encode(Brought("p", 0, both, False)))
+
+
+def test_columns_that_do_not_fit_are_refused():
+    good = of_blocks([block(), block(2)])
+    lacks = dataclasses.replace(good, tokens_N=good.tokens_N[:-1])
+    narrow = dataclasses.replace(good, numbers_BX=good.numbers_BX[:, :3])
+    doubles = dataclasses.replace(good, prob_N=good.prob_N.astype(np.float64))
+    for bad in (lacks, narrow, doubles):
+        with pytest.raises(WireError):
+            CODEC.decode(CODEC.encode(Brought("p", 0, bad, False)))
+    for bad in (
+        *(commit(-1), commit(1, 0), commit(1, tokens=()), commit(1, tokens=(-1,))),
+        *(commit(1, first=-1), commit(1, window=99), commit(1, chain=range(99))),
+        *(commit(1, remaining=-1), commit(1)._replace(prompt_tokens=9)),
+        *(commit(1)._replace(processing=(0.5, 0.0, x)) for x in (0.0, 2.0, float("nan"))),
+    ):
+        told = Exchange("a", np.zeros(2, np.uint32), SAMPLING, of_commits([bad]), (), 0.0)
+        with pytest.raises(WireError):
+            CODEC.decode(CODEC.encode(told))
+
+
+def prepared(ask, limit_s=60.0):
+    until_s = time.monotonic() + limit_s
+    while not (found := ask(Prepare(1.0))).done:
+        assert time.monotonic() < until_s
+    return found
+
+
+def exchange(commits, closed=(), key=None, wait_s=5.0, link="a"):
+    from jax.random import key_data
+
+    key = np.asarray(key_data(KEY)) if key is None else key
+    return Exchange(link, key, SAMPLING, of_commits(commits), closed, wait_s)
+
+
+def test_a_program_checks_what_it_is_asked_and_drafts_once_it_is_prepared(model):
+    program = DraftingProgram(RUN)
+    ask = asker(program)
+    assert "expected Meet first" in ask(exchange([commit(1)])).message
+    other = {"identity": meet(model).identity | {"code of Reprise": "0000"}}
+    assert "the same code of Reprise" in ask(meet(model, **other)).message
+    away = dataclasses.replace(model, directory="/nowhere/to/be/found")
+    assert "put the same" in ask(dataclasses.replace(meet(model), model=away)).message
+    assert "expected 99 devices" in ask(meet(model, devices=99)).message
+    assert isinstance(ask(meet(model)), Met)
+    assert "expected Meet once" in ask(meet(model)).message
+    assert "once it is prepared" in ask(exchange([commit(1)])).message
+    assert isinstance(found := prepared(ask), Prepared) and found.draft_s > 0
+    for bad in (
+        exchange([commit(1, tokens=(MODEL.vocab_size,))]),
+        exchange([commit(1, tokens=range(1, 19), remaining=9)]),
+        exchange([commit(1, window=3)]),
+        exchange([commit(1)], key=np.zeros(5, np.uint32)),
+    ):
+        assert isinstance(ask(bad), Failed)
+    asked = exchange([commit(r, 2) for r in range(3)])
+    brought = ask(asked)
+    assert isinstance(brought, Brought)
+    blocks = blocks_of(brought.blocks)
+    assert {b.request_id for b in blocks} == {0, 1, 2} and {b.base_tokens for b in blocks} == {3}
+    began_s = time.monotonic()
+    idle = ask(exchange([], closed=(0, 1, 2)))
+    assert not idle.more and not len(idle.blocks.numbers_BX) and idle.program == brought.program
+    assert time.monotonic() - began_s < 2.0, "nothing is left to draft"
+    seen = ask(Look())
+    assert isinstance(seen, Seen) and seen.steps > 0 and seen.remarks == ()
+    assert isinstance(CODEC.decode(program.answer(b"nonsense")), Failed)
+    program.close()
+
+
+def test_a_program_that_cannot_serve_ends_the_start(model):
+    def other(program):
+        program._config = "another run"
+
+    made = programs(model, Started(other), DRAFTING, 2)
+    with made, pytest.raises(ProgramLost, match=r"drafting program 0 does not start: .*configura"):
+        made.wait_started()
+
+
+def test_a_channel_that_stops_is_replaced(model):
+    said, started = [], Started()
+    with programs(model, started, DRAFTING, 2, said) as made:
+        made.wait_started()
+        made.workers[0].link.deadline_s = 0.3
+        (channel,) = started.channels.values()
+        assert isinstance(channel, ThreadChannel)
+        channel.stopped = True
+        wait_for(lambda: len(started.channels) == 2)
+        assert "no answer to Look for 0.3 s" in said[0]
+    for program in started.programs:
+        program.close()
