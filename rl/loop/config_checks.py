@@ -107,16 +107,16 @@ def check_drafting(config: TrainConfig) -> None:
                 f"expected at least one worker that verifies, got Drafting.workers={asked} of "
                 f"Sched.workers={workers}: raise Sched.workers, or lower it"
             )
+        if config.cluster.kind == "ray" and asked is None:
+            raise ValueError(
+                'Cluster.kind="ray" reserves devices for programs before anything is measured: '
+                "expected a number of Drafting.workers there, got None, which leaves it to a plan; "
+                f'set Drafting.workers = 1 … {workers - 1}, or Cluster.kind = "local"'
+            )
     if settings.helps:
         _check_helpers(config)
     if settings.drafts_apart or settings.helps:
         what = "Drafting.workers" if settings.drafts_apart else "Drafting.requests_per_helper"
-        if config.cluster.kind == "ray":
-            raise ValueError(
-                f"{what} is for threads of the run's program, got "
-                f'Cluster.kind="ray", whose workers are programs of their own: set {what} = 0 '
-                'there, or Cluster.kind = "local"'
-            )
         if budget == "bandit":
             raise ValueError(
                 f"{what} decides who drafts and how far, and so do the arms of "
@@ -133,6 +133,12 @@ def check_drafting(config: TrainConfig) -> None:
 def _check_helpers(config: TrainConfig) -> None:
     settings, verifying = config.drafting, config.sched.workers - (config.drafting.workers or 0)
     each, known = settings.requests_per_helper, {"history", "histospec", "group", "own"}
+    if config.cluster.kind == "ray":
+        raise ValueError(
+            f"Drafting.requests_per_helper={each} is for threads of the run's program, got "
+            'Cluster.kind="ray", whose workers are programs of their own: set requests_per_helper = '
+            '0 there, or Cluster.kind = "local"'
+        )
     if not config.speculation.enabled or verifying < 2:
         raise ValueError(
             f"Drafting.requests_per_helper={each} has idle workers draft for others: expected two "

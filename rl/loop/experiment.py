@@ -140,6 +140,11 @@ class TrainConfig:
         return resolve_path(str(self.draft_model.directory)).resolve()
 
     @property
+    def num_verifying(self) -> int:
+        """The workers that answer requests, where it is set how many draft for them."""
+        return self.sched.workers - (self.drafting.workers or 0)
+
+    @property
     def longest_tokens(self) -> int:
         """Prompt and response together, at most."""
         return self.rollout.max_prompt_tokens + self.sampling.longest_new_tokens

@@ -17,11 +17,14 @@ from rl.cluster.config import ClusterConfig
 from rl.cluster.join import identity_of
 from rl.config.loader import dump
 from rl.loop.drafter_elsewhere import AnyDrafter
+from rl.loop.drafting import open_programs
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.remote.drafter_messages import Drafters, Learned
+from rl.remote.drafting_workers import DraftingPrograms
 from rl.remote.jobs import Jobs
-from rl.remote.messages import Compile, Hello
+from rl.remote.messages import Compile, Hello, Measured
 from rl.remote.remote_engine import RemoteEngine
+from rl.remote.service import ServiceDeadlines
 from rl.remote.team import Deadlines, Team
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
@@ -43,6 +46,7 @@ class RayWorkers:
 
     engine: MultiEngine
     team: Team
+    drafting: DraftingPrograms | None = None
 
     def warm_up(
         self,
@@ -60,7 +64,7 @@ class RayWorkers:
         rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
         known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
         with ThreadPoolExecutor(1) as thread:
-            there = thread.submit(self.team.warm_up, weights, bounds, known)
+            there = thread.submit(self._warm_up, weights, bounds, known)
             first = self.engine.engines[0]
             compile_buckets.compile_programs(first, (), told, training)
             while not wait([there], POLL_S).done:
@@ -73,6 +77,12 @@ class RayWorkers:
         found = read_moves(moves)
         if found is not None:
             self.engine.prefer_pool = found.prefers_copy
+
+    def _warm_up(self, weights: Params, bounds: Compile, rounds: str | None) -> Measured:
+        measured = self.team.warm_up(weights, bounds, rounds)
+        if self.drafting is not None:
+            self.drafting.wait_started()  # they compile by themselves, meanwhile
+        return measured
 
 
 def num_cpus(config: TrainConfig) -> int:
@@ -90,10 +100,10 @@ def open_workers(
     drafter: AnyDrafter | None,
     say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
-    """Start Ray, or join it, and the workers; end them at the end.
+    """Start Ray, or join it, and the workers; the last of them may be drafting programs.
 
-    They draft as `speculation` has it; idle ones learn for `drafter`, if it has spot training.
-    Raises ProgramLost where they cannot start, with expected, got and mend.
+    All are ended at the end. They draft as `speculation` has it; idle ones learn for `drafter`, if
+    it has spot training. Raises ProgramLost where they cannot start, with expected, got and mend.
     """
     from rl.ray_roles.session import RaySession, open_ray
 
@@ -111,7 +121,12 @@ def open_workers(
             start_s=deadlines.start_s,
         )
         stack.callback(session.close)
+        services = ServiceDeadlines(limit_s, deadlines.start_s, SILENCE * limit_s)
+        given = dtype, text, session.connect_drafting, services, say
+        drafting = stack.enter_context(open_programs(config, inputs, *given))
         jobs = Jobs(speculation)
+        if drafting is not None:
+            jobs = Jobs(speculation, drafting.apart)
         learned, spot = (None, None) if drafter is None else (drafter.learned, drafter.spot)
         engines = [
             RemoteEngine(
@@ -123,7 +138,7 @@ def open_workers(
                 hang_limit_s=config.run.hang_limit_s,
                 feature_layers=None if learned is None else learned.config.feature_layers,
             )
-            for i in range(sched.workers)
+            for i in range(config.num_verifying)
         ]
         hang_limit_s = config.run.hang_limit_s
         options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": hang_limit_s}
@@ -151,7 +166,7 @@ def open_workers(
         team = Team(engines, jobs, session.connect, hello, deadlines, say)
         stack.enter_context(team)
         team.start()
-        yield RayWorkers(engine, team)
+        yield RayWorkers(engine, team, drafting)
 
 
 def drafters_of(config: TrainConfig, drafter: AnyDrafter | None) -> Drafters:
@@ -163,7 +178,7 @@ def drafters_of(config: TrainConfig, drafter: AnyDrafter | None) -> Drafters:
         mine = drafter.learned
         shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
         learned = Learned(*shape, config.sampling.temperature)
-    return Drafters(model, learned)
+    return Drafters(model, learned, config.drafting.drafts_apart)
 
 
 def bounds(

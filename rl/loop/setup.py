@@ -20,15 +20,13 @@ from models.sharding import make_mesh
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.data.prompts import DataOrder
-from rl.drafting.plans import Planner
-from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
 from rl.learner.gathering import own_part
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
-from rl.loop import drafter_run, experiment, first_programs, ray_workers
+from rl.loop import drafter_run, drafting, experiment, first_programs, ray_workers
 from rl.loop.drafter_elsewhere import AnyDrafter, open_elsewhere
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import Shares
@@ -51,7 +49,7 @@ from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
-from rl.workers.multi_engine import Helpers, MultiEngine, make_engines, split_devices
+from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
 from rl.workers.no_workers import NoWorkers
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
@@ -136,13 +134,13 @@ def build(
             processes.barrier("workers on Ray", watch.alive)
         lockstep = _lockstep(shares, stack)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
-        drafting = _drafting(config, engine, speculation, clock, show.message)
-        if drafting is not None:
-            stack.enter_context(drafting)
+        apart = drafting.take_workers(config, engine, speculation, clock, show.message)
+        if apart is not None:
+            stack.enter_context(apart)
         eval_engine = _eval_engine(config, inputs, mesh, engine, shares)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, shares, drafting),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, shares, apart),
             show=show,
             watch=watch,
         )
@@ -281,45 +279,6 @@ def _engine(
     limit_s = config.run.hang_limit_s
     kind = AheadEngine if config.sched.mode == "ahead" else MultiEngine
     return kind(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
-
-
-def _drafting(
-    config: TrainConfig,
-    engine: RolloutEngine,
-    speculation: Speculation,
-    clock: Callable[[], float],
-    told: Callable[[str], None],
-) -> DraftingWorkers | None:
-    """Take the drafting workers from the engine's, and have idle ones help; None without either.
-
-    Raises ValueError where drafting workers are more than the devices.
-    """
-    settings, sched = config.drafting, config.sched
-    if not (settings.drafts_apart or settings.helps) or not isinstance(engine, MultiEngine):
-        return None
-    num_devices = len(jax.local_devices())
-    if (asked := settings.workers or 1) > num_devices:
-        raise ValueError(
-            "expected at most as many drafting workers as devices, got "
-            f"Drafting.workers={asked} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={asked}"
-        )
-    longest = min(config.draft_model.max_depth, config.engine.max_nodes - 1)
-    requests = min(config.rollout.num_requests, sched.workers * config.engine.slots)
-    planner = Planner(settings, sched.workers, requests, settings.window or longest)
-    model = speculation.drafters.get(MODEL)
-    assert model is None or isinstance(model, DraftModel)
-    limit_s, longest = config.run.hang_limit_s, config.longest_tokens
-    options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": limit_s}
-    drafting = DraftingWorkers(model, planner, longest, **options)
-    if settings.workers:
-        drafting.take(engine.engines, settings.workers)
-        speculation.drafting = drafting
-    if settings.helps:
-        speculation.methods_of_copies = settings.methods
-        size = len(settings.methods), settings.requests_per_helper
-        engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
-    return drafting
 
 
 def _own_engine(

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from functools import partial
 from typing import Any
 
 
@@ -28,7 +27,8 @@ class _Actor:
 class WorkerActor(_Actor):
     """A rollout worker: `rl.remote.worker.WorkerProgram` on the devices that it was placed with.
 
-    `drafts` is the handle of the draft server, if there is one; history workers are found by name.
+    `drafts` is the handle of the draft server, if there is one; history workers and drafting
+    programs are found by name.
     """
 
     def __init__(self, config_text: str, drafts: Any, deadline_s: float) -> None:
@@ -39,8 +39,25 @@ class WorkerActor(_Actor):
 
         program_cache.keep()
         ask = None if drafts is None else asking(drafts, deadline_s)
-        at = partial(_ask_at, deadline_s=deadline_s)
-        self._program = WorkerProgram(config_text, ask, at, leave=end_process)
+        self._program = WorkerProgram(
+            config_text, ask, _AskingByName(deadline_s), leave=end_process
+        )
+
+
+class DraftingActor(_Actor):
+    """A drafting program: `rl.remote.drafting_service.DraftingProgram` on the devices of its place.
+
+    (The draft server, which has no devices, is `DraftActor`.)
+    """
+
+    def __init__(self, config_text: str) -> None:
+        super().__init__()
+        from rl.remote.drafting_service import DraftingProgram
+        from rl.remote.program import end_process
+        from rl.runtime import program_cache
+
+        program_cache.keep()
+        self._program = DraftingProgram(config_text, leave=end_process)
 
 
 class DraftActor(_Actor):
@@ -112,17 +129,33 @@ def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:
     return ask
 
 
-def _ask_at(name: str, message: bytes, deadline_s: float) -> bytes:
-    """Ask the actor of a name, and wait. Raises ProgramLost where there is none, or it is late."""
-    import ray
+class _AskingByName:
+    """Asks the actor of a name, and waits. Raises ProgramLost where there is none, or it is late.
 
-    from rl.runtime.waits import ProgramLost
+    No name is given twice, so that who was found once is not looked for again.
+    """
 
-    try:
-        actor = ray.get_actor(name)
-    except (ValueError, ray.exceptions.RayError) as error:
-        raise ProgramLost(f"it is not there: {_first_line(error)}") from error
-    return asking(actor, deadline_s)(message)
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._found: dict[str, Callable[[bytes], bytes]] = {}
+
+    def __call__(self, name: str, message: bytes) -> bytes:
+        import ray
+
+        from rl.runtime.waits import ProgramLost
+
+        ask = self._found.get(name)
+        if ask is None:
+            try:
+                actor = ray.get_actor(name)
+            except (ValueError, ray.exceptions.RayError) as error:
+                raise ProgramLost(f"it is not there: {_first_line(error)}") from error
+            ask = self._found[name] = asking(actor, self._deadline_s)
+        try:
+            return ask(message)
+        except ProgramLost:
+            self._found.pop(name, None)
+            raise
 
 
 class RayChannel:

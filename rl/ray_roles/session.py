@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl.ray_roles.actors import DraftActor, RayChannel, WorkerActor
+from rl.ray_roles.actors import DraftActor, DraftingActor, RayChannel, WorkerActor
 from rl.runtime.waits import ROOT, ProgramLost
 
 SHARED_BYTES = 2**20  # messages from this size on are put into the store once, for all workers
@@ -27,7 +27,8 @@ class RayProblem(ProgramLost):
 
 
 class RaySession:
-    """The actors of a run, in one placement group: rollout workers, and a draft server beside them.
+    """The actors of a run, in one placement group: rollout workers and drafting programs, and a
+    draft server beside them.
 
     What a worker asks for is reserved at the start, so that a run that does not fit says so.
     """
@@ -47,30 +48,38 @@ class RaySession:
     def connect(self, number: int) -> RayChannel:
         """Start a worker; several threads may."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         with self._lock:
             if self._drafts is None:
                 actor = ray.remote(DraftActor)
                 self._drafts = actor.options(num_cpus=0, max_concurrency=CONCURRENT).remote()
+        given = self._config_text, self._drafts, self._deadline_s
+        return self._started(WorkerActor, number, given, max_concurrency=CONCURRENT)
+
+    def connect_drafting(self, number: int, name: str) -> RayChannel:
+        """Start a drafting program in a worker's place; rollout workers find it by its name.
+
+        Each of them may wait for an answer at the same time.
+        """
+        options = {"name": name, "max_concurrency": CONCURRENT + self._group.bundle_count}
+        return self._started(DraftingActor, number, (self._config_text,), **options)
+
+    def _started(
+        self, actor: type, number: int, given: tuple[Any, ...], **options: Any
+    ) -> RayChannel:
+        """Start an actor on the devices of a worker's place."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=number % self._group.bundle_count
         )
         resources = {k: v for k, v in self._bundle.items() if k not in ("CPU", "GPU")}
-        worker = (
-            ray.remote(WorkerActor)
-            .options(
-                num_cpus=self._bundle["CPU"],
-                num_gpus=self._bundle.get("GPU", 0),
-                resources=resources,
-                scheduling_strategy=strategy,
-                max_concurrency=CONCURRENT,
-                max_restarts=0,
-                max_task_retries=0,
-            )
-            .remote(self._config_text, self._drafts, self._deadline_s)
-        )
-        return RayChannel(worker, self._share, self._hearing)
+        options |= {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy}
+        options |= {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        remote: Any = ray.remote(actor)
+        started = remote.options(resources=resources, **options).remote(*given)
+        return RayChannel(started, self._share, self._hearing)
 
     def close(self) -> None:
         """Give back what was reserved."""
