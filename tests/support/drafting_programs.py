@@ -19,7 +19,7 @@ from rl.remote.service import ServiceDeadlines, service_identity
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import DraftModelConfig
 
-RUN = "a run"
+RUN = ""  # the text of its configuration, as that of remote workers
 LONGEST = 24  # tokens of a prompt and a response
 DEADLINES = ServiceDeadlines(answer_s=5.0, start_s=30.0, silence_s=60.0)
 
@@ -73,13 +73,13 @@ class Started:
         return [channel.program for channel in self.channels.values()]
 
 
-def programs(model, started, config, num_workers, said=None, **settings):
+def programs(model, connect, config, num_workers, said=None, *, deadlines=DEADLINES, **settings):
     """The drafting programs of a run, of `num_workers` of both kinds: a context manager."""
     planner = Planner(config, num_workers, len(REQUESTS), 2)
     planner.drafting_workers = config.workers
     say = (lambda line: None) if said is None else said.append
     met = meet(model, config, **settings)
-    return DraftingPrograms(planner, met, started.connect, DEADLINES, 120.0, say)
+    return DraftingPrograms(planner, met, connect, deadlines, 120.0, say)
 
 
 def asker(program):

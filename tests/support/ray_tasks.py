@@ -4,8 +4,10 @@ other test.
 
 import os
 import signal
+import time
 from pathlib import Path
 
+import drafting_programs
 import rollouts
 from processes import Place, descendants
 from remote_workers import make_team
@@ -23,6 +25,7 @@ from tiny_team import (
 )
 
 from rl.data.tasks import Example
+from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
 from rl.ray_roles.services import HistoryActors, ScorerActors
 from rl.ray_roles.session import RaySession, open_ray
@@ -33,8 +36,10 @@ from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
+from rl.speculation.draft_model import DraftModel
 from rl.speculation.sources import Speculation
 from sched.protocol import WorkerLost
+from spec.budget.config import MODEL as DRAFT
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
 
@@ -98,6 +103,57 @@ def tokens_though_one_is_killed(place: Place):
         session.close()
     assert lost == [WorkerLost(victim)]
     return {"accepted_tokens": multi.stats.accepted_tokens}
+
+
+def drafts_though_a_program_is_killed(place: Place):
+    """Check the tokens of two programs that a third one drafts for, which is killed meanwhile."""
+    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
+    alone = {t.request_id: t for t in done}
+    config = SpeculationConfig(budget="fixed:3", sources=("model",))
+    folder = place.folder / "draft"
+    folder.mkdir()
+    model, said = drafting_programs.save_policy(folder), []
+    drafters = {DRAFT: DraftModel.elsewhere(model)}
+    with open_ray(None, 6, 60.0), Speculation(config, RolloutCache(), drafters) as speculation:
+        speculation.for_others = True
+        session = RaySession("", 3, 1, deadline_s=30.0, start_s=60.0)
+        made = drafting_programs.programs(
+            model,
+            lambda number, name: session.connect_drafting(2 + number, name),
+            *(DraftingConfig(workers=1, window=2), 3, said),
+            deadlines=ServiceDeadlines(30.0, 60.0, 120.0),
+        )
+        with made as drafting:
+            options = drafting_programs.told_of(model) | {"apart": drafting.apart}
+            given = {"speculation": config, "said": said, "deadline_s": 30.0}
+            multi, team = make_team(session, 2, **given, **options)
+            with team:
+                team.start()
+                drafting.wait_started()
+                (worker,) = drafting.workers
+                first, killed = worker.pid, []
+
+                def on_finish(trajectory):
+                    if not killed:
+                        killed.append(os.kill(first, signal.SIGKILL))
+
+                drafts = speculation.drafter_factory(keys_of(PROMPTS), PROMPTS)
+                until_s = time.monotonic() + 60
+                while not worker.worked:  # a rollout may be over before it has heard of it
+                    assert time.monotonic() < until_s
+                    assert_same_tokens(play(multi, drafts=drafts), alone)
+                assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
+                while worker.pid == first or worker.link is None or not worker.worked:
+                    assert time.monotonic() < until_s + 60
+                    assert_same_tokens(play(multi, drafts=drafts), alone)
+        session.close()
+    assert team.losses == []
+    assert any("go on without its drafts; it is started again" in line for line in said), said
+    return {"starts": worker.address.start}
+
+
+def keys_of(prompts):
+    return [f"q{g}" for g in range(len(prompts))]
 
 
 def scores_though_one_is_killed():

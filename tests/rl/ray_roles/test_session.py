@@ -43,3 +43,13 @@ def test_programs_give_the_tokens_of_one_engine_though_one_is_killed(tmp_path):
     task = "ray_tasks:tokens_though_one_is_killed"
     [outcome] = launch(task, 1, tmp_path, join=False, limit_s=240)
     assert outcome.result["accepted_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_program_drafts_for_others_though_it_is_killed(tmp_path):
+    """In mid-rollout; another one takes its place."""
+    task = "ray_tasks:drafts_though_a_program_is_killed"
+    [outcome] = launch(task, 1, tmp_path, join=False, limit_s=240)
+    assert outcome.result["starts"] == 2

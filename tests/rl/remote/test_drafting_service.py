@@ -88,7 +88,7 @@ class Made:
         self.config = DraftingConfig(**settings)
         self.said, self.model, self.started = [], model, Started(changed)
         count = verifying + self.config.workers
-        self.drafting = programs(model, self.started, self.config, count, self.said)
+        self.drafting = programs(model, self.started.connect, self.config, count, self.said)
         self.programs = Programs()
         self.programs.ask_at = self.ask = self.started.ask
         given = {"speculation": SPECULATION, "said": self.said, "apart": self.drafting.apart}
@@ -463,14 +463,14 @@ def test_a_program_that_cannot_serve_ends_the_start(model):
     def other(program):
         program._config = "another run"
 
-    made = programs(model, Started(other), DRAFTING, 2)
+    made = programs(model, Started(other).connect, DRAFTING, 2)
     with made, pytest.raises(ProgramLost, match=r"drafting program 0 does not start: .*configura"):
         made.wait_started()
 
 
 def test_a_channel_that_stops_is_replaced(model):
     said, started = [], Started()
-    with programs(model, started, DRAFTING, 2, said) as made:
+    with programs(model, started.connect, DRAFTING, 2, said) as made:
         made.wait_started()
         made.workers[0].link.deadline_s = 0.3
         (channel,) = started.channels.values()
