@@ -17,7 +17,8 @@ class DraftingConfig:
     """Drafts of workers that do nothing else, and workers that help with the last requests.
 
     `workers` of `Sched.workers` draft with the `DraftModel` for those that verify, on each of their
-    devices; None: as many as the plan says, 0: each worker drafts by itself. They draft `ahead`:
+    devices; None: as many as the plan says, 0: each worker drafts by itself. With `Cluster.kind` =
+    `ray` they are programs of their own, and how many has to be set. They draft `ahead`:
     `free_running` goes on behind a window while it is verified, `enumeration` drafts for all that
     the round may bring, with `fan_out` guesses of each next token. A `window` has as many draft
     tokens; None: as the plan says, up to `DraftModel.max_depth`. Every `reconfigure_tokens` tokens

@@ -136,8 +136,8 @@ def _check_helpers(config: TrainConfig) -> None:
     if config.cluster.kind == "ray":
         raise ValueError(
             f"Drafting.requests_per_helper={each} is for threads of the run's program, got "
-            'Cluster.kind="ray", whose workers are programs of their own: set requests_per_helper = '
-            '0 there, or Cluster.kind = "local"'
+            'Cluster.kind="ray", whose workers are programs of their own: set '
+            'Drafting.requests_per_helper = 0 there, or Cluster.kind = "local"'
         )
     if not config.speculation.enabled or verifying < 2:
         raise ValueError(
