@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import MeasuredSeconds, Planner
+from spec.decoupled.messages import MOST_WINDOW
 from spec.round_times import RoundTimes
 
 
@@ -35,6 +37,15 @@ class Apart:
     num_requests: int
     most_window: int
     draft_s: float
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("expected the address of a drafting program, got none")
+        if not (1 <= self.most_window <= MOST_WINDOW and 0 <= self.draft_s < math.inf):
+            raise ValueError(
+                f"expected a window of 1 … {MOST_WINDOW} and seconds of 0 or more, got "
+                f"{self.most_window} and {self.draft_s}"
+            )
 
     def planner(self) -> Planner:
         """Return the planner of a verifying worker's program, which has seen nothing yet."""

@@ -137,9 +137,9 @@ class RemoteLink(DraftLink):
     def _exchange(self) -> None:
         with self._changed:
             commits, self._commits = self._commits, []
-            closed, self._closed = self._closed, []
+            closed = tuple(self._closed)
         rollout = self._link, self._key, self._sampling
-        asked = Exchange(*rollout, of_commits(commits), tuple(closed), WAIT_S)
+        asked = Exchange(*rollout, of_commits(commits), closed, WAIT_S)
         self._asked_s = time.monotonic()
         answer = CODEC.decode(self._answer(CODEC.encode(asked)))
         self._asked_s = None
@@ -152,6 +152,7 @@ class RemoteLink(DraftLink):
                 self.generation += 1
             self._silent, self._here, self._more = False, here, answer.more
             self._blocks.extend(blocks)
+            del self._closed[: len(closed)]  # until it is heard they are said again
         if blocks:
             self._came.set()
 

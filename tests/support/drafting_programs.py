@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from remote_workers import IDENTITY, ThreadChannel
 from tiny_team import CONFIG, MODEL, PARAMS, REQUESTS, SAMPLING
 
@@ -18,6 +19,7 @@ from rl.remote.drafting_workers import DraftingPrograms
 from rl.remote.service import ServiceDeadlines, service_identity
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import DraftModelConfig
+from spec.decoupled.messages import Block, Commit, DraftPlan
 
 RUN = ""  # the text of its configuration, as that of remote workers
 LONGEST = 24  # tokens of a prompt and a response
@@ -85,3 +87,14 @@ def programs(model, connect, config, num_workers, said=None, *, deadlines=DEADLI
 def asker(program):
     """Return a function that asks a program, and reads the answer."""
     return lambda message: CODEC.decode(program.answer(CODEC.encode(message)))
+
+
+def commit(request_id, number=1, tokens=(1, 2, 3), chain=(4,), first=0, window=2, remaining=5):
+    numbers = np.array(tokens, np.int32), 1, remaining, np.array(chain, np.int32)
+    plan, processing = DraftPlan(window, number % 2 == 0), (0.5, 3.0, 0.25)
+    return Commit(request_id, number, first, *numbers, plan, processing)
+
+
+def block(request_id=1, tokens=(4, 5, 6), parents=(-1, 0, -1), prob=(0.5, 0.4, 0.25)):
+    arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(prob, np.float32)
+    return Block(request_id, 2, 3, *arrays)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import rollouts
-from drafting_programs import RUN, Started, asker, meet, programs, save_policy, told_of
+from drafting_programs import RUN, Started, asker, commit, meet, programs, save_policy, told_of
 from remote_workers import Programs, ThreadChannel, make_team
 from tiny_team import (
     CONFIG,
@@ -32,7 +32,6 @@ from rl.remote.drafting_link import RemoteLink
 from rl.remote.drafting_messages import (
     CODEC,
     MOST_COMMITS,
-    Blocks,
     Brought,
     Exchange,
     Look,
@@ -47,13 +46,11 @@ from rl.remote.drafting_messages import (
 from rl.remote.drafting_service import DraftingProgram
 from rl.remote.messages import Failed
 from rl.remote.service import Met
-from rl.remote.wire import WireError
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.sources import Speculation
 from spec.budget.config import MODEL as DRAFT
-from spec.decoupled.messages import Block, Commit, DraftPlan
 from spec.reuse.rollout_cache import RolloutCache
 
 SPECULATION = SpeculationConfig(budget="fixed:3", sources=("model",))
@@ -318,6 +315,7 @@ def test_a_link_is_silent_while_its_program_is_away_and_finds_the_one_in_its_pla
         assert not link._commits
         there["d-4"] = "another"
         wait_for(lambda: link.generation == 1)
+        assert [asked.closed for asked in heard if asked.closed] == [(7,)]
         link.tell([commit(9)], ())
         wait_for(lambda: commits_of(heard[-1].commits))
         there["d-4"] = "a third one"
@@ -339,75 +337,6 @@ def test_what_waits_for_a_hanging_program_is_bounded():
         assert len(link._commits) <= MOST_COMMITS
         go.set()
         wait_for(lambda: link.generation == 1)
-
-
-def commit(request_id, number=1, tokens=(1, 2, 3), chain=(4,), first=0, window=2, remaining=5):
-    numbers = np.array(tokens, np.int32), 1, remaining, np.array(chain, np.int32)
-    plan, processing = DraftPlan(window, number % 2 == 0), (0.5, 3.0, 0.25)
-    return Commit(request_id, number, first, *numbers, plan, processing)
-
-
-def block(request_id=1, tokens=(4, 5, 6), parents=(-1, 0, -1), prob=(0.5, 0.4, 0.25)):
-    arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(prob, np.float32)
-    return Block(request_id, 2, 3, *arrays)
-
-
-def as_lists(x):
-    """A commit or block with lists in place of arrays."""
-    return [(y.dtype, y.tolist()) if isinstance(y, np.ndarray) else y for y in x]
-
-
-def test_commits_and_blocks_come_back():
-    commits = [commit(2**61), commit(7, 2, (9,), (), first=3), commit(8, chain=(1, 2))]
-    told = Exchange("a", np.zeros(2, np.uint32), SAMPLING, of_commits(commits), (3, 4), 0.5)
-    came = CODEC.decode(CODEC.encode(told))
-    assert [as_lists(c) for c in commits_of(came.commits)] == [as_lists(c) for c in commits]
-    assert (came.link, came.sampling, came.closed) == ("a", SAMPLING, (3, 4))
-    for blocks in ([], [block(), block(7, (3,), (-1,), (1.0,))]):
-        came = CODEC.decode(CODEC.encode(Brought("p", 3, of_blocks(blocks), True)))
-        assert [as_lists(b) for b in blocks_of(came.blocks)] == [as_lists(b) for b in blocks]
-    rounded = blocks_of(of_blocks([block(prob=(1.0000001, 0.4, 0.40000004))]))[0]
-    assert rounded.prob_N.tolist() == [1.0, np.float32(0.4), np.float32(0.4)]
-
-
-BAD_BLOCKS = {
-    "parents before their children": {"parents": (-1, 1, -1)},
-    "parents before": {"parents": (-2, 0, 1)},
-    "probabilities of 0": {"prob": (1.5, 0.4, 0.3)},
-    "the likeliest first": {"prob": (0.3, 0.4, 0.2)},
-    "token ids of 0 or more": {"tokens": (4, -5, 6)},
-    "requests of 0": {"request_id": -1},
-}
-
-
-@pytest.mark.parametrize("what", BAD_BLOCKS)
-def test_malformed_blocks_are_refused(what):
-    bad = block(**BAD_BLOCKS[what])
-    one, good = of_blocks([bad]), of_blocks([block()])
-    one = dataclasses.replace(one, prob_N=bad.prob_N)  # as they are
-    names = [field.name for field in dataclasses.fields(Blocks)]
-    both = Blocks(*(np.concatenate([getattr(good, n), getattr(one, n)]) for n in names))
-    with pytest.raises(WireError, match=what):
-        CODEC.decode(CODEC.encode(Brought("p", 0, both, False)))
-
-
-def test_columns_that_do_not_fit_are_refused():
-    good = of_blocks([block(), block(2)])
-    lacks = dataclasses.replace(good, tokens_N=good.tokens_N[:-1])
-    narrow = dataclasses.replace(good, numbers_BX=good.numbers_BX[:, :3])
-    doubles = dataclasses.replace(good, prob_N=good.prob_N.astype(np.float64))
-    for bad in (lacks, narrow, doubles):
-        with pytest.raises(WireError):
-            CODEC.decode(CODEC.encode(Brought("p", 0, bad, False)))
-    for bad in (
-        *(commit(-1), commit(1, 0), commit(1, tokens=()), commit(1, tokens=(-1,))),
-        *(commit(1, first=-1), commit(1, window=99), commit(1, chain=range(99))),
-        *(commit(1, remaining=-1), commit(1)._replace(prompt_tokens=9)),
-        *(commit(1)._replace(processing=(0.5, 0.0, x)) for x in (0.0, 2.0, float("nan"))),
-    ):
-        told = Exchange("a", np.zeros(2, np.uint32), SAMPLING, of_commits([bad]), (), 0.0)
-        with pytest.raises(WireError):
-            CODEC.decode(CODEC.encode(told))
 
 
 def prepared(ask, limit_s=60.0):
