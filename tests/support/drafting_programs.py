@@ -1,5 +1,6 @@
 """Drafting programs in threads of this process, for teams of remote workers."""
 
+import time
 from pathlib import Path
 
 import jax
@@ -98,3 +99,10 @@ def commit(request_id, number=1, tokens=(1, 2, 3), chain=(4,), first=0, window=2
 def block(request_id=1, tokens=(4, 5, 6), parents=(-1, 0, -1), prob=(0.5, 0.4, 0.25)):
     arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(prob, np.float32)
     return Block(request_id, 2, 3, *arrays)
+
+
+def wait_for(condition, limit_s=30.0):
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)

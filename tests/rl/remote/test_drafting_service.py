@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import rollouts
-from drafting_programs import RUN, Started, asker, commit, meet, programs, save_policy, told_of
+from drafting_programs import (
+    RUN,
+    Started,
+    asker,
+    commit,
+    meet,
+    programs,
+    save_policy,
+    told_of,
+    wait_for,
+)
 from remote_workers import Programs, ThreadChannel, make_team
 from tiny_team import (
     CONFIG,
@@ -24,14 +34,10 @@ from tiny_team import (
 )
 
 from rl.drafting.config import DraftingConfig
-from rl.drafting.elsewhere import Address
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
 from rl.remote import drafting_link, drafting_workers
-from rl.remote.drafting_link import RemoteLink
 from rl.remote.drafting_messages import (
     CODEC,
-    MOST_COMMITS,
     Brought,
     Exchange,
     Look,
@@ -39,8 +45,6 @@ from rl.remote.drafting_messages import (
     Prepared,
     Seen,
     blocks_of,
-    commits_of,
-    of_blocks,
     of_commits,
 )
 from rl.remote.drafting_service import DraftingProgram
@@ -56,7 +60,6 @@ from spec.reuse.rollout_cache import RolloutCache
 SPECULATION = SpeculationConfig(budget="fixed:3", sources=("model",))
 KEYS = [f"q{g}" for g in range(len(PROMPTS))]
 WAYS = ("free_running", "enumeration")
-SPEC = RolloutSpec((), SAMPLING, KEY)
 DRAFTING = DraftingConfig(workers=1, window=2)
 
 
@@ -120,13 +123,6 @@ class Made:
         """Play, check the tokens, and return how many draft tokens were accepted."""
         assert_same_tokens(self.play(**options), alone)
         return self.multi.stats.accepted_tokens
-
-
-def wait_for(condition, limit_s=30.0):
-    until_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parity
@@ -289,54 +285,6 @@ def test_answers_that_do_not_fit_are_refused(alone, model, lie):
                 break
         wait_for(lambda: any("drafts of drafting-" in line for line in made.said))
     assert any("expected" in line for line in made.said)
-
-
-@pytest.mark.fault
-def test_a_link_is_silent_while_its_program_is_away_and_finds_the_one_in_its_place():
-    there, heard, said = {"d-2": "one"}, [], []
-
-    def ask(name, message):
-        if name not in there:
-            raise ProgramLost("it is not there")
-        heard.append(CODEC.decode(message))
-        return CODEC.encode(Brought(there[name], 0, of_blocks([]), False))
-
-    with RemoteLink(Address("d", 2), ask, SPEC, MODEL.vocab_size, said.append) as link:
-        link.tell([commit(7)], ())
-        wait_for(lambda: heard)
-        assert commits_of(heard[0].commits)[0].request_id == 7
-        del there["d-2"]
-        link.tell([commit(8)], (7,))
-        wait_for(lambda: said)
-        began_s = time.monotonic()
-        link.wait(5.0)
-        assert time.monotonic() - began_s < 1.0 and link.generation == 0
-        link.tell([commit(9)], ())
-        assert not link._commits
-        there["d-4"] = "another"
-        wait_for(lambda: link.generation == 1)
-        assert [asked.closed for asked in heard if asked.closed] == [(7,)]
-        link.tell([commit(9)], ())
-        wait_for(lambda: commits_of(heard[-1].commits))
-        there["d-4"] = "a third one"
-        link.tell([commit(9, 2)], ())
-        wait_for(lambda: link.generation == 2)
-    assert said == ["drafts of d-2 are missing: it is not there"]
-
-
-def test_what_waits_for_a_hanging_program_is_bounded():
-    go = threading.Event()
-
-    def ask(name, message):
-        assert go.wait(30)
-        return CODEC.encode(Brought("one", 0, of_blocks([]), False))
-
-    with RemoteLink(Address("d", 1), ask, SPEC, MODEL.vocab_size, print) as link:
-        for n in range(2, MOST_COMMITS // 100 + 200):
-            link.tell([commit(r, n) for r in range(100)], ())
-        assert len(link._commits) <= MOST_COMMITS
-        go.set()
-        wait_for(lambda: link.generation == 1)
 
 
 def prepared(ask, limit_s=60.0):
