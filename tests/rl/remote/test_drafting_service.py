@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import rollouts
@@ -333,6 +334,27 @@ def test_a_program_checks_what_it_is_asked_and_drafts_once_it_is_prepared(model)
     seen = ask(Look())
     assert isinstance(seen, Seen) and seen.steps > 0 and seen.remarks == ()
     assert isinstance(CODEC.decode(program.answer(b"nonsense")), Failed)
+    program.close()
+
+
+def test_requests_are_shared_among_the_devices_of_a_program(model):
+    program = DraftingProgram(RUN)
+    ask = asker(program)
+    if len(jax.local_devices()) < 2:
+        pytest.skip("one device")
+    assert isinstance(ask(meet(model, devices=2, rows=4)), Met)
+    prepared(ask)
+    blocks, left = [], [commit(r, 2) for r in range(0, 12, 2)]
+    until_s = time.monotonic() + 30
+    while len({b.request_id for b in blocks}) < 6:
+        assert time.monotonic() < until_s
+        blocks += blocks_of(ask(exchange(left)).blocks)
+        left = []
+    threads = program._told().threads.workers
+    assert [worker.engine.device for worker in threads] == jax.local_devices()[:2]
+    assert all(worker.steps for worker in threads)
+    again = ask(exchange([commit(0, 2)], link="another"))  # its requests are those of others
+    assert again.program == program._name
     program.close()
 
 
