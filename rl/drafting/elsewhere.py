@@ -7,8 +7,11 @@ import math
 
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import MeasuredSeconds, Planner
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.decoupled.messages import MOST_WINDOW
 from spec.round_times import RoundTimes
+
+NO_MOVES = {1: (0.0, 0.0)}  # seconds of moves between workers, by which no window is planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,4 +59,8 @@ class Apart:
 
     def seconds(self, times: RoundTimes | None) -> MeasuredSeconds | None:
         """Return the seconds that plans go by; None where no rounds are measured."""
-        return None if times is None else MeasuredSeconds(times, self.draft_s)
+        if times is None:
+            return None
+        costs = MeasuredCosts(times.rounds, NO_MOVES)
+        longest = max(positions for _, _, positions in times.rounds)
+        return MeasuredSeconds(costs, times, longest / 2, self.draft_s)
