@@ -9,9 +9,10 @@ import time
 import pytest
 from loop_runs import compilations, finish, learnt, stop_after
 
+from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
 from rl.drafting.workers import DraftingWorkers
-from rl.loop import setup
+from rl.loop import drafting
 from sched.policies.drafting_plan import WorkerPlan
 from spec.decoupled.ahead import Enumerating, FreeRunning
 
@@ -185,8 +186,8 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
             never.wait(120)
 
     if replaced:
-        monkeypatch.setattr(setup, "DraftingWorkers", Impatient)
-    monkeypatch.setattr(drafting_workers, "LEAVING_S", 0.1)
+        monkeypatch.setattr(drafting, "DraftingWorkers", Impatient)
+    monkeypatch.setattr(threads, "LEAVING_S", 0.1)
     steps_that(monkeypatch, ahead, hang_once)
     settings = apart(tiny, f"Drafting.ahead={ahead!r}", "Run.hang_limit_s=30.0")
     try:
@@ -202,7 +203,7 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
 def test_one_that_is_slow_changes_no_token(tiny, tmp_path, plain, monkeypatch):
     """Its drafts are late, or miss; verifying workers do not wait for them."""
     count = steps_that(monkeypatch, "enumeration", lambda n: time.sleep(0.1))
-    monkeypatch.setattr(drafting_workers, "LEAVING_S", 1.0)
+    monkeypatch.setattr(threads, "LEAVING_S", 1.0)
     assert_same(finish(tiny, tmp_path, *apart(tiny)), plain)
     assert count
 

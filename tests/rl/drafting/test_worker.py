@@ -15,8 +15,9 @@ import pytest
 
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
+from rl.drafting.threads import MOST_RESTARTS, DraftingThreads
 from rl.drafting.worker import MOST_ROLLOUTS, DraftingWorker, WorkerLink
-from rl.drafting.workers import MOST_RESTARTS, DraftingWorkers
+from rl.drafting.workers import DraftingWorkers, share
 from spec.config import SamplingConfig
 from spec.decoupled.messages import Block, Commit, DraftPlan
 from spec.drafter import Source
@@ -220,8 +221,10 @@ def team(clock):
     """Two drafting workers of a run, for verifying workers 0 and 1."""
     lines = []
     planner = Planner(DraftingConfig(workers=2), 4, 8, 3)
-    workers = DraftingWorkers(None, planner, 16, clock=clock, told=lines.append, hang_limit_s=10.0)
-    workers.workers = [DraftingWorker(FakeEngine(k), Source.MODEL, clock) for k in range(2)]
+    options = {"clock": clock, "told": lines.append, "hang_limit_s": 10.0}
+    model = SimpleNamespace()  # nothing is drafted with it
+    workers = DraftingWorkers(model, planner, 16, **options)
+    workers._threads = DraftingThreads([FakeEngine(k) for k in range(2)], **options)
     workers._verifying, workers.lines = [0, 1], lines
     with workers:
         yield workers
@@ -233,7 +236,8 @@ def test_a_worker_that_raises_is_replaced(team):
     """The next who tells it something sees to that, and is told of the new one."""
     broken, other = Made(fails), Made()
     links = [
-        link_to(w, m, look=team._look) for w, m in zip(team.workers, (broken, other), strict=True)
+        link_to(w, m, look=team._threads.look)
+        for w, m in zip(team.workers, (broken, other), strict=True)
     ]
     links[0].tell([commit(1)], [])
     links[1].tell([commit(2)], [])
@@ -256,7 +260,7 @@ def test_so_does_one_that_cannot_make_what_drafts(team):
     def make(engine):
         raise Broken("no room")
 
-    link = link_to(team.workers[0], make, look=team._look)
+    link = link_to(team.workers[0], make, look=team._threads.look)
     link.tell([commit(1)], [])
     wait_until(lambda: team.workers[0].error is not None)
     link.tell([], [])
@@ -265,7 +269,7 @@ def test_so_does_one_that_cannot_make_what_drafts(team):
 
 @pytest.mark.fault
 def test_one_that_always_fails_is_given_up_at_last(team):
-    link, worker = link_to(team.workers[0], Made(fails), look=team._look), team.workers[0]
+    link, worker = link_to(team.workers[0], Made(fails), look=team._threads.look), team.workers[0]
     for generation in range(MOST_RESTARTS + 1):
         assert link.generation == generation
         link.tell([commit(1, round=generation + 1)], [])
@@ -296,7 +300,7 @@ def test_one_that_hangs_is_replaced_and_says_nothing_any_more(team, clock):
             back.set()
 
     made, worker = Made(hangs), team.workers[0]
-    link = link_to(worker, made, look=team._look)
+    link = link_to(worker, made, look=team._threads.look)
     link.tell([commit(1)], [])
     wait_until(lambda: not hang)
     clock.now_s = 9.9
@@ -327,7 +331,7 @@ def test_what_one_left_behind_raises_is_nobodys_error(team, clock):
         assert comes_back.wait(LIMIT_S)
         raise Broken("late")
 
-    link = link_to(team.workers[0], Made(hangs), look=team._look)
+    link = link_to(team.workers[0], Made(hangs), look=team._threads.look)
     link.tell([commit(1)], [])
     first = team.workers[0]._thread
     clock.now_s = 20.0
@@ -339,7 +343,7 @@ def test_what_one_left_behind_raises_is_nobodys_error(team, clock):
 
 
 def test_one_that_nobody_asks_does_not_hang(team, clock):
-    link = link_to(team.workers[0], Made(), look=team._look)
+    link = link_to(team.workers[0], Made(), look=team._threads.look)
     link.tell([commit(1)], [])
     blocks_of(link)
     wait_until(lambda: team.workers[0].alive_s is None)
@@ -352,11 +356,9 @@ def test_one_that_nobody_asks_does_not_hang(team, clock):
 def test_workers_are_shared_out(team, clock):
     """More verifying workers than drafting ones share one; fewer have several each."""
     first, second = team.workers
-    assert [team._of(k) for k in (0, 1)] == [[first], [second]]
-    team._verifying = [0, 1, 2]
-    assert [team._of(k) for k in range(3)] == [[first], [second], [first]]
-    team._verifying = [4]
-    assert team._of(4) == [first, second]
+    assert [share(team.workers, k, 2) for k in (0, 1)] == [[first], [second]]
+    assert [share(team.workers, k, 3) for k in range(3)] == [[first], [second], [first]]
+    assert share(team.workers, 0, 1) == [first, second]
 
 
 def test_links_keep_no_weights(team):
@@ -380,7 +382,7 @@ def test_steps_and_seconds_are_counted(team, clock):
     def takes_time():
         clock.now_s += 3.0
 
-    link = link_to(team.workers[0], Made(takes_time), look=team._look)
+    link = link_to(team.workers[0], Made(takes_time), look=team._threads.look)
     link.tell([commit(1)], [])
     blocks_of(link)
     wait_until(lambda: team.workers[0].steps == 1)

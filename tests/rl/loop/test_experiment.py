@@ -371,9 +371,8 @@ BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verif
             '"fixed:K", or Drafting.workers = 0',
         ),
         (
-            ("Cluster.kind='ray'",),
-            """Drafting.workers is for threads .* got Cluster.kind="ray", .*: set """
-            'Drafting.workers = 0 there, or Cluster.kind = "local"',
+            ("Cluster.kind='ray'", "Drafting.workers=None"),
+            "expected a number of Drafting.workers there, got None, .*; set Drafting.workers = 1",
         ),
     ],
 )
@@ -415,7 +414,7 @@ def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, messag
             "expected Drafting.methods of own, .* got 'last'",
         ),
         (BANDIT, 'Drafting.requests_per_helper decides .*"bandit": set budget'),
-        (("Cluster.kind='ray'",), "Drafting.requests_per_helper is for threads .*: set Drafting"),
+        (("Cluster.kind='ray'",), "Drafting.requests_per_helper=2 is for threads .*: set Drafting"),
     ],
 )
 def test_helpers_that_could_not_help_stop_too(tiny, overrides, message):

@@ -89,7 +89,7 @@ def test_where_drafts_come_from_is_told_with_a_rollout():
     came = MESSAGES.decode(MESSAGES.encode(Begin(1, dataclasses.replace(job, apart=apart))))
     assert came.job.apart == apart
     planner = apart.planner()
-    assert planner.plans().plan(0) == DraftPlan(2) and planner.drafting_workers == 1
+    assert planner.plans().plan(0, 4) == DraftPlan(2) and planner.drafting_workers == 1
     for bad in ({"addresses": ()}, {"most_window": 99}, {"draft_s": float("nan")}):
         with pytest.raises(ValueError, match="expected"):
             dataclasses.replace(apart, **bad)
