@@ -1,4 +1,4 @@
-"""What drafts ahead of verifying workers, made for the engines of drafting workers."""
+"""Makes the drafters that draft ahead of verifying workers, for engines of drafting workers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Ways to draft ahead of a verifying worker; each is told of commits and makes blocks, step by
-step.
+"""Ways to draft ahead of a verifying worker, which are told of commits and make blocks, by steps.
 
     free_running   a chain goes on while its window is verified, and is rolled back (SpecActor, 4.1)
-    committed      a tree from what the request has now, as deep as two windows: n-grams enumeration
-    one round ahead: all lengths that can be accepted, times the likeliest next tokens
+    enumeration    one round ahead: all numbers of accepted tokens, times the likeliest next tokens
 
 A step is one pass over all requests that want drafts. Time is the caller's.
 """
@@ -118,26 +116,6 @@ class FreeRunning(_Ahead):
             and request.wants
             and _window(request) > 0
         ]
-
-
-class FromCommitted(_Ahead):
-    """Trees from what requests have, once for each commit: two windows of draft tokens."""
-
-    def step(self) -> list[Block]:
-        wanting = [r for r, request in self.texts.requests.items() if request.wants]
-        if not wanting:
-            return []
-        requests = [self.texts.requests[r] for r in wanting]
-        most_A = np.array([min(2 * q.plan.window, q.remaining - 1) for q in requests])
-        for request in requests:
-            request.wants = False
-        drafts = self._drafts(self.texts.live(wanting), np.maximum(most_A, 0))
-        blocks = []
-        for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
-            if n := int(drafts.count_A[a]):
-                tree = drafts.tokens_AN[a, :n], drafts.parents_AN[a, :n], drafts.prob_AN[a, :n]
-                blocks.append(Block(r, request.round, request.committed, *(x.copy() for x in tree)))
-        return blocks
 
 
 class Enumerating(_Ahead):

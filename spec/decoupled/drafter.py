@@ -1,5 +1,4 @@
-"""The drafter of a verifying worker: it takes what drafting workers have sent, and computes
-nothing.
+"""The drafter of a verifying worker: it takes what drafting workers have sent, and computes none.
 
 In each round: take the blocks that have come → follow them to what requests have now → tell the
 drafting workers these tokens, and the drafts that are verified behind them. Nobody waits, but for

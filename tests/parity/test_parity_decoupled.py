@@ -17,14 +17,13 @@ from stepped_links import (
     wrong_tokens,
 )
 
-from spec.decoupled.ahead import Enumerating, FreeRunning, FromCommitted
+from spec.decoupled.ahead import Enumerating, FreeRunning
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
 from spec.decoupled.texts import RequestTexts
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Source
-from spec.retrieval.ngram import RULE, NgramDrafter
 
 pytestmark = pytest.mark.parity
 
@@ -163,15 +162,3 @@ def test_few_rows(golden, rollout, engine, params):
     ahead = chains(engine, params, "plain", MODEL)
     ahead.texts = RequestTexts(3, SIZE[1])
     check(golden, rollout, engine, [SteppedLink(ahead)])
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
-def test_n_grams_of_what_is_committed(golden, rollout, engine, name, delay):
-    rule = dataclasses.replace(RULE, shortest=1, max_children=8, min_prob=0.01)
-    link = SteppedLink(FromCommitted(NgramDrafter(rule), *SIZE), source=Source.OWN, delay=delay)
-    drafter = decoupled([link], name)
-    assert not differences(golden(name), rollout(name, drafter=drafter))
-    drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
-    assert delay or 0 < accepted[Source.OWN] < drafted[Source.OWN]
-    assert not link.ahead.texts.requests

@@ -13,7 +13,6 @@ from spec.decoupled.ahead import (
     SECOND,
     Enumerating,
     FreeRunning,
-    FromCommitted,
     cases_tree,
 )
 from spec.decoupled.messages import DraftPlan
@@ -135,24 +134,6 @@ def test_limits_hold_whatever_is_accepted(accepted, window, decoupled):
         new = [text[-1] + 1 + i for i in range(min(right, before))] + [1000 * round]
         told(ahead, commit(new, first=len(text), round=round, plan=plan, left=40 - len(text) + 2))
         text += new
-
-
-# --- trees from what is committed -----------------------------------------------------------
-
-
-def test_two_windows_from_what_a_request_has_once_for_each_commit():
-    drafter = CountsOn()
-    ahead = told(FromCommitted(drafter, 4, 60), commit([1, 10]), commit([1, 20], request=1, left=3))
-    assert drafted(ahead) == [(0, 1, 2, list(range(11, 17))), (1, 1, 2, [21, 22])]
-    assert ahead.step() == []
-    told(ahead, commit([30], first=2, round=2))
-    assert drafted(ahead) == [(0, 2, 3, list(range(31, 37)))]
-    assert drafter.asked[-1] == [(0, [1, 10, 30], 6)], "nothing is assumed"
-
-
-def test_nothing_is_drafted_for_a_last_token():
-    ahead = told(FromCommitted(CountsOn(), 4, 60), commit([1, 10], left=1), commit([1], request=1))
-    assert [r for r, *_ in drafted(ahead)] == [1] and ahead.step() == []
 
 
 # --- all cases ------------------------------------------------------------------------------
