@@ -66,7 +66,7 @@ class WorkerDrafters:
 
     @property
     def here(self) -> dict[str, DeviceDrafterSource]:
-        """Those that draft on these devices, and not on those of drafting programs."""
+        """Return those that draft on these devices, and not on those of drafting programs."""
         apart = self._told.apart
         return {n: drafter for n, drafter in self.by_name.items() if n != MODEL or not apart}
 
