@@ -110,7 +110,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
-    """The words of a `link`: what it has to say of its rollout's requests, and the question for blocks.
+    """The words of a `link` about its rollout's requests, and the question for blocks.
 
     A rollout is known by the key of its noise and its sampling. It is answered as soon as there are
     blocks or nothing is left to draft, or after `wait_s`.
