@@ -47,7 +47,7 @@ from sched.policies.drafting_plan import Acceptance, rate
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 BATCHES = (1, 8, 32, 64)
-WINDOWS = {COUPLED: (2, 3, 4, 5), FREE_RUNNING: (3, 5), ENUMERATION: (2, 3, 4)}
+WINDOWS = {COUPLED: (3, 4, 5), FREE_RUNNING: (3, 5), ENUMERATION: (3, 4)}
 RECONFIGURE_TOKENS = 32
 TAIL_REQUESTS = 96
 Tried = Mapping[tuple[str, int], Played]  # by way and window

@@ -21,7 +21,7 @@ from rl.engine.stats import RoundRecord
 from rl.trajectory import PartialRequest, Trajectory
 from rl.workers.coordinator import Coordinator
 from rl.workers.worker_group import WorkerGroup
-from rl.workers.worker_source import WorkerLimits
+from rl.workers.worker_source import WorkerLimits, WorkerSource
 from sched.protocol import Scheduler
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit
@@ -272,6 +272,12 @@ class VirtualGroup(WorkerGroup):
     ) -> None:
         self.make_coordinator = partial(_VirtualCoordinator, time)  # type: ignore[assignment]
         super().__init__(engines, scheduler, limits, time)
+
+    def _work(self, worker_id: int, engine: Engine, source: WorkerSource) -> None:
+        try:
+            super()._work(worker_id, engine, source)
+        finally:
+            self._clock.leave()  # type: ignore[attr-defined]  # it is a `VirtualTime`
 
     @property
     def coordinator(self) -> Coordinator:
