@@ -10,6 +10,7 @@ from sched.request import MOST_COPIES
 from spec.decoupled.messages import MOST_WINDOW
 
 Ahead = Literal["free_running", "enumeration"]
+Method = Literal["model", "own", "group", "history", "histospec"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class DraftingConfig:
     fan_out: int = 3
     reconfigure_tokens: int = 1000
     requests_per_helper: int = 0
-    methods: tuple[str, ...] = ("model", "own")
+    methods: tuple[Method, ...] = ("model", "own")
 
     def __post_init__(self) -> None:
         if self.ahead not in (known := typing.get_args(Ahead)):

@@ -407,11 +407,11 @@ def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, messag
         ),
         (
             ("Drafting.methods=('telepathy',)",),
-            "expected Drafting.methods of group, own, .* got 'telepathy'",
+            r"Drafting.methods: expected tuple of one of 'model', .* got tuple \('telepathy'",
         ),
         (
             ("Speculation.sources=('last','own')", "Drafting.methods=('last',)"),
-            "expected Drafting.methods of own, .* got 'last'",
+            r"Drafting.methods: expected tuple of one of 'model', .* got tuple \('last'",
         ),
         (BANDIT, 'Drafting.requests_per_helper decides .*"bandit": set budget'),
         (("Cluster.kind='ray'",), "Drafting.requests_per_helper=2 is for threads .*: set Drafting"),
