@@ -47,7 +47,7 @@ from sched.policies.drafting_plan import Acceptance, rate
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 BATCHES = (1, 8, 32, 64)
-WINDOWS = {COUPLED: (3, 4, 5), FREE_RUNNING: (3, 5), ENUMERATION: (3, 4)}
+WINDOWS = {COUPLED: (1, 2, 3, 4), FREE_RUNNING: (3, 5), ENUMERATION: (3, 4)}
 RECONFIGURE_TOKENS = 32
 TAIL_REQUESTS = 96
 Tried = Mapping[tuple[str, int], Played]  # by way and window
@@ -96,9 +96,9 @@ def best_of(tried: Tried, way: str) -> tuple[int, float]:
 def planned(tried: Tried, num_requests: int) -> tuple[str, int]:
     """Return the way and window that the model of Algorithm 1 rates highest, of those tried.
 
-    Acceptance is what the narrowest windows have shown, which a run sees whatever its window.
+    Acceptance is what one window of each way has shown, which a run sees whatever its window.
     """
-    p = tried[COUPLED, WINDOWS[COUPLED][0]].draft_p(WINDOWS[COUPLED][0])
+    p = tried[COUPLED, WINDOWS[COUPLED][-1]].draft_p(WINDOWS[COUPLED][-1])
     hits = tried[ENUMERATION, WINDOWS[ENUMERATION][0]].hits
     verifying = WORKERS - 1
     step = {way: step_price(way, DEVICES / verifying) for way in (FREE_RUNNING, ENUMERATION)}
