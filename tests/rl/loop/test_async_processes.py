@@ -51,7 +51,7 @@ def let_the_first_answer(monkeypatch):
     kept = first_programs.Kept
     by_first = lambda config, processes: Shares(processes, by_first=True)  # noqa: E731
     monkeypatch.setattr(run_setup, "_shares", by_first)
-    monkeypatch.setattr(first_programs, "Kept", lambda folder, _: kept(folder, ALONE))
+    monkeypatch.setattr(first_programs, "Kept", lambda folder, _, *more: kept(folder, ALONE, *more))
 
 
 @pytest.fixture(params=["all answer", "process 0 answers"])
