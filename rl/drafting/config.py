@@ -6,9 +6,7 @@ import dataclasses
 import typing
 from typing import Literal
 
-from sched.request import MOST_COPIES
-from spec.decoupled.messages import MOST_WINDOW
-
+MOST_WINDOW = 32  # no drafting worker drafts further ahead
 Ahead = Literal["free_running", "enumeration"]
 Method = Literal["model", "own", "group", "history", "histospec"]
 
@@ -48,10 +46,11 @@ class DraftingConfig:
         for name in ("workers", "reconfigure_tokens", "requests_per_helper"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        different = len(set(self.methods)) == len(self.methods)
-        if not 1 <= len(self.methods) <= MOST_COPIES or not different:
+        known = typing.get_args(Method)
+        named = set(self.methods)
+        if not named or len(named) < len(self.methods) or not named <= set(known):
             raise ValueError(
-                f"expected 1 … {MOST_COPIES} different methods of drafting, got {self.methods}"
+                f"expected different methods of drafting of {', '.join(known)}, got {self.methods}"
             )
 
     @property

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rl.drafting.config import DraftingConfig
+from rl.drafting.config import MOST_WINDOW, DraftingConfig
 from rl.drafting.plans import MeasuredSeconds, Planner
 from sched.simulator.measured_costs import MeasuredCosts
-from spec.decoupled.messages import MOST_WINDOW
 from spec.round_times import RoundTimes
 
 NO_MOVES = {1: (0.0, 0.0)}  # seconds of moves between workers, by which no window is planned

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import DraftingConfig
+from rl.drafting.config import MOST_WINDOW, DraftingConfig
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
 from sched.policies.specactor import RequestPlan, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
 from sched.simulator.roofline import Costs
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import RequestPlans
-from spec.decoupled.messages import MOST_WINDOW, DraftPlan
+from spec.decoupled.messages import DraftPlan
 from spec.drafter import LiveSlots, Source
 from spec.round_times import RoundTimes
 

@@ -132,7 +132,7 @@ def check_drafting(config: TrainConfig) -> None:
 
 def _check_helpers(config: TrainConfig) -> None:
     settings, verifying = config.drafting, config.sched.workers - (config.drafting.workers or 0)
-    each, known = settings.requests_per_helper, {"history", "histospec", "group", "own"}
+    each = settings.requests_per_helper
     if config.cluster.kind == "ray":
         raise ValueError(
             f"Drafting.requests_per_helper={each} is for threads of the run's program, got "
@@ -152,11 +152,10 @@ def _check_helpers(config: TrainConfig) -> None:
             'Sched.mode="pipeline" go on to the next step: set mode = "sync" or "ahead", or '
             "requests_per_helper = 0"
         )
-    known |= {"model"} if config.speculation.asks_model else set()
-    sources = set(config.speculation.sources) | {"own"}
-    if other := [m for m in settings.methods if m not in known & sources]:
+    sources = {"own", *config.speculation.sources}
+    if other := [method for method in settings.methods if method not in sources]:
         raise ValueError(
-            f"expected Drafting.methods of {', '.join(sorted(known & sources))}, which "
+            f"expected Drafting.methods of {', '.join(sorted(sources))}, which "
             f"Speculation.sources has, got {other[0]!r}: leave it out, or add it to the sources"
         )
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
-from rl.drafting.config import DraftingConfig
+from rl.drafting.config import MOST_WINDOW, DraftingConfig
 from rl.engine.config import EngineConfig
 from rl.remote import service
 from rl.remote.records import expect
 from rl.remote.wire import Codec
 from rl.speculation.config import DraftModelConfig
 from spec.config import SamplingConfig
-from spec.decoupled.messages import MOST_WINDOW, Block, Commit, DraftPlan
+from spec.decoupled.messages import Block, Commit, DraftPlan
 
 MOST_COMMITS = 2**14  # of an exchange
 MOST_BLOCKS = 2**14

@@ -18,8 +18,6 @@ import numpy as np
 
 from spec.drafter import Source
 
-MOST_WINDOW = 32  # no drafting worker drafts further ahead
-
 
 class DraftPlan(NamedTuple):
     """The way a request is drafted for: its window of draft tokens, and if the next one is begun.

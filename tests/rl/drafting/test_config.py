@@ -17,9 +17,9 @@ from rl.drafting.config import DraftingConfig
         ({"workers": -1}, "workers must be 0 or more, got -1"),
         ({"reconfigure_tokens": -1}, "reconfigure_tokens must be 0 or more, got -1"),
         ({"requests_per_helper": -2}, "requests_per_helper must be 0 or more, got -2"),
-        ({"methods": ()}, r"expected 1 … 7 different methods of drafting, got \(\)"),
-        ({"methods": ("own", "own")}, "different methods of drafting, got .'own', 'own'"),
-        ({"methods": tuple("abcdefgh")}, "expected 1 … 7 different methods"),
+        ({"methods": ()}, r"expected different methods of drafting of model, .*, got \(\)"),
+        ({"methods": ("own", "own")}, "different methods of drafting of .*, got .'own', 'own'"),
+        ({"methods": tuple("abcdefgh")}, "expected different methods of drafting of model"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
