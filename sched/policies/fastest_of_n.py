@@ -38,7 +38,7 @@ class FastestOfN:
     `num_methods` are those of the copies; each worker drafts by one of them, for up to
     `most_requests` requests, those with the lowest acceptance first. `worth` says whether a copy
     pays for what it costs: the keys and values, and the draft model's weights. An event takes
-    O(workers + requests) where a worker is dry and nothing waits, else O(1).
+    O(workers + requests) where nothing waits any more, else O(methods).
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class FastestOfN:
         self._workers: dict[int, WorkerJoined] = {}
         self._own: dict[int, set[int]] = {}  # requests that run on a worker, by it
         self._copies: dict[int, dict[int, Start]] = {}  # starts of copies, by worker and number
+        self._worker_of: dict[int, int] = {}  # of the copies, by number
         self._method_of: dict[int, str] = {}  # of the workers that have copies
         self._answered: set[int] = set()  # by a copy, while the request waited to be started
 
@@ -94,8 +95,8 @@ class FastestOfN:
             del self._workers[event.worker_id]
             for request_id in self._own.pop(event.worker_id):
                 self._running.pop(request_id)
-            self._copies.pop(event.worker_id)
-            self._method_of.pop(event.worker_id, None)
+            self._drop_copies(event.worker_id)
+            del self._copies[event.worker_id]
         elif isinstance(event, (Finished, ChunkDone)) and self._is_in_force(event):
             self._running.pop(event.request_id)
             self._own[event.worker_id].discard(event.request_id)
@@ -140,7 +141,7 @@ class FastestOfN:
         start = self._copies.get(event.worker_id, {}).get(event.request_id)
         if start is None or start.chunk != event.chunk or isinstance(event, ChunkDone):
             return []  # it was dropped
-        del self._copies[event.worker_id][event.request_id]
+        del self._copies[event.worker_id][event.request_id], self._worker_of[event.request_id]
         self._tokens[request_id] = event.generated_tokens
         actions, own = self._forget(request_id), self._running.pop(request_id, None)
         if own is None:  # it waits: it ends once it would be started
@@ -155,23 +156,28 @@ class FastestOfN:
         self._specs.pop(request_id, None)
         self._acceptance.pop(request_id, None)
         dropped: list[Action] = []
-        for worker_id, copies in self._copies.items():
-            for number in [n for n in copies if copy_of(n)[0] == request_id]:
-                del copies[number]
+        for method in self._methods:
+            number = _number(request_id, method)
+            if (worker_id := self._worker_of.pop(number, None)) is not None:
+                del self._copies[worker_id][number]
                 dropped.append(Drop(number, worker_id))
         return dropped
 
     def _drop_copies(self, worker_id: int) -> list[Action]:
         copies = self._copies[worker_id]
         dropped: list[Action] = [Drop(number, worker_id) for number in copies]
+        for number in copies:
+            del self._worker_of[number]
         copies.clear()
         self._method_of.pop(worker_id, None)
         return dropped
 
     def _copy(self) -> list[Action]:
         """Give dry workers copies, while all requests that are left are running (Algorithm 3)."""
+        if not self._running or len(self._running) < self.num_unfinished:
+            return []
         dry = [w for w, own in self._own.items() if not own]
-        if not dry or not self._running or len(self._running) < self.num_unfinished:
+        if not dry:
             return []
         freed = [w for w in dry if not self._copies[w]]
         for worker_id in freed:
@@ -179,13 +185,12 @@ class FastestOfN:
         serving: dict[str, set[int]] = {}
         for worker_id, method in self._method_of.items():
             serving.setdefault(method, set()).add(worker_id)
-        there = {number for copies in self._copies.values() for number in copies}
         actions: list[Action] = []
         load = {w: len(self._copies[w]) for w in dry}
         wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}
         found = assign_drafters(
             *(wanted, self._methods, freed, serving, load, self._most_requests),
-            lambda request_id, method, *_: _number(request_id, method) not in there,
+            lambda request_id, method, *_: _number(request_id, method) not in self._worker_of,
         )
         for (request_id, method), worker_id in found.items():
             if worker_id in self._own and not self._own[worker_id]:
@@ -206,7 +211,7 @@ class FastestOfN:
         if reserved + tokens > worker.kv_tokens or len(self._copies[worker_id]) >= most:
             return []
         start = Start(number, worker_id, 1, spec.max_new_tokens, tokens, Kv.POOL)
-        self._copies[worker_id][number] = start
+        self._copies[worker_id][number], self._worker_of[number] = start, worker_id
         self._method_of[worker_id] = method
         return [Copy(request_id, self._running[request_id].worker_id, start)]
 

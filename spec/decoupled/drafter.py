@@ -79,8 +79,8 @@ class DecoupledDrafter(Drafter):
         return self._links[0].source
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        plans = self._plans_of(live)
-        window_A = np.array([plan.window for plan in plans], np.int64)
+        ids = live.request_ids_A.tolist()
+        window_A = np.array([self._plans.plan(r, len(live)).window for r in ids], np.int64)
         given = live, window_A, max_nodes_A, max_nodes, self.source
         self._take(live)
         drafts = self.received.drafts(*given)
@@ -89,14 +89,14 @@ class DecoupledDrafter(Drafter):
                 link.wait(self._plans.patience_s / len(self._links))
             self._take(live)
             drafts = self.received.drafts(*given)
-        self._tell(live, plans, drafts)
+        self._tell(live, drafts)
         self._proposed = live, drafts
         self.drafted += int((drafts.count_A > 0).sum())
         return drafts
 
     def committed(self, live: LiveSlots) -> None:
         """Tell of rounds in which nothing was proposed, too."""
-        self._tell(live, self._plans_of(live), None)
+        self._tell(live, None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         if self._proposed is None:
@@ -119,9 +119,6 @@ class DecoupledDrafter(Drafter):
         self._plans.forget(ids)
         self._say([[] for _ in self._links])
 
-    def _plans_of(self, live: LiveSlots) -> list[DraftPlan]:
-        return [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
-
     def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
         """Return True if most requests lack a draft, and a block that knows their last commit."""
         told = [self._told.get(r, (-1, 0, -1))[2] for r in live.request_ids_A.tolist()]
@@ -132,7 +129,7 @@ class DecoupledDrafter(Drafter):
         for link in self._links:
             self.received.put(link.take(), live)
 
-    def _tell(self, live: LiveSlots, plans: Sequence[DraftPlan], drafts: Drafts | None) -> None:
+    def _tell(self, live: LiveSlots, drafts: Drafts | None) -> None:
         """Tell what is new of requests, each to its own drafting worker."""
         news: list[list[Commit]] = [[] for _ in self._links]
         processing_A3 = live.processing(self._sampling)
@@ -152,7 +149,7 @@ class DecoupledDrafter(Drafter):
                 prompt_tokens=int(live.prompt_tokens_A[a]),
                 remaining_tokens=int(live.remaining_tokens_A[a]),
                 chain=_chain(drafts, a),
-                plan=plans[a],
+                plan=self._plans.plan(r, len(live)),
                 processing=tuple(processing_A3[a].tolist()),
             )
             news[k].append(commit)

@@ -34,6 +34,9 @@ class ReceivedBlocks:
 
     def put(self, blocks: Iterable[Block], live: LiveSlots) -> None:
         """Keep these blocks of live requests, each instead of an older one."""
+        blocks = list(blocks)
+        if not blocks:
+            return
         which = dict(zip(live.request_ids_A.tolist(), self._rows(live).tolist(), strict=True))
         for block in blocks:
             f, n = which.get(block.request_id), len(block.tokens_N)
