@@ -10,6 +10,9 @@ import numpy as np
 
 from spec.drafter import Acceptance, Drafts, Source
 
+# what is assumed of draft tokens before any was observed: how many, and their acceptance
+PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
+
 
 def round_acceptance(
     drafts: Drafts, taken_A: np.ndarray, tokens_AN: np.ndarray, emitted_A: np.ndarray

@@ -213,11 +213,10 @@ def rank_draws(
     With `gumbel` that is what was perturbed to nearly as much, with `cdf` what is likely. Arguments
     are those of `draw`.
     """
-    drawn, _ = draw(logits_V, keys, temperature, scheme)
-    others_V = logits_V
     if scheme == "gumbel":
-        others_V = jnp.where(temperature[..., None] <= 0, logits_V, _perturbed(logits_V, keys))
-    return jnp.where(jnp.arange(logits_V.shape[-1]) == drawn[..., None], jnp.inf, others_V)
+        return jnp.where(temperature[..., None] <= 0, logits_V, _perturbed(logits_V, keys))
+    drawn, _ = draw(logits_V, keys, temperature, scheme)
+    return jnp.where(jnp.arange(logits_V.shape[-1]) == drawn[..., None], jnp.inf, logits_V)
 
 
 def draw(

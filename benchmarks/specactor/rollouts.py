@@ -27,6 +27,7 @@ from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory
 from sched.policies.specactor import prob_of
+from spec.buckets import bucket
 from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
@@ -127,7 +128,7 @@ class Bench:
             return verify_price(record, drafted) + drafting_s
 
         shares = [requests[i::WORKERS] for i in range(WORKERS)]
-        engines = [self.engine(slots_for(share), time, price) for share in shares if share]
+        engines = [self.engine(bucket(len(share), 1), time, price) for share in shares if share]
         kind = DraftModelDrafter
         drafters = [self.drafter(kind, engine, window) if window else None for engine in engines]
         return self._play(time, engines, shares, drafters, window)
@@ -136,10 +137,12 @@ class Bench:
         """Play verifying workers that one drafting worker drafts for: some devices for each."""
         time, verifying = VirtualTime(), WORKERS - 1
         shares = [requests[i::verifying] for i in range(verifying)]
-        engines = [self.engine(slots_for(share), time, verify_price) for share in shares if share]
+        engines = [
+            self.engine(bucket(len(share), 1), time, verify_price) for share in shares if share
+        ]
         price, workers = step_price(way, DEVICES / len(engines)), []
         for share in shares[: len(engines)]:
-            home = self.engine(slots_for(share), time, verify_price)
+            home = self.engine(bucket(len(share), 1), time, verify_price)
             home.expect(1, self.longest_tokens + 2 * window)
             workers.append(PricedDrafting(self.ahead(way, home, window), price, time))
         each = len(requests) / len(engines)
@@ -183,8 +186,3 @@ class Bench:
 
         jobs = [lambda i=i: job(i) for i in range(len(engines))]
         return Played(done, time.run(jobs), [e.stats for e in engines])
-
-
-def slots_for(requests: Sequence[Request]) -> int:
-    """Return the bucket of slots that holds these requests."""
-    return 1 << (len(requests) - 1).bit_length()

@@ -35,6 +35,7 @@ from sched.policies.fastest_of_n import FastestOfN
 from sched.policies.registry import make_scheduler
 from sched.protocol import Copy, Finished, Scheduler
 from sched.request import copy_of
+from spec.buckets import bucket
 from spec.budget.budget import Budget, FixedBudget
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.decoupled.drafter import DecoupledDrafter
@@ -64,7 +65,7 @@ class Rollout:
         self._verifying = WORKERS - 1
         self._time = VirtualTime(self._verifying)
         each = math.ceil(len(requests) / self._verifying)
-        self._slots = 1 << (each - 1).bit_length()
+        self._slots = bucket(each, 1)
         config = DraftingConfig(
             1, window=plan.window or None, reconfigure_tokens=plan.reconfigure_tokens
         )

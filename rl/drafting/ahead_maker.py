@@ -12,6 +12,7 @@ from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.draft_model import DraftModel
+from spec.buckets import bucket
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from spec.decoupled.messages import Commit, DraftPlan
@@ -36,10 +37,8 @@ class AheadMaker:
 
     def ahead(self, engine: Engine, key: jax.Array, sampling: SamplingConfig) -> DraftingAhead:
         """Return what drafts for one rollout on a drafting worker."""
-        size, drafter = (
-            (engine.config.slots, engine.longest_tokens),
-            self._drafter(engine, sampling, key),
-        )
+        size = engine.config.slots, engine.longest_tokens
+        drafter = self._drafter(engine, sampling, key)
         if isinstance(drafter, EnumeratingDraftModel):
             window, fan_out = self.most_window, self.config.fan_out
             return Enumerating(drafter, *size, most_window=window, fan_out=fan_out)
@@ -94,7 +93,7 @@ def drafting_engines(
     One bucket of rows, so that nothing compiles as requests come and go. `longest_tokens` are those
     of prompt and response.
     """
-    rows, made = 1 << (num_rows - 1).bit_length(), []
+    rows, made = bucket(num_rows, 1), []
     for engine in engines:
         config = dataclasses.replace(engine.config, slots=rows, min_slots=rows)
         drafting = dataclasses.replace(engine, config=config, feature_layers=None)

@@ -15,6 +15,7 @@ from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
 from sched.policies.specactor import RequestPlan, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
 from sched.simulator.roofline import Costs
+from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import RequestPlans
 from spec.decoupled.messages import DraftPlan
@@ -23,7 +24,7 @@ from spec.round_times import RoundTimes
 
 DECAY = 0.999  # of the counts of rounds with a draft, a round
 PRIOR_ROUNDS = 20.0  # that what is assumed weighs
-FIRST_P, FIRST_HITS = 0.7, 0.85  # assumed before any draft was seen
+FIRST_HITS = 0.85  # assumed before any draft was seen
 PATIENCE = 0.1  # of a round: how long drafts that are due are waited for
 COMMON = RequestPlan(0, True, 0.0)  # of requests that are not accepted less than the others
 FIRST_WINDOW = 4  # where no seconds are measured
@@ -34,7 +35,7 @@ class Observed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.profile = Profile({MODEL: FIRST_P})
+        self.profile = Profile({MODEL: PRIOR_PROB})
         self._requests: set[int] = set()
         self._there, self._rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
 
@@ -112,6 +113,7 @@ class Planner:
         self.num_workers, self.num_requests = num_workers, num_requests
         self.most_window, self.drafting_workers = most_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
+        self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
 
     @property
     def acceptance(self) -> Acceptance:
@@ -139,7 +141,7 @@ class Planner:
             every = self.config.reconfigure_tokens
             own = Reconfiguration(MODEL, COMMON, self._own_plan, every)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
-        each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
+        each = self._each
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
@@ -169,19 +171,31 @@ class Planner:
         the seconds of its keys and values and of the draft model's weights. Half of the tokens that
         it may have yet are expected.
         """
-        seconds, p = self.seconds, self.observed.p
+        seconds = self.seconds
         if seconds is None:
             return True
-        each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
+        # asked of every request whenever one ends
+        p, hits = round(self.observed.p, 2), round(self.observed.hits, 2)
+        if (key := (id(seconds), p, hits)) not in self._rates:
+            self._rates = {key: self._rates_of(seconds, p)}
+        costs_s = seconds.costs.copy_seconds(held_tokens) + seconds.model_s
+        return worth_helping(left_tokens / 2, *self._rates[key], costs_s)
+
+    def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
+        """Return the tokens a second of one of a batch's requests, and of one on its own worker."""
         window = self.config.window or FIRST_WINDOW
-        tokens = self.acceptance.tokens(window)
+        tokens, each = self.acceptance.tokens(window), self._each
         rate = tokens / max(seconds.verify(each, window), window * seconds.draft(each))
         helped = max(
             sequential_tokens(p, w) / (w * seconds.draft(1) + seconds.verify(1, w))
             for w in range(1, self.most_window + 1)
         )
-        costs_s = seconds.costs.copy_seconds(held_tokens) + seconds.model_s
-        return worth_helping(left_tokens / 2, rate, helped, costs_s)
+        return rate, helped
+
+    @property
+    def _each(self) -> float:
+        """The requests of a verifying worker at first."""
+        return self.num_requests / max(self.num_workers - self.drafting_workers, 1)
 
     @property
     def _awaits(self) -> bool:

@@ -21,6 +21,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext
 from rl.runtime.waits import HANG_LIMIT_S
 from rl.speculation.draft_model import DraftModel
+from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.drafter import DecoupledDrafter
@@ -107,8 +108,13 @@ class DraftingWorkers:
         return self._maker.draft_seconds(self._engines[0], sampling, self._clock)
 
     def model_seconds(self) -> float:
-        """Measure the seconds of putting the draft model on another worker (model scale)."""
-        return 0.0 if self.model is None else self.model.seconds_to_place(self._clock)
+        """Measure the seconds of putting the draft model on another worker (model scale).
+
+        None are needed where no copy is drafted for by it.
+        """
+        if self.model is None or MODEL not in self.planner.config.methods:
+            return 0.0
+        return self.model.seconds_to_place(self._clock)
 
     def metrics(self) -> dict[str, float]:
         """Return what the workers have done since the last call; nothing where there are none."""

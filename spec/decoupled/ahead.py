@@ -13,11 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
+from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
 from spec.decoupled.messages import Block, Commit
 from spec.decoupled.texts import DraftedRequest, RequestTexts
 from spec.drafter import Drafter, Drafts, LiveSlots
 
-PRIOR_DRAFTS, PRIOR_PROB = 8.0, 0.7  # draft tokens before any was seen, and their acceptance
 SECOND = 0.5  # probability of a second choice where the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
 
@@ -138,8 +138,7 @@ class Enumerating(_Ahead):
     ) -> None:
         super().__init__(drafter, num_rows, longest_tokens)
         self._most_window, self._fan_out = most_window, fan_out
-        self._right = self._seen = PRIOR_DRAFTS
-        self._right *= PRIOR_PROB
+        self._right, self._seen = PRIOR_DRAFTS * PRIOR_PROB, float(PRIOR_DRAFTS)
 
     def step(self) -> list[Block]:
         requests_of = self.texts.requests.items()

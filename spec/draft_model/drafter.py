@@ -16,6 +16,7 @@ import numpy as np
 
 from models import transformer
 from models.config import ModelConfig
+from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import DraftCache, Passes, Runner
 from spec.draft_cache.drafter import CachingDrafter
@@ -24,9 +25,6 @@ from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.drafting import LACKING_TOKENS, ChainDrafting
 from spec.draft_model.enumeration import Enumeration, enumerate_cases, unpack
 from spec.drafter import Arguments, LiveSlots, Program, RoundsDrafter, Source
-
-# what is assumed of draws with shared noise before any was observed: drafts, and their acceptance
-PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
 
 
 class DraftModelDrafter(CachingDrafter):

@@ -9,7 +9,6 @@ from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import (
     DECAY,
     FIRST_HITS,
-    FIRST_P,
     FIRST_WINDOW,
     PATIENCE,
     PRIOR_ROUNDS,
@@ -19,6 +18,7 @@ from rl.drafting.plans import (
 )
 from sched.policies.drafting_plan import WorkerPlan
 from sched.policies.specactor_profile import PRIOR_TOKENS
+from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.messages import DraftPlan
 from spec.drafter import LiveSlots, Source
@@ -67,13 +67,13 @@ def live(ids, response):
 
 def test_before_anything_was_seen_it_is_assumed():
     seen = Observed()
-    assert (seen.p, seen.hits, seen.acceptance()) == (FIRST_P, pytest.approx(FIRST_HITS), {})
+    assert (seen.p, seen.hits, seen.acceptance()) == (PRIOR_PROB, pytest.approx(FIRST_HITS), {})
 
 
 def test_draft_tokens_and_rounds_are_counted():
     seen, k = Observed(), PRIOR_TOKENS
     seen.add([1, 2, 3], np.array([2, 0, 0]), np.array([3, 1, 0]))
-    p = (2 + k * FIRST_P) / (4 + k)
+    p = (2 + k * PRIOR_PROB) / (4 + k)
     assert seen.p == pytest.approx(p)
     assert seen.acceptance() == {
         1: pytest.approx((2 + k * p) / (3 + k)),
