@@ -45,8 +45,9 @@ from benchmarks.fake_workers import (
     limits_of,
 )
 from rl.runtime.waits import POLL_S
-from rl.workers.coordinator import Aborted, Coordinator
+from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import Aborted
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.registry import make_scheduler
 from sched.policies.step_order import StepOrder

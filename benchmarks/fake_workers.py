@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Trajectory
-from rl.workers.coordinator import Coordinator, Deferred, WorkerError
+from rl.workers.coordinator import Coordinator
+from rl.workers.messages import Deferred, WorkerError
 from rl.workers.worker_source import WorkerLimits, WorkerSource
 from sched.simulator.workloads import Workload, draw_epochs
 from spec.config import SamplingConfig

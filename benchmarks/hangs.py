@@ -46,8 +46,9 @@ from rl.runtime.waits import POLL_S, Hang, Patience
 from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.coordinator import Coordinator, WorkerError
+from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine
 from rl.workers.worker_group import WorkerGroup
 from sched.policies.registry import make_scheduler

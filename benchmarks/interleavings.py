@@ -26,8 +26,9 @@ import numpy as np
 
 from benchmarks import environment
 from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Trajectory
-from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError
+from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import Aborted, Deferred, WorkerError
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.registry import make_scheduler
 from sched.policies.step_order import StepOrder

@@ -40,7 +40,7 @@ from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import WorkerError
+from rl.workers.messages import WorkerError
 
 UNSCORED = Score({}, None)
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes

@@ -127,23 +127,10 @@ def open_workers(
         jobs = Jobs(speculation)
         if drafting is not None:
             jobs = Jobs(speculation, drafting.apart)
-        learned, spot = (None, None) if drafter is None else (drafter.learned, drafter.spot)
-        engines = [
-            RemoteEngine(
-                inputs.model,
-                config.engine,
-                dtype=dtype,
-                number=i,
-                jobs=jobs,
-                hang_limit_s=config.run.hang_limit_s,
-                feature_layers=None if learned is None else learned.config.feature_layers,
-            )
-            for i in range(config.num_verifying)
-        ]
-        hang_limit_s = config.run.hang_limit_s
-        options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": hang_limit_s}
+        engines = _engines(config, inputs, dtype, jobs, drafter)
+        options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": config.run.hang_limit_s}
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
-        engine = kind(engines, sched, spot=spot, **options)
+        engine = kind(engines, sched, spot=None if drafter is None else drafter.spot, **options)
         drafters = drafters_of(config, drafter)
         identity = identity_of(text, inputs.policy, config.draft_model_folder)
 
@@ -167,6 +154,25 @@ def open_workers(
         stack.enter_context(team)
         team.start()
         yield RayWorkers(engine, team, drafting)
+
+
+def _engines(
+    config: TrainConfig, inputs: Inputs, dtype: np.dtype, jobs: Jobs, drafter: AnyDrafter | None
+) -> list[RemoteEngine]:
+    """Return the engines of the workers that verify."""
+    layers = None if drafter is None else drafter.learned.config.feature_layers
+    return [
+        RemoteEngine(
+            inputs.model,
+            config.engine,
+            dtype=dtype,
+            number=i,
+            jobs=jobs,
+            hang_limit_s=config.run.hang_limit_s,
+            feature_layers=layers,
+        )
+        for i in range(config.num_verifying)
+    ]
 
 
 def drafters_of(config: TrainConfig, drafter: AnyDrafter | None) -> Drafters:

@@ -12,7 +12,7 @@ from rl.loop.rewards import Scorer
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Deferred, Returned
+from rl.workers.messages import Deferred, Returned
 from rl.workers.session import Session
 from rl.workers.worker_group import LEAVING_S
 

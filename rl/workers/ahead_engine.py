@@ -27,7 +27,7 @@ from rl.engine.worker_record import WorkerPart
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Deferred, Returned
+from rl.workers.messages import Deferred, Returned
 from rl.workers.multi_engine import MultiEngine, collected
 from rl.workers.worker_group import LEAVING_S, OWNER_PATIENCE, WorkerGroup
 from sched.policies.ahead import Ahead

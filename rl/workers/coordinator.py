@@ -16,6 +16,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from rl.runtime.waits import Hang
 from rl.trajectory import PartialRequest, Prefix, Request, Trajectory
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import (
+    LET_GO,
+    Aborted,
+    Deferred,
+    Inbox,
+    Result,
+    Returned,
+    WorkerError,
+)
 from sched.protocol import (
     Action,
     ChunkDone,
@@ -38,47 +47,6 @@ from sched.protocol import (
 )
 from sched.request import Kv, RequestSpec, copy_of
 from spec.config import SamplingConfig
-
-LET_GO = (-1, None)  # in an inbox: all requests that came before it leave
-# (step, start), in order, or what is to be done with a request that was started; None: nothing more
-# will come
-Message = tuple[int, Start | Copy | Drop | None]
-Inbox = queue.SimpleQueue[Message | None]
-
-
-class WorkerError(RuntimeError):
-    """A worker's thread raised, or hangs; the message names the requests that ran there."""
-
-    def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
-        originals = dict.fromkeys(copy_of(r)[0] for r in request_ids)
-        shown = ", ".join(map(str, originals)) or "none"
-        super().__init__(
-            f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
-        )
-        self.worker_id, self.__cause__ = worker_id, error
-        self.num_requests = len(request_ids)
-
-
-class Aborted(Exception):
-    """The rollout was aborted while this worker ran, or this worker was declared lost."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Deferred:
-    """A request was deferred into the next step, unfinished."""
-
-    request_id: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Returned:
-    """A request that was begun ahead of its step has left its worker, unfinished."""
-
-    request_id: int
-
-
-Result = Trajectory | Deferred | Returned | WorkerError
-
 
 # A sign of life: when; doing what, None where it waits for a request; the worker whose keys and
 # values it waits for. It is replaced as a whole, so that nobody needs the lock for it.
@@ -118,7 +86,7 @@ class Coordinator:
     Hang once the owner has called nothing for `owner_limit_s`.
     """
 
-    make_inbox: Callable[[], Inbox] = queue.SimpleQueue
+    make_inbox: Callable[[], Inbox] = queue.SimpleQueue  # workers on a virtual clock have others
 
     def __init__(
         self,

@@ -18,8 +18,9 @@ from rl.engine.stats import EngineStats, joined
 from rl.engine.worker_record import Kind, WorkerEvent, WorkerPart, fitted
 from rl.runtime.waits import POLL_S, Hang, ProgramLost
 from rl.trajectory import PartialRequest, Request, Trajectory
-from rl.workers.coordinator import Aborted, Coordinator, Deferred, Returned, WorkerError
+from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import Aborted, Deferred, Returned, WorkerError
 from rl.workers.worker_source import IdleWork, WorkerLimits, WorkerSource
 from sched.protocol import Scheduler, SchedulerDecision
 
@@ -56,7 +57,7 @@ class WorkerGroup:
     come back, and others may be appended to `engines`: workers join with them as they are ready.
     """
 
-    make_coordinator = Coordinator
+    make_coordinator = Coordinator  # workers on a virtual clock have another
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from rl.engine.engine import Engine
 from rl.trajectory import PartialRequest
-from rl.workers.coordinator import LET_GO, Coordinator, Inbox, Message
+from rl.workers.coordinator import Coordinator
+from rl.workers.messages import LET_GO, Inbox, Message
 from sched.protocol import Copy, Drop, Start
 from sched.request import Kv
 

@@ -18,7 +18,8 @@ from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.runtime.waits import Hang
 from rl.workers.ahead_engine import AHEAD, AheadEngine, ComingStep
 from rl.workers.config import SchedConfig
-from rl.workers.coordinator import Coordinator, WorkerError
+from rl.workers.coordinator import Coordinator
+from rl.workers.messages import WorkerError
 from spec.sampling import step_key
 
 NEXT = step_key(0, 1)

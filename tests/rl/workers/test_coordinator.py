@@ -14,8 +14,9 @@ from benchmarks.interleavings import SCHEDULERS, WRONG, Rollout, all_of
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
 from rl.workers import worker_source
-from rl.workers.coordinator import Aborted, Coordinator
+from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import Aborted
 from rl.workers.worker_source import WorkerSource
 from sched.policies.registry import make_scheduler
 from sched.protocol import Copy, Drop, Finished, Profiled, Start, Submitted, WorkerLost

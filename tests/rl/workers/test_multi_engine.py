@@ -23,8 +23,8 @@ from models.kv_cache import KVCache
 from rl.engine.engine import Engine
 from rl.trajectory import HostKv, PartialRequest, Request
 from rl.workers.config import SchedConfig
-from rl.workers.coordinator import WorkerError
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.policies.registry import make_scheduler
 from sched.protocol import ChunkDone, Finished
