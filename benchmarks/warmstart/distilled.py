@@ -383,14 +383,9 @@ def show(reports: Sequence[Agreement]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> DistillConfig:
-    """Parse `--name value` pairs into settings; every field of `DistillConfig` is a flag."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.warmstart.distilled", description=__doc__
-    )
-    for field in dataclasses.fields(DistillConfig):
-        kind = type(field.default)
-        parser.add_argument(f"--{field.name}", type=kind, default=field.default)
-    return DistillConfig(**vars(parser.parse_args(arguments)))
+    prog = "python -m benchmarks.warmstart.distilled"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    return supervised.parse_settings(parser, DistillConfig, arguments)
 
 
 if __name__ == "__main__":

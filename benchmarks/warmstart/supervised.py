@@ -287,15 +287,17 @@ def write_report(
     (output / "warmstart.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def parse_settings(parser: argparse.ArgumentParser, kind: Any, arguments: Sequence[str]) -> Any:
+    """Parse `--name value` pairs into settings of this kind, whose every field is a flag."""
+    for field in dataclasses.fields(kind):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    return kind(**vars(parser.parse_args(arguments)))
+
+
 def parse(arguments: Sequence[str]) -> WarmstartConfig:
-    """Parse `--name value` pairs into settings; every field of `WarmstartConfig` is a flag."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.warmstart.supervised", description=__doc__
-    )
-    for field in dataclasses.fields(WarmstartConfig):
-        kind = type(field.default)
-        parser.add_argument(f"--{field.name}", type=kind, default=field.default)
-    return WarmstartConfig(**vars(parser.parse_args(arguments)))
+    prog = "python -m benchmarks.warmstart.supervised"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    return parse_settings(parser, WarmstartConfig, arguments)
 
 
 if __name__ == "__main__":
