@@ -14,6 +14,7 @@ import numpy as np
 from models.folder import replace_file
 from rl.engine.worker_record import WorkerEvent, WorkerPart
 from rl.runtime.run_files import TIMELINE_FILE
+from sched.request import copy_of
 from spec.acceptance import by_source
 from spec.drafter import Acceptance, Drafts, Source
 from spec.round_times import RoundTimes
@@ -207,11 +208,16 @@ def host_seconds(rounds: Sequence[RoundRecord]) -> float:
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
-    """Write the rounds of a step to the run folder, over those of the step before."""
+    """Write the rounds of a step to the run folder, over those of the step before.
+
+    Those of a request's copies are the request's own.
+    """
     rows = [
         {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
         for r in rounds
     ]
+    for row in rows:
+        row["request_ids_A"] = [copy_of(request_id)[0] for request_id in row["request_ids_A"]]
     replace_file(folder / TIMELINE_FILE, json.dumps({"step": step, "rounds": rows}))
 
 

@@ -18,6 +18,7 @@ from rl.engine.stats import (
 )
 from rl.reports import timeline_plot
 from rl.runtime.run_files import TIMELINE_FILE
+from sched.request import COPIES
 from spec.drafter import Source
 from spec.round_times import RoundTimes
 
@@ -110,6 +111,12 @@ def test_a_written_timeline_comes_back_and_the_newest_stays(tmp_path):
         assert {k: np.asarray(v).tolist() for k, v in vars(a).items()} == {
             k: np.asarray(v).tolist() for k, v in vars(b).items()
         }
+
+
+def test_rounds_of_a_copy_are_its_requests(tmp_path):
+    save_timeline(tmp_path, 1, [record(0, 4, [5, 6 + 3 * COPIES], [1, 2])])
+    _, [kept] = load_timeline(tmp_path)
+    assert kept.request_ids_A.tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"step": 1, "rounds": [{"began_s": 0}]}', "{}"])
