@@ -16,7 +16,7 @@ import numpy as np
 from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
 from spec.decoupled.messages import Block, Commit
 from spec.decoupled.texts import DraftedRequest, RequestTexts
-from spec.drafter import Drafter, Drafts, LiveSlots
+from spec.drafter import Drafter, LiveSlots
 
 SECOND = 0.5  # probability of a second choice where the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
@@ -70,14 +70,6 @@ class _Ahead(DraftingAhead):
     def _observe(self, acceptance_A2: np.ndarray) -> None:
         return
 
-    def _wanting(self) -> list[int]:
-        """Return the requests that want a draft now."""
-        raise NotImplementedError
-
-    def _drafts(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
-        self.depth = int(most_A.max())
-        return self._drafter.propose(live, most_A.astype(np.int32), self.depth)
-
 
 class FreeRunning(_Ahead):
     """Chains that go on behind what is verified: w draft tokens at a time, up to 2 w ahead."""
@@ -90,8 +82,9 @@ class FreeRunning(_Ahead):
             return []
         requests = [self.texts.requests[r] for r in wanting]
         live = self.texts.live(wanting)
-        most_A = np.array([_window(request) for request in requests])
-        drafts = self._drafts(live, most_A)
+        most_A = np.array([_window(request) for request in requests], np.int32)
+        self.depth = int(most_A.max())
+        drafts = self._drafter.propose(live, most_A, self.depth)
         blocks = []
         for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
             n = int(drafts.count_A[a])

@@ -100,11 +100,11 @@ class RequestTexts:
         self._free += [self.requests.pop(r).row for r in gone]
         return live
 
-    def live(self, request_ids: Sequence[int], *, assumed: bool = True) -> LiveSlots:
-        """Return these requests as a drafter wants them, with what is `assumed` of them or not."""
+    def live(self, request_ids: Sequence[int]) -> LiveSlots:
+        """Return these requests as a drafter wants them, with what is assumed of them."""
         rows = [self.requests[r] for r in request_ids]
-        total_A = [r.committed + (r.ahead if assumed else 0) for r in rows]
-        left_A = [r.remaining - (r.ahead if assumed else 0) for r in rows]
+        total_A = [r.committed + r.ahead for r in rows]
+        left_A = [r.remaining - r.ahead for r in rows]
         ids_A = np.array(request_ids, np.int64)
         return LiveSlots(
             rows_A=np.array([r.row for r in rows], np.int64),

@@ -23,9 +23,13 @@ def assume(texts, *tokens, prob=None):
     texts.assume(texts.requests[0], *arrays)
 
 
-def text(texts, request_id=0, assumed=True):
-    live = texts.live([request_id], assumed=assumed)
+def text(texts, request_id=0):
+    live = texts.live([request_id])
     return live.tokens_BL[live.rows_A[0], : live.total_tokens_A[0]].tolist()
+
+
+def committed(texts):
+    return text(texts)[: texts.requests[0].committed]
 
 
 def test_a_new_request():
@@ -45,11 +49,11 @@ def test_a_new_request():
 def test_what_is_assumed_lies_behind_what_is_committed():
     texts = texts_with(1, 2, assumed=[5, 6])
     assume(texts, 7)
-    assert text(texts) == [1, 2, 5, 6, 7] and text(texts, assumed=False) == [1, 2]
+    assert text(texts) == [1, 2, 5, 6, 7] and committed(texts) == [1, 2]
     assert texts.requests[0].prob.tolist() == [0.5, 0.25, 0.125]
     assert texts.assumed(texts.requests[0]).tolist() == [5, 6, 7]
     assert texts.live([0]).remaining_tokens_A.tolist() == [47]
-    assert texts.live([0], assumed=False).remaining_tokens_A.tolist() == [50]
+    assert texts.requests[0].remaining == 50
 
 
 def test_a_commit_that_confirms():
@@ -57,7 +61,7 @@ def test_a_commit_that_confirms():
     request = texts.requests[0]
     request.wants = False
     assert texts.commit(commit([5, 6], first=2, round=2, left=48)) == (2, 2)
-    assert text(texts) == [1, 2, 5, 6, 7] and text(texts, assumed=False) == [1, 2, 5, 6]
+    assert text(texts) == [1, 2, 5, 6, 7] and committed(texts) == [1, 2, 5, 6]
     assert request.prob.tolist() == [0.5], "of a probability behind what was right"
     assert (request.round, request.remaining, request.wants) == (2, 48, True)
 
@@ -163,5 +167,5 @@ def test_whatever_comes_what_is_committed_is_what_was_said(kinds, random):
             assert texts.commit(commit(truth[:known])) is None
         else:
             assert texts.commit(commit([3], first=known + 1)) is None
-        assert text(texts, assumed=False) == truth[:known]
+        assert committed(texts) == truth[:known]
         assert text(texts)[:known] == truth[:known] and (request.prob <= 1).all()
