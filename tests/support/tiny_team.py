@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import rollouts
 import tiny_engine
@@ -12,6 +13,7 @@ from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine
 from sched.protocol import Start
 from spec.config import SamplingConfig
+from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.sampling import step_key
 
 MODEL = dataclasses.replace(tiny_engine.MODEL, num_kv_heads=2)  # to be shared by two devices
@@ -47,6 +49,20 @@ def assert_same_tokens(done, alone):
         assert t.emission_logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
         assert (t.policy_versions == 7).all()
         assert (t.group_id, t.sample_index) == (wanted.group_id, wanted.sample_index)
+
+
+def with_cached(requests, alone, wrong_at=5):
+    """Each request with its own response as last epoch's, with a token changed in every other."""
+
+    def one(r):
+        tokens = alone[r.request_id].response_ids.copy()
+        if r.sample_index % 2 and len(tokens) > wrong_at:
+            tokens[wrong_at] = (tokens[wrong_at] + 1) % MODEL.vocab_size
+        old = np.full(len(tokens), -2.0, np.float32)
+        scores = Scores(old, old, np.full(len(tokens), 3, np.int32))
+        return dataclasses.replace(r, cached=CachedResponse(r.sample_index, tokens, 1.0, scores))
+
+    return [one(r) for r in requests]
 
 
 def starts(team):

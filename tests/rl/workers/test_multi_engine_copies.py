@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 import time
 
-import numpy as np
 import pytest
 import rollouts
 from tiny_team import (
@@ -19,6 +17,7 @@ from tiny_team import (
     SAMPLING,
     STOP,
     assert_same_tokens,
+    with_cached,
     workers,
 )
 from tiny_team import play as play_all
@@ -34,7 +33,6 @@ from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Source
 from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
-from spec.reuse.rollout_cache import CachedResponse, Scores
 
 LIMIT_S = 60.0  # of a wait for another worker: rounds take milliseconds
 LONG = [r for r in REQUESTS if r.group_id == 0]  # of one worker, under group_fifo
@@ -135,26 +133,23 @@ class Gates:
     """What a worker waits for, and what it has done."""
 
     def __init__(self):
-        self.began, self.one_ended, self.copy_ended = (threading.Event() for _ in range(3))
+        self.began, self.copy_ended = threading.Event(), threading.Event()
         self.handed: list[int] = []  # copies' numbers of positions that were handed over
         self.inserted: list[int] = []
 
     def on_finish(self, trajectory):
-        self.one_ended.set()
         if trajectory.group_id == LONG[0].group_id:
             self.copy_ended.set()
 
 
 def held_up(gates, then=lambda: None):
-    """An engine that stays behind its copies: its second round comes once another worker is dry.
+    """An engine that stays behind its copies: with all prompts in it waits until it is told of one.
 
     Having handed over keys and values it waits until a copy has ended, or it is told something. It
     does `then` before.
     """
 
     class HeldUp(Engine):
-        rounds = 0
-
         def _copy(self, request_id):
             partial = super()._copy(request_id)
             if partial is not None:
@@ -162,16 +157,18 @@ def held_up(gates, then=lambda: None):
             return partial
 
         def _round(self, *args):
-            HeldUp.rounds += 1
-            if HeldUp.rounds == 2:
+            if not gates.began.is_set() and self._table.live_B.sum() == len(LONG):
                 gates.began.set()
-                assert gates.one_ended.wait(LIMIT_S)
+                self._wait()
             if gates.handed:
                 then()
-                began_s = time.monotonic()
-                while not gates.copy_ended.wait(0.005) and self._source._inbox.empty():
-                    assert time.monotonic() - began_s < LIMIT_S
+                self._wait()
             super()._round(*args)
+
+        def _wait(self):
+            began_s = time.monotonic()
+            while not gates.copy_ended.wait(0.005) and self._source._inbox.empty():
+                assert time.monotonic() - began_s < LIMIT_S
 
     return HeldUp(MODEL, CONFIG)
 
@@ -382,25 +379,11 @@ def test_a_worker_with_copies_that_hangs_is_replaced(engines, alone):
 # --- reuse ------------------------------------------------------------------------------
 
 
-def with_cached(alone, wrong_at=5):
-    """Each request with its own response as last epoch's, with a token changed in every other."""
-
-    def one(r):
-        tokens = alone[r.request_id].response_ids.copy()
-        if r.sample_index % 2 and len(tokens) > wrong_at:
-            tokens[wrong_at] = (tokens[wrong_at] + 1) % MODEL.vocab_size
-        old = np.full(len(tokens), -2.0, np.float32)
-        scores = Scores(old, old, np.full(len(tokens), 3, np.int32))
-        return dataclasses.replace(r, cached=CachedResponse(r.sample_index, tokens, 1.0, scores))
-
-    return [one(r) for r in LONG]
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("mode", ["coupled", "full", "lenient:e^0.5"])
 def test_reused_responses_are_reused_by_copies_too(engines, alone, mode):
     rule = PrefixRule(parse_mode(mode), 0.0, 0, 1)
-    requests = with_cached(alone)
+    requests = with_cached(LONG, alone)
     spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
     team = helped(engines)
     done, one = team.run(spec, requests), engines[0].run(spec, requests)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import rollouts
 from drafts_by_hand import chain, stack
@@ -18,6 +17,7 @@ from tiny_team import (
     STOP,
     assert_same_tokens,
     play,
+    with_cached,
     workers,
 )
 
@@ -28,7 +28,6 @@ from spec.config import SamplingConfig
 from spec.drafter import Drafter
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
-from spec.reuse.rollout_cache import CachedResponse, Scores
 
 
 class Told(Drafter):
@@ -96,20 +95,6 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
     assert (set(range(len(requests))) in heard) == shared
 
 
-def with_cached(alone, wrong_at=5):
-    """Each request with its own response as last epoch's, with a token changed in every other."""
-
-    def one(r):
-        tokens = alone[r.request_id].response_ids.copy()
-        if r.request_id % 2 and len(tokens) > wrong_at:
-            tokens[wrong_at] = (tokens[wrong_at] + 1) % MODEL.vocab_size
-        old = np.full(len(tokens), -2.0, np.float32)
-        scores = Scores(old, old, np.full(len(tokens), 3, np.int32))
-        return dataclasses.replace(r, cached=CachedResponse(r.sample_index, tokens, 1.0, scores))
-
-    return [one(r) for r in REQUESTS]
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("policy", ["group_fifo", "seer"])
 @pytest.mark.parametrize("chunk", [1, 3])
@@ -117,7 +102,7 @@ def test_coupled_reuse_changes_no_token(engines, alone, policy, chunk):
     """Of responses that the noise repeats, what is drawn again stands."""
     rule = PrefixRule(parse_mode("coupled"), 0.0, 0, 1)
     team = workers(engines, 2, policy, chunk)
-    requests = with_cached(alone)
+    requests = with_cached(REQUESTS, alone)
     spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
     done = team.run(spec, requests)
     assert_same_tokens(done, alone)
@@ -131,7 +116,7 @@ def test_full_reuse_keeps_all_and_generates_the_rest(engines, alone):
     team = workers(engines, 3, chunk=2)
     cut = [
         dataclasses.replace(r, cached=dataclasses.replace(r.cached, tokens=r.cached.tokens[:4]))
-        for r in with_cached(alone, wrong_at=100)
+        for r in with_cached(REQUESTS, alone, wrong_at=100)
     ]
     spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
     done, one = team.run(spec, cut), engines[0].run(spec, cut)
