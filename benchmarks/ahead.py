@@ -13,12 +13,27 @@ The default run (configs/tiny_cpu.gin), with two workers in `Sched.mode = "ahead
   evenly, so that the mean is that of `kept`. That responses of thousands of tokens stand as those
   of this policy do is assumed. Behind its first difference a response drafts `DRAFTS` tokens a
   round from what was begun of it, of which as many are accepted as in `kept`.
+
+The shares of `projected` are of the time of all rollout workers, updates included, between the ends
+of the first update and of the last but one, where each step has one after it:
+
+- `*_idle`: a worker runs nothing.
+- `ahead_begun`: it runs what is begun of the next step.
+- `ahead_dropped`: the part of this that was for tokens that did not stand, where requests that run
+  together share a second evenly. Such tokens are drafts later, which is not counted here.
+- `*_idle_with_ends`: `*_idle` from the first rollout to the end of the last update, in which no
+  mode has anything to do. The step times are of this span.
+
+`--project FILE` projects again from the `kept` of a result, and leaves its other figures alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -36,7 +51,7 @@ from sched.policies.registry import make_scheduler
 from sched.policies.step_order import StepOrder
 from sched.request import RequestSpec
 from sched.simulator.ahead import AheadSimulation, BegunDrafts
-from sched.simulator.cluster import Cluster, Simulation
+from sched.simulator.cluster import Cluster, Simulation, WorkerSample
 from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.simulator.workloads import Workload, draw_epochs
 
@@ -55,6 +70,7 @@ FIRST_STEP = 5  # from which on what stands is counted: the rate warms up before
 INSTANCE = Instance(ACCELERATORS["H100"], MODELS["Qwen3-8B"], 1, Efficiency())
 WORKERS, SLOTS, CHUNK_TOKENS, STEPS, DRAFTS = 12, 64, 512, 6, 4
 LENGTHS = Workload(64, 8, mean_tokens=4000, limit_tokens=16384, sigma=0.9)
+MODES = ("sync", "one_step_off", "ahead")
 UPDATE_PERCENTS = (25, 50, 100)  # of a synchronous rollout's seconds
 
 
@@ -127,10 +143,34 @@ def projected_steps(seed: int) -> tuple[list[list[RequestSpec]], dict[int, int]]
     return steps, by_number
 
 
-def step_seconds(
+def idle_share(
+    samples: Sequence[WorkerSample], num_workers: int, begin_s: float, end_s: float
+) -> float:
+    """Return the share of the workers' time from `begin_s` to `end_s` in which nothing runs."""
+    changes: dict[int, list[tuple[float, int]]] = {i: [] for i in range(num_workers)}
+    for sample in samples:
+        changes[sample.worker_id].append((sample.begin_s, sample.num_running))
+    busy_s = 0.0
+    for of_worker in changes.values():
+        for (since_s, running), (until_s, _) in itertools.pairwise([*of_worker, (end_s, 0)]):
+            if running:
+                busy_s += max(0.0, min(until_s, end_s) - max(since_s, begin_s))
+    return 1 - busy_s / (num_workers * (end_s - begin_s))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The mean seconds of a step, those of the first rollouts, and shares of the workers' time."""
+
+    step_s: float
+    first_rollout_s: float
+    shares: Mapping[str, float]
+
+
+def play(
     mode: str, train_s: float, seed: int, *, whole: float, mean: float, accepted: float
-) -> tuple[float, float]:
-    """Return the mean seconds of a step, and of the first step's rollouts."""
+) -> Timeline:
+    """Play all steps in a mode."""
     steps, lengths = projected_steps(seed)
     cluster = Cluster(INSTANCE, WORKERS, SLOTS)
     scheduler = make_scheduler("seer", seed=seed, chunk_tokens=CHUNK_TOKENS)
@@ -142,30 +182,58 @@ def step_seconds(
         shares = np.where(rng.random(len(lengths)) < whole, 1.0, most * rng.random(len(lengths)))
         rounds = BegunDrafts(INSTANCE, DRAFTS, accepted)
         begins = Ahead(scheduler, chunk_tokens=CHUNK_TOKENS)
-        simulation = AheadSimulation(begins, cluster, lengths, round_model=rounds)
+        simulation = AheadSimulation(
+            begins, cluster, lengths, round_model=rounds, keep_samples=True
+        )
         record = simulation.run_ahead(steps, updates, lambda r, n: int(shares[r] * n))
+        seconds = {"begun": simulation.begun_s, "dropped": simulation.dropped_s}
     else:
-        record = Simulation(StepOrder(scheduler, mode), cluster, lengths).run_steps(steps, updates)
-    return record.trained_s[-1] / STEPS, record.trained_s[0] - train_s
+        order = StepOrder(scheduler, mode)
+        simulated = Simulation(order, cluster, lengths, keep_samples=True)
+        record, seconds = simulated.run_steps(steps, updates), {}
+    first_s, until_s, end_s = (record.trained_s[i] for i in (0, -2, -1))
+    shares = {
+        "idle": idle_share(record.samples, WORKERS, first_s, until_s),
+        "idle_with_ends": idle_share(record.samples, WORKERS, 0.0, end_s),
+        # steps 0 and 1 are begun before the first update ends
+        **{name: sum(s[2:]) / (WORKERS * (until_s - first_s)) for name, s in seconds.items()},
+    }
+    return Timeline(end_s / STEPS, first_s - train_s, shares)
 
 
 def projected(kept: Mapping[str, float], seeds: Sequence[int]) -> list[dict[str, float]]:
-    """Return ratios of step times, medians over seeds, by the length of an update."""
+    """Return ratios of step times and shares, medians over seeds, by the length of an update."""
     rows = []
     names = {"whole": "whole_fraction", "mean": "kept_fraction", "accepted": "accepted"}
     stands = {name: kept[figure] for name, figure in names.items()}
     for percent in UPDATE_PERCENTS:
-        ratios: dict[str, list[float]] = {"sync": [], "one_step_off": []}
+        found: dict[str, list[float]] = collections.defaultdict(list)
         for seed in seeds:
-            _, rollout_s = step_seconds("sync", 1.0, seed, **stands)
-            update_s = percent / 100 * rollout_s
-            ahead_s, _ = step_seconds("ahead", update_s, seed, **stands)
-            for mode, found in ratios.items():
-                other_s, _ = step_seconds(mode, update_s, seed, **stands)
-                found.append(other_s / ahead_s)
-        medians = {f"{m}_over_ahead": round(statistics.median(r), 3) for m, r in ratios.items()}
+            update_s = percent / 100 * play("sync", 1.0, seed, **stands).first_rollout_s
+            played = {mode: play(mode, update_s, seed, **stands) for mode in MODES}
+            for mode in ("sync", "one_step_off"):
+                found[f"{mode}_over_ahead"].append(played[mode].step_s / played["ahead"].step_s)
+            for mode, timeline in played.items():
+                for name, share in timeline.shares.items():
+                    found[f"{mode}_{name}"].append(share)
+        medians = {
+            name: round(statistics.median(values), 3 if name.endswith("_over_ahead") else 4)
+            for name, values in found.items()
+        }
         rows.append({"update_percent": percent, **medians})
     return rows
+
+
+def projection(kept: Mapping[str, float]) -> dict[str, Any]:
+    """Return the projected rows, and what they are of."""
+    return {
+        "projected": projected(kept, range(5)),
+        "projection": {
+            "instance": dataclasses.asdict(INSTANCE.model)["name"] + " on one H100 a worker",
+            "workers": WORKERS,
+            "lengths": dataclasses.asdict(LENGTHS),
+        },
+    }
 
 
 def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
@@ -194,26 +262,36 @@ def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
         **{f"kept_{name}": found["kept_fraction"] for name, found in stands.items()},
         "same": same,
         "kept": stands,
-        "projected": projected(stands["gumbel"], range(5)),
-        "projection": {
-            "instance": dataclasses.asdict(INSTANCE.model)["name"] + " on one H100 a worker",
-            "workers": WORKERS,
-            "lengths": dataclasses.asdict(LENGTHS),
-        },
+        **projection(stands["gumbel"]),
     }
+
+
+def own_record() -> dict[str, Any]:
+    return environment.record("benchmarks.ahead", PACKAGES, hidden=("--project",))
+
+
+def projected_again(file: Path) -> dict[str, Any]:
+    """Return a result with new projected rows, whose `projection` says how they were made."""
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    again = projection(result["kept"]["gumbel"])
+    return {**result, **again, "projection": {**again["projection"], **own_record()}}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--project", type=Path, help="only project, from what this result measured")
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        result = measure(Path(scratch), range(arguments.seeds), arguments.steps)
-    record = environment.record("benchmarks.ahead", PACKAGES)
+    if arguments.project:
+        result = projected_again(arguments.project)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            result = measure(Path(scratch), range(arguments.seeds), arguments.steps)
+        result = {"benchmark": "ahead", **result, **own_record()}
     shown = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
-    environment.show({"benchmark": "ahead", **result, **record}, arguments, shown)
+    environment.show(result, arguments, shown)
     return 0
 
 

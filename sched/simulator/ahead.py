@@ -6,6 +6,7 @@ simulated but given: `stands`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,22 @@ from sched.simulator.worker import RoundModel, RoundPlan, RunningStart
 
 AHEAD = 2**40  # added to the numbers of requests that run ahead
 Stands = Callable[[int, int], int]  # (request, begun tokens) → how many are drawn again
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BegunStart:
+    """Tokens `first` to `end` of a response that was begun, and a worker's seconds for them."""
+
+    first: int
+    end: int
+    device_s: float
+
+    def dropped_s(self, kept_tokens: int) -> float:
+        """Return the seconds for tokens that are not kept: all, where none came."""
+        if kept_tokens >= self.end > self.first:
+            return 0.0
+        kept = max(0, kept_tokens - self.first)
+        return self.device_s * (1 - kept / max(1, self.end - self.first))
 
 
 class BegunDrafts(RoundModel):
@@ -48,7 +65,8 @@ class AheadSimulation(Simulation):
     """A run of steps under `sched.policies.ahead.Ahead`.
 
     With `BegunDrafts` for a round model, what does not stand drafts. `begun_tokens` are those that
-    were begun ahead of their step, `kept_tokens` those that stood.
+    were begun ahead of their step, `kept_tokens` those that stood. `begun_s` and `dropped_s` are,
+    by step, the workers' seconds for what was begun of it, and for what of that did not stand.
     """
 
     def run_ahead(
@@ -70,6 +88,8 @@ class AheadSimulation(Simulation):
         self._train_s, self._left = train_s, [len(requests) for requests in steps]
         self._step_of = {spec.request_id: spec.step for requests in steps for spec in requests}
         self.begun_tokens = self.kept_tokens = 0
+        self.begun_s, self.dropped_s = [0.0] * len(steps), [0.0] * len(steps)
+        self._begun_starts: dict[int, list[BegunStart]] = collections.defaultdict(list)
         self._drafts_until: dict[int, int] = {}  # the begun tokens of requests that draft from them
         self._submit(0, 0.0)
         return self._to_the_end()
@@ -92,6 +112,9 @@ class AheadSimulation(Simulation):
         kept = min(begun, self._stands(request_id, begun), self._lengths[request_id] - 1)
         self.begun_tokens += begun
         self.kept_tokens += kept
+        for start in self._begun_starts.pop(request_id + AHEAD, ()):
+            self.begun_s[spec.step] += start.device_s
+            self.dropped_s[spec.step] += start.dropped_s(kept)
         self._generated[request_id], self._verified[request_id] = kept, begun - kept
         if isinstance(self._round_model, BegunDrafts) and begun > kept + 1:
             self._round_model.drafting.add(request_id)
@@ -113,6 +136,13 @@ class AheadSimulation(Simulation):
             assert isinstance(self._round_model, BegunDrafts)
             self._round_model.drafting.discard(request_id)
         return super()._start(action, now_s)
+
+    def _ran(self, job: RunningStart) -> None:
+        if job.request_id >= AHEAD:
+            first = self._generated.get(job.request_id, 0)
+            start = BegunStart(first, job.generated_tokens, job.device_s)
+            self._begun_starts[job.request_id].append(start)
+        super()._ran(job)
 
     def _finished(self, job: RunningStart, now_s: float) -> None:
         if job.request_id < AHEAD:

@@ -207,7 +207,7 @@ class Simulation:
         """Tell the scheduler of the requests of `worker` that end at `now_s`."""
         for job in worker.reach(now_s):
             length = self._lengths[job.request_id]
-            self._generated[job.request_id] = job.generated_tokens
+            self._ran(job)
             event: Event
             if job.generated_tokens >= length:
                 self._finished(job, now_s)
@@ -218,6 +218,10 @@ class Simulation:
                 )
             self._tell(event, now_s)
         self._schedule(worker)
+
+    def _ran(self, job: RunningStart) -> None:
+        """Enter the tokens of a start that has ended."""
+        self._generated[job.request_id] = job.generated_tokens
 
     def _finished(self, job: RunningStart, now_s: float) -> None:
         """Enter a response that has ended."""
@@ -250,7 +254,7 @@ class Simulation:
         """Have a worker let go of all that it runs; return what it reports."""
         jobs = self._workers[worker_id].let_go(now_s)
         for job in jobs:
-            self._generated[job.request_id] = job.generated_tokens
+            self._ran(job)
         return [
             ChunkDone(j.request_id, worker_id, j.chunk, j.generated_tokens, False) for j in jobs
         ]

@@ -34,6 +34,8 @@ class RunningStart:
     kv: Kv
     reserved: bool
     verified_tokens: int = 0  # computed with its prompt, and not kept
+    device_s: float = 0.0  # its part of the worker's seconds so far, shared evenly with the others
+    admitted_share_s: float = 0.0  # the worker's `share_s` when it was admitted
     end: float = 0.0  # of its lane's progress, while it runs
     running: bool = False
 
@@ -84,6 +86,7 @@ class Counters:
     """The totals of a worker."""
 
     busy_s: float = 0.0
+    share_s: float = 0.0  # of each running request, where all have an equal part of a second
     tokens: float = 0.0
     preemptions: int = 0
     prefilled_tokens: int = 0
@@ -147,7 +150,7 @@ class SimulatedWorker:
         if not self.num_running:
             self.reached = self.positions
             return
-        self.counters.busy_s += elapsed
+        self._count_busy(elapsed)
         stalled = min(elapsed, self._stall_s)
         self._stall_s -= stalled
         self._run(self._current().cost.rounds(self.positions, self._growth, elapsed - stalled))
@@ -161,7 +164,7 @@ class SimulatedWorker:
 
     def reach(self, now_s: float) -> list[RunningStart]:
         """Move to `now_s`, which `next_s` gave; return the jobs that end then."""
-        self.counters.busy_s += now_s - self.now_s
+        self._count_busy(now_s - self.now_s)
         self.now_s, self._stall_s = now_s, 0.0
         self._run(self._rounds_to_event())
         ended: list[RunningStart] = []
@@ -190,6 +193,10 @@ class SimulatedWorker:
         self._queue.clear()
         self._changed()
         return jobs
+
+    def _count_busy(self, elapsed_s: float) -> None:
+        self.counters.busy_s += elapsed_s
+        self.counters.share_s += elapsed_s / self.num_running
 
     def _current(self) -> RoundPlan:
         if self._plan is None:
@@ -262,6 +269,7 @@ class SimulatedWorker:
         self.counts[job.lane] += 1
         self.positions += total
         job.running = True
+        job.admitted_share_s = self.counters.share_s
         job.end = self._progress[job.lane] + job.todo_tokens + late_tokens
         heapq.heappush(self._ends[job.lane], (job.end, job.request_id, job))
         if not job.reserved:
@@ -269,6 +277,7 @@ class SimulatedWorker:
 
     def _leave(self, job: RunningStart) -> None:
         job.running = False
+        job.device_s += self.counters.share_s - job.admitted_share_s
         self.counts[job.lane] -= 1
         left = job.end - self._progress[job.lane]
         done = job.todo_tokens - left  # negative while its copy was under way
