@@ -30,10 +30,9 @@ class BegunStart:
 
     def dropped_s(self, kept_tokens: int) -> float:
         """Return the seconds for tokens that are not kept: all, where none came."""
-        if kept_tokens >= self.end > self.first:
-            return 0.0
-        kept = max(0, kept_tokens - self.first)
-        return self.device_s * (1 - kept / max(1, self.end - self.first))
+        tokens = self.end - self.first
+        kept = min(max(0, kept_tokens - self.first), tokens)
+        return self.device_s * (1 - kept / tokens) if tokens else self.device_s
 
 
 class BegunDrafts(RoundModel):
