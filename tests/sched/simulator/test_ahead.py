@@ -9,7 +9,7 @@ from sched.policies.divided import Divided
 from sched.policies.orders import Fifo
 from sched.policies.step_order import StepOrder
 from sched.request import RequestSpec
-from sched.simulator.ahead import AheadSimulation, BegunDrafts
+from sched.simulator.ahead import AheadSimulation, BegunDrafts, BegunStart
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 
@@ -81,3 +81,16 @@ def test_behind_the_first_difference_what_was_begun_drafts():
     # chunks of four: behind the one that stands one of them at three tokens a round, then plain
     assert record.trained_s == pytest.approx([16.0, 16.0 + 1.0 + 5 / 3 + 4.0 + 5.0])
     assert not rounds.drafting, "the text that was begun is used up"
+
+
+@pytest.mark.parametrize(
+    ("kept_tokens", "dropped_s"), [(0, 6.0), (4, 6.0), (6, 4.0), (7, 2.0), (8, 0.0), (20, 0.0)]
+)
+def test_seconds_of_begun_tokens_that_are_not_kept(kept_tokens, dropped_s):
+    """Of the tokens 5, 6 and 7, each of which took 2 s."""
+    assert BegunStart(5, 8, 6.0).dropped_s(kept_tokens) == pytest.approx(dropped_s)
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 5, 9])
+def test_seconds_that_brought_no_token_are_all_dropped(kept_tokens):
+    assert BegunStart(5, 5, 2.0).dropped_s(kept_tokens) == 2.0
