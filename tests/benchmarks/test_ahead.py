@@ -12,15 +12,8 @@ from sched.policies.step_order import StepOrder
 from sched.request import RequestSpec
 from sched.simulator.ahead import AheadSimulation
 from sched.simulator.cluster import Cluster, Simulation, WorkerSample
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
+from tests.support.steady_rounds import STEADY
 
-# rounds of exactly 1 s, and so is the pass of a prompt
-STEADY = Instance(
-    Accelerator("steady", 1e30, 1e30, 1e6, 1e30, 1e30),
-    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0, 0),
-    1,
-    Efficiency(1, 1, 1.0, 0, 1),
-)
 # two workers; each step has a response of ten tokens and one of two, and an update of 6 s
 STEPS = [[RequestSpec(2 * s + i, 2 * s + i, 5, 100, step=s) for i in (0, 1)] for s in range(3)]
 LENGTHS = {0: 10, 1: 2, 2: 10, 3: 2, 4: 10, 5: 2}

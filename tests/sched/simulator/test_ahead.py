@@ -11,15 +11,8 @@ from sched.policies.step_order import StepOrder
 from sched.request import RequestSpec
 from sched.simulator.ahead import AheadSimulation, BegunDrafts, BegunStart
 from sched.simulator.cluster import Cluster, Simulation
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
+from tests.support.steady_rounds import STEADY
 
-# rounds of exactly 1 s, and so is the pass of a prompt
-STEADY = Instance(
-    Accelerator("steady", 1e30, 1e30, 1e6, 1e30, 1e30),
-    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0, 0),
-    1,
-    Efficiency(1, 1, 1.0, 0, 1),
-)
 LENGTHS = {0: 10, 1: 10, 2: 10, 3: 10}
 
 

@@ -21,15 +21,7 @@ from sched.simulator.measured_costs import MeasuredCosts
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from sched.simulator.worker import RoundModel, RoundPlan
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
-
-# rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
-STEADY = Instance(
-    Accelerator("steady", 1e30, 1e30, 1e6, 1e30, 1e30),
-    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0, 0),
-    1,
-    Efficiency(1, 1, 1.0, 0, 1),
-)
-# a prefill is a pass and takes its overhead as well: 1 s
+from tests.support.steady_rounds import STEADY
 
 
 def simulate(scheduler, requests, lengths, *, workers=1, kv_tokens=10**6, max_requests=100, **more):
