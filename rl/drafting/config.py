@@ -6,8 +6,11 @@ import dataclasses
 import typing
 from typing import Literal
 
+from spec.budget.config import MODEL
+
 MOST_WINDOW = 32  # no drafting worker drafts further ahead
 Ahead = Literal["free_running", "enumeration"]
+DraftedBy = Literal["model", "learned", "own"]
 Method = Literal["model", "own", "group", "history", "histospec"]
 
 
@@ -15,12 +18,14 @@ Method = Literal["model", "own", "group", "history", "histospec"]
 class DraftingConfig:
     """Drafts of workers that do nothing else, and workers that help with the last requests.
 
-    `workers` of `Sched.workers` draft with the `DraftModel` for those that verify, on each of their
-    devices; None: as many as the plan says, 0: each worker drafts by itself. With `Cluster.kind` =
-    `ray` they are programs of their own, and how many has to be set. They draft `ahead`:
-    `free_running` goes on behind a window while it is verified, `enumeration` drafts for all that
-    the round may bring, with `fan_out` guesses of each next token. A `window` has as many draft
-    tokens; None: as the plan says, up to `DraftModel.max_depth`. Every `reconfigure_tokens` tokens
+    `workers` of `Sched.workers` draft for those that verify, on each of their devices; None: as
+    many as the plan says, 0: each worker drafts by itself. With `Cluster.kind` = `ray` they are
+    programs of their own, and how many has to be set. They draft by one of `Speculation.sources`,
+    `drafter`. With `model` they draft `ahead`: `free_running` goes on behind a window while it is
+    verified, `enumeration` drafts for all that the round may bring, with `fan_out` guesses of each
+    next token. With `learned` and `own` they draft trees behind the last tokens they were told,
+    as deep as what is being verified and a window. A `window` has as many draft tokens; None: as
+    the plan says, up to `max_depth` of `DraftModel` or `Drafter`. Every `reconfigure_tokens` tokens
     of a request that is accepted less than others its window is planned anew, and if the next one
     is begun early; 0: never. Workers that have nothing left to do answer up to
     `requests_per_helper` of the others' last requests a second time, each worker drafting by one of
@@ -29,6 +34,7 @@ class DraftingConfig:
     """
 
     workers: int | None = 0
+    drafter: DraftedBy = "model"
     ahead: Ahead = "enumeration"
     window: int | None = None
     fan_out: int = 3
@@ -39,6 +45,8 @@ class DraftingConfig:
     def __post_init__(self) -> None:
         if self.ahead not in (known := typing.get_args(Ahead)):
             raise ValueError(f"expected ahead of {', '.join(known)}, got {self.ahead!r}")
+        if self.drafter not in (known := typing.get_args(DraftedBy)):
+            raise ValueError(f"expected a drafter of {', '.join(known)}, got {self.drafter!r}")
         if self.window is not None and not 1 <= self.window <= MOST_WINDOW:
             raise ValueError(f"window must be 1 … {MOST_WINDOW}, got {self.window}")
         if self.fan_out < 1:
@@ -57,6 +65,11 @@ class DraftingConfig:
     def drafts_apart(self) -> bool:
         """True if some workers may draft for the others."""
         return self.workers != 0
+
+    @property
+    def goes_on(self) -> bool:
+        """True if drafts go on from draft tokens as if these were accepted, whatever comes."""
+        return self.drafter == MODEL and self.ahead == "free_running"
 
     @property
     def helps(self) -> bool:

@@ -31,11 +31,11 @@ FIRST_WINDOW = 4  # where no seconds are measured
 
 
 class Observed:
-    """A profile of the drafts of drafting workers; any thread may call it."""
+    """A profile of the drafts of drafting workers, by `method`; any thread may call it."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.profile = Profile({MODEL: PRIOR_PROB})
+    def __init__(self, method: str = MODEL) -> None:
+        self._lock, self._method = threading.Lock(), method
+        self.profile = Profile({method: PRIOR_PROB})
         self._requests: set[int] = set()
         self._there, self._rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
 
@@ -46,7 +46,7 @@ class Observed:
             for request_id, accepted, seen in rows:
                 if seen:
                     self._requests.add(request_id)
-                    self.profile.observe(request_id, MODEL, accepted, seen)
+                    self.profile.observe(request_id, self._method, accepted, seen)
             self._there = DECAY * self._there + float((seen_A > 0).sum())
             self._rounds = DECAY * self._rounds + len(seen_A)
 
@@ -59,11 +59,11 @@ class Observed:
     def acceptance(self) -> dict[int, float]:
         """Return the acceptance of the requests that were seen and have not ended."""
         with self._lock:
-            return {r: self.profile.p_of_request(r, MODEL) for r in self._requests}
+            return {r: self.profile.p_of_request(r, self._method) for r in self._requests}
 
     @property
     def p(self) -> float:
-        return min(self.profile.p_of_method(MODEL), 0.99)
+        return min(self.profile.p_of_method(self._method), 0.99)
 
     @property
     def hits(self) -> float:
@@ -76,9 +76,9 @@ class MeasuredSeconds:
     """Seconds of drafting and verifying by batch, as a run has measured them.
 
     `costs` are those of a verifying worker, whose requests hold `positions` each on average.
-    `times` have a draft model's seconds where workers may draft by themselves; `draft_s` are those
-    of a draft token for all requests of a drafting device, whose caches have one size. `model_s`
-    are those of putting a draft model's weights on a worker.
+    `times` have the seconds of drafting by `method` where workers may do so by themselves;
+    `draft_s` are those of a draft token for all requests of a drafting device, whose caches have
+    one size. `model_s` are those of putting a draft model's weights on a worker.
     """
 
     costs: Costs
@@ -86,17 +86,18 @@ class MeasuredSeconds:
     positions: float
     draft_s: float = 0.0
     model_s: float = 0.0
+    method: str = MODEL
 
     def draft(self, requests: float) -> float:
         """Return the seconds of a draft token of each request."""
-        depths = self.times.draft_depths(MODEL)
+        depths = self.times.draft_depths(self.method)
         if not depths:
             return self.draft_s
         sizes = sorted({(b, s) for b, _, s in self.times.rounds})
         slots = sorted({b for b, _ in sizes})
         B = next((b for b in slots if b >= requests), slots[-1])
         S = min(s for b, s in sizes if b == B)
-        return self.times.draft(MODEL, B, depths[-1], S) / depths[-1]
+        return self.times.draft(self.method, B, depths[-1], S) / depths[-1]
 
     def verify(self, requests: float, window: int) -> float:
         """Return the seconds of a round with so many draft tokens of each request."""
@@ -109,7 +110,7 @@ class Planner:
     def __init__(
         self, config: DraftingConfig, num_workers: int, num_requests: int, most_window: int
     ) -> None:
-        self.config, self.observed = config, Observed()
+        self.config, self.observed = config, Observed(config.drafter)
         self.num_workers, self.num_requests = num_workers, num_requests
         self.most_window, self.drafting_workers = most_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
@@ -117,7 +118,7 @@ class Planner:
 
     @property
     def acceptance(self) -> Acceptance:
-        hits = self.observed.hits if self.config.ahead == "enumeration" else None
+        hits = None if self.config.goes_on else self.observed.hits
         return Acceptance(self.observed.p, hits)
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
@@ -139,7 +140,7 @@ class Planner:
             return _OfRollout(lambda batch: DraftPlan(window), self.observed)
         if self.config.reconfigure_tokens:
             every = self.config.reconfigure_tokens
-            own = Reconfiguration(MODEL, COMMON, self._own_plan, every)
+            own = Reconfiguration(self.config.drafter, COMMON, self._own_plan, every)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
         each = self._each
         window = of_batch(math.ceil(each)).window
@@ -199,8 +200,8 @@ class Planner:
 
     @property
     def _awaits(self) -> bool:
-        """True where a block that is nearly there is worth waiting for: it has all cases."""
-        return self.config.ahead == "enumeration"
+        """True where a block that is nearly there is worth waiting for: it has many cases."""
+        return not self.config.goes_on
 
 
 class _OfRollout(RequestPlans):

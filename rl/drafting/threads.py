@@ -14,15 +14,16 @@ LEAVING_S = 5.0  # that threads have to end
 
 
 class DraftingThreads:
-    """A drafting worker on each of these engines. `told` is called with a line about each loss.
+    """A drafting worker of one `source` on each of these engines.
 
-    One that raises, or hangs for `hang_limit_s` with something to do, is replaced: what it knew is
-    forgotten.
+    `told` is called with a line about each loss. One that raises, or hangs for `hang_limit_s` with
+    something to do, is replaced: what it knew is forgotten.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
+        source: Source,
         *,
         clock: Callable[[], float],
         told: Callable[[str], None],
@@ -30,7 +31,7 @@ class DraftingThreads:
     ) -> None:
         self._clock, self._told, self._hang_limit_s = clock, told, hang_limit_s
         self._lock, self._looked_s = threading.Lock(), 0.0
-        self.workers = [DraftingWorker(engine, Source.MODEL, clock) for engine in engines]
+        self.workers = [DraftingWorker(engine, source, clock) for engine in engines]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -49,9 +50,9 @@ class DraftingThreads:
         with self._lock:
             for k, worker in enumerate(self.workers):
                 lost = self._why_lost(worker)
-                if lost is None or worker.generation > MOST_RESTARTS:
+                if lost is None or worker.restarts > MOST_RESTARTS:
                     continue
-                again = worker.generation < MOST_RESTARTS
+                again = worker.restarts < MOST_RESTARTS
                 self._told(
                     f"warning: drafting worker {k} {lost}; "
                     + ("it is replaced" if again else "verifying workers go on without it")

@@ -20,6 +20,7 @@ from spec.decoupled.messages import Block, Commit, DraftLink
 from spec.drafter import Source
 
 MOST_ROLLOUTS = 3  # whose requests are kept: that of the present step, and of those beside it
+MOST_WORDS = 64  # that wait to be heard: each may hold the policy's hidden states on a device
 LOOK_S = 0.5  # between two signs of life of a worker that nobody asks
 
 
@@ -38,17 +39,19 @@ class DraftingWorker:
     """One drafting worker at a time, on an engine's device; `restart` begins another one.
 
     What it raises is kept in `error`. `alive_s` is its last sign of life, None while nothing is
-    asked of it.
+    asked of it. One that falls behind `MOST_WORDS` is told no more; once it has heard them it is of
+    a new `generation`, and told anew.
     """
 
     def __init__(self, engine: Engine, source: Source, clock: Callable[[], float]) -> None:
         self.source, self._clock = source, clock
-        self.generation, self.steps, self.busy_s = 0, 0, 0.0
+        self.generation, self.restarts, self.steps, self.busy_s = 0, 0, 0, 0.0
         self.engine = engine
         self._given_up = False
         self._begin()
 
     def _begin(self) -> None:
+        self._behind = False
         self.error: BaseException | None = None
         self.alive_s: float | None = None
         self._inbox: queue.SimpleQueue[_Word | None] = queue.SimpleQueue()
@@ -61,7 +64,7 @@ class DraftingWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self.engine = self.engine.abandoned()
-        self.generation += 1
+        self.generation, self.restarts = self.generation + 1, self.restarts + 1
         self._begin()
 
     def give_up(self) -> None:
@@ -70,7 +73,7 @@ class DraftingWorker:
         self._inbox.put(None)
         self._inbox = queue.SimpleQueue()
         self.error, self.alive_s = None, None
-        self.generation += 1
+        self.generation, self.restarts = self.generation + 1, self.restarts + 1
 
     def close(self, timeout_s: float) -> None:
         self._inbox.put(None)
@@ -86,7 +89,11 @@ class DraftingWorker:
             return
         if self.alive_s is None:
             self.alive_s = self._clock()
-        self._inbox.put(word)
+        self._behind = self._behind or self._inbox.qsize() >= MOST_WORDS
+        if not self._behind:
+            self._inbox.put(word)
+        elif word.closed:
+            self._inbox.put(dataclasses.replace(word, commits=()))
 
     def _run(self, engine: Engine, inbox: queue.SimpleQueue[_Word | None]) -> None:
         try:
@@ -100,6 +107,11 @@ class DraftingWorker:
         """Note a step; one that was left behind says nothing."""
         if inbox is self._inbox:
             self.steps, self.busy_s = self.steps + 1, self.busy_s + seconds
+
+    def caught_up(self, inbox: object) -> None:
+        """Note that all words were heard; those that were left out are to be told again."""
+        if inbox is self._inbox and self._behind:
+            self.generation, self._behind = self.generation + 1, False
 
     def sign(self, inbox: object, waits: bool) -> None:
         if inbox is self._inbox:
@@ -140,6 +152,7 @@ class _Rollouts:
             try:
                 word = self._inbox.get(timeout=LOOK_S) if wait else self._inbox.get_nowait()
             except queue.Empty:
+                self._worker.caught_up(self._inbox)
                 if not wait:
                     return True
                 continue

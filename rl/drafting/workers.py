@@ -13,19 +13,26 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from rl.drafting.ahead_maker import AheadMaker, drafting_engines, of_each_device
+from rl.drafting.ahead_maker import (
+    AheadMaker,
+    RolloutNoise,
+    draft_seconds,
+    drafting_engines,
+    make_ahead,
+    of_each_device,
+)
 from rl.drafting.plans import Planner
 from rl.drafting.threads import DraftingThreads
 from rl.drafting.worker import DraftingWorker, WorkerLink
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext
 from rl.runtime.waits import HANG_LIMIT_S
+from rl.speculation.device_drafters import DeviceDrafters
 from rl.speculation.draft_model import DraftModel
 from spec.budget.config import MODEL
-from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.drafter import DecoupledDrafter
-from spec.drafter import Program
+from spec.drafter import Program, Source
 
 T = TypeVar("T")
 
@@ -39,7 +46,7 @@ class DraftingWorkers:
 
     def __init__(
         self,
-        model: DraftModel | None,
+        drafters: DeviceDrafters,
         planner: Planner,
         longest_tokens: int,
         *,
@@ -47,17 +54,21 @@ class DraftingWorkers:
         told: Callable[[str], None],
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
-        self.model, self.planner, self.longest_tokens = model, planner, longest_tokens
+        self.planner, self.longest_tokens = planner, longest_tokens
+        self._drafters = drafters
+        self._maker: AheadMaker | None = None
+        if planner.config.drafts_apart:
+            self._maker = make_ahead(planner.config, drafters, planner.most_window)
         self._clock, self._said = clock, (clock(), 0, 0.0)  # when metrics were asked for last
         self._options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": hang_limit_s}
         self._engines: list[Engine] = []
         self._verifying: list[int] = []  # numbers of the engines that verify
-        self._threads = DraftingThreads((), **self._options)
+        self._threads = DraftingThreads((), Source.OTHER, **self._options)
 
     @property
-    def _maker(self) -> AheadMaker:
-        assert self.model is not None, "a draft model drafts"
-        return AheadMaker(self.model, self.planner.config, self.planner.most_window)
+    def maker(self) -> AheadMaker:
+        assert self._maker is not None, "workers draft for others"
+        return self._maker
 
     @property
     def workers(self) -> list[DraftingWorker]:
@@ -73,7 +84,7 @@ class DraftingWorkers:
         self._engines = drafting_engines(singles, *sizes)
         self._verifying = [engine.number for engine in engines]
         self.planner.drafting_workers = count
-        self._threads = DraftingThreads(self._engines, **self._options)
+        self._threads = DraftingThreads(self._engines, self.maker.source, **self._options)
 
     def __enter__(self) -> DraftingWorkers:
         return self
@@ -83,38 +94,42 @@ class DraftingWorkers:
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
         """Return the drafter of one verifying worker for one rollout."""
-        look, maker = self._threads.look, self._maker
-        # and not the weights: words are kept for a while
-        key, sampling = context.spec.key, context.spec.sampling
-        rollout: Hashable = np.asarray(jax.random.key_data(key)).tobytes(), sampling
+        look, maker = self._threads.look, self.maker
+        # and not all of the weights: words are kept for a while
+        noise = RolloutNoise(context.spec.key, context.spec.sampling, maker.shared(context))
+        key = np.asarray(jax.random.key_data(noise.key)).tobytes()
+        rollout: Hashable = key, noise.sampling
 
         def make(engine: Engine) -> DraftingAhead:
-            return maker.ahead(engine, key, sampling)
+            return maker.ahead(engine, noise)
 
         place, count = self._verifying.index(context.runner.number), len(self._verifying)
         drafting = share(self.workers, place, count)
         links = [WorkerLink(worker, rollout, make, look) for worker in drafting]
-        return DecoupledDrafter(links, self.planner.plans(), sampling)
+        plans, states = self.planner.plans(), maker.states(context)
+        return DecoupledDrafter(links, plans, noise.sampling, states)
 
-    def programs(self, sampling: SamplingConfig) -> Iterator[tuple[Engine, list[Program]]]:
+    def programs(self, rollout: RolloutNoise) -> Iterator[tuple[Engine, list[Program]]]:
         """Yield what drafting workers run, with the engine that it is for."""
         for engine in self._engines:
-            yield engine, self._maker.programs(engine, sampling)
+            yield engine, self.maker.programs(engine, rollout)
 
-    def draft_seconds(self, sampling: SamplingConfig) -> float:
+    def draft_seconds(self, rollout: RolloutNoise) -> float:
         """Measure the seconds of a draft token for all requests of a drafting worker; 0 without."""
         if not self._engines:
             return 0.0
-        return self._maker.draft_seconds(self._engines[0], sampling, self._clock)
+        given = self._engines[0], rollout, self.planner.most_window
+        return draft_seconds(self.maker, *given, self._clock)
 
     def model_seconds(self) -> float:
         """Measure the seconds of putting the draft model on another worker (model scale).
 
         None are needed where no copy is drafted for by it.
         """
-        if self.model is None or MODEL not in self.planner.config.methods:
+        model = self._drafters.get(MODEL)
+        if not isinstance(model, DraftModel) or MODEL not in self.planner.config.methods:
             return 0.0
-        return self.model.seconds_to_place(self._clock)
+        return model.seconds_to_place(self._clock)
 
     def metrics(self) -> dict[str, float]:
         """Return what the workers have done since the last call; nothing where there are none."""

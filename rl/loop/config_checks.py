@@ -10,7 +10,10 @@ from rl.cluster import config as cluster_config
 from rl.cluster.config import AUTO
 from rl.data.specs import parse_spec
 from rl.loop.eval_sets import split_names
+from spec.budget.config import MODEL
 from spec.config import SamplingConfig
+
+OWN = "own"  # the source of n-grams
 
 if TYPE_CHECKING:
     from rl.loop.experiment import TrainConfig
@@ -93,26 +96,9 @@ def check_tuner(config: TrainConfig) -> None:
 
 def check_drafting(config: TrainConfig) -> None:
     """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
-    settings, workers = config.drafting, config.sched.workers
-    asked, budget = settings.workers, config.speculation.budget
+    settings, budget = config.drafting, config.speculation.budget
     if settings.drafts_apart:
-        if not config.speculation.asks_model:
-            raise ValueError(
-                f"Drafting.workers={asked} draft with a draft model: expected "
-                f'"model" in Speculation.sources, and a budget, got {config.speculation.sources} '
-                f'with "{budget}": add it, or set Drafting.workers = 0'
-            )
-        if (asked or 1) >= workers:
-            raise ValueError(
-                f"expected at least one worker that verifies, got Drafting.workers={asked} of "
-                f"Sched.workers={workers}: raise Sched.workers, or lower it"
-            )
-        if config.cluster.kind == "ray" and asked is None:
-            raise ValueError(
-                'Cluster.kind="ray" reserves devices for programs before anything is measured: '
-                "expected a number of Drafting.workers there, got None, which leaves it to a plan; "
-                f'set Drafting.workers = 1 … {workers - 1}, or Cluster.kind = "local"'
-            )
+        _check_drafting_workers(config)
     if settings.helps:
         _check_helpers(config)
     if settings.drafts_apart or settings.helps:
@@ -127,6 +113,48 @@ def check_drafting(config: TrainConfig) -> None:
         raise ValueError(
             f"expected Drafting.window of at most Engine.max_nodes − 1 = {most}, got {window}: "
             "lower it, or raise Engine.max_nodes"
+        )
+
+
+def _check_drafting_workers(config: TrainConfig) -> None:
+    settings, workers, speculation = config.drafting, config.sched.workers, config.speculation
+    asked, drafter = settings.workers, settings.drafter
+    if not speculation.enabled or drafter not in speculation.sources:
+        raise ValueError(
+            f"Drafting.workers={asked} draft by Drafting.drafter={drafter!r}: expected "
+            f'"{drafter}" in Speculation.sources, and a budget, got {speculation.sources} '
+            f'with "{speculation.budget}": add it, or set Drafting.workers = 0'
+        )
+    if settings.ahead == "free_running" and drafter != MODEL:
+        raise ValueError(
+            'Drafting.ahead="free_running" goes on from draft tokens, as only a draft model can: '
+            f'expected Drafting.drafter="model" with it, got {drafter!r}: set it, or leave '
+            "Drafting.ahead out"
+        )
+    if (asked or 1) >= workers:
+        raise ValueError(
+            f"expected at least one worker that verifies, got Drafting.workers={asked} of "
+            f"Sched.workers={workers}: raise Sched.workers, or lower it"
+        )
+    if asked is None and drafter == OWN:
+        raise ValueError(
+            "Drafting.workers=None compares with verifying workers that draft by themselves, where "
+            'n-grams cost no seconds of a device: expected a number with Drafting.drafter="own", '
+            f"set Drafting.workers = 1 … {workers - 1}, or 0"
+        )
+    if config.cluster.kind != "ray":
+        return
+    if asked is None:
+        raise ValueError(
+            'Cluster.kind="ray" reserves devices for programs before anything is measured: '
+            "expected a number of Drafting.workers there, got None, which leaves it to a plan; "
+            f'set Drafting.workers = 1 … {workers - 1}, or Cluster.kind = "local"'
+        )
+    if drafter != MODEL:
+        raise ValueError(
+            'Cluster.kind="ray" has drafting programs that read a draft model from its folder: '
+            f'expected Drafting.drafter="model" there, got {drafter!r}: set it, or '
+            'Drafting.workers = 0, or Cluster.kind = "local"'
         )
 
 

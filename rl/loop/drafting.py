@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rl.drafting.config import MOST_WINDOW
 from rl.drafting.plans import Planner
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import RolloutEngine
@@ -17,16 +18,16 @@ from rl.loop.experiment import Inputs, TrainConfig
 from rl.remote.drafting_messages import Meet
 from rl.remote.drafting_workers import Connect, DraftingPrograms
 from rl.remote.service import ServiceDeadlines, service_identity
-from rl.speculation.draft_model import DraftModel
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers, MultiEngine
-from spec.budget.config import MODEL
+from spec.budget.config import LEARNED, MODEL
 
 
 def make_planner(config: TrainConfig) -> Planner:
     """Return the planner of a run's drafting workers."""
-    settings, sched = config.drafting, config.sched
-    longest = min(config.draft_model.max_depth, config.engine.max_nodes - 1)
+    settings, sched, most = config.drafting, config.sched, config.engine.max_nodes - 1
+    deepest = {MODEL: config.draft_model.max_depth, LEARNED: config.drafter.max_depth}
+    longest = min(deepest.get(settings.drafter, MOST_WINDOW), most)
     requests = min(config.rollout.num_requests, sched.workers * config.engine.slots)
     return Planner(settings, sched.workers, requests, settings.window or longest)
 
@@ -55,14 +56,13 @@ def take_workers(
             f"Drafting.workers={asked} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
             f"--xla_force_host_platform_device_count={asked}"
         )
-    planner, model = make_planner(config), speculation.drafters.get(MODEL)
-    assert model is None or isinstance(model, DraftModel)
+    planner, drafters = make_planner(config), speculation.drafters
     limit_s, longest = config.run.hang_limit_s, config.longest_tokens
     options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": limit_s}
-    drafting = DraftingWorkers(model, planner, longest, **options)
+    drafting = DraftingWorkers(drafters, planner, longest, **options)
     if settings.workers:
         drafting.take(engine.engines, settings.workers)
-        speculation.drafting = drafting
+        speculation.apart = {settings.drafter: drafting}
     if settings.helps:
         speculation.methods_of_copies = settings.methods
         size = len(settings.methods), settings.requests_per_helper

@@ -16,9 +16,11 @@ import jax
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
+from rl.drafting.ahead_maker import RolloutNoise
 from rl.drafting.plans import MeasuredSeconds
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.parallel_compile import OnCompiled
@@ -36,6 +38,7 @@ from spec.budget.bandit_budget import node_counts
 from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
 from spec.config import SamplingConfig
+from spec.drafter import Program as DrafterProgram
 from spec.sampling import step_key
 
 
@@ -80,7 +83,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
 
     can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
     if config.drafting.workers:
-        can.discard(MODEL)
+        can.discard(config.drafting.drafter)
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
@@ -154,8 +157,8 @@ def warm_up(
     timed beside a compilation.
     """
     drafters, drafting = dict(speculation.drafters), kept.drafting
-    if speculation.drafting is not None and MODEL not in speculation.methods_of_copies:
-        del drafters[MODEL]  # other workers draft with it
+    for source in speculation.apart.keys() - set(speculation.methods_of_copies):
+        drafters.pop(source, None)  # other workers draft by it
     reach = dataclasses.replace(reach, drafters=drafters)
     for one in engine.engines:
         placed = one.place(weights)
@@ -182,7 +185,8 @@ def warm_up(
         speculation.times = times
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
-            warm_up_drafting(config.sampling, engine, drafting, speculation, costs, told)
+            policy = sampling, engine, weights
+            warm_up_drafting(*policy, drafting, speculation, reach, costs, told)
             one = engine.engines[-1]  # the last one may be a drafting worker's now
             placed = one.place(weights)
         compile_host_kernels(
@@ -193,7 +197,7 @@ def warm_up(
             sampling,
             speculation.drafters,
             config.tuner,
-            speculation.drafting,
+            speculation.apart,
         )
     jax.block_until_ready(step_key(0, 0))
 
@@ -201,29 +205,48 @@ def warm_up(
 def warm_up_drafting(
     sampling: SamplingConfig,
     engine: RolloutEngine,
+    weights: Params,
     drafting: DraftingWorkers,
     speculation: Speculation,
+    reach: compile_buckets.Reach,
     costs: Costs,
     told: OnCompiled,
 ) -> None:
     """Decide how many workers draft, where a plan is to say; compile and time what they run."""
     times, planner = speculation.times, drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
-    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
+    source = planner.config.drafter
+    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2, method=source)
     planner.seconds = seconds
     if not drafting.workers and planner.config.workers is None:
         count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
         if not count:
             return
         drafting.take(engine.engines, count)
-        speculation.drafting = drafting
-        speculation.times = times = times.without_drafts(MODEL)
-    for runner, programs in drafting.programs(sampling):
-        found = [compile_buckets.Program(*program) for program in programs]
-        compile_buckets.compile_programs(runner, found, told)
-        compile_buckets.run_once(runner, found)
-    draft_s, model_s = drafting.draft_seconds(sampling), drafting.model_seconds()
+        speculation.apart = {source: drafting}
+        speculation.times = times = times.without_drafts(source)
+    if not drafting.workers:
+        model_s = drafting.model_seconds()
+        planner.seconds = dataclasses.replace(seconds, times=times, model_s=model_s)
+        return
+    for one in engine.engines:
+        buckets = compile_buckets.round_buckets(one, sampling, reach)
+        sizes = sorted({(B, S) for B, _, S in buckets})
+        _prepare(one, list(drafting.maker.reading(one, sizes)), told)
+    spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
+    shared = drafting.maker.shared(one.drafter_context(spec))
+    rollout = RolloutNoise(spec.key, sampling, shared)
+    for runner, programs in drafting.programs(rollout):
+        _prepare(runner, programs, told)
+    draft_s, model_s = drafting.draft_seconds(rollout), drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
+
+
+def _prepare(runner: Engine, programs: Sequence[DrafterProgram], told: OnCompiled) -> None:
+    """Compile these and run each once."""
+    found = [compile_buckets.Program(*program) for program in programs]
+    compile_buckets.compile_programs(runner, found, told)
+    compile_buckets.run_once(runner, found)
 
 
 def warm_up_evaluation(

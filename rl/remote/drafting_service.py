@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from rl.cluster.join import DRAFT_MODEL
-from rl.drafting.ahead_maker import AheadMaker, drafting_engines
+from rl.drafting.ahead_maker import ModelAhead, RolloutNoise, draft_seconds, drafting_engines
 from rl.drafting.threads import DraftingThreads
 from rl.drafting.worker import WorkerLink
 from rl.engine.engine import Engine
@@ -44,7 +44,7 @@ from rl.warm_up import compile_buckets
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit
-from spec.sampling import KEY_IMPL
+from spec.sampling import KEY_IMPL, step_key
 
 MOST_TALKS = 2**10  # with links of verifying workers, of which each has one in a rollout
 MOST_WAIT_S = 60.0  # of a question
@@ -152,14 +152,14 @@ class _Drafting:
             )
         self._asked, self._clock = asked, clock
         model = DraftModel.load(asked.model)
-        self._maker = AheadMaker(model, asked.drafting, asked.most_window)
+        self._maker = ModelAhead(model, asked.drafting, asked.most_window)
         places = devices[: asked.devices] if asked.devices > 1 else (None,)
         make = partial(Engine, asked.policy, asked.engine, dtype=asked.dtype)
         engines = [make(device=device) for device in places]
         sizes = asked.rows, asked.longest_tokens, asked.most_window
         self._engines = drafting_engines(engines, *sizes)
         options = {"clock": clock, "told": told, "hang_limit_s": asked.hang_limit_s}
-        self.threads = DraftingThreads(self._engines, **options)  # type: ignore[arg-type]
+        self.threads = DraftingThreads(self._engines, self._maker.source, **options)  # type: ignore[arg-type]
 
     @property
     def generation(self) -> int:
@@ -173,13 +173,14 @@ class _Drafting:
 
     def prepare(self) -> Prepared:
         """Compile and run once what drafts, and time it."""
-        sampling = self._asked.sampling
+        rollout = RolloutNoise(step_key(0, 0), self._asked.sampling)
         for engine in self._engines:
-            programs = self._maker.programs(engine, sampling)
+            programs = self._maker.programs(engine, rollout)
             found = [compile_buckets.Program(*program) for program in programs]
             compile_buckets.compile_programs(engine, found)
             compile_buckets.run_once(engine, found)
-        draft_s = self._maker.draft_seconds(self._engines[0], sampling, self._clock)
+        given = self._engines[0], rollout, self._asked.most_window, self._clock
+        draft_s = draft_seconds(self._maker, *given)
         return Prepared(True, draft_s)
 
     def check(self, commits: Sequence[Commit]) -> None:
@@ -209,7 +210,7 @@ class _Drafting:
 
         def make(engine: Engine) -> DraftingAhead:
             noise = jax.random.wrap_key_data(key, impl=KEY_IMPL)
-            return self._maker.ahead(engine, noise, sampling)
+            return self._maker.ahead(engine, RolloutNoise(noise, sampling))
 
         look, workers = self.threads.look, self.threads.workers
         return [WorkerLink(worker, rollout, make, look) for worker in workers]

@@ -47,6 +47,7 @@ from rl.weights.pieces import names_of
 from rl.weights.subscriber import Subscriber
 from spec.budget.bandit import BegMab
 from spec.budget.budget import MANY_ROUNDS, DraftDecision
+from spec.budget.config import MODEL
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import KEY_IMPL
 
@@ -247,7 +248,7 @@ class WorkerProgram(MessageProgram):
                     *measured[:3],
                     self._drafters.by_name,
                     hello.tuner,
-                    SilentDrafts() if hello.drafters.apart else None,
+                    {MODEL: SilentDrafts()} if hello.drafters.apart else None,
                 )
                 if (source := hello.speculation.history_source) is not None:
                     compile_join(HISTORY_RULES[source])
@@ -306,7 +307,7 @@ class WorkerProgram(MessageProgram):
             raise WireError("expected the addresses of drafting programs in each job, or in none")
         if apart is not None:
             drafts = self._drafting.drafts(apart, speculation.times)
-            speculation.drafting = stack.enter_context(drafts)
+            speculation.apart = {MODEL: stack.enter_context(drafts)}
 
     def _drafter(self, job: str, asked: Drafting, stack: contextlib.ExitStack) -> DrafterFactory:
         speculation, server = self._speculation, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -10,10 +12,11 @@ import numpy as np
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
 from rl.speculation.device_drafters import PerRunner
+from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.drafter import EagleDrafter
-from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
+from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights, SharedParams
 
 
 class LearnedDrafter:
@@ -63,18 +66,38 @@ class LearnedDrafter:
 
     def drafter_for(self, context: DrafterContext) -> EagleDrafter:
         """Return the drafter of one worker for one rollout."""
-        runner = context.runner
-        ids = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
-        shared = eagle.frozen(context.spec.params, ids)
+        runner, spec = context.runner, context.spec
+        given = runner, self.shared(context), spec.sampling, spec.key, context.features
+        most_tokens = runner.config.max_nodes - 1
+        return self.made(*given, max_depth=self.max_depth, num_draft_tokens=most_tokens)
+
+    def shared(self, context: DrafterContext) -> SharedParams:
+        """Return what a rollout's policy gives to its drafters, on the policy's devices."""
+        ids_U = self.draft_ids_U
+        ids = None if ids_U is None else context.runner.put(ids_U)
+        return eagle.frozen(context.spec.params, ids)
+
+    def made(
+        self,
+        runner: ModelRunner,
+        shared: SharedParams,
+        sampling: SamplingConfig,
+        key: jax.Array,
+        features: Callable[[], jax.Array],
+        *,
+        max_depth: int,
+        num_draft_tokens: int,
+    ) -> EagleDrafter:
+        """Return a drafter on these devices, where `shared` and the `features` are."""
         return EagleDrafter(
             self.config,
             lambda: DeviceWeights(self._params_on(runner), shared),
-            self.tree,
-            context.spec.sampling,
-            runner.put(context.spec.key),
-            features=context.features,
+            dataclasses.replace(self.tree, max_depth=max_depth),
+            sampling,
+            runner.put(key),
+            features=features,
             runner=runner,
-            num_draft_tokens=runner.config.max_nodes - 1,
+            num_draft_tokens=num_draft_tokens,
         )
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:

@@ -122,8 +122,8 @@ class Speculation:
         self._lock = threading.Lock()
         self.for_others = False  # workers of other programs, which index the history themselves
         self.index_builder: IndexBuilder | None = None  # or others, for them
-        # in place of the workers' own draft model, drafts of drafting workers
-        self.drafting: DrafterSource | None = None
+        # sources that drafting workers draft by, in place of the workers themselves
+        self.apart: Mapping[str, DrafterSource] = {}
         self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
 
     def drafter_factory(
@@ -182,8 +182,8 @@ class Speculation:
 
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
-            if source == MODEL and self.drafting is not None:
-                parts[source] = self.drafting.drafter_for(context)
+            if source in self.apart:
+                parts[source] = self.apart[source].drafter_for(context)
             elif source != "last" or last:
                 parts[source] = made(source)
         if not parts:

@@ -25,7 +25,6 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import DeviceDrafters
 from spec.budget.budget import DraftDecision
-from spec.budget.config import LEARNED
 from spec.budget.device_gate import DeviceDrafter
 from spec.config import SamplingConfig
 from spec.draft_cache.rounds import Asked, draft_rounds
@@ -189,7 +188,7 @@ class Pool:
                 programs += self.moves()
             programs += self.trees()
             programs += self.drafted_rounds()
-            if LEARNED in self.reach.drafters:
+            if self.engine.feature_layers is not None:
                 programs += self.hidden_states()
         return sorted(programs, key=_size)
 

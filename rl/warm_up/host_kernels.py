@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def compile_host_kernels(
     sampling: SamplingConfig,
     drafters: DeviceDrafters = NO_DRAFTERS,
     tuner: TunerConfig | None = None,
-    drafting: DrafterSource | None = None,
+    apart: Mapping[str, DrafterSource] | None = None,
 ) -> None:
     """Run a rollout that verifies draft tokens, and one with the budget of `config`.
 
@@ -49,7 +50,7 @@ def compile_host_kernels(
     sampling = dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=())
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
-        speculation.times, speculation.drafting = times, drafting
+        speculation.times, speculation.apart = times, apart or {}
         for fixed in (SeeingBudget(2), None):
             drafts = speculation.drafter_factory([NAME], [prompt], dict.fromkeys(range(2), tokens))
             spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)

@@ -15,6 +15,7 @@ import numpy as np
 from spec.config import SamplingConfig
 from spec.decoupled.messages import Commit, DraftLink, DraftPlan
 from spec.decoupled.received import ReceivedBlocks
+from spec.decoupled.states import StateReader
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
 
 MOST_LACKING = 0.5  # of the requests: above it a round waits for their drafts
@@ -60,14 +61,20 @@ class DecoupledDrafter(Drafter):
     """Drafts of one method, by drafting workers at the other ends of `links`.
 
     A request is drafted for by one of them. Where a link is of a new `generation`, its requests are
-    told anew from their first token.
+    told anew from their first token. With `states` the drafting workers are told the policy's
+    hidden states too.
     """
 
     def __init__(
-        self, links: Sequence[DraftLink], plans: RequestPlans, sampling: SamplingConfig
+        self,
+        links: Sequence[DraftLink],
+        plans: RequestPlans,
+        sampling: SamplingConfig,
+        states: StateReader | None = None,
     ) -> None:
         assert links, "decoupled from nobody"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
+        self._states = states
         self.received, self.drafted = ReceivedBlocks(), 0  # drafts of all requests and rounds
         # of each request: generation of its link, tokens that were told, and how often
         self._told: dict[int, tuple[int, int, int]] = {}
@@ -96,7 +103,8 @@ class DecoupledDrafter(Drafter):
 
     def committed(self, live: LiveSlots) -> None:
         """Tell of rounds in which nothing was proposed, too."""
-        self._tell(live, None)
+        if self._states is None:  # it would wait for the device, which is busy
+            self._tell(live, None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         if self._proposed is None:
@@ -132,15 +140,12 @@ class DecoupledDrafter(Drafter):
     def _tell(self, live: LiveSlots, drafts: Drafts | None) -> None:
         """Tell what is new of requests, each to its own drafting worker."""
         news: list[list[Commit]] = [[] for _ in self._links]
+        untold = self._untold(live)
         processing_A3 = live.processing(self._sampling)
-        for a, r in enumerate(live.request_ids_A.tolist()):
-            k = r % len(self._links)
-            generation, first, told = self._told.get(r, (-1, 0, 0))
-            if generation != self._links[k].generation:
-                generation, first = self._links[k].generation, 0
-            total = int(live.total_tokens_A[a])
-            if first == total:
-                continue
+        states = [()] * len(untold) if self._states is None else self._states.before(live, untold)
+        for (a, first), read in zip(untold.items(), states, strict=True):
+            r, total = int(live.request_ids_A[a]), int(live.total_tokens_A[a])
+            k, (_, _, told) = r % len(self._links), self._told.get(r, (-1, 0, 0))
             commit = Commit(
                 request_id=r,
                 round=told + 1,
@@ -151,10 +156,22 @@ class DecoupledDrafter(Drafter):
                 chain=_chain(drafts, a),
                 plan=self._plans.plan(r, len(live)),
                 processing=tuple(processing_A3[a].tolist()),
+                states=read,
             )
             news[k].append(commit)
-            self._told[r] = generation, total, told + 1
+            self._told[r] = self._links[k].generation, total, told + 1
         self._say(news)
+
+    def _untold(self, live: LiveSlots) -> dict[int, int]:
+        """Return the places of requests with tokens that are not told, and the first of these."""
+        found = dict[int, int]()
+        for a, r in enumerate(live.request_ids_A.tolist()):
+            generation, first, _ = self._told.get(r, (-1, 0, 0))
+            if generation != self._links[r % len(self._links)].generation:
+                first = 0
+            if first < int(live.total_tokens_A[a]):
+                found[a] = first
+        return found
 
     def _say(self, news: Sequence[Sequence[Commit]]) -> None:
         closed, self._closed = self._closed, []

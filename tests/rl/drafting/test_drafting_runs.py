@@ -13,6 +13,7 @@ from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
 from rl.drafting.workers import DraftingWorkers
 from rl.loop import drafting
+from rl.metrics.writer import read_metrics
 from sched.policies.drafting_plan import WorkerPlan
 from spec.decoupled.ahead import Enumerating, FreeRunning
 
@@ -65,6 +66,28 @@ def test_drafting_workers_change_no_token(tiny, tmp_path, plain, ahead, mode):
     got = finish(tiny, tmp_path, *apart(tiny, *settings))
     assert_same(got, plain)
     assert not said(got, "drafting worker")
+
+
+BY = {
+    "learned": (
+        *("Drafter.max_depth=3", "Drafter.top_k=2", "Drafter.steps_after_rollout=1"),
+        *("Drafter.batch_rows=1", "Drafter.row_tokens=32", "Drafter.micro_batches=1"),
+    ),
+    "own": (),
+}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
+@pytest.mark.parametrize("drafter", BY)
+def test_nor_do_those_with_other_drafters(tiny, tmp_path, plain, drafter, mode):
+    """EAGLE by the hidden states that they are told, and n-grams."""
+    sources = f"Speculation.sources=({drafter!r},)", f"Drafting.drafter={drafter!r}"
+    settings = *WORKERS, *sources, *BY[drafter], STEPS, f"Sched.mode={mode!r}"
+    got = finish(tiny, tmp_path, *settings)
+    assert_same(got, plain)
+    assert not said(got, "drafting worker")
+    assert all(row["drafting/steps"] > 0 for row in read_metrics(got.folder))
 
 
 @pytest.mark.parity
@@ -238,6 +261,15 @@ def test_stopped_and_resumed_it_draws_the_same(tiny, tmp_path):
 @pytest.mark.parametrize("ahead", KINDS)
 def test_nothing_compiles_after_warm_up(tiny, tmp_path, ahead):
     settings = apart(tiny, f"Drafting.ahead={ahead!r}", "Run.steps=3")
+    _, before, after = compilations(tiny, tmp_path, *settings)
+    assert len(before) > 10
+    assert after == [], after
+
+
+@pytest.mark.slow
+def test_with_a_learned_drafter_nothing_compiles_either(tiny, tmp_path):
+    sources = "Speculation.sources=('learned',)", "Drafting.drafter='learned'"
+    settings = *WORKERS, *sources, *BY["learned"], "Run.steps=3"
     _, before, after = compilations(tiny, tmp_path, *settings)
     assert len(before) > 10
     assert after == [], after

@@ -41,7 +41,7 @@ def test_some_workers_may_draft_for_the_others(kind):
             r"expected a number of .*got None.* set Drafting.workers = 1 … 3",
         ),
         ("Drafting.workers=4", r"at least one worker that verifies.*4 of Sched.workers=4"),
-        ("Speculation.sources=('own',)", r"draft with a draft model: expected \"model\""),
+        ("Speculation.sources=('own',)", r"by Drafting.drafter='model': expected \"model\""),
         ("Speculation.budget='bandit'", r"set budget = \"goodput\""),
         ("Drafting.window=31", r"Drafting.window of at most Engine.max_nodes"),
     ],
