@@ -31,9 +31,9 @@ LEAST_SECONDS = 1e-7
 
 
 class RolloutNoise(NamedTuple):
-    """What the drafts of a rollout are made by: the key of its noise, and its sampling.
+    """A rollout as drafting workers know it: the key of its noise, and its sampling.
 
-    `shared` is what its policy shares with a learned drafter.
+    `shared` are the parts of its policy that a learned drafter uses.
     """
 
     key: jax.Array

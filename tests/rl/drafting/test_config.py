@@ -11,6 +11,7 @@ from rl.drafting.config import DraftingConfig
     ("settings", "message"),
     [
         ({"ahead": "telepathy"}, "expected ahead of free_running, enumeration, got 'telepathy'"),
+        ({"drafter": "last"}, "expected a drafter of model, learned, own, got 'last'"),
         ({"window": 0}, "window must be 1 … 32, got 0"),
         ({"window": 33}, "window must be 1 … 32, got 33"),
         ({"fan_out": 0}, "fan_out must be at least 1, got 0"),
@@ -32,3 +33,16 @@ def test_what_settings_ask_for():
     assert DraftingConfig(workers=None).drafts_apart
     assert DraftingConfig(workers=2, window=32).drafts_apart
     assert DraftingConfig(requests_per_helper=1).helps
+
+
+@pytest.mark.parametrize(
+    ("settings", "goes_on"),
+    [
+        ({"ahead": "free_running"}, True),
+        ({"ahead": "enumeration"}, False),
+        ({"drafter": "learned", "ahead": "free_running"}, False),
+        ({"drafter": "own"}, False),
+    ],
+)
+def test_only_a_draft_model_goes_on_from_draft_tokens(settings, goes_on):
+    assert DraftingConfig(**settings).goes_on == goes_on

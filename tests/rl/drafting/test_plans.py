@@ -62,6 +62,13 @@ def live(ids, response):
     )
 
 
+def test_seconds_are_those_of_the_drafter_that_plans_are_for():
+    times = RoundTimes({(4, 8, 64): 1.0}, {"learned": {(4, 3, 64): 0.6}, MODEL: {(4, 3, 64): 6.0}})
+    found = MeasuredSeconds(Costs(), times, 50.0, method="learned")
+    assert found.draft(3) == pytest.approx(0.6 / 3)
+    assert Planner(DraftingConfig(drafter="learned"), 2, 4, 3).observed.p == PRIOR_PROB
+
+
 # --- what is observed -------------------------------------------------------------------
 
 
@@ -151,6 +158,8 @@ def test_the_best_numbers_are_planned():
 def test_chains_that_run_ahead_have_hits_of_their_own():
     assert planner(ahead="enumeration").acceptance.hits == pytest.approx(FIRST_HITS)
     assert planner(ahead="free_running").acceptance.hits is None
+    trees = planner(ahead="free_running", drafter="learned")
+    assert trees.acceptance.hits == pytest.approx(FIRST_HITS)
 
 
 def test_without_measured_seconds_there_is_a_window_all_the_same():

@@ -16,8 +16,11 @@ import pytest
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
 from rl.drafting.threads import MOST_RESTARTS, DraftingThreads
-from rl.drafting.worker import MOST_ROLLOUTS, DraftingWorker, WorkerLink
+from rl.drafting.worker import MOST_ROLLOUTS, MOST_WORDS, DraftingWorker, WorkerLink
 from rl.drafting.workers import DraftingWorkers, share
+from rl.speculation.config import DraftModelConfig
+from rl.speculation.draft_model import DraftModel
+from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.messages import Block, Commit, DraftPlan
 from spec.drafter import Source
@@ -190,6 +193,26 @@ def test_what_an_old_rollout_had_is_not_kept(worker):
     assert gone() is None
 
 
+def test_one_that_falls_behind_is_told_no_more_until_it_has_heard_all(worker):
+    """What waits for it may hold hidden states of the policy; who has left is said all the same."""
+    goes_on = threading.Event()
+    made = Made(lambda: goes_on.wait(LIMIT_S))
+    link = link_to(worker, made)
+    link.tell([commit(1)], [])
+    wait_until(lambda: made.all and made.all[0].heard and worker._inbox.empty())
+    for round in range(2, MOST_WORDS + 9):
+        link.tell([commit(1, round)], [])
+    link.tell([commit(2, 99)], [1])
+    assert worker._inbox.qsize() == MOST_WORDS + 1 and link.generation == 0
+    goes_on.set()
+    wait_until(lambda: link.generation == 1)
+    (echo,) = made.all
+    assert [c.round for c in echo.heard] == [*range(1, MOST_WORDS + 2)] and echo.closed == [1]
+    link.tell([commit(2, 100)], [])
+    wait_until(lambda: (2, 100) in [(c.request_id, c.round) for c in echo.heard])
+    assert (link.generation, worker.restarts, worker.error) == (1, 0, None)
+
+
 def test_a_link_waits_no_longer_than_it_is_told(worker):
     link = link_to(worker, Made())
     link.wait(0.001)
@@ -222,9 +245,10 @@ def team(clock):
     lines = []
     planner = Planner(DraftingConfig(workers=2), 4, 8, 3)
     options = {"clock": clock, "told": lines.append, "hang_limit_s": 10.0}
-    model = SimpleNamespace()  # nothing is drafted with it
-    workers = DraftingWorkers(model, planner, 16, **options)
-    workers._threads = DraftingThreads([FakeEngine(k) for k in range(2)], **options)
+    model = DraftModel(None, None, DraftModelConfig())  # nothing is drafted with it
+    workers = DraftingWorkers({MODEL: model}, planner, 16, **options)
+    engines = [FakeEngine(k) for k in range(2)]
+    workers._threads = DraftingThreads(engines, Source.MODEL, **options)
     workers._verifying, workers.lines = [0, 1], lines
     with workers:
         yield workers

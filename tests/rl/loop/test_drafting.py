@@ -51,6 +51,47 @@ def test_what_drafting_workers_on_ray_cannot_do_is_refused(override, message):
         check_drafting(made(*DRAFTS, RAY, override))
 
 
+BY = "Speculation.sources=('own', 'learned', 'model')"
+
+
+@pytest.mark.parametrize("drafter", ["learned", "own"])
+def test_other_drafters_may_draft_for_other_workers_too(drafter):
+    check_drafting(made(*DRAFTS, BY, f"Drafting.drafter={drafter!r}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("Drafting.drafter='learned'", RAY),
+            r'Cluster.kind="ray" .*expected Drafting.drafter="model" there, got .learned.: set',
+        ),
+        (
+            ("Drafting.drafter='own'", "Drafting.workers=None"),
+            r"expected a number with Drafting.drafter=\"own\", set Drafting.workers = 1 … 3",
+        ),
+        (
+            ("Drafting.drafter='learned'", "Drafting.ahead='free_running'"),
+            r'expected Drafting.drafter="model" with it, got .learned.: set it, or leave',
+        ),
+        (
+            ("Drafting.drafter='learned'", "Speculation.sources=('model',)"),
+            r"by Drafting.drafter=.learned.: expected \"learned\" in Speculation.sources",
+        ),
+    ],
+)
+def test_what_other_drafters_cannot_do_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check_drafting(made(*DRAFTS, BY, *overrides))
+
+
+def test_windows_are_as_long_as_the_drafter_goes():
+    deep = "Drafter.max_depth=5", "DraftModel.max_depth=4", "Engine.max_nodes=17"
+    for drafter, most in (("learned", 5), ("model", 4), ("own", 16)):
+        config = made(*DRAFTS, BY, *deep, f"Drafting.drafter={drafter!r}")
+        assert make_planner(config).most_window == most
+
+
 def test_a_plan_may_say_how_many_draft_where_workers_are_threads():
     check_drafting(made(*DRAFTS, "Drafting.workers=None"))
 
