@@ -94,11 +94,37 @@ class Played:
         return sum(self.drafted_rounds) / max(self._requests_rounds, 1)
 
 
-class Bench:
-    """One policy and draft model; its rollouts share what is compiled."""
+def plan_of(window: int, each: float, step_s: float) -> OnePlan:
+    """Return the plan of a window, which waits for a step's blocks as long as they are late."""
+    late_s = step_s - verify_seconds(each, window + 1)
+    patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
+    return OnePlan(DraftPlan(window), patience_s)
 
-    def __init__(self, models: Models, max_new_tokens: int, draw: str) -> None:
-        self.models = models
+
+def with_drafting(
+    played: Played, workers: Sequence[PricedDrafting], drafters: Sequence[DecoupledDrafter]
+) -> Played:
+    """Return a rollout with what its drafting workers have done."""
+    busy = sum(worker.busy_s for worker in workers) / (played.seconds * len(workers))
+    stale = sum(drafter.received.stale for drafter in drafters)
+    drafted = [drafter.drafted for drafter in drafters]
+    return dataclasses.replace(played, drafting_busy=busy, stale=stale, drafted_rounds=drafted)
+
+
+class Bench:
+    """One policy and draft model; its rollouts share what is compiled.
+
+    Verifying workers keep the hidden states of `feature_layers`.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        max_new_tokens: int,
+        draw: str,
+        feature_layers: tuple[int, ...] | None = None,
+    ) -> None:
+        self.models, self.feature_layers = models, feature_layers
         self.sampling = SamplingConfig(max_new_tokens=max_new_tokens, draw=draw)  # type: ignore[arg-type]
         self.longest_tokens = 128 + max_new_tokens
         self.key = step_key(0, 0)
@@ -106,7 +132,7 @@ class Bench:
     def engine(self, slots: int, time: VirtualTime, price: Any) -> PricedEngine:
         size = {"slots": slots, "min_slots": slots, "min_positions": self.longest_tokens}
         config = EngineConfig(**size, rounds_per_fetch=1, max_nodes=16, max_round_nodes=16 * slots)
-        engine = PricedEngine(self.models.policy, config)
+        engine = PricedEngine(self.models.policy, config, feature_layers=self.feature_layers)
         engine.expect(slots, self.longest_tokens)
         engine.set_prices(time, price)
         return engine
@@ -131,7 +157,7 @@ class Bench:
         engines = [self.engine(bucket(len(share), 1), time, price) for share in shares if share]
         kind = DraftModelDrafter
         drafters = [self.drafter(kind, engine, window) if window else None for engine in engines]
-        return self._play(time, engines, shares, drafters, window)
+        return self.play(time, engines, shares, drafters, window)
 
     def ahead_of(self, requests: Sequence[Request], window: int, way: str) -> Played:
         """Play verifying workers that one drafting worker drafts for: some devices for each."""
@@ -142,24 +168,19 @@ class Bench:
         ]
         price, workers = step_price(way, DEVICES / len(engines)), []
         for share in shares[: len(engines)]:
-            home = self.engine(bucket(len(share), 1), time, verify_price)
-            home.expect(1, self.longest_tokens + 2 * window)
+            home = self.drafting_engine(len(share), window, time)
             workers.append(PricedDrafting(self.ahead(way, home, window), price, time))
         each = len(requests) / len(engines)
-        late_s = price(math.ceil(each), window) - verify_seconds(each, window + 1)
-        patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
-        plans = OnePlan(DraftPlan(window), patience_s)
+        plans = plan_of(window, each, price(math.ceil(each), window))
         links = [PricedLink(worker) for worker in workers]
         drafters = [DecoupledDrafter([link], plans, self.sampling) for link in links]
-        played = self._play(time, engines, shares, drafters, window)
-        busy = sum(worker.busy_s for worker in workers) / (played.seconds * len(workers))
-        stale = sum(drafter.received.stale for drafter in drafters)
-        found = {
-            "drafting_busy": busy,
-            "stale": stale,
-            "drafted_rounds": [d.drafted for d in drafters],
-        }
-        return dataclasses.replace(played, **found)
+        played = self.play(time, engines, shares, drafters, window)
+        return with_drafting(played, workers, drafters)
+
+    def drafting_engine(self, num_requests: int, window: int, time: VirtualTime) -> PricedEngine:
+        home = self.engine(bucket(num_requests, 1), time, verify_price)
+        home.expect(1, self.longest_tokens + 2 * window)
+        return home
 
     def ahead(self, way: str, home: PricedEngine, window: int) -> DraftingAhead:
         size = home.config.slots, home.longest_tokens
@@ -168,7 +189,7 @@ class Bench:
         drafter = self.drafter(EnumeratingDraftModel, home, window)
         return Enumerating(drafter, *size, most_window=window, fan_out=FAN_OUT)
 
-    def _play(
+    def play(
         self,
         time: VirtualTime,
         engines: Sequence[PricedEngine],

@@ -239,10 +239,10 @@ class PricedDrafting:
 class PricedLink:
     """A verifying worker's link to a drafting worker on the same virtual clock."""
 
-    source, generation = Source.MODEL, 0
+    generation = 0
 
-    def __init__(self, worker: PricedDrafting) -> None:
-        self._worker = worker
+    def __init__(self, worker: PricedDrafting, source: Source = Source.MODEL) -> None:
+        self._worker, self.source = worker, source
         self.blocks: list[Block] = []
 
     def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
