@@ -20,6 +20,9 @@ RULES: dict[str, Entry] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "features": "tensor",
+    # of logits and their head where these are split by words, and not by the rows of a batch
+    "copies": "data",
+    "words": ("fsdp", "tensor"),
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
 FEATURE_AXES = ("batch", None, None, "features")  # of cached hidden states

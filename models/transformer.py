@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,10 @@ from models.kv_cache import Entries, KVCache
 from models.params import Layer, Params, ParamSpec, param_specs
 from models.products import feed_forward, linear
 from models.rope import rope_turns, rotate
+from models.row_attention import LEAST_TOKENS, Segments, attend_rows
 from models.sharding import constrain
+
+Found = TypeVar("Found")
 
 for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
@@ -170,23 +173,49 @@ def _hidden_and_entries(
     remat: bool = False,
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array]]]:
     """Return the final hidden states, and every layer's (k_BTKh, v_BTKh, output_BTD)."""
-    if packing is None:
-        T = tokens_BT.shape[1]
-        positions_BT, mask_BTS = jnp.arange(T)[None], causal_mask(T)
-    else:
-        positions_BT, mask_BTS = packing.positions_BT, packed_mask(packing)
-    rope = rope_turns(config, positions_BT)
+    T = tokens_BT.shape[1]
+    positions_BT = jnp.arange(T)[None] if packing is None else packing.positions_BT
+    rope, seen = rope_turns(config, positions_BT), _seen(packing, tokens_BT)
 
     def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return _whole_layer(config, layer, x_BTD, rope, mask_BTS)
+        return _whole_layer(config, layer, x_BTD, rope, seen)
 
-    step = jax.checkpoint(step) if remat else step
+    if remat:
+        step = _at_once(jax.checkpoint(step))
     x_BTD = embed(params.embedding_VD, tokens_BT).astype(params.final_norm_D.dtype)
     entries = []
     for layer in params.layers:
         x_BTD, entry = step(layer, x_BTD)
         entries.append((*entry, x_BTD))
     return rms_norm(x_BTD, params.final_norm_D, config.norm_eps), entries
+
+
+def _at_once(step: Callable[[Layer, jax.Array], Found]) -> Callable[[Layer, jax.Array], Found]:
+    """Return a layer whose gradients are all computed before the layer below it has its own.
+
+    A scheduler would leave those of the weights to the end, and so keep for all layers what
+    `jax.checkpoint` computes again for them.
+    """
+    return lambda layer, x_BTD: step(*_joined(layer, x_BTD))
+
+
+@jax.custom_vjp
+def _joined(layer: Layer, x_BTD: jax.Array) -> tuple[Layer, jax.Array]:
+    return layer, x_BTD
+
+
+_joined.defvjp(
+    lambda *inputs: (inputs, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
+)
+
+
+def _seen(packing: Packing | None, tokens_BT: jax.Array) -> jax.Array | Segments:
+    """Return what positions of rows may see: of long rows their segments, else a mask."""
+    if tokens_BT.shape[1] < LEAST_TOKENS:
+        return causal_mask(tokens_BT.shape[1]) if packing is None else packed_mask(packing)
+    if packing is None:
+        return Segments(jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
+    return Segments(packing.prompt_BT, packing.branch_BT)
 
 
 def hidden_with_cache(
@@ -311,15 +340,20 @@ def _whole_layer(
     layer: Layer,
     x_BTD: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    mask_BTT: jax.Array,
+    seen: jax.Array | Segments,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Apply a layer to whole rows; return [B, T, D] and its (k_BTKh, v_BTKh)."""
+    """Apply a layer to whole rows; return [B, T, D] and its (k_BTKh, v_BTKh).
+
+    `seen` is a mask, bool [B, T, T], or the rows' segments.
+    """
     entries = []
 
     def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
         entries.append((k_BTKh, v_BTKh))
+        if isinstance(seen, Segments):
+            return attend_rows(q_BTHh, k_BTKh, v_BTKh, seen)
         k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
-        return attend_causally(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
+        return attend_causally(q_BTHh, k_BKhT, v_BKTh, seen)
 
     return block(config, layer, x_BTD, rope, look), entries[0]
 

@@ -1,0 +1,218 @@
+"""Attention over long packed rows, block by block: memory that grows with their length alone.
+
+Blocks of queries meet the blocks of keys before them; a pair of which no position may see the other
+is skipped. Forward, each block of queries keeps a running maximum and sum of its softmax; backward,
+the scores are computed again. This is the portable path: no scores of a whole row ever exist.
+
+    forward    out = Σ_s e^(score_s − top) v_s / Σ_s e^(score_s − top),   lse = top + log Σ
+    backward   p = e^(score − lse),  δ = Σ_h dout · out
+               dv += pᵀ dout,  ds = p (dout vᵀ − δ),  dq += ds k,  dk += dsᵀ q
+
+B rows, T positions, n blocks, C positions of a block of queries or keys (S where both meet), H
+heads, K key/value heads, G = H/K, h head size.
+Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the backward pass).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import NEGATIVE, precision_of
+
+BLOCK_TOKENS = 512
+LEAST_TOKENS = 2048  # shorter rows are quicker in one piece
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Which positions of a row may see one another, as of `models.attention.Packing`; [B, T]."""
+
+    prompt_BT: Any
+    branch_BT: Any
+
+
+@jax.custom_vjp
+def attend_rows(
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments
+) -> jax.Array:
+    """softmax(q·k/√h)·v of positions s ≤ t, of the same prompt, shared or of the same response.
+
+    Returns [B, T, H, h]. Scores and sums are float32.
+    """
+    return _forward(q_BTHh, k_BTKh, v_BTKh, segments)[0]
+
+
+def _attend_fwd(
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments
+) -> tuple[jax.Array, tuple]:
+    out_BTHh, lse_nBKGC = _forward(q_BTHh, k_BTKh, v_BTKh, segments)
+    return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, segments, out_BTHh, lse_nBKGC)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a call: queries [n, B, K, G, C, h], keys and values [n, B, K, C, h].
+
+    `seen_nn` says which pairs of a block of queries and one of keys may see one another.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    prompt: jax.Array
+    branch: jax.Array
+    seen_nn: jax.Array
+
+    @staticmethod
+    def of(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments) -> _Blocks:
+        K = k_BTKh.shape[2]
+        prompt_nBC = _cut(segments.prompt_BT, -1)  # what is added sees itself alone
+        branch_nBC = _cut(segments.branch_BT, 0)
+        return _Blocks(
+            _by_head(_cut(q_BTHh), K),
+            _by_head(_cut(k_BTKh), K)[:, :, :, 0],
+            _by_head(_cut(v_BTKh), K)[:, :, :, 0],
+            prompt_nBC,
+            branch_nBC,
+            _seen(prompt_nBC, branch_nBC),
+        )
+
+    def mask(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """mask[b, c, s]: position c of block i may see position s of block j."""
+        C = self.prompt.shape[2]
+        at_C = jnp.arange(C)
+        before_CS = j * C + at_C[None, :] <= i * C + at_C[:, None]
+        same_BCS = self.prompt[i][:, :, None] == self.prompt[j][:, None, :]
+        branch_B1S = self.branch[j][:, None, :]
+        return (
+            before_CS & same_BCS & ((branch_B1S == 0) | (self.branch[i][:, :, None] == branch_B1S))
+        )
+
+    def scores(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Return the scores of block i's queries with block j's keys, [B, K, G, C, S]."""
+        scores = _product("bkgch,bksh->bkgcs", self.q[i], self.k[j]) * self.q.shape[-1] ** -0.5
+        return jnp.where(self.mask(i, j)[:, None, None], scores, NEGATIVE)
+
+
+def _forward(
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs, [B, T, H, h], and the log of each sum, [n, B, K, G, C]."""
+    blocks = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, segments)
+    n, B, K, G, C, h = blocks.q.shape
+
+    def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def meet(j: jax.Array, carry: tuple) -> tuple:
+            out, top, total = carry
+            scores = blocks.scores(i, j)
+            higher = jnp.maximum(top, scores.max(axis=-1))
+            weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+            new = _product("bkgcs,bksh->bkgch", weights.astype(v_BTKh.dtype), blocks.v[j])
+            return out * kept[..., None] + new, higher, total * kept + weights.sum(axis=-1)
+
+        none = jnp.zeros((B, K, G, C, h), jnp.float32), jnp.full((B, K, G, C), NEGATIVE)
+        start = *none, jnp.zeros((B, K, G, C), jnp.float32)
+        out, top, total = jax.lax.fori_loop(0, i + 1, partial(_where_seen, blocks, i, meet), start)
+        return (out / total[..., None]).astype(v_BTKh.dtype), top + jnp.log(total)
+
+    out_nBKGCh, lse_nBKGC = jax.lax.map(of_queries, jnp.arange(n))
+    return _joined(out_nBKGCh, q_BTHh.shape), lse_nBKGC
+
+
+def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
+    q_BTHh, k_BTKh, v_BTKh, segments, out_BTHh, lse_nBKGC = kept
+    blocks, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, segments), k_BTKh.shape[2]
+    n, scale = len(blocks.q), q_BTHh.shape[-1] ** -0.5
+    dout = _by_head(_cut(dout_BTHh), K)
+    products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
+    delta = _by_head(_cut(products_BTH1), K)
+
+    def of_queries(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
+        def meet(j: jax.Array, carry: tuple) -> tuple:
+            dq, dk, dv = carry
+            p = jnp.exp(blocks.scores(i, j) - lse_nBKGC[i][..., None])
+            dv_j = _product("bkgcs,bkgch->bksh", p.astype(dout.dtype), dout[i])
+            dp = _product("bkgch,bksh->bkgcs", dout[i], blocks.v[j])
+            ds = (p * (dp - delta[i])).astype(q_BTHh.dtype)
+            dq = dq + _product("bkgcs,bksh->bkgch", ds, blocks.k[j])
+            dk_j = _product("bkgcs,bkgch->bksh", ds, blocks.q[i])
+            return dq, dk.at[j].add(dk_j), dv.at[j].add(dv_j)
+
+        none = jnp.zeros(blocks.q.shape[1:], jnp.float32)
+        looped = partial(_where_seen, blocks, i, meet)
+        dq, dk, dv = jax.lax.fori_loop(0, i + 1, looped, (none, *carry))
+        return (dk, dv), (dq * scale).astype(q_BTHh.dtype)
+
+    none = jnp.zeros(blocks.k.shape, jnp.float32)
+    (dk, dv), dq = jax.lax.scan(of_queries, (none, none), jnp.arange(n))
+    dk = (dk * scale).astype(k_BTKh.dtype)[:, :, :, None]
+    dv = dv.astype(v_BTKh.dtype)[:, :, :, None]
+    return (
+        _joined(dq, q_BTHh.shape),
+        _joined(dk, k_BTKh.shape),
+        _joined(dv, v_BTKh.shape),
+        None,
+    )
+
+
+attend_rows.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _where_seen(
+    blocks: _Blocks,
+    i: jax.Array,
+    meet: Callable[[jax.Array, tuple], tuple],
+    j: jax.Array,
+    carry: tuple,
+) -> tuple:
+    """Let a block of queries meet one of keys, if some of their positions see one another."""
+    return jax.lax.cond(blocks.seen_nn[i, j], partial(meet, j), lambda carry: carry, carry)
+
+
+def _seen(prompt_nBC: jax.Array, branch_nBC: jax.Array) -> jax.Array:
+    """Return which pairs of blocks may see one another in some row; bool [n, n].
+
+    By the ranges of their prompts and branches: a pair that is left out has nothing to see.
+    """
+
+    def overlap(x_nBC: jax.Array) -> jax.Array:
+        low_nB, high_nB = x_nBC.min(axis=2), x_nBC.max(axis=2)
+        return (low_nB[:, None] <= high_nB) & (low_nB <= high_nB[:, None])
+
+    shared_nB = branch_nBC.min(axis=2) == 0
+    return (overlap(prompt_nBC) & (shared_nB | overlap(branch_nBC))).any(axis=2)
+
+
+def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, y, precision=precision_of(x), preferred_element_type=jnp.float32)
+
+
+def _cut(x_BTi: jax.Array, filling: int = 0) -> jax.Array:
+    """Return blocks of positions, [n, B, C, …], the last one filled up."""
+    B, T, *rest = x_BTi.shape
+    n = -(-T // BLOCK_TOKENS)
+    widths = [(0, 0), (0, n * BLOCK_TOKENS - T), *[(0, 0)] * len(rest)]
+    x_BTi = jnp.pad(x_BTi, widths, constant_values=filling)
+    return jnp.moveaxis(x_BTi.reshape(B, n, BLOCK_TOKENS, *rest), 1, 0)
+
+
+def _by_head(x_nBCHi: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [n, B, K, G, C, i], of H = K · G heads."""
+    n, B, C, H, i = x_nBCHi.shape
+    x_nBCKGi = x_nBCHi.reshape(n, B, C, num_kv_heads, H // num_kv_heads, i)
+    return x_nBCKGi.transpose(0, 1, 3, 4, 2, 5)
+
+
+def _joined(x_nBKGCi: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return [B, T, H, i] of blocks."""
+    B, T, H, i = shape
+    x_BnCKGi = x_nBKGCi.transpose(1, 0, 4, 2, 3, 5)
+    return x_BnCKGi.reshape(B, -1, H, i)[:, :T]
