@@ -59,6 +59,31 @@ def _turned_feed_forward(
     return _as_rows(_weight_first(down_DF, x_FR, x.dtype), x.shape[:-1])
 
 
+def feed_forward_in_parts(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, parts: int
+) -> jax.Array:
+    """Return `feed_forward`, a part of its features at a time, in the backward pass too.
+
+    So no array has all F features of all rows: what a part has is computed again for its gradient.
+    Sums over parts, of outputs and of x's gradient, are float32. `parts` divides F; the features
+    of a part lie apart by that number, so that each shard of them has as many in every part.
+    """
+
+    def cut(weight_FD: jax.Array) -> jax.Array:
+        return weight_FD.reshape(-1, parts, weight_FD.shape[1]).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def add(y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        gate_GD, up_GD, down_GD = weights
+        x_part = wide.astype(x.dtype)
+        inner = jax.nn.silu(linear(x_part, gate_GD)) * linear(x_part, up_GD)
+        return y + linear(inner, down_GD.T, jnp.float32), None
+
+    wide = x.astype(jnp.float32)
+    weights = cut(gate_FD), cut(up_FD), cut(down_DF.T)
+    return jax.lax.scan(add, jnp.zeros_like(wide), weights)[0].astype(x.dtype)
+
+
 def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:
     """Compute `few` where x has few rows and a CPU computes, else `many`; both give the same."""
     if math.prod(x.shape[:-1]) > FEW_ROWS:

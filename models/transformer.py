@@ -38,12 +38,13 @@ from models.attention import (
 from models.config import ModelConfig
 from models.kv_cache import Entries, KVCache
 from models.params import Layer, Params, ParamSpec, param_specs
-from models.products import feed_forward, linear
+from models.products import feed_forward, feed_forward_in_parts, linear
 from models.rope import rope_turns, rotate
 from models.row_attention import LEAST_TOKENS, Segments, attend_rows
 from models.sharding import constrain
 
 Found = TypeVar("Found")
+FEED_FORWARD_PARTS = 4  # of long rows' features, one after the other
 
 for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
@@ -113,7 +114,11 @@ def block(
     out_BTD = linear(out_BTHh.reshape(B, T, -1), layer.output_DQ)
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
-    y = feed_forward(y, layer.gate_FD, layer.up_FD, layer.down_DF)
+    weights = layer.gate_FD, layer.up_FD, layer.down_DF
+    if T >= LEAST_TOKENS and not config.d_ff % FEED_FORWARD_PARTS:
+        y = feed_forward_in_parts(y, *weights, FEED_FORWARD_PARTS)
+    else:
+        y = feed_forward(y, *weights)
     return constrain(x_BTD + y, "batch", None, None)
 
 
