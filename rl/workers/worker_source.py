@@ -179,8 +179,7 @@ class WorkerSource:
                     self._drop(start[1].request_id)
                 else:
                     self._starts.append((start[0], start[1]))
-                if waits and not self._starts:
-                    break  # the engine is to see to it
+                wait = wait and bool(self._starts)  # else the engine is to see to it
         except queue.Empty:
             pass
 

@@ -67,3 +67,15 @@ def wait_until(holds, limit_s=30.0):
     while not holds():
         assert time.monotonic() < until_s, "in time"
         time.sleep(0.01)
+
+
+def of_first(number, change):
+    """Change the first program of a number alone."""
+    changed = []
+
+    def of_channel(channel):
+        if channel.number == number and not changed:
+            changed.append(channel)
+            change(channel)
+
+    return of_channel
