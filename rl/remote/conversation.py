@@ -43,7 +43,7 @@ POLL_WAIT_S = 1.0  # that a worker has nothing to tell for, before it says so
 
 
 class _Asked:
-    """What a worker was asked for and has not answered: requests by number, oldest first."""
+    """Requests that a worker has an answer to give for, by number; the oldest first."""
 
     def __init__(self) -> None:
         self._requests: dict[int, collections.deque[PartialRequest]] = {}

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import rollouts
+from drafting_programs import Started, save_policy, told_of
+from drafting_programs import programs as programs_of
 from remote_faults import Killing, Lying, of_first, other_report, wait_until
 from remote_workers import Programs, make_team
 from tiny_team import (
@@ -23,16 +25,20 @@ from tiny_team import (
 from tiny_team import play as play_all
 
 from models.kv_cache import KVCache
+from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import no_drafts
 from rl.remote.messages import CODEC
 from rl.remote.run_messages import Answered, Copied, Dropped, Give, Report
 from rl.speculation.config import SpeculationConfig
+from rl.speculation.draft_model import DraftModel
 from rl.speculation.sources import Speculation
 from rl.trajectory import HostKv
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import Helpers
 from sched.protocol import Copy, Drop, Finished, WorkerLost
 from sched.request import COPIES, copy_of
+from spec.budget.config import MODEL as DRAFT
 from spec.decoupled.copies import CopiesDrafter
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -105,7 +111,7 @@ class HeldUp:
 
     def __init__(self, programs, rounds):
         self.began, self.let_go, self.rounds = threading.Event(), threading.Event(), rounds
-        self.handed, self.inserted, self.methods = [], [], []
+        self.handed, self.inserted, self.drafters = [], [], []
         self._hold(programs.channels[0][-1].program.engine)
         self._note(programs.channels[1][-1].program)
 
@@ -147,7 +153,7 @@ class HeldUp:
 
             def made(context):
                 drafter, budget = drafts(context)
-                self.methods.append(drafter)
+                self.drafters.append(drafter)
                 return drafter, budget
 
             return run(dataclasses.replace(spec, drafts=made), requests, **options)
@@ -223,10 +229,51 @@ def test_a_copy_that_is_first_is_the_answer(alone, drafts, rounds):
     ids = [e.trajectory.request_id for e in told if isinstance(e, Answered)]
     assert len(ids) == len(LONG) + 1 and not dropped.intersection(ids)
     if drafts is not no_drafts:  # the programs draft for copies by the methods of the run
-        drafter = held.methods[-1]
+        drafter = held.drafters[-1]
         assert isinstance(drafter, CopiesDrafter)
         kinds = [type(d).__name__ for d in drafter._drafters]
         assert kinds == ["DrafterUnion", "NgramDrafter", "GroupDrafter"]
+
+
+@pytest.fixture
+def drafting(tmp_path):
+    """A program that drafts with a model, and what workers are told of it."""
+    model, started = save_policy(tmp_path), Started()
+    config = DraftingConfig(workers=1, window=2)
+    with programs_of(model, started.connect, config, 3) as drafting:
+        drafting.wait_started()
+        yield SimpleNamespace(model=model, ask=started.ask, apart=drafting.apart)
+    for program in started.programs:
+        program.close()
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("copies", [True, False])
+def test_copies_are_drafted_for_by_a_model_of_their_own_worker(alone, drafting, copies):
+    """Others' drafts of the model come from a program; without its weights it says so."""
+    speculation = SpeculationConfig(budget="fixed:3", sources=("model",))
+    told = told_of(drafting.model)
+    told["drafters"] = dataclasses.replace(told["drafters"], copies=copies)
+    programs, models = Programs(), {DRAFT: DraftModel.elsewhere(drafting.model)}
+    programs.ask_at = drafting.ask
+    given = {"speculation": speculation, "apart": drafting.apart}
+    multi, team = helped(programs, **given, **told)
+    with Speculation(speculation, RolloutCache(), models) as here, team:
+        here.for_others, here.methods_of_copies = True, ("model", "own")
+        drafts = here.drafter_factory([f"q{g}" for g in range(len(PROMPTS))], PROMPTS)
+        team.start()
+        if not copies:
+            with pytest.raises(
+                WorkerError, match="expected a draft model in Hello that drafts for"
+            ):
+                play_all(multi, drafts=drafts)
+            return
+        held = play(multi, programs, alone, drafts)
+    assert all(winners(multi)[r.request_id] for r in LONG)
+    usual, *methods = held.drafters[-1]._drafters
+    assert [type(d).__name__ for d in methods] == ["DraftModelDrafter", "NgramDrafter"]
+    assert [type(d).__name__ for d in usual._drafters] == ["DecoupledDrafter"]
+    assert multi.stats.accepted_tokens > len(LONG), "it is the policy"
 
 
 # --- losses -----------------------------------------------------------------------------
