@@ -109,11 +109,9 @@ class Conversation:
             if self._leaving or self._copying:
                 self._wait(poll)
                 self._look_for_promised()
-            elif self._closed:
-                self._wait(poll)
-                self._source.take(wait=False)  # drops may still come, and no starts
             else:
                 starts = self._take(poll)
+                self._handed_s = self._engine.clock()  # nothing is promised
             self._give(starts)
             if poll.done():
                 if self._hear(self._link.expect(poll.result(), Report)):
@@ -139,7 +137,11 @@ class Conversation:
 
     def _take(self, poll: Future[Any]) -> Sequence[PartialRequest]:
         """Wait for starts or for the poll's answer, whichever comes first."""
-        self._handed_s = self._engine.clock()  # nothing is promised
+        if self._closed:
+            self._wait(poll)
+            taken = self._source.take(wait=False)  # drops may still come
+            assert not taken, "nothing starts behind the end"
+            return ()
         self._source.has_requests = bool(self._running)
         taken = self._source.take(wait=not poll.done())
         self._closed = taken is None

@@ -5,6 +5,7 @@ Source and link are made by hand: each message and each report is a step of a te
 
 import dataclasses
 import itertools
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -248,3 +249,55 @@ def test_states_of_what_has_ended_find_their_answer_though_another_was_first():
     talk.hear(answer(FIRST), answer(FIRST, COPY), Dropped(FIRST.request_id), caught)
     assert states.heard == [("answer", FIRST.request_id), ("states", FIRST.request_id)]
     assert talk.finished == [COPY]
+
+
+class Answers:
+    """A link whose program answers each Poll with the next report, and says when it is asked."""
+
+    deadline_s, lost = 1e9, None
+
+    def __init__(self, reports, asked):
+        self._reports, self._asked = iter(reports), asked
+
+    def submit(self, poll):
+        self._asked()
+        answer = Future()
+        answer.set_result(next(self._reports))
+        return answer
+
+    def ask(self, message, kind):
+        return kind()
+
+    def expect(self, answer, kind):
+        return answer
+
+    def lose(self, why, silent=False):
+        raise ProgramLost(why)
+
+
+def long_run(hang_limit_s):
+    """A request that leaves after hours; each Poll is answered 1,000 s after the one before."""
+    talk, now_s = Talk(), [0.0]
+    events = [(), (), (), (ChunkEnded(FIRST.request_id, 2),)]
+    events += [(Parked(FIRST.request_id, so_far(), None),)]
+    reports = [Report(1, told, rounds, 0, None) for rounds, told in enumerate(events, 1)]
+    reports.append(Report(1, (), 9, 0, of_stats(EngineStats())))
+
+    def asked():
+        now_s[0] += 1000.0
+
+    talk.source.wake, talk.source.take = lambda: None, lambda wait: None
+    talk.engine.clock, talk.engine.hang_limit_s = lambda: now_s[0], hang_limit_s
+    talk.engine.bring_drafter = lambda link: None
+    talk.talk._running = {FIRST.request_id: PartialRequest(FIRST)}
+    talk.talk._link, talk.talk._told_closed = Answers(reports, asked), True
+    talk.talk._closed = True
+    talk.talk.run()
+    return talk.source.told
+
+
+def test_what_is_promised_may_take_as_long_as_a_round():
+    """However long the run has gone on before without anything that was promised."""
+    assert long_run(1500.0)[-1] == ("left", FIRST.request_id)
+    with pytest.raises(ProgramLost, match="no request for 1000.0 s, though it was to hand some"):
+        long_run(999.0)
