@@ -30,6 +30,7 @@ class DraftingConfig:
     is begun early; 0: never. Workers that have nothing left to do answer up to
     `requests_per_helper` of the others' last requests a second time, each worker drafting by one of
     the `methods`, which are sources of `Speculation`: the answer that is there first counts.
+    These workers are threads, or with `Cluster.kind` = `ray` programs.
     Source: SpecActor, section 4.
     """
 

@@ -149,8 +149,8 @@ class Engine(ModelRunner):
         if self._source is None:
             return False
         requests = self._source.take(wait=not (len(self._waiting) or self._table.num_busy))
+        self._drop(self._source.dropped())  # first: one of their numbers may be given again
         self._waiting.add_sourced(requests or ())
-        self._drop(self._source.dropped())
         for request_id, number in self._source.copies():
             self._source.copied(number, self._copy(request_id))
         if self._source.lets_go:

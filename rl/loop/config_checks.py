@@ -161,12 +161,6 @@ def _check_drafting_workers(config: TrainConfig) -> None:
 def _check_helpers(config: TrainConfig) -> None:
     settings, verifying = config.drafting, config.sched.workers - (config.drafting.workers or 0)
     each = settings.requests_per_helper
-    if config.cluster.kind == "ray":
-        raise ValueError(
-            f"Drafting.requests_per_helper={each} is for threads of the run's program, got "
-            'Cluster.kind="ray", whose workers are programs of their own: set '
-            'Drafting.requests_per_helper = 0 there, or Cluster.kind = "local"'
-        )
     if not config.speculation.enabled or verifying < 2:
         raise ValueError(
             f"Drafting.requests_per_helper={each} has idle workers draft for others: expected two "

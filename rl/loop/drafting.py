@@ -64,10 +64,16 @@ def take_workers(
         drafting.take(engine.engines, settings.workers)
         speculation.apart = {settings.drafter: drafting}
     if settings.helps:
-        speculation.methods_of_copies = settings.methods
-        size = len(settings.methods), settings.requests_per_helper
-        engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
+        have_idle_help(engine, speculation, planner)
     return drafting
+
+
+def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Planner) -> None:
+    """Have workers without requests answer others' last ones again, where the planner sees fit."""
+    settings = planner.config
+    speculation.methods_of_copies = settings.methods
+    size = len(settings.methods), settings.requests_per_helper
+    engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from models.transformer import Params
 from rl.cluster.config import ClusterConfig
 from rl.cluster.join import identity_of
 from rl.config.loader import dump
+from rl.drafting.plans import MeasuredSeconds, Planner
 from rl.loop.drafter_elsewhere import AnyDrafter
-from rl.loop.drafting import open_programs
+from rl.loop.drafting import have_idle_help, make_planner, open_programs
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.remote.drafter_messages import Drafters, Learned
 from rl.remote.drafting_workers import DraftingPrograms
@@ -31,10 +32,13 @@ from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.waits import POLL_S
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets
-from rl.warm_up.measured_run import read_moves, read_rounds
+from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.buckets import buckets
+from spec.budget.config import MODEL
+from spec.round_times import RoundTimes
 
 SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and services
 SILENCE = 5  # deadlines that nobody speaks to a worker for, until it ends by itself
@@ -42,11 +46,15 @@ SILENCE = 5  # deadlines that nobody speaks to a worker for, until it ends by it
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RayWorkers:
-    """Workers that have started, and the engine that speaks for them."""
+    """Workers that have started, and the engine that speaks for them.
+
+    `helping` plans which requests idle ones answer again.
+    """
 
     engine: MultiEngine
     team: Team
     drafting: DraftingPrograms | None = None
+    helping: Planner | None = None
 
     def warm_up(
         self,
@@ -77,6 +85,17 @@ class RayWorkers:
         found = read_moves(moves)
         if found is not None:
             self.engine.prefer_pool = found.prefers_copy
+        times = read_rounds(rounds)
+        if self.helping is not None and times is not None and found is not None:
+            method = self.helping.config.drafter
+            self.helping.seconds = self._seconds(times, found, method)
+
+    def _seconds(self, times: RoundTimes, moves: MoveTimes, method: str) -> MeasuredSeconds:
+        """Return what a copy costs: none for a draft model's weights, which workers have."""
+        costs = MeasuredCosts(times.rounds, moves.seconds)
+        longest = max(positions for _, _, positions in times.rounds)
+        draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
+        return MeasuredSeconds(costs, times, longest / 2, draft_s, method=method)
 
     def _warm_up(self, weights: Params, bounds: Compile, rounds: str | None) -> Measured:
         measured = self.team.warm_up(weights, bounds, rounds)
@@ -102,8 +121,9 @@ def open_workers(
 ) -> Iterator[RayWorkers]:
     """Start Ray, or join it, and the workers; the last of them may be drafting programs.
 
-    All are ended at the end. They draft as `speculation` has it; idle ones learn for `drafter`, if
-    it has spot training. Raises ProgramLost where they cannot start, with expected, got and mend.
+    All are ended at the end. They draft as `speculation` has it; idle ones help with others' last
+    requests, or learn for `drafter`, if it has spot training. Raises ProgramLost where they cannot
+    start, with expected, got and mend.
     """
     from rl.ray_roles.session import RaySession, open_ray
 
@@ -131,6 +151,11 @@ def open_workers(
         options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": config.run.hang_limit_s}
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
         engine = kind(engines, sched, spot=None if drafter is None else drafter.spot, **options)
+        helping = None
+        if config.drafting.helps:
+            helping = make_planner(config)
+            helping.drafting_workers = config.drafting.workers or 0
+            have_idle_help(engine, speculation, helping)
         drafters = drafters_of(config, drafter)
         identity = identity_of(text, inputs.policy, config.draft_model_folder)
 
@@ -153,7 +178,7 @@ def open_workers(
         team = Team(engines, jobs, session.connect, hello, deadlines, say)
         stack.enter_context(team)
         team.start()
-        yield RayWorkers(engine, team, drafting)
+        yield RayWorkers(engine, team, drafting, helping)
 
 
 def _engines(
@@ -184,7 +209,9 @@ def drafters_of(config: TrainConfig, drafter: AnyDrafter | None) -> Drafters:
         mine = drafter.learned
         shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
         learned = Learned(*shape, config.sampling.temperature)
-    return Drafters(model, learned, config.drafting.drafts_apart)
+    settings = config.drafting
+    for_copies = settings.helps and MODEL in settings.methods
+    return Drafters(model, learned, settings.drafts_apart, for_copies)
 
 
 def bounds(

@@ -41,12 +41,14 @@ class Learned:
 class Drafters:
     """The drafters on the device that the sources name. A draft model is read from its folder.
 
-    `apart`: it is read by drafting programs, and drafts on their devices.
+    `apart`: it is read by drafting programs, and drafts on their devices. `copies`: it drafts for
+    copies of requests, on the devices of the workers that have them.
     """
 
     model: DraftModelConfig | None = None
     learned: Learned | None = None
     apart: bool = False
+    copies: bool = False
 
 
 NO_DRAFTERS = Drafters()

@@ -59,15 +59,19 @@ class DraftingPrograms:
         """Return once all have compiled. Raises ProgramLost where one cannot serve."""
         wait_started(self.workers, self._start_s)
 
+    @property
+    def draft_s(self) -> float:
+        """The seconds of a draft token for all requests of a device, once they are measured."""
+        return max(worker.draft_s for worker in self.workers)
+
     def apart(self, verifying: int) -> Apart:
         """Return where the drafts of a verifying worker come from, by its number."""
         planner = self._planner
         count = planner.num_workers - planner.drafting_workers
         mine = share(self.workers, verifying % count, count)
         shape = planner.num_workers, planner.num_requests, planner.most_window
-        draft_s = max(worker.draft_s for worker in self.workers)
         addresses = tuple(worker.address for worker in mine)
-        return Apart(addresses, planner.config, *shape, draft_s)
+        return Apart(addresses, planner.config, *shape, self.draft_s)
 
 
 class _DraftingWorker(Service):

@@ -124,4 +124,5 @@ def drafting_of(spec: RolloutSpec) -> Drafting | None:
         drafts.group_size,
         drafts.history,
         drafts.indexed,
+        drafts.methods,
     )

@@ -8,35 +8,38 @@
     worker → history worker   see rl/remote/history_service.py
     worker → drafting program see rl/remote/drafting_messages.py
 
-A worker is asked and answers; it never speaks first. `Poll` waits until there is something to tell.
+A worker is asked and answers; it never speaks first. `Poll` waits until there is something to tell:
+rl/remote/run_messages.py has what is said while a run is under way.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from models.config import ModelConfig
+from rl.drafting.config import Method
 from rl.drafting.elsewhere import Apart
 from rl.engine.config import EngineConfig
-from rl.remote import drafter_messages, records
+from rl.remote import drafter_messages, records, run_messages
 from rl.remote.drafter_messages import (
     NO_DRAFTERS,
-    Caught,
     Drafters,
     DrafterWeights,
     Gradient,
     Gradients,
     Tuner,
 )
-from rl.remote.records import Stats, expect
+from rl.remote.records import expect
+from rl.remote.run_messages import Abort, Give, Poll, Report
 from rl.remote.wire import Codec
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.history_elsewhere import Indexed
-from rl.trajectory import HostKv, PartialRequest, Prefix, Request, Trajectory
+from rl.trajectory import HostKv, Request
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle.data_buffer import RequestSample
@@ -141,7 +144,8 @@ class Measured:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafting:
     """The arguments of `rl.speculation.sources.Speculation.drafter_factory`, and the history: as
-    groups, and as an index whose shards are to be fetched from history workers.
+    groups, and as an index whose shards are to be fetched from history workers. Copies of requests
+    are drafted for by `methods`, if there are any.
     """
 
     keys: tuple[str, ...]
@@ -151,6 +155,7 @@ class Drafting:
     group_size: int
     history: Mapping[str, CachedGroup]
     indexed: Indexed | None = None
+    methods: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,34 +202,6 @@ class Begin:
     tuner: Tuner | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Give:
-    """Requests to start; tokens that others may go on for here (0: they leave); `closed`: no more
-    requests will come; `lets_go`: all that runs leaves at once.
-    """
-
-    run: int
-    starts: tuple[PartialRequest, ...]
-    grants: Mapping[int, int]
-    closed: bool
-    lets_go: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Poll:
-    """Asks for what has happened; answered when something has, or after `wait_s`."""
-
-    run: int
-    wait_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Abort:
-    """End a run without its results."""
-
-    run: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Ping:
     """Asks for a sign of life."""
@@ -236,45 +213,6 @@ class Pong:
 
     clock_s: float
     remarks: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkEnded:
-    """A request has used up its tokens here: may it have more?"""
-
-    request_id: int
-    response_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parked:
-    """A request leaves, with what it has."""
-
-    request_id: int
-    prefix: Prefix | None
-    kv: HostKv | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Answered:
-    """A response has ended."""
-
-    trajectory: Trajectory
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Report:
-    """All that has happened in a run since the last report, in order; with `stats` it has ended.
-
-    With them comes the state of the worker's bandit, where one decides.
-    """
-
-    run: int
-    events: tuple[ChunkEnded | Parked | Answered | Caught, ...]
-    rounds: int
-    tokens: int
-    stats: Stats | None
-    tuner: Tuner | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,24 +306,22 @@ def _check_text(record: Text) -> None:
 
 def _check_drafting(record: Drafting) -> None:
     expect(len(record.keys) == len(record.prompts), "a key of each prompt")
+    known = typing.get_args(Method)
+    expect(set(record.methods) <= set(known), f"methods of drafting of {', '.join(known)}")
     for tokens in record.last.values():
         expect((tokens.dtype.name, tokens.ndim) == ("int32", 1), "responses of int32 tokens")
-
-
-def _check_give(record: Give) -> None:
-    expect(all(tokens >= 0 for tokens in record.grants.values()), "tokens of 0 or more")
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = (
     records.CHECKS
     | drafter_messages.CHECKS
+    | run_messages.CHECKS
     | {
         CachedResponse: _check_scores,
         Request: _check_request,
         HostKv: _check_kv,
         Text: _check_text,
         Drafting: _check_drafting,
-        Give: _check_give,
     }
 )
 CODEC = Codec((*ASKED, *ANSWERS), _ARRAYS, _CHECKS)

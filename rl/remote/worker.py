@@ -312,6 +312,9 @@ class WorkerProgram(MessageProgram):
     def _drafter(self, job: str, asked: Drafting, stack: contextlib.ExitStack) -> DrafterFactory:
         speculation, server = self._speculation, None
         assert speculation is not None, "an engine is there"
+        if MODEL in asked.methods and MODEL not in self._drafters.here:
+            raise WireError("expected a draft model in Hello that drafts for copies here")
+        speculation.methods_of_copies = asked.methods
         if self._drafts is not None and "group" in speculation.config.sources:
             shared = SharedDrafts(job, asked.group_size, self._drafts, self.remarks.append)
             server = stack.enter_context(shared)

@@ -46,8 +46,8 @@ def folder_here(model: DraftModelConfig) -> Path:
 class WorkerDrafters:
     """The drafters on a worker's devices, by the names of the sources.
 
-    A draft model is read from its folder here, but for its weights where drafting programs draft
-    with it. A learned drafter has random weights until it is brought others.
+    A draft model is read from its folder here, but for its weights where only drafting programs
+    draft with it. A learned drafter has random weights until it is brought others.
     """
 
     def __init__(self, asked: Drafters) -> None:
@@ -57,7 +57,7 @@ class WorkerDrafters:
         self._lock = threading.Lock()
         self._training: tuple[int, EagleParams] | None = None  # before which step
         if asked.model is not None:
-            read = DraftModel.elsewhere if asked.apart else DraftModel.load
+            read = DraftModel.load if self._has_model else DraftModel.elsewhere
             self.by_name[MODEL] = read(asked.model)
         if asked.learned is not None:
             config, ids_U = asked.learned.config, asked.learned.draft_ids_U
@@ -66,9 +66,14 @@ class WorkerDrafters:
 
     @property
     def here(self) -> dict[str, DeviceDrafterSource]:
-        """Return those that draft on these devices, and not on those of drafting programs."""
-        apart = self._told.apart
-        return {n: drafter for n, drafter in self.by_name.items() if n != MODEL or not apart}
+        """Return those that draft on these devices, and not only on those of drafting programs."""
+        has_model = self._has_model
+        return {n: drafter for n, drafter in self.by_name.items() if n != MODEL or has_model}
+
+    @property
+    def _has_model(self) -> bool:
+        """Return whether a draft model drafts here: for all requests, or for copies."""
+        return not self._told.apart or self._told.copies
 
     @property
     def feature_layers(self) -> tuple[int, ...] | None:

@@ -18,14 +18,23 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.remote.drafter_messages import Caught, Tuner
-from rl.remote.messages import Answered, ChunkEnded, Give, Job, Parked, Report
+from rl.remote.messages import Job
 from rl.remote.records import of_stats
+from rl.remote.run_messages import (
+    Answered,
+    ChunkEnded,
+    Copied,
+    Dropped,
+    Event,
+    Give,
+    Parked,
+    Report,
+)
 from rl.remote.wire import WireError
 from rl.runtime.waits import code_line
 from rl.trajectory import PartialRequest, Trajectory
 from spec.eagle.batch import HiddenStates
 
-Event = ChunkEnded | Parked | Answered | Caught
 MOST_STATES_BYTES = 2**26  # of hidden states in a report, but for its last ones
 
 
@@ -52,11 +61,15 @@ class WorkerRun:
         self.most_requests, self.longest_tokens = job.most_requests, job.longest_tokens
         self.kv_tokens = job.kv_tokens
         self.stats, self.rounds = EngineStats(), 0
-        self._inbox: queue.SimpleQueue[PartialRequest | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Give | None] = queue.SimpleQueue()
+        self._drops: list[int] = []  # that the engine is to hear of
+        self._copies: list[tuple[int, int]] = []
         self._closed = self._aborted = self.ended = self.lets_go = False
         self._events: collections.deque[Event] = collections.deque()
         self._wanted: collections.deque[int] = collections.deque()  # whose states are on their way
         self._grants: dict[int, int] = {}
+        # how often a request was dropped that the engine has not heard of: its end needs no grant
+        self._ending: collections.Counter[int] = collections.Counter()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"run-{number}", daemon=True)
@@ -71,14 +84,14 @@ class WorkerRun:
     # -- called for the other program ----------------------------------------------------
 
     def give(self, given: Give) -> None:
-        """Take requests and grants."""
+        """Take requests and grants, and what is to be done with requests that run."""
         with self._changed:
+            for number in given.drops:
+                self._grants.pop(number, None)
+            self._ending.update(given.drops)
             self._grants.update(given.grants)
-            for partial in given.starts:
-                self._inbox.put(partial)
             self.lets_go |= given.lets_go
-            if given.closed:
-                self._inbox.put(None)
+            self._inbox.put(given)
             self._changed.notify_all()
 
     def report(self, wait_s: float) -> Report:
@@ -116,30 +129,51 @@ class WorkerRun:
     def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
         taken: list[PartialRequest] = []
         try:
-            while not self._closed:
-                partial = self._inbox.get(block=wait and not taken)
-                self._closed = partial is None
-                if partial is not None:
-                    taken.append(partial)
+            while True:  # what is dropped or copied is heard to the end
+                given = self._inbox.get(block=wait and not self._closed)
+                wait = False
+                if given is None:
+                    break
+                taken = [p for p in taken if p.request.request_id not in given.drops]
+                taken += given.starts
+                self._drops += given.drops
+                self._copies += given.copies
+                self._closed |= given.closed
         except queue.Empty:
             pass
         self._leave_if_aborted()
         return taken if taken or not self._closed else None
 
     def dropped(self) -> Sequence[int]:
-        return ()
+        """Return the requests to drop, and say that they are: the engine says no more of them."""
+        drops, self._drops = self._drops, []
+        with self._changed:
+            self._ending.subtract(drops)
+        for number in drops:
+            self._tell(Dropped(number))
+        return drops
 
     def copies(self) -> Sequence[tuple[int, int]]:
-        return ()  # of requests on workers in other programs there are none
+        copies, self._copies = self._copies, []
+        return copies
 
     def copied(self, number: int, partial: PartialRequest | None) -> None:
-        raise AssertionError("no copy was asked for")
+        if partial is None:
+            self._tell(Copied(number, None, None))
+        else:
+            prefix = partial.prefix if partial.num_tokens else None
+            self._tell(Copied(number, prefix, partial.kv))
 
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         self._tell(ChunkEnded(request_id, response_tokens))
         with self._changed:  # the program ends where nobody speaks to it any more
             self._changed.wait_for(
-                lambda: request_id in self._grants or self._aborted or self.lets_go
+                lambda: (
+                    request_id in self._grants
+                    or self._ending[request_id] > 0
+                    or self._aborted
+                    or self.lets_go
+                )
             )
             self._leave_if_aborted()
             return self._grants.pop(request_id, 0)

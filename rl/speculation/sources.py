@@ -79,8 +79,8 @@ class StepDrafts:
     """Makes the drafters and the budget of a rollout, for each worker its own.
 
     `keys`, `prompts`, `last`, `first_group` and `group_size` are those of
-    `Speculation.drafter_factory`, from which, with the prompts' `history` and what is `indexed`
-    elsewhere, another program can make the same drafters.
+    `Speculation.drafter_factory`, from which, with the prompts' `history`, what is `indexed`
+    elsewhere and the `methods` of copies, another program can make the same drafters.
     """
 
     make: DrafterFactory
@@ -91,6 +91,7 @@ class StepDrafts:
     group_size: int
     history: Mapping[str, CachedGroup]
     indexed: Indexed | None = None
+    methods: tuple[str, ...] = ()
 
     def __call__(self, context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
         return self.make(context)
@@ -157,7 +158,8 @@ class Speculation:
         shared = server or DraftServer(group_size), Progress()
         make = partial(self._drafts, names, last or {}, index, *shared)
         given = (built.groups, built.indexed) if built else ({}, None)
-        return StepDrafts(make, keys, prompts, last or {}, first_group, group_size, *given)
+        told = last or {}, first_group, group_size, *given, self.methods_of_copies
+        return StepDrafts(make, keys, prompts, *told)
 
     def _drafts(
         self,

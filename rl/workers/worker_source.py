@@ -176,13 +176,18 @@ class WorkerSource:
                 elif isinstance(start[1], Copy):
                     self._copies.append(start[1])
                 elif isinstance(start[1], Drop):
-                    self._drops.append(start[1].request_id)
+                    self._drop(start[1].request_id)
                 else:
                     self._starts.append((start[0], start[1]))
-                if waits and not self._starts:
-                    break  # the engine is to see to it
+                wait = wait and bool(self._starts)  # else the engine is to see to it
         except queue.Empty:
             pass
+
+    def _drop(self, request_id: int) -> None:
+        """End a request: one that runs, or its start, which the engine has not heard of."""
+        self._drops.append(request_id)
+        kept = (s for s in self._starts if s[1] is None or s[1].request_id != request_id)
+        self._starts = collections.deque(kept)
 
     def _next(self, *, wait: bool) -> Message | None:
         """The next start of the inbox; idle work is done while it is empty."""

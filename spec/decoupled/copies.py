@@ -27,7 +27,10 @@ OfCopy = Callable[[int], tuple[int, int]]  # request number → (that of its ori
 
 
 class Progress:
-    """The responses of requests that have copies, as far as any of them is; any thread calls it."""
+    """The responses of requests that have copies, as far as any of them is; any thread calls it.
+
+    Of workers in other programs it knows nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -257,11 +257,13 @@ def trainer_processes(launcher: int) -> list[int]:
 def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(tiny: Path) -> None:
     """Two of them and two rollout workers; the run goes on with as many, and with one process.
 
-    Workers draft with a draft model and a learned one, which idle workers train and process 0.
+    Workers draft with a draft model and a learned one, which idle workers train and process 0. Idle
+    workers answer the others' last requests again, too.
     """
     run, copy = tiny.parent / "trainers", tiny.parent / "trainers-alone"
     on_ray = ["--gin.Cluster.kind='ray'", "--gin.Cluster.num_processes=2", "--gin.Sched.workers=2"]
     on_ray += ["--gin.Sched.policy='divided_fifo'", "--gin.Engine.min_slots=8"]
+    on_ray += ["--gin.Drafting.requests_per_helper=4", "--gin.Drafting.methods=('model','own')"]
     drafts = "Speculation.sources=('learned', 'model')", "Drafter.steps_after_rollout=1"
     model = f"DraftModel.directory={str(tiny.parent / 'policy')!r}"
     drafting = [f"--gin.{setting}" for setting in (*LEARNED, *drafts, model, OWN_LOGPROBS)]
@@ -284,9 +286,10 @@ def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(tiny
     [status], [output] = start([train(tiny, expected, f"--gin.{OWN_LOGPROBS}")], DEVICES).wait()
     assert status == 0, output
     back = "--gin.Cluster.kind='local'", "--gin.Cluster.num_processes=None"
+    back += "--gin.Sched.workers=1", "--gin.Drafting.requests_per_helper=0"
     legs = [
         start([train(tiny, run, "--resume", *drafting)], DEVICES // 2),
-        start([train(tiny, copy, "--resume", *drafting, *back, "--gin.Sched.workers=1")], DEVICES),
+        start([train(tiny, copy, "--resume", *drafting, *back)], DEVICES),
     ]
     for leg, folder in zip(legs, (run, copy), strict=True):
         [status], [output] = leg.wait()

@@ -38,7 +38,8 @@ from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.sources import Speculation
-from sched.protocol import WorkerLost
+from rl.workers.multi_engine import Helpers
+from sched.protocol import Copy, WorkerLost
 from spec.budget.config import MODEL as DRAFT
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
@@ -62,7 +63,10 @@ def listening(pids):
 
 
 def tokens_though_one_is_killed(place: Place):
-    """Check the tokens of two programs, of which one is killed in mid-rollout."""
+    """Check the tokens of two programs, of which one is killed in mid-rollout.
+
+    Whichever has nothing left to do answers copies of the other's requests.
+    """
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     alone = {t.request_id: t for t in done}
     config = SpeculationConfig(budget="fixed:3", sources=("history", "group", "own"))
@@ -78,8 +82,10 @@ def tokens_though_one_is_killed(place: Place):
         workers = HistoryWorkers("history", cache, 1, actors.connect, "a run", deadlines)
         workers.start()
         speculation.for_others, speculation.index_builder = True, workers
+        speculation.methods_of_copies = "own", "group"
         session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
         multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
+        multi.helpers = Helpers(2, 4, lambda held, left: True, dict)
         with team:
             team.start()
             addresses = listening(descendants(os.getpid()))
@@ -95,6 +101,9 @@ def tokens_though_one_is_killed(place: Place):
 
             drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
             assert drafts.indexed is not None and not drafts.history
+            assert_same_tokens(play(multi, drafts=drafts), alone)
+            copied = [a for d in multi.decisions for a in d.actions if isinstance(a, Copy)]
+            assert copied, "the last requests leave a worker dry"
             assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
             assert multi.stats.accepted_tokens > 20  # the history has the very responses
             lost = [d.event for d in multi.decisions if isinstance(d.event, WorkerLost)]

@@ -65,7 +65,10 @@ class ThreadChannel:
 
 
 class Programs:
-    """Starts programs for a team; `channels` are those of each number, oldest first."""
+    """Starts programs for a team; `channels` are those of each number, oldest first.
+
+    `changed` gets each channel, which has its `number` and its `program`.
+    """
 
     def __init__(self, *, changed=lambda channel: None):
         self.drafts, self.channels, self._changed = DraftService(), {}, changed
@@ -77,7 +80,7 @@ class Programs:
             assert self.hold[number].wait(60)
         program = WorkerProgram(drafts=self.drafts.answer, ask_at=self.ask_at)
         channel = ThreadChannel(program.answer)
-        channel.program = program
+        channel.program, channel.number = program, number
         self._changed(channel)
         self.channels.setdefault(number, []).append(channel)
         return channel

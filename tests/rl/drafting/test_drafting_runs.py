@@ -13,9 +13,9 @@ from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
 from rl.drafting.workers import DraftingWorkers
 from rl.loop import drafting
-from rl.metrics.writer import read_metrics
 from sched.policies.drafting_plan import WorkerPlan
 from spec.decoupled.ahead import Enumerating, FreeRunning
+from spec.drafter import Source
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -80,14 +80,21 @@ BY = {
 @pytest.mark.parity
 @pytest.mark.parametrize("mode", ["sync", "ahead"])
 @pytest.mark.parametrize("drafter", BY)
-def test_nor_do_those_with_other_drafters(tiny, tmp_path, plain, drafter, mode):
+def test_nor_do_those_with_other_drafters(tiny, tmp_path, plain, monkeypatch, drafter, mode):
     """EAGLE by the hidden states that they are told, and n-grams."""
+    made, make = [], drafting_workers.make_ahead
+
+    def noted(*given):
+        made.append(make(*given))
+        return made[-1]
+
+    monkeypatch.setattr(drafting_workers, "make_ahead", noted)
     sources = f"Speculation.sources=({drafter!r},)", f"Drafting.drafter={drafter!r}"
     settings = *WORKERS, *sources, *BY[drafter], STEPS, f"Sched.mode={mode!r}"
     got = finish(tiny, tmp_path, *settings)
     assert_same(got, plain)
     assert not said(got, "drafting worker")
-    assert all(row["drafting/steps"] > 0 for row in read_metrics(got.folder))
+    assert [maker.source for maker in made] == [Source[drafter.upper()]]
 
 
 @pytest.mark.parity

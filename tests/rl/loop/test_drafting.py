@@ -11,7 +11,7 @@ from tiny_team import MODEL
 
 from rl.config.loader import load
 from rl.loop.config_checks import check_drafting
-from rl.loop.drafting import make_planner, open_programs, take_workers
+from rl.loop.drafting import have_idle_help, make_planner, open_programs, take_workers
 from rl.loop.experiment import TrainConfig
 from rl.loop.ray_workers import drafters_of
 from rl.remote.drafting_messages import CODEC, Meet
@@ -96,6 +96,28 @@ def test_a_plan_may_say_how_many_draft_where_workers_are_threads():
     check_drafting(made(*DRAFTS, "Drafting.workers=None"))
 
 
+HELPS = "Drafting.requests_per_helper=2", "Drafting.methods=('model','own')"
+
+
+def test_workers_on_ray_are_told_that_they_draft_for_copies_with_a_draft_model(tmp_path):
+    folder = f"DraftModel.directory={save_policy(tmp_path).directory!r}"
+    config = made(*DRAFTS, RAY, folder, *HELPS)
+    check_drafting(config)
+    assert drafters_of(config, None).copies
+    assert not drafters_of(made(*DRAFTS, RAY, folder, "Drafting.methods=('model',)"), None).copies
+    others = made(*DRAFTS, RAY, folder, *HELPS, "Drafting.methods=('own',)")
+    assert not drafters_of(others, None).copies
+
+
+def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
+    config, engine = made(*DRAFTS, *HELPS), SimpleNamespace()
+    speculation, planner = SimpleNamespace(), make_planner(config)
+    have_idle_help(engine, speculation, planner)
+    assert speculation.methods_of_copies == ("model", "own")
+    assert (engine.helpers.num_methods, engine.helpers.requests_each) == (2, 2)
+    assert engine.helpers.worth == planner.worth
+
+
 class Silent:
     """A channel that takes messages, and brings no answer."""
 
@@ -140,6 +162,7 @@ def test_programs_are_started_in_the_last_places_and_told_what_they_draft(tmp_pa
         assert apart[0].planner().drafting_workers == 2
     assert all(channel.ended for channel in channels)
     assert drafters_of(config, None).apart and not drafters_of(made(RAY), None).apart
+    assert not drafters_of(config, None).copies
     with open_programs(made(RAY), *given[1:]) as nothing:
         assert nothing is None
     assert take_workers(config, None, None, None, print) is None  # they are no threads

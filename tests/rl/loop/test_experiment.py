@@ -414,17 +414,19 @@ def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, messag
             r"Drafting.methods: expected tuple of one of 'model', .* got tuple \('last'",
         ),
         (BANDIT, 'Drafting.requests_per_helper decides .*"bandit": set budget'),
-        (("Cluster.kind='ray'",), "Drafting.requests_per_helper=2 is for threads .*: set Drafting"),
     ],
 )
-def test_helpers_that_could_not_help_stop_too(tiny, overrides, message):
-    opened(tiny, *helps())
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_helpers_that_could_not_help_stop_too(tiny, overrides, message, kind):
+    cluster = f"Cluster.kind={kind!r}"
+    assert opened(tiny, *helps(cluster)).task
     with pytest.raises(ValueError, match=message):
-        opened(tiny, *helps(*overrides))
+        opened(tiny, *helps(cluster, *overrides))
 
 
 def test_one_of_two_workers_that_drafts_leaves_nobody_to_help(tiny):
     both = "Drafting.requests_per_helper=1", "Drafting.methods=('own','model')"
     opened(tiny, *drafts_apart(tiny, *both))
+    opened(tiny, *drafts_apart(tiny, *both, "Cluster.kind='ray'"))
     with pytest.raises(ValueError, match='got 1 and "fixed:3": raise Sched.workers'):
         opened(tiny, *drafts_apart(tiny, *both, "Sched.workers=2"))

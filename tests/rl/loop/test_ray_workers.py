@@ -19,6 +19,8 @@ from tiny_team import (
 )
 
 from rl.config.loader import load
+from rl.drafting.config import DraftingConfig
+from rl.drafting.plans import Planner
 from rl.engine.engine import Engine
 from rl.loop import ray_workers
 from rl.loop.experiment import TrainConfig
@@ -71,8 +73,12 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
     with team, Speculation(config, RolloutCache()) as speculation:
         speculation.for_others = True
         team.start()
-        workers = RayWorkers(multi, team)
+        helping = Planner(DraftingConfig(requests_per_helper=2), 2, len(REQUESTS), 3)
+        workers = RayWorkers(multi, team, helping=helping)
         workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
+        costs = helping.seconds.costs
+        assert costs.copy_seconds(8) > 0 and helping.seconds.verify(1, 2) > 0
+        assert not helping.worth(8, 0), "nothing is left to gain"
         assert multi.prefer_pool(8) in (True, False)
         ray_workers.read_times(speculation, tmp_path)
         assert speculation.times(4, 4, 32) > 0

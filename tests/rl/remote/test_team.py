@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import rollouts
+from remote_faults import Killing, Lying, other_report, wait_until
 from remote_workers import IDENTITY, Programs, hello, make_team
 from tiny_team import (
     CONFIG,
@@ -27,6 +28,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with, no_drafts
 from rl.remote import messages
 from rl.remote.messages import CODEC
+from rl.remote.run_messages import Answered, ChunkEnded, Parked
 from rl.remote.team import Mismatch
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
@@ -76,29 +78,6 @@ def test_drafts_of_all_sources_change_no_token(alone):
         assert_same_tokens(play(multi, drafts=drafts), alone)
     assert multi.stats.accepted_tokens > 20
     assert speculation.history_metrics()["spec/history_index_tokens"] > 0
-
-
-class Killing:
-    """Kills a program, or stops it, with its nth message of a kind; only the first of a number."""
-
-    def __init__(self, kind, nth, how="kill", numbers=(0,)):
-        self.kind, self.nth, self.how, self.numbers = kind, nth, how, numbers
-        self.victims, self.made = [], 0
-
-    def __call__(self, channel):
-        number, self.made = self.made, self.made + 1
-        if number in self.numbers:
-            counted = iter(range(1, 1000))
-
-            def heard(message):
-                if isinstance(CODEC.decode(message), self.kind) and next(counted) == self.nth:
-                    self.victims.append(channel)
-                    if self.how == "stop":
-                        channel.stopped = True
-                    else:
-                        threading.Thread(target=channel.kill).start()
-
-            channel._heard = heard
 
 
 @pytest.mark.fault
@@ -289,39 +268,14 @@ def stop(trajectory):
     raise RuntimeError("stop here")
 
 
-class Lying:
-    """Answers the nth Poll with another report."""
-
-    def __init__(self, change):
-        self._change = change
-
-    def __call__(self, channel):
-        true = channel._answer
-
-        def answer(message):
-            told = CODEC.decode(true(message))
-            changed = self._change(told) if isinstance(told, messages.Report) else None
-            return CODEC.encode(told if changed is None else changed)
-
-        channel._answer = answer
-
-
-def other_report(change):
-    def changed(report):
-        events = tuple(filter(None, (change(e) for e in report.events)))
-        return dataclasses.replace(report, events=events)
-
-    return changed
-
-
 def of_another(event):
-    if isinstance(event, messages.Answered):
-        return messages.Answered(dataclasses.replace(event.trajectory, sample_index=77))
+    if isinstance(event, Answered):
+        return Answered(dataclasses.replace(event.trajectory, sample_index=77))
     return event
 
 
 def beyond(event):
-    if isinstance(event, messages.Answered):
+    if isinstance(event, Answered):
         event.trajectory.response_ids[-1] = MODEL.vocab_size
     return event
 
@@ -330,15 +284,13 @@ LIES = {
     "is to another one": other_report(of_another),
     "outside of the vocabulary": other_report(beyond),
     "which it does not have": other_report(
-        lambda e: messages.ChunkEnded(999, 3) if isinstance(e, messages.Answered) else e
+        lambda e: ChunkEnded(999, 3) if isinstance(e, Answered) else e
     ),
     "left without being told to": other_report(
-        lambda e: (
-            messages.Parked(e.request_id, None, None) if isinstance(e, messages.ChunkEnded) else e
-        )
+        lambda e: Parked(e.request_id, None, None) if isinstance(e, ChunkEnded) else e
     ),
     "ended a chunk at 99 tokens": other_report(
-        lambda e: messages.ChunkEnded(e.request_id, 99) if isinstance(e, messages.ChunkEnded) else e
+        lambda e: ChunkEnded(e.request_id, 99) if isinstance(e, ChunkEnded) else e
     ),
     "expected Report, got Pong": lambda report: messages.Pong(0.0, ()),
 }
@@ -403,10 +355,3 @@ def test_late_reports_of_a_lost_program_are_not_heard(alone):
     assert sorted(finished) == sorted(alone)
     ended = [d.event.request_id for d in multi.decisions if isinstance(d.event, ChunkDone)]
     assert set(ended) <= set(alone)
-
-
-def wait_until(holds, limit_s=30.0):
-    until_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < until_s, "in time"
-        time.sleep(0.01)

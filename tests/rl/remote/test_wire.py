@@ -18,9 +18,11 @@ from models.kv_cache import KVCache
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.remote import messages, records
 from rl.remote.messages import CODEC
+from rl.remote.run_messages import Answered, ChunkEnded, Copied, Dropped, Parked
 from rl.remote.wire import Codec, WireError
 from rl.speculation.config import SpeculationConfig
 from rl.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Request, Trajectory
+from sched.request import COPIES, MOST_COPIES
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.reuse.prefix_rule import PrefixRule, ReuseMode
@@ -92,12 +94,15 @@ def reports(draw):
     prompt = np.array(draw(ids), np.int32)
     t = Trajectory(1, 2, 3, prompt, finish_reason=reason, reward=None, **draw(scored()))
     parked = draw(partials())
+    copied = parked.prefix if parked.kv is not None else None, parked.kv
     events = (
-        messages.ChunkEnded(1, 2),
-        messages.Answered(t),
-        messages.Parked(4, parked.prefix, parked.kv),
+        ChunkEnded(1, 2),
+        Answered(t),
+        Parked(4, parked.prefix, parked.kv),
+        Copied(4 + COPIES, *copied),
+        Dropped(draw(st.integers(0, 2**61))),
     )
-    told = draw(st.permutations(events))[: draw(st.integers(0, 3))]
+    told = draw(st.permutations(events))[: draw(st.integers(0, 5))]
     return messages.Report(7, tuple(told), 5, 6, draw(st.none() | st.just(a_stats())))
 
 
@@ -119,6 +124,7 @@ def a_job():
         0,
         8,
         {"q1": CachedGroup(np.arange(2, dtype=np.int32), (response,))},
+        methods=("model", "own"),
     )
     words = messages.Text(np.arange(4, dtype=np.uint8), np.array([0, 1, 4]))
     rule = PrefixRule(ReuseMode("lenient", math.inf), math.inf, 3, 2)
@@ -146,11 +152,50 @@ def test_a_message_comes_back(record):
     assert same(CODEC.decode(CODEC.encode(record)), record)
 
 
+def _report(stats):
+    return messages.Report(1, (), 2, 3, stats)
+
+
+def report_of(*events):
+    return messages.Report(1, events, 2, 3, None)
+
+
+A_PREFIX = Prefix(*[np.zeros(2, t) for t in ("i4", "f4", "f4", "i4", "u1")], 0, None)
+
+
 @settings(max_examples=50)
-@given(st.lists(partials(), max_size=3), st.dictionaries(st.integers(0, 99), st.integers(0, 9)))
-def test_requests_come_back(starts, grants):
-    record = messages.Give(3, tuple(starts), grants, True)
+@given(
+    st.lists(partials(), max_size=3),
+    st.dictionaries(st.integers(0, 99), st.integers(0, 9)),
+    st.lists(st.integers(0, 2**61), max_size=3),
+    st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, MOST_COPIES)), max_size=3),
+)
+def test_requests_come_back(starts, grants, drops, copies):
+    asked = tuple((r, r + n * COPIES) for r, n in copies)
+    record = messages.Give(3, tuple(starts), grants, True, drops=tuple(drops), copies=asked)
     assert same(CODEC.decode(CODEC.encode(record)), record)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (messages.Give(1, (), {}, False, copies=((3, 4),)), "numbers of copies of requests"),
+        (messages.Give(1, (), {}, False, copies=((3, 3),)), "numbers of copies of requests"),
+        (messages.Give(1, (), {}, False, copies=((3, 4 + COPIES),)), "numbers of copies of req"),
+        (report_of(Copied(4, None, None)), "the number of a copy"),
+        (report_of(Copied(4 + COPIES, A_PREFIX, None)), "keys and values of a response's tokens"),
+    ],
+)
+def test_copies_that_are_none_are_refused(record, message):
+    with pytest.raises(WireError, match=message):
+        CODEC.decode(CODEC.encode(record))
+
+
+def test_methods_of_drafting_are_known_ones():
+    drafting = dataclasses.replace(a_job().drafting, methods=("telepathy",))
+    record = messages.Begin(3, dataclasses.replace(a_job(), drafting=drafting))
+    with pytest.raises(WireError, match="expected methods of drafting of model, own"):
+        CODEC.decode(CODEC.encode(record))
 
 
 @settings(max_examples=50)
@@ -168,15 +213,10 @@ def test_counts_come_back_and_seconds_are_on_the_clock_of_this_program():
     assert first.emitted_A.tolist() == [3, 4] and not len(second.rounds_A)
 
 
-def _report(stats):
-    return messages.Report(1, (), 2, 3, stats)
-
-
 HOSTILE = messages.Report(
     3,
-    (messages.Parked(1, Prefix(*[np.zeros(2, t) for t in ("i4", "f4", "f4", "i4", "u1")], 0, None),
-                     HostKv(KVCache((np.zeros((1, 4, 3), np.float32),),
-                                    (np.zeros((1, 3, 4), np.float32),)))),),
+    (Parked(1, A_PREFIX, HostKv(KVCache((np.zeros((1, 4, 3), np.float32),),
+                                        (np.zeros((1, 3, 4), np.float32),)))),),
     4,
     5,
     a_stats(),

@@ -20,6 +20,8 @@ from rl.workers.ahead_engine import AHEAD, AheadEngine, ComingStep
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Coordinator
 from rl.workers.messages import WorkerError
+from rl.workers.multi_engine import Helpers
+from sched.protocol import Copy
 from spec.sampling import step_key
 
 NEXT = step_key(0, 1)
@@ -52,17 +54,24 @@ def local(count=2, **options):
         **options,
     )
     engines = [Engine(MODEL, CONFIG, number=i) for i in range(count)]
-    return AheadEngine(engines, config, hang_limit_s=60.0)
+    return AheadEngine(engines, config, hang_limit_s=60.0, keeps_decisions=True)
 
 
 @contextlib.contextmanager
 def opened(where):
-    """Two workers, in threads of this program or in programs of their own."""
-    if where == "threads":
-        with local().open(len(REQUESTS), LONGEST) as engine:
+    """Two workers, in threads of this program or in programs of their own.
+
+    `helping` ones answer one another's last requests before they begin the next step's.
+    """
+    helpers = Helpers(2, 4, lambda held, left: True, dict) if "helping" in where else None
+    if "threads" in where:
+        multi = local()
+        multi.helpers = helpers
+        with multi.open(len(REQUESTS), LONGEST) as engine:
             yield engine
         return
     multi, team = make_team(Programs(), 2, mode="ahead", kind=AheadEngine, kv_tokens=None)
+    multi.helpers = helpers
     with team:
         team.start()
         with multi.open(len(REQUESTS), LONGEST) as engine:
@@ -87,7 +96,7 @@ def wait_for(engine, tokens):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("where", ["threads", "programs"])
+@pytest.mark.parametrize("where", ["threads", "programs", "helping threads", "helping programs"])
 def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, where):
     this, expected = before
     with opened(where) as engine:
@@ -100,6 +109,8 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, w
             for request_id, ids in begun.tokens.items():
                 assert list(ids) == expected[request_id].response_ids[: len(ids)].tolist()
             assert_same_tokens(play(engine, CHANGED, NEXT, begun.resumed(REQUESTS)), after)
+        actions = [a for d in engine._workers.decisions for a in d.actions]
+        assert any(isinstance(a, Copy) for a in actions) == ("helping" in where)
     differ = [
         i for i in after if after[i].response_ids.tolist() != expected[i].response_ids.tolist()
     ]

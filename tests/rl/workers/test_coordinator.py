@@ -426,3 +426,15 @@ def test_workers_sort_what_they_are_told(copied):
     assert first.take(wait=True) == [], "the engine is to see to it"
     assert list(first.copies()) == [(5, COPY)]
     assert list(first.copies()) == []
+
+
+def test_a_number_that_is_dropped_and_given_again_starts_once(copied):
+    """The worker has heard of neither yet: of the first start nothing is left."""
+    books, scheduler, _, inboxes = copied
+    scheduler.answers[Profiled] = [Drop(COPY, 1), begin_copy()]
+    worker = WorkerSource(1, inboxes[1], books, limits_of(draw_work(1, 1, 8, 8)), engine=None)
+    assert worker.next_step() == 3
+    books.profiled({})
+    books.copied(0, COPY, None)
+    assert [p.request.request_id for p in worker.take(wait=False)] == [COPY]
+    assert worker.dropped() == [COPY]
