@@ -20,15 +20,16 @@ RULES: dict[str, Entry] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "features": "tensor",
-    # of logits and their head where these are split by words, and not by the rows of a batch
-    "copies": "data",
-    "words": ("fsdp", "tensor"),
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
 FEATURE_AXES = ("batch", None, None, "features")  # of cached hidden states
 ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes; of hidden states, [P, W]
 CAUSAL_BLOCKS = 4
 LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
+# From so many tokens on rows are long: what is quadratic or wide in them is computed in pieces.
+LONG_ROW_TOKENS = 4096
+LONG_ROW_BLOCK_TOKENS = 512  # of queries, and of keys
+LONG_ROW_FEED_FORWARD_PARTS = 4
 
 
 def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import NEGATIVE, precision_of
+from models.layout import LONG_ROW_BLOCK_TOKENS
 
-BLOCK_TOKENS = 512
-LEAST_TOKENS = 2048  # shorter rows are quicker in one piece
+BLOCK_TOKENS = LONG_ROW_BLOCK_TOKENS
 
 
 @jax.tree_util.register_dataclass

@@ -37,14 +37,14 @@ from models.attention import (
 )
 from models.config import ModelConfig
 from models.kv_cache import Entries, KVCache
+from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from models.params import Layer, Params, ParamSpec, param_specs
 from models.products import feed_forward, feed_forward_in_parts, linear
 from models.rope import rope_turns, rotate
-from models.row_attention import LEAST_TOKENS, Segments, attend_rows
+from models.row_attention import Segments, attend_rows
 from models.sharding import constrain
 
 Found = TypeVar("Found")
-FEED_FORWARD_PARTS = 4  # of long rows' features, one after the other
 
 for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
@@ -115,8 +115,8 @@ def block(
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
     weights = layer.gate_FD, layer.up_FD, layer.down_DF
-    if T >= LEAST_TOKENS and not config.d_ff % FEED_FORWARD_PARTS:
-        y = feed_forward_in_parts(y, *weights, FEED_FORWARD_PARTS)
+    if T >= LONG_ROW_TOKENS and not config.d_ff % LONG_ROW_FEED_FORWARD_PARTS:
+        y = feed_forward_in_parts(y, *weights, LONG_ROW_FEED_FORWARD_PARTS)
     else:
         y = feed_forward(y, *weights)
     return constrain(x_BTD + y, "batch", None, None)
@@ -185,12 +185,11 @@ def _hidden_and_entries(
     def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return _whole_layer(config, layer, x_BTD, rope, seen)
 
-    if remat:
-        step = _at_once(jax.checkpoint(step))
+    apply = _at_once(jax.checkpoint(step)) if remat else step
     x_BTD = embed(params.embedding_VD, tokens_BT).astype(params.final_norm_D.dtype)
     entries = []
     for layer in params.layers:
-        x_BTD, entry = step(layer, x_BTD)
+        x_BTD, entry = apply(layer, x_BTD)
         entries.append((*entry, x_BTD))
     return rms_norm(x_BTD, params.final_norm_D, config.norm_eps), entries
 
@@ -216,7 +215,7 @@ _joined.defvjp(
 
 def _seen(packing: Packing | None, tokens_BT: jax.Array) -> jax.Array | Segments:
     """Return what positions of rows may see: of long rows their segments, else a mask."""
-    if tokens_BT.shape[1] < LEAST_TOKENS:
+    if tokens_BT.shape[1] < LONG_ROW_TOKENS:
         return causal_mask(tokens_BT.shape[1]) if packing is None else packed_mask(packing)
     if packing is None:
         return Segments(jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))

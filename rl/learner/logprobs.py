@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
-from models.config import ModelConfig
 from models.layout import RULES
 from models.sharding import constrain, replicated
 from models.transformer import Params
@@ -62,14 +61,12 @@ def logprobs_and_entropy(
     )
     # the head stays in its master's dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
-    head, (by_row, by_word) = dataclasses.replace(params, layers=()), _split_of(recipe.model)
-    head = jax.tree.map(lambda x: constrain(x, by_word, None) if x.ndim > 1 else x, head)
+    head = dataclasses.replace(params, layers=())
 
     def chunk(x: tuple[jax.Array, jax.Array, Processing]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC, processing = x
-        hidden_BCD = constrain(hidden_BCD, by_row, None, None)
         logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
-        logits_BCV = constrain(logits_BCV, by_row, None, by_word)
+        logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
         processing_BC = processing.broadcast(targets_BC.shape)
         logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, *processing_BC)
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
@@ -78,18 +75,6 @@ def logprobs_and_entropy(
     rows = hidden_BTD, batch.targets_BT, batch.processing_BT
     logprobs_BT, entropy_BT = _map_chunks(chunk, rows, chunk_tokens)
     return logprobs_BT.reshape(-1)[batch.index_EM], entropy_BT.reshape(-1)[batch.index_EM]
-
-
-def _split_of(model: ModelConfig) -> tuple[str, str]:
-    """Return the axes that logits are split by: of their rows, and of their words.
-
-    By words over all devices that share the weights, as far as they divide the vocabulary. So each
-    holds its words of the head, whose gradient is summed where it is, and hidden states travel in
-    its place: a chunk of them, of D values, where a head has V · D.
-    """
-    sizes = jax.sharding.get_abstract_mesh().shape
-    ways = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
-    return ("batch", "vocab") if model.vocab_size % ways else ("copies", "words")
 
 
 def _map_chunks(

@@ -21,7 +21,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
-from models.layout import CACHE_AXES, FEATURE_AXES, causal_block_tokens, shard_shape
+from models.layout import (
+    CACHE_AXES,
+    FEATURE_AXES,
+    LONG_ROW_BLOCK_TOKENS,
+    LONG_ROW_FEED_FORWARD_PARTS,
+    LONG_ROW_TOKENS,
+    causal_block_tokens,
+    shard_shape,
+)
 from models.params import leaves, param_specs
 from rl import packing
 from rl.loop.experiment import TrainConfig, drafter_shape
@@ -217,10 +225,11 @@ def _training(
     rows, length = shape.rows // mesh.batch, shape.length
     tokens = rows * length
     remat = not devices.is_cpu if trainer.remat == "auto" else trainer.remat
-    layer = tokens * itemsize * _values_of_layer(model, mesh.tensor)
+    is_long = length >= LONG_ROW_TOKENS
+    layer = tokens * itemsize * _values_of_layer(model, mesh.tensor, is_long)
     scores = _FLOAT32 * rows * _causal_scores(model, length) // mesh.tensor
     kept = tokens * itemsize * model.d_model if remat else layer + int(_SCORES_KEPT * scores)
-    mask = rows * length * length
+    mask = 0 if is_long else rows * length * length
     whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize) if mesh.batch > 1 else 0
     chunk_tokens = min(trainer.logprob_chunk_tokens // mesh.batch or 1, tokens)
     logits = _LOGITS_TRAINING * _FLOAT32 * chunk_tokens * model.vocab_size // mesh.tensor
@@ -308,14 +317,20 @@ def _pass(
     return max(int(scores) + layer, drawn if logits else 0)
 
 
-def _values_of_layer(model: ModelConfig, tensor: int) -> int:
+def _values_of_layer(model: ModelConfig, tensor: int, is_long: bool = False) -> int:
     """Values a token that the gradient of a layer keeps: each array as often as XLA does."""
-    split = 5 * model.d_ff + (5 * model.num_heads + 8 * model.num_kv_heads) * model.head_dim
+    features = model.d_ff // LONG_ROW_FEED_FORWARD_PARTS if is_long else model.d_ff
+    split = 5 * features + (5 * model.num_heads + 8 * model.num_kv_heads) * model.head_dim
     return 5 * model.d_model + split // tensor
 
 
 def _causal_scores(model: ModelConfig, length: int) -> int:
-    """Attention scores of a row and layer, its queries in blocks (models.layout)."""
+    """Attention scores of a row and layer, its queries in blocks (models.layout).
+
+    Of long rows those of one block of queries with one of keys.
+    """
+    if length >= LONG_ROW_TOKENS:
+        return model.num_heads * LONG_ROW_BLOCK_TOKENS**2
     size = causal_block_tokens(length)
     return model.num_heads * sum(size * end for end in range(size, length + 1, size))
 

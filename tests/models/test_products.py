@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.products import feed_forward, linear
+from models.products import feed_forward, feed_forward_in_parts, linear
 
 
 @pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
@@ -33,6 +33,20 @@ def test_few_rows_are_computed_as_many():
         got = feed_forward(x, gate_FD, up_FD, down_DF)
         np.testing.assert_allclose(got, want[:rows], rtol=1e-4, atol=1e-3)
         np.testing.assert_allclose(linear(x, gate_FD), y_RF[:rows], atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_of_features_add_up(parts):
+    x_RD, weights = random_array(0, 80, 32), random_weights(32, 16)
+
+    def loss(product, x, weights):
+        return (product(x, *weights) ** 2).sum()
+
+    in_parts = lambda x, *weights: feed_forward_in_parts(x, *weights, parts)  # noqa: E731
+    want = jax.value_and_grad(loss, argnums=(1, 2))(feed_forward, x_RD, weights)
+    got = jax.value_and_grad(loss, argnums=(1, 2))(in_parts, x_RD, weights)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-2)
 
 
 def random_weights(D, F):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import row_attention
+from models import row_attention, transformer
 from models.attention import Packing, packed_mask
+from models.config import ModelConfig
 from models.row_attention import Segments, attend_rows
 
 B, H, K, h = 2, 4, 2, 8
@@ -151,6 +152,35 @@ def test_skipping_leaves_nothing_out(monkeypatch):
     # and a planted fault is found
     monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.eye(len(p), dtype=bool))
     assert np.abs(np.asarray(attend_rows(*given[:3], segments) - usual)).max() > 1e-2
+
+
+def test_long_rows_of_a_whole_policy(monkeypatch):
+    """By blocks and in parts as in one piece: hidden states, gradients, with remat or without."""
+    model = ModelConfig("qwen3", 64, 32, 2, H, K, h, 48, qk_norm=True)
+    params = transformer.init(model, jax.random.key(0))
+    T = 40
+    prompt, branch = (jnp.asarray(x) for x in packed(T, np.random.default_rng(3)))
+    packing = Packing(jnp.broadcast_to(jnp.arange(T), (B, T)), prompt, branch)
+    tokens = jax.random.randint(jax.random.key(1), (B, T), 0, 64)
+    real = np.asarray(prompt) > 0
+
+    def both(least, remat, packing):
+        monkeypatch.setattr(transformer, "LONG_ROW_TOKENS", least)
+
+        def loss(params):
+            out = transformer.hidden(model, params, tokens, packing, remat=remat)
+            return (out * real[..., None]).var(), out
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    for rows in (packing, None):
+        grads, hidden = both(10**9, False, rows)
+        for remat in (False, True):
+            got_grads, got = both(1, remat, rows)
+            np.testing.assert_allclose(got[real], hidden[real], atol=2e-5)
+            pairs = zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True)
+            for one, other in pairs:
+                np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-3)
 
 
 def largest_array(jaxpr, found=0):

@@ -88,6 +88,17 @@ def test_each_setting_moves_the_part_it_should():
     assert learned["KV cache"] > plain["KV cache"], "hidden states are kept"
 
 
+def test_long_rows_take_memory_by_their_length_alone():
+    long = dataclasses.replace(MODEL, max_positions=2**15)
+
+    def of(tokens):
+        found = parts(f"Sampling.max_new_tokens={tokens - 64}", "Trainer.remat=True", model=long)
+        return found["activations"]
+
+    assert of(2**14) == 2 * of(2**13) == 4 * of(2**12)
+    assert of(1024) > 1.4 * of(512), "shorter ones have a mask, of as many tokens"
+
+
 def test_remat_follows_the_backend():
     assert not setting("Trainer.remat='auto'").trainer.rematerialises, "tests run on a CPU"
     assert parts("Trainer.remat='auto'") == parts()
