@@ -58,10 +58,14 @@ class TrainContext:
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """The current step: micro-batches that nobody has taken, and the sum of the gradients."""
+    """The current step: micro-batches that nobody has taken, and the sum of the gradients.
+
+    `is_updating`: somebody updates the state with them.
+    """
 
     todo: collections.deque[DrafterBatch]
     missing: int
+    is_updating: bool = False
     total: EagleParams | None = None
     total_at: ModelRunner | None = None
     num_entries: float = 0.0
@@ -156,14 +160,19 @@ class DrafterTrainer:
             if now is None:
                 return None
             batch = now.todo.popleft() if now.todo else None
-            ready = batch is None and not now.missing and leads
+            ready = batch is None and not now.missing and leads and not now.is_updating
+            now.is_updating |= ready  # two may lead: a worker, and who trains after a rollout
         if batch is not None:
             self._gradient(context, now, batch)
             return "gradient"
-        if ready:
+        if not ready:
+            return None
+        try:
             self._update(context.runner, now)
-            return "update"
-        return None
+        except BaseException:
+            now.is_updating = False  # another worker may try
+            raise
+        return "update"
 
     def abandon(self) -> None:
         """Restart the current step, since a worker with one of its micro-batches is gone."""
@@ -287,7 +296,7 @@ class DrafterTrainer:
         return jax.tree.map(context.runner.readable, grads), metrics
 
     def _update(self, runner: ModelRunner, now: _Step) -> None:
-        """Update the state, which no other worker uses now: one leads, and all gradients are in."""
+        """Update the state, which no other worker uses now: all gradients are in."""
         num_entries = max(now.num_entries, 1.0)
         total = _moved(now.total, now.total_at, runner)
         mean = add_weighted(None, total, np.float32(1 / num_entries))

@@ -13,6 +13,7 @@ from whole_steps import whole_steps
 from rl.checkpoint import checkpointer
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
+from rl.drafter_training import trainer as trainer_module
 from rl.drafter_training.trainer import BufferSink
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig
@@ -79,6 +80,37 @@ def test_a_member_computes_gradients_and_leaves_the_update_to_the_leader(engine,
             pass
         assert trainer.work(context, leads=True) == "update"
     assert bits(trainer.state) == bits(four_steps.state)
+
+
+def test_a_step_has_one_update_though_two_lead(engine, four_steps, monkeypatch):
+    """A worker and who trains after a rollout: the second would donate what the first has made."""
+    trainer = make_trainer()
+    context, update, others = context_at(trainer, engine), trainer._update, []
+
+    def once_somebody_else_has_asked(runner, now):
+        if len(others) < 4:
+            others.append(trainer.work(context, leads=True))
+        update(runner, now)
+
+    monkeypatch.setattr(trainer, "_update", once_somebody_else_has_asked)
+    for step in range(1, 5):
+        while trainer.work(context, leads=True) != "update":
+            pass
+        assert trainer.step == step
+    assert others == [None] * 4
+    assert bits(trainer.state) == bits(four_steps.state)
+
+
+def test_an_update_that_fails_is_left_to_others(engine, monkeypatch):
+    trainer, moved = make_trainer(), trainer_module._moved
+    context = context_at(trainer, engine)
+    while trainer.work(context, leads=False):
+        pass
+    monkeypatch.setattr(trainer_module, "_moved", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.work(context, leads=True)
+    monkeypatch.setattr(trainer_module, "_moved", moved)
+    assert trainer.work(context, leads=True) == "update" and trainer.step == 1
 
 
 def test_work_on_several_devices_is_that_on_one(four_steps):
