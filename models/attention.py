@@ -51,10 +51,16 @@ def causal_mask(num_tokens: int) -> jax.Array:
 
 def packed_mask(packing: Packing) -> jax.Array:
     """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T]."""
-    prompt_BT, branch_BT = packing.prompt_BT, packing.branch_BT
-    same_BTS = prompt_BT[:, :, None] == prompt_BT[:, None, :]
-    seen_BTS = (branch_BT[:, None, :] == 0) | (branch_BT[:, :, None] == branch_BT[:, None, :])
-    return causal_mask(prompt_BT.shape[1]) & same_BTS & seen_BTS
+    places = packing.prompt_BT, packing.branch_BT
+    return causal_mask(packing.prompt_BT.shape[1]) & may_see(*places, *places)
+
+
+def may_see(
+    prompt_BT: jax.Array, branch_BT: jax.Array, prompt_BS: jax.Array, branch_BS: jax.Array
+) -> jax.Array:
+    """mask[b, t, s]: s is of t's prompt, and shared or of t's response; [B, T, S]."""
+    same_BTS = prompt_BT[:, :, None] == prompt_BS[:, None, :]
+    return same_BTS & ((branch_BS[:, None] == 0) | (branch_BT[:, :, None] == branch_BS[:, None]))
 
 
 @jax.tree_util.register_dataclass

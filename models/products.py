@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import precision_of
+from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 
 FEW_ROWS = 64  # of inputs; more go through the ordinary product
 
@@ -38,8 +39,12 @@ def feed_forward(
 ) -> jax.Array:
     """Return down · (silu(gate · x) * (up · x)); [..., D].
 
-    Few rows on a CPU stay columns from one product to the next: only the last is turned.
+    Few rows on a CPU stay columns from one product to the next: only the last is turned. Long rows
+    [..., T, D] go by parts of the features, if these divide.
     """
+    parts = LONG_ROW_FEED_FORWARD_PARTS
+    if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
+        return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
     return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
 
 
@@ -59,7 +64,7 @@ def _turned_feed_forward(
     return _as_rows(_weight_first(down_DF, x_FR, x.dtype), x.shape[:-1])
 
 
-def feed_forward_in_parts(
+def _feed_forward_in_parts(
     x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, parts: int
 ) -> jax.Array:
     """Return `feed_forward`, a part of its features at a time, in the backward pass too.

@@ -18,42 +18,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from models.attention import NEGATIVE, precision_of
+from models.attention import NEGATIVE, Packing, may_see, precision_of
 from models.layout import LONG_ROW_BLOCK_TOKENS
-
-BLOCK_TOKENS = LONG_ROW_BLOCK_TOKENS
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """Which positions of a row may see one another, as of `models.attention.Packing`; [B, T]."""
-
-    prompt_BT: Any
-    branch_BT: Any
 
 
 @jax.custom_vjp
 def attend_rows(
-    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> jax.Array:
     """softmax(q·k/√h)·v of positions s ≤ t, of the same prompt, shared or of the same response.
 
     Returns [B, T, H, h]. Scores and sums are float32.
     """
-    return _forward(q_BTHh, k_BTKh, v_BTKh, segments)[0]
+    return _forward(q_BTHh, k_BTKh, v_BTKh, packing)[0]
 
 
 def _attend_fwd(
-    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> tuple[jax.Array, tuple]:
-    out_BTHh, lse_nBKGC = _forward(q_BTHh, k_BTKh, v_BTKh, segments)
-    return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, segments, out_BTHh, lse_nBKGC)
+    out_BTHh, lse_nBKGC = _forward(q_BTHh, k_BTKh, v_BTKh, packing)
+    return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_nBKGC)
 
 
 @jax.tree_util.register_dataclass
@@ -72,10 +60,10 @@ class _Blocks:
     seen_nn: jax.Array
 
     @staticmethod
-    def of(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments) -> _Blocks:
+    def of(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing) -> _Blocks:
         K = k_BTKh.shape[2]
-        prompt_nBC = _cut(segments.prompt_BT, -1)  # what is added sees itself alone
-        branch_nBC = _cut(segments.branch_BT, 0)
+        prompt_nBC = _cut(packing.prompt_BT, -1)  # what is added sees itself alone
+        branch_nBC = _cut(packing.branch_BT, 0)
         return _Blocks(
             _by_head(_cut(q_BTHh), K),
             _by_head(_cut(k_BTKh), K)[:, :, :, 0],
@@ -90,11 +78,7 @@ class _Blocks:
         C = self.prompt.shape[2]
         at_C = jnp.arange(C)
         before_CS = j * C + at_C[None, :] <= i * C + at_C[:, None]
-        same_BCS = self.prompt[i][:, :, None] == self.prompt[j][:, None, :]
-        branch_B1S = self.branch[j][:, None, :]
-        return (
-            before_CS & same_BCS & ((branch_B1S == 0) | (self.branch[i][:, :, None] == branch_B1S))
-        )
+        return before_CS & may_see(self.prompt[i], self.branch[i], self.prompt[j], self.branch[j])
 
     def scores(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """Return the scores of block i's queries with block j's keys, [B, K, G, C, S]."""
@@ -103,10 +87,10 @@ class _Blocks:
 
 
 def _forward(
-    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, segments: Segments
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs, [B, T, H, h], and the log of each sum, [n, B, K, G, C]."""
-    blocks = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, segments)
+    blocks = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, packing)
     n, B, K, G, C, h = blocks.q.shape
 
     def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -124,12 +108,12 @@ def _forward(
         return (out / total[..., None]).astype(v_BTKh.dtype), top + jnp.log(total)
 
     out_nBKGCh, lse_nBKGC = jax.lax.map(of_queries, jnp.arange(n))
-    return _joined(out_nBKGCh, q_BTHh.shape), lse_nBKGC
+    return _rows(out_nBKGCh, q_BTHh.shape), lse_nBKGC
 
 
 def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
-    q_BTHh, k_BTKh, v_BTKh, segments, out_BTHh, lse_nBKGC = kept
-    blocks, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, segments), k_BTKh.shape[2]
+    q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_nBKGC = kept
+    blocks, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, packing), k_BTKh.shape[2]
     n, scale = len(blocks.q), q_BTHh.shape[-1] ** -0.5
     dout = _by_head(_cut(dout_BTHh), K)
     products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
@@ -156,9 +140,9 @@ def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
     dk = (dk * scale).astype(k_BTKh.dtype)[:, :, :, None]
     dv = dv.astype(v_BTKh.dtype)[:, :, :, None]
     return (
-        _joined(dq, q_BTHh.shape),
-        _joined(dk, k_BTKh.shape),
-        _joined(dv, v_BTKh.shape),
+        _rows(dq, q_BTHh.shape),
+        _rows(dk, k_BTKh.shape),
+        _rows(dv, v_BTKh.shape),
         None,
     )
 
@@ -198,10 +182,10 @@ def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _cut(x_BTi: jax.Array, filling: int = 0) -> jax.Array:
     """Return blocks of positions, [n, B, C, …], the last one filled up."""
     B, T, *rest = x_BTi.shape
-    n = -(-T // BLOCK_TOKENS)
-    widths = [(0, 0), (0, n * BLOCK_TOKENS - T), *[(0, 0)] * len(rest)]
+    n = -(-T // LONG_ROW_BLOCK_TOKENS)
+    widths = [(0, 0), (0, n * LONG_ROW_BLOCK_TOKENS - T), *[(0, 0)] * len(rest)]
     x_BTi = jnp.pad(x_BTi, widths, constant_values=filling)
-    return jnp.moveaxis(x_BTi.reshape(B, n, BLOCK_TOKENS, *rest), 1, 0)
+    return jnp.moveaxis(x_BTi.reshape(B, n, LONG_ROW_BLOCK_TOKENS, *rest), 1, 0)
 
 
 def _by_head(x_nBCHi: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -211,7 +195,7 @@ def _by_head(x_nBCHi: jax.Array, num_kv_heads: int) -> jax.Array:
     return x_nBCKGi.transpose(0, 1, 3, 4, 2, 5)
 
 
-def _joined(x_nBKGCi: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _rows(x_nBKGCi: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return [B, T, H, i] of blocks."""
     B, T, H, i = shape
     x_BnCKGi = x_nBKGCi.transpose(1, 0, 4, 2, 3, 5)

@@ -37,11 +37,11 @@ from models.attention import (
 )
 from models.config import ModelConfig
 from models.kv_cache import Entries, KVCache
-from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
+from models.layout import LONG_ROW_TOKENS
 from models.params import Layer, Params, ParamSpec, param_specs
-from models.products import feed_forward, feed_forward_in_parts, linear
+from models.products import feed_forward, linear
 from models.rope import rope_turns, rotate
-from models.row_attention import Segments, attend_rows
+from models.row_attention import attend_rows
 from models.sharding import constrain
 
 Found = TypeVar("Found")
@@ -114,11 +114,7 @@ def block(
     out_BTD = linear(out_BTHh.reshape(B, T, -1), layer.output_DQ)
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
-    weights = layer.gate_FD, layer.up_FD, layer.down_DF
-    if T >= LONG_ROW_TOKENS and not config.d_ff % LONG_ROW_FEED_FORWARD_PARTS:
-        y = feed_forward_in_parts(y, *weights, LONG_ROW_FEED_FORWARD_PARTS)
-    else:
-        y = feed_forward(y, *weights)
+    y = feed_forward(y, layer.gate_FD, layer.up_FD, layer.down_DF)
     return constrain(x_BTD + y, "batch", None, None)
 
 
@@ -178,9 +174,11 @@ def _hidden_and_entries(
     remat: bool = False,
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array]]]:
     """Return the final hidden states, and every layer's (k_BTKh, v_BTKh, output_BTD)."""
-    T = tokens_BT.shape[1]
-    positions_BT = jnp.arange(T)[None] if packing is None else packing.positions_BT
-    rope, seen = rope_turns(config, positions_BT), _seen(packing, tokens_BT)
+    T, is_packed = tokens_BT.shape[1], packing is not None
+    packing = packing or _one_sequence(tokens_BT)
+    rope, seen = rope_turns(config, packing.positions_BT), packing
+    if T < LONG_ROW_TOKENS:
+        seen = packed_mask(packing) if is_packed else causal_mask(T)
 
     def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return _whole_layer(config, layer, x_BTD, rope, seen)
@@ -200,26 +198,23 @@ def _at_once(step: Callable[[Layer, jax.Array], Found]) -> Callable[[Layer, jax.
     A scheduler would leave those of the weights to the end, and so keep for all layers what
     `jax.checkpoint` computes again for them.
     """
-    return lambda layer, x_BTD: step(*_joined(layer, x_BTD))
+    return lambda layer, x_BTD: step(*_tied(layer, x_BTD))
 
 
 @jax.custom_vjp
-def _joined(layer: Layer, x_BTD: jax.Array) -> tuple[Layer, jax.Array]:
+def _tied(layer: Layer, x_BTD: jax.Array) -> tuple[Layer, jax.Array]:
     return layer, x_BTD
 
 
-_joined.defvjp(
+_tied.defvjp(
     lambda *inputs: (inputs, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
 )
 
 
-def _seen(packing: Packing | None, tokens_BT: jax.Array) -> jax.Array | Segments:
-    """Return what positions of rows may see: of long rows their segments, else a mask."""
-    if tokens_BT.shape[1] < LONG_ROW_TOKENS:
-        return causal_mask(tokens_BT.shape[1]) if packing is None else packed_mask(packing)
-    if packing is None:
-        return Segments(jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
-    return Segments(packing.prompt_BT, packing.branch_BT)
+def _one_sequence(tokens_BT: jax.Array) -> Packing:
+    """Return the packing of rows that are single sequences."""
+    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+    return Packing(positions_1T, jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
 
 
 def hidden_with_cache(
@@ -344,17 +339,17 @@ def _whole_layer(
     layer: Layer,
     x_BTD: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    seen: jax.Array | Segments,
+    seen: jax.Array | Packing,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Apply a layer to whole rows; return [B, T, D] and its (k_BTKh, v_BTKh).
 
-    `seen` is a mask, bool [B, T, T], or the rows' segments.
+    `seen` is a mask, bool [B, T, T], or how long rows are packed.
     """
     entries = []
 
     def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
         entries.append((k_BTKh, v_BTKh))
-        if isinstance(seen, Segments):
+        if isinstance(seen, Packing):
             return attend_rows(q_BTHh, k_BTKh, v_BTKh, seen)
         k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
         return attend_causally(q_BTHh, k_BKhT, v_BKTh, seen)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.products import feed_forward, feed_forward_in_parts, linear
+from models import products
+from models.products import feed_forward, linear
 
 
 @pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
@@ -42,7 +43,7 @@ def test_parts_of_features_add_up(parts):
     def loss(product, x, weights):
         return (product(x, *weights) ** 2).sum()
 
-    in_parts = lambda x, *weights: feed_forward_in_parts(x, *weights, parts)  # noqa: E731
+    in_parts = lambda x, *weights: products._feed_forward_in_parts(x, *weights, parts)  # noqa: E731
     want = jax.value_and_grad(loss, argnums=(1, 2))(feed_forward, x_RD, weights)
     got = jax.value_and_grad(loss, argnums=(1, 2))(in_parts, x_RD, weights)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import row_attention, transformer
+from models import products, row_attention, transformer
 from models.attention import Packing, packed_mask
 from models.config import ModelConfig
-from models.row_attention import Segments, attend_rows
+from models.row_attention import attend_rows
 
 B, H, K, h = 2, 4, 2, 8
 C = 16  # positions of a block, here
@@ -19,7 +19,11 @@ jitted = jax.jit(lambda *args: attend_rows(*args))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(row_attention, "BLOCK_TOKENS", C)
+    monkeypatch.setattr(row_attention, "LONG_ROW_BLOCK_TOKENS", C)
+
+
+def packing_of(prompt, branch):
+    return Packing(jnp.zeros_like(prompt), prompt, branch)
 
 
 def plain(q, k, v, prompt, branch):
@@ -86,7 +90,7 @@ def inputs(T, kind, seed=0, dtype=np.float32, scale=1.0):
 def test_outputs(T, kind, scale):
     for seed in range(3):
         q, k, v, prompt, branch = inputs(T, kind, seed, scale=scale)
-        got = jitted(q, k, v, Segments(prompt, branch))
+        got = jitted(q, k, v, packing_of(prompt, branch))
         want = plain(q, k, v, prompt, branch)
         np.testing.assert_allclose(got, want, atol=1e-5 * scale**2, rtol=1e-5)
 
@@ -100,7 +104,7 @@ def test_gradients(T, kind):
     def loss(attend, q, k, v):
         return (attend(q, k, v) * dout).sum()
 
-    blocks = lambda q, k, v: attend_rows(q, k, v, Segments(prompt, branch))  # noqa: E731
+    blocks = lambda q, k, v: attend_rows(q, k, v, packing_of(prompt, branch))  # noqa: E731
     whole = lambda q, k, v: dense(q, k, v, prompt, branch)  # noqa: E731
     got = jax.jit(jax.grad(lambda *x: loss(blocks, *x), argnums=(0, 1, 2)))(*qkv)
     want = jax.grad(lambda *x: loss(whole, *x), argnums=(0, 1, 2))(*qkv)
@@ -110,7 +114,7 @@ def test_gradients(T, kind):
 
 def test_bfloat16_is_as_near_as_its_rounding():
     q, k, v, prompt, branch = inputs(77, "packed", dtype=jnp.bfloat16)
-    got = jitted(q, k, v, Segments(prompt, branch))
+    got = jitted(q, k, v, packing_of(prompt, branch))
     assert got.dtype == jnp.bfloat16
     want = plain(q, k, v, prompt, branch)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2e-2, rtol=2e-2)
@@ -121,7 +125,7 @@ def test_what_is_computed_again_is_the_same():
     *qkv, prompt, branch = inputs(40, "packed")
 
     def loss(q, k, v):
-        return attend_rows(q, k, v, Segments(prompt, branch)).sum()
+        return attend_rows(q, k, v, packing_of(prompt, branch)).sum()
 
     for one, other in zip(
         jax.grad(loss, argnums=(0, 1, 2))(*qkv),
@@ -145,13 +149,13 @@ def test_pairs_of_blocks_that_see_nothing_are_skipped():
 
 def test_skipping_leaves_nothing_out(monkeypatch):
     given = inputs(77, "packed", seed=4)
-    segments = Segments(*given[3:])
-    usual = attend_rows(*given[:3], segments)
+    packing = packing_of(*given[3:])
+    usual = attend_rows(*given[:3], packing)
     monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.ones((len(p), len(p)), bool))
-    np.testing.assert_allclose(attend_rows(*given[:3], segments), usual, atol=1e-6)
+    np.testing.assert_allclose(attend_rows(*given[:3], packing), usual, atol=1e-6)
     # and a planted fault is found
     monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.eye(len(p), dtype=bool))
-    assert np.abs(np.asarray(attend_rows(*given[:3], segments) - usual)).max() > 1e-2
+    assert np.abs(np.asarray(attend_rows(*given[:3], packing) - usual)).max() > 1e-2
 
 
 def test_long_rows_of_a_whole_policy(monkeypatch):
@@ -166,6 +170,7 @@ def test_long_rows_of_a_whole_policy(monkeypatch):
 
     def both(least, remat, packing):
         monkeypatch.setattr(transformer, "LONG_ROW_TOKENS", least)
+        monkeypatch.setattr(products, "LONG_ROW_TOKENS", least)
 
         def loss(params):
             out = transformer.hidden(model, params, tokens, packing, remat=remat)
@@ -195,7 +200,7 @@ def largest_array(jaxpr, found=0):
 
 def test_no_array_grows_with_the_square_of_the_length():
     def loss(q, k, v, prompt, branch):
-        return attend_rows(q, k, v, Segments(prompt, branch)).sum()
+        return attend_rows(q, k, v, packing_of(prompt, branch)).sum()
 
     sizes = []
     for T in (128, 256, 512):
