@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from benchmarks import environment, workloads
 from benchmarks.specactor.prices import (
@@ -33,8 +33,10 @@ from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
+from spec.decoupled.states import StateReader
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, EnumeratingDraftModel
+from spec.drafter import Drafter, Source
 from spec.sampling import step_key
 
 POLICY, DRAFT_MODEL = workloads.BASE_POLICY, environment.ROOT / "policies" / "tiny_draft"
@@ -94,21 +96,12 @@ class Played:
         return sum(self.drafted_rounds) / max(self._requests_rounds, 1)
 
 
-def plan_of(window: int, each: float, step_s: float) -> OnePlan:
-    """Return the plan of a window, which waits for a step's blocks as long as they are late."""
-    late_s = step_s - verify_seconds(each, window + 1)
-    patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
-    return OnePlan(DraftPlan(window), patience_s)
+class Apart(NamedTuple):
+    """What drafts on a drafting worker for a verifying one, which may read states for it."""
 
-
-def with_drafting(
-    played: Played, workers: Sequence[PricedDrafting], drafters: Sequence[DecoupledDrafter]
-) -> Played:
-    """Return a rollout with what its drafting workers have done."""
-    busy = sum(worker.busy_s for worker in workers) / (played.seconds * len(workers))
-    stale = sum(drafter.received.stale for drafter in drafters)
-    drafted = [drafter.drafted for drafter in drafters]
-    return dataclasses.replace(played, drafting_busy=busy, stale=stale, drafted_rounds=drafted)
+    ahead: DraftingAhead
+    source: Source = Source.MODEL
+    states: StateReader | None = None
 
 
 class Bench:
@@ -145,37 +138,76 @@ class Bench:
         return kind(*given, **options, proposal="shared_noise")
 
     def coupled(self, requests: Sequence[Request], window: int) -> Played:
-        """Play workers that draft for themselves, each with its share of the requests."""
+        """Play workers with a draft model each; without one where the window is 0."""
+
+        def drafter_of(engine: PricedEngine) -> DraftModelDrafter | None:
+            return self.drafter(DraftModelDrafter, engine, window) if window else None
+
+        draft_s = lambda live: window * draft_seconds(live, DEVICES)  # noqa: E731
+        return self.alone(requests, window, drafter_of, draft_s)
+
+    def alone(
+        self,
+        requests: Sequence[Request],
+        window: int,
+        drafter_of: Callable[[PricedEngine], Drafter | None],
+        draft_s: Callable[[int], float],
+    ) -> Played:
+        """Play workers that draft for themselves, each with its share of the requests.
+
+        `draft_s` are the seconds of drafts for so many live requests.
+        """
         time = VirtualTime()
 
         def price(record: RoundRecord, drafted: int) -> float:
-            live = len(record.request_ids_A)
-            drafting_s = window * draft_seconds(live, DEVICES) if drafted else 0.0
+            drafting_s = draft_s(len(record.request_ids_A)) if drafted else 0.0
             return verify_price(record, drafted) + drafting_s
 
-        shares = [requests[i::WORKERS] for i in range(WORKERS)]
-        engines = [self.engine(bucket(len(share), 1), time, price) for share in shares if share]
-        kind = DraftModelDrafter
-        drafters = [self.drafter(kind, engine, window) if window else None for engine in engines]
-        return self.play(time, engines, shares, drafters, window)
+        shares = _shares(requests, WORKERS)
+        engines = [self.engine(bucket(len(share), 1), time, price) for share in shares]
+        return self._play(time, engines, shares, [drafter_of(e) for e in engines], window)
 
     def ahead_of(self, requests: Sequence[Request], window: int, way: str) -> Played:
-        """Play verifying workers that one drafting worker drafts for: some devices for each."""
-        time, verifying = VirtualTime(), WORKERS - 1
-        shares = [requests[i::verifying] for i in range(verifying)]
-        engines = [
-            self.engine(bucket(len(share), 1), time, verify_price) for share in shares if share
-        ]
-        price, workers = step_price(way, DEVICES / len(engines)), []
-        for share in shares[: len(engines)]:
-            home = self.drafting_engine(len(share), window, time)
-            workers.append(PricedDrafting(self.ahead(way, home, window), price, time))
+        """Play verifying workers that a draft model on one worker drafts for."""
+        step_s = step_price(way, DEVICES / min(len(requests), WORKERS - 1))
+
+        def made(engine: PricedEngine, home: PricedEngine) -> Apart:
+            return Apart(self.ahead(way, home, window))
+
+        return self.apart(requests, window, made, step_s, window)
+
+    def apart(
+        self,
+        requests: Sequence[Request],
+        window: int,
+        made: Callable[[PricedEngine, PricedEngine], Apart],
+        step_s: Callable[[int, int], float],
+        depth: int,
+    ) -> Played:
+        """Play verifying workers that one drafting worker drafts for: some devices for each.
+
+        `made` gets a verifying worker's engine and the one that drafts for it; `step_s` are the
+        seconds of a step for so many requests, so deep: at most `depth`, while a round waits for
+        blocks as long as these are expected to be late.
+        """
+        time, shares = VirtualTime(), _shares(requests, WORKERS - 1)
+        engines = [self.engine(bucket(len(share), 1), time, verify_price) for share in shares]
         each = len(requests) / len(engines)
-        plans = plan_of(window, each, price(math.ceil(each), window))
-        links = [PricedLink(worker) for worker in workers]
-        drafters = [DecoupledDrafter([link], plans, self.sampling) for link in links]
-        played = self.play(time, engines, shares, drafters, window)
-        return with_drafting(played, workers, drafters)
+        late_s = step_s(math.ceil(each), depth) - verify_seconds(each, window + 1)
+        patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
+        plans, workers, drafters = OnePlan(DraftPlan(window), patience_s), [], []
+        for engine, share in zip(engines, shares, strict=True):
+            found = made(engine, self.drafting_engine(len(share), window, time))
+            workers.append(PricedDrafting(found.ahead, step_s, time))
+            links = [PricedLink(workers[-1], found.source)]
+            drafters.append(DecoupledDrafter(links, plans, self.sampling, found.states))
+        played = self._play(time, engines, shares, drafters, window)
+        return dataclasses.replace(
+            played,
+            drafting_busy=sum(w.busy_s for w in workers) / (played.seconds * len(workers)),
+            stale=sum(drafter.received.stale for drafter in drafters),
+            drafted_rounds=[drafter.drafted for drafter in drafters],
+        )
 
     def drafting_engine(self, num_requests: int, window: int, time: VirtualTime) -> PricedEngine:
         home = self.engine(bucket(num_requests, 1), time, verify_price)
@@ -189,7 +221,7 @@ class Bench:
         drafter = self.drafter(EnumeratingDraftModel, home, window)
         return Enumerating(drafter, *size, most_window=window, fan_out=FAN_OUT)
 
-    def play(
+    def _play(
         self,
         time: VirtualTime,
         engines: Sequence[PricedEngine],
@@ -207,3 +239,8 @@ class Bench:
 
         jobs = [lambda i=i: job(i) for i in range(len(engines))]
         return Played(done, time.run(jobs), [e.stats for e in engines])
+
+
+def _shares(requests: Sequence[Request], count: int) -> list[Sequence[Request]]:
+    """Return the requests of each of so many workers, of those that have some."""
+    return [share for i in range(count) if (share := requests[i::count])]

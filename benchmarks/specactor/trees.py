@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import statistics
 import sys
 import time
@@ -25,33 +24,16 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.specactor.__main__ import PACKAGES, differing
-from benchmarks.specactor.prices import (
-    DEVICES,
-    WORKERS,
-    eagle_seconds,
-    verify_price,
-    verify_seconds,
-)
-from benchmarks.specactor.rollouts import (
-    Bench,
-    Models,
-    Played,
-    load_models,
-    plan_of,
-    requests_of,
-    with_drafting,
-)
-from benchmarks.specactor.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
+from benchmarks.specactor.prices import DEVICES, WORKERS, eagle_seconds, verify_seconds
+from benchmarks.specactor.rollouts import Apart, Bench, Played, load_models, requests_of
+from benchmarks.specactor.virtual_time import PricedEngine, VirtualTime
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from rl.drafting.ahead_maker import AheadMaker, LearnedAhead, OwnAhead, RolloutNoise
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import RoundRecord
+from rl.drafting.ahead_maker import AheadMaker, DraftedRollout, LearnedAhead, OwnAhead
+from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.packing import Response
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from spec.buckets import bucket
-from spec.decoupled.drafter import DecoupledDrafter
 from spec.decoupled.messages import Block
 from spec.decoupled.received import ReceivedBlocks
 from spec.drafter import Drafter, LiveSlots, Source
@@ -78,11 +60,11 @@ def trained(bench: Bench, prompts: int, samples: int, steps: int) -> tuple[Learn
         for i, r in enumerate(requests)
         for j in range(samples)
     ]
-    engine = bench.engine(64, VirtualTime(), lambda record, drafted: 0.0)
+    virtual = VirtualTime()
+    engine = bench.engine(64, virtual, lambda record, drafted: 0.0)
     spec = RolloutSpec(params, bench.sampling, bench.key, policy.eos_token_ids)
     done = list[Trajectory]()
-    jobs = [lambda: done.extend(engine.run(spec, asked))]
-    engine._time.run(jobs)
+    virtual.run([lambda: done.extend(engine.run(spec, asked))])
     responses = [
         Response(str(t.request_id), t.group_id, t.prompt_ids, t.response_ids) for t in done
     ]
@@ -109,82 +91,73 @@ class Way:
     of a drafting worker's devices for it.
     """
 
+    bench: Bench
     maker: Callable[[int], AheadMaker]
-    coupled: Callable[[PricedEngine, RolloutSpec, int], Drafter]
+    coupled: Callable[[DrafterContext, int], Drafter]
     coupled_s: Callable[[float, int], float]
     step_s: Callable[[int, int], float]
 
+    def play_coupled(self, requests: Sequence[Request], window: int) -> Played:
+        """Play workers that draft for themselves."""
 
-def ways(learned: LearnedDrafter) -> dict[str, Way]:
+        def drafter_of(engine: PricedEngine) -> Drafter:
+            return self.coupled(self._context(engine), window)
+
+        draft_s = lambda live: self.coupled_s(live, window)  # noqa: E731
+        return self.bench.alone(requests, window, drafter_of, draft_s)
+
+    def play_trees(self, requests: Sequence[Request], window: int) -> Played:
+        """Play verifying workers that one drafting worker drafts for."""
+        maker, bench = self.maker(window), self.bench
+
+        def made(engine: PricedEngine, home: PricedEngine) -> Apart:
+            context = self._context(engine)
+            rollout = DraftedRollout(bench.key, bench.sampling, maker.shared(context))
+            return Apart(maker.ahead(home, rollout), maker.source, maker.states(context))
+
+        return bench.apart(requests, window, made, self.step_s, 2 * window + 1)
+
+    def _context(self, engine: PricedEngine) -> DrafterContext:
+        bench = self.bench
+        return engine.drafter_context(RolloutSpec(bench.models.params, bench.sampling, bench.key))
+
+
+def ways(bench: Bench, learned: LearnedDrafter) -> dict[str, Way]:
     """Return the ways to draft, by their sources."""
 
-    def coupled(engine: PricedEngine, spec: RolloutSpec, window: int) -> Drafter:
-        drafter = learned.drafter_for(engine.drafter_context(spec))
+    def coupled(context: DrafterContext, window: int) -> Drafter:
+        drafter = learned.drafter_for(context)
         drafter.depth = window
         return drafter
 
-    devices = DEVICES / (WORKERS - 1)
-    top_k = TREE.top_k
+    devices, top_k = DEVICES / (WORKERS - 1), TREE.top_k
     return {
         "learned": Way(
+            bench,
             maker=lambda window: LearnedAhead(learned, window),
             coupled=coupled,
             coupled_s=lambda live, depth: depth * eagle_seconds(live, DEVICES, top_k),
             step_s=lambda n, depth: depth * eagle_seconds(max(n / devices, 1.0), 1, top_k),
         ),
         "own": Way(
+            bench,
             maker=lambda window: OwnAhead(),
-            coupled=lambda engine, spec, window: NgramDrafter(),
+            coupled=lambda context, window: NgramDrafter(),
             coupled_s=lambda live, depth: 0.0,
             step_s=lambda n, depth: OWN_STEP_S,
         ),
     }
 
 
-def play_coupled(bench: Bench, way: Way, requests: Sequence[Request], window: int) -> Played:
-    """Play workers that draft for themselves."""
-    time = VirtualTime()
-
-    def price(record: RoundRecord, drafted: int) -> float:
-        live = len(record.request_ids_A)
-        drafting_s = way.coupled_s(live, window) if drafted else 0.0
-        return verify_price(record, drafted) + drafting_s
-
-    shares = [share for i in range(WORKERS) if (share := requests[i::WORKERS])]
-    engines = [bench.engine(bucket(len(share), 1), time, price) for share in shares]
-    spec = RolloutSpec(bench.models.params, bench.sampling, bench.key)
-    drafters = [way.coupled(engine, spec, window) for engine in engines]
-    return bench.play(time, engines, shares, drafters, window)
-
-
-def play_apart(bench: Bench, way: Way, requests: Sequence[Request], window: int) -> Played:
-    """Play verifying workers that one drafting worker drafts for."""
-    time, verifying = VirtualTime(), WORKERS - 1
-    shares = [share for i in range(verifying) if (share := requests[i::verifying])]
-    engines = [bench.engine(bucket(len(share), 1), time, verify_price) for share in shares]
-    maker, each = way.maker(window), len(requests) / len(engines)
-    plans = plan_of(window, each, way.step_s(math.ceil(each), 2 * window + 1))
-    spec = RolloutSpec(bench.models.params, bench.sampling, bench.key)
-    workers, drafters = [], []
-    for engine, share in zip(engines, shares, strict=True):
-        context = engine.drafter_context(spec)
-        noise = RolloutNoise(bench.key, bench.sampling, maker.shared(context))
-        ahead = maker.ahead(bench.drafting_engine(len(share), window, time), noise)
-        workers.append(PricedDrafting(ahead, way.step_s, time))
-        links = [PricedLink(workers[-1], maker.source)]
-        drafters.append(DecoupledDrafter(links, plans, bench.sampling, maker.states(context)))
-    played = bench.play(time, engines, shares, drafters, window)
-    return with_drafting(played, workers, drafters)
-
-
-def compared(bench: Bench, way: Way, batch: int) -> dict[str, Any]:
+def compared(way: Way, batch: int) -> dict[str, Any]:
     """Return the figures of a batch, each way at the best of its windows."""
+    bench = way.bench
     requests = requests_of((WORKERS - 1) * batch, bench.sampling.max_new_tokens)
     plain = bench.coupled(requests, 0)
     figures: dict[str, Any] = {}
-    for name, play in (("coupled", play_coupled), ("trees", play_apart)):
+    for name, play in (("coupled", way.play_coupled), ("trees", way.play_trees)):
         for window in WINDOWS:
-            played = play(bench, way, requests, window)
+            played = play(requests, window)
             figures[f"{name}, window {window}"] = {
                 "projected_s": round(played.seconds, 4),
                 "accepted": round(played.p, 3),
@@ -217,7 +190,7 @@ def choice_seconds(batch: int, nodes: int = 64, window: int = 4) -> float:
     received, taken = ReceivedBlocks(), []
     window_A, most_A = np.full(batch, window), np.full(batch, 16, np.int32)
     for n in range(REPEATS + 1):
-        # behind the text of two tokens ago, which the block has
+        # behind all but the last token, which the block has
         blocks = []
         for r in range(batch):
             tokens_N = rng.integers(0, 100, nodes).astype(np.int32)
@@ -251,13 +224,13 @@ def main() -> int:
     parser.add_argument("--drafter_steps", type=int, default=600)
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
-    models: Models = load_models()
+    models = load_models()
     layers = eagle.config_for(models.policy).feature_layers
     bench = Bench(models, arguments.max_new_tokens, arguments.draw, layers)
     learned, training = trained(bench, 64, 8, arguments.drafter_steps)
     found = {
-        source: [compared(bench, way, batch) for batch in arguments.batches]
-        for source, way in ways(learned).items()
+        source: [compared(way, batch) for batch in arguments.batches]
+        for source, way in ways(bench, learned).items()
     }
     result = environment.record("benchmarks.specactor.trees", PACKAGES) | {
         "verifier": "Llama-3.1-70B on 8 H100",
