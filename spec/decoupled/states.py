@@ -59,8 +59,9 @@ class StateReader:
         row_T = np.repeat(live.rows_A[places], count_A)
         nth_T = np.arange(count_A.sum()) - np.repeat(np.cumsum(count_A) - count_A, count_A)
         position_T = np.repeat(start_A, count_A) + nth_T
+        features = self._features() if len(row_T) else None
         passes = [
-            self._read(row_T[at : at + PASS_TOKENS], position_T[at : at + PASS_TOKENS])
+            self._read(features, row_T[at : at + PASS_TOKENS], position_T[at : at + PASS_TOKENS])
             for at in range(0, len(row_T), PASS_TOKENS)
         ]
         found, at = [], 0
@@ -69,10 +70,12 @@ class StateReader:
             at += count
         return found
 
-    def _read(self, row_T: np.ndarray, position_T: np.ndarray) -> jax.Array:
+    def _read(
+        self, features: jax.Array | None, row_T: np.ndarray, position_T: np.ndarray
+    ) -> jax.Array:
         place_2T = np.zeros((2, PASS_TOKENS), np.int32)
         place_2T[:, : len(row_T)] = row_T, position_T
-        return read_states(self._features(), self._runner.argument(place_2T))
+        return read_states(features, self._runner.argument(place_2T))
 
 
 def _parts(passes: Sequence[jax.Array], at: int, first: int, count: int) -> Iterator[States]:
