@@ -16,6 +16,7 @@ from rl.speculation.device_drafters import DeviceDrafters
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
+from spec.budget.config import OWN
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning, LearnedTrees, Trees
 from spec.decoupled.messages import Commit, DraftPlan
@@ -30,7 +31,7 @@ REPEATS = 3  # of what is timed
 LEAST_SECONDS = 1e-7
 
 
-class RolloutNoise(NamedTuple):
+class DraftedRollout(NamedTuple):
     """A rollout as drafting workers know it: the key of its noise, and its sampling.
 
     `shared` are the parts of its policy that a learned drafter uses.
@@ -58,18 +59,18 @@ class AheadMaker(Protocol):
         """Yield what that runs on a verifying worker with caches of these slots and positions."""
         yield from ()
 
-    def ahead(self, engine: Engine, rollout: RolloutNoise) -> DraftingAhead:
+    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
         """Return what drafts for one rollout on a drafting worker."""
         ...
 
-    def programs(self, engine: Engine, rollout: RolloutNoise) -> list[Program]:
+    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
         """Return what a drafting worker runs on its engine."""
         ...
 
 
 def make_ahead(config: DraftingConfig, drafters: DeviceDrafters, most_window: int) -> AheadMaker:
     """Return the maker for `config.drafter`; no window has more than `most_window` draft tokens."""
-    if config.drafter == "own":
+    if config.drafter == OWN:
         return OwnAhead()
     drafter = drafters[config.drafter]
     if isinstance(drafter, LearnedDrafter):
@@ -87,14 +88,14 @@ class ModelAhead(AheadMaker):
     most_window: int
     source: ClassVar[Source] = Source.MODEL
 
-    def ahead(self, engine: Engine, rollout: RolloutNoise) -> DraftingAhead:
+    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
         drafter = self._drafter(engine, rollout)
         if isinstance(drafter, EnumeratingDraftModel):
             window, fan_out = self.most_window, self.config.fan_out
             return Enumerating(drafter, *_size(engine), most_window=window, fan_out=fan_out)
         return FreeRunning(drafter, *_size(engine))
 
-    def programs(self, engine: Engine, rollout: RolloutNoise) -> list[Program]:
+    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
         rows, found = engine.config.slots, list[Program]()
         with engine.mesh_context():
             for S in engine.position_sizes(rows):
@@ -105,7 +106,7 @@ class ModelAhead(AheadMaker):
                     found += drafter.programs(rows, S)
         return found
 
-    def _drafter(self, engine: Engine, rollout: RolloutNoise) -> AheadDraftModel:
+    def _drafter(self, engine: Engine, rollout: DraftedRollout) -> AheadDraftModel:
         spec = RolloutSpec((), rollout.sampling, rollout.key)  # type: ignore[arg-type]
         kind = EnumeratingDraftModel if self.config.ahead == "enumeration" else AheadDraftModel
         context = engine.drafter_context(spec)  # it reads no weights of the policy
@@ -130,12 +131,12 @@ class LearnedAhead(AheadMaker):
         for size in sizes:
             yield from reading_programs(engine, self.learned.config.hidden_width, *size)
 
-    def ahead(self, engine: Engine, rollout: RolloutNoise) -> DraftingAhead:
+    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
         states, size = self._states(engine), _size(engine)
         drafter = self._drafter(engine, rollout, states)
         return LearnedTrees(drafter, states, *size, most_nodes=_tree_nodes(engine))
 
-    def programs(self, engine: Engine, rollout: RolloutNoise) -> list[Program]:
+    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
         rows, states = engine.config.slots, self._states(engine)
         with engine.mesh_context():
             found = [*states.programs()]
@@ -147,7 +148,7 @@ class LearnedAhead(AheadMaker):
     def _states(self, engine: Engine) -> StateRows:
         return StateRows(engine, engine.config.slots, self.learned.config.hidden_width)
 
-    def _drafter(self, engine: Engine, rollout: RolloutNoise, states: StateRows) -> EagleDrafter:
+    def _drafter(self, engine: Engine, rollout: DraftedRollout, states: StateRows) -> EagleDrafter:
         shared = jax.tree.map(engine.put, rollout.shared)
         given = engine, shared, rollout.sampling, rollout.key, states.array
         depth = 2 * self.most_window + 1  # a window and a token are being verified
@@ -160,17 +161,17 @@ class OwnAhead(AheadMaker):
 
     source: ClassVar[Source] = Source.OWN
 
-    def ahead(self, engine: Engine, rollout: RolloutNoise) -> DraftingAhead:
+    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
         return Trees(NgramDrafter(), *_size(engine), most_nodes=_tree_nodes(engine))
 
-    def programs(self, engine: Engine, rollout: RolloutNoise) -> list[Program]:
+    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
         return []
 
 
 def draft_seconds(
     maker: AheadMaker,
     engine: Engine,
-    rollout: RolloutNoise,
+    rollout: DraftedRollout,
     most_window: int,
     clock: Callable[[], float],
 ) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rl.drafting.ahead_maker import (
     AheadMaker,
-    RolloutNoise,
+    DraftedRollout,
     draft_seconds,
     drafting_engines,
     make_ahead,
@@ -96,7 +96,7 @@ class DraftingWorkers:
         """Return the drafter of one verifying worker for one rollout."""
         look, maker = self._threads.look, self.maker
         # and not all of the weights: words are kept for a while
-        noise = RolloutNoise(context.spec.key, context.spec.sampling, maker.shared(context))
+        noise = DraftedRollout(context.spec.key, context.spec.sampling, maker.shared(context))
         key = np.asarray(jax.random.key_data(noise.key)).tobytes()
         rollout: Hashable = key, noise.sampling
 
@@ -109,12 +109,12 @@ class DraftingWorkers:
         plans, states = self.planner.plans(), maker.states(context)
         return DecoupledDrafter(links, plans, noise.sampling, states)
 
-    def programs(self, rollout: RolloutNoise) -> Iterator[tuple[Engine, list[Program]]]:
+    def programs(self, rollout: DraftedRollout) -> Iterator[tuple[Engine, list[Program]]]:
         """Yield what drafting workers run, with the engine that it is for."""
         for engine in self._engines:
             yield engine, self.maker.programs(engine, rollout)
 
-    def draft_seconds(self, rollout: RolloutNoise) -> float:
+    def draft_seconds(self, rollout: DraftedRollout) -> float:
         """Measure the seconds of a draft token for all requests of a drafting worker; 0 without."""
         if not self._engines:
             return 0.0

@@ -10,10 +10,8 @@ from rl.cluster import config as cluster_config
 from rl.cluster.config import AUTO
 from rl.data.specs import parse_spec
 from rl.loop.eval_sets import split_names
-from spec.budget.config import MODEL
+from spec.budget.config import MODEL, OWN
 from spec.config import SamplingConfig
-
-OWN = "own"  # the source of n-grams
 
 if TYPE_CHECKING:
     from rl.loop.experiment import TrainConfig
@@ -174,7 +172,7 @@ def _check_helpers(config: TrainConfig) -> None:
             'Sched.mode="pipeline" go on to the next step: set mode = "sync" or "ahead", or '
             "requests_per_helper = 0"
         )
-    sources = {"own", *config.speculation.sources}
+    sources = {OWN, *config.speculation.sources}
     if other := [method for method in settings.methods if method not in sources]:
         raise ValueError(
             f"expected Drafting.methods of {', '.join(sorted(sources))}, which "

@@ -16,7 +16,7 @@ import jax
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
-from rl.drafting.ahead_maker import RolloutNoise
+from rl.drafting.ahead_maker import DraftedRollout
 from rl.drafting.plans import MeasuredSeconds
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
@@ -38,7 +38,6 @@ from spec.budget.bandit_budget import node_counts
 from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
 from spec.config import SamplingConfig
-from spec.drafter import Program as DrafterProgram
 from spec.sampling import step_key
 
 
@@ -225,28 +224,32 @@ def warm_up_drafting(
         drafting.take(engine.engines, count)
         speculation.apart = {source: drafting}
         speculation.times = times = times.without_drafts(source)
-    if not drafting.workers:
-        model_s = drafting.model_seconds()
-        planner.seconds = dataclasses.replace(seconds, times=times, model_s=model_s)
-        return
-    for one in engine.engines:
-        buckets = compile_buckets.round_buckets(one, sampling, reach)
-        sizes = sorted({(B, S) for B, _, S in buckets})
-        _prepare(one, list(drafting.maker.reading(one, sizes)), told)
-    spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
-    shared = drafting.maker.shared(one.drafter_context(spec))
-    rollout = RolloutNoise(spec.key, sampling, shared)
-    for runner, programs in drafting.programs(rollout):
-        _prepare(runner, programs, told)
-    draft_s, model_s = drafting.draft_seconds(rollout), drafting.model_seconds()
+    draft_s = 0.0
+    if drafting.workers:
+        draft_s = _prepare_drafting(sampling, engine, weights, drafting, reach, told)
+    model_s = drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
 
 
-def _prepare(runner: Engine, programs: Sequence[DrafterProgram], told: OnCompiled) -> None:
-    """Compile these and run each once."""
-    found = [compile_buckets.Program(*program) for program in programs]
-    compile_buckets.compile_programs(runner, found, told)
-    compile_buckets.run_once(runner, found)
+def _prepare_drafting(
+    sampling: SamplingConfig,
+    engine: MultiEngine,
+    weights: Params,
+    drafting: DraftingWorkers,
+    reach: compile_buckets.Reach,
+    told: OnCompiled,
+) -> float:
+    """Compile what both kinds of workers run for drafts; return a draft token's seconds."""
+    for one in engine.engines:
+        buckets = compile_buckets.round_buckets(one, sampling, reach)
+        sizes = sorted({(B, S) for B, _, S in buckets})
+        compile_buckets.prepare(one, drafting.maker.reading(one, sizes), told)
+    spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
+    shared = drafting.maker.shared(one.drafter_context(spec))
+    rollout = DraftedRollout(spec.key, sampling, shared)
+    for runner, programs in drafting.programs(rollout):
+        compile_buckets.prepare(runner, programs, told)
+    return drafting.draft_seconds(rollout)
 
 
 def warm_up_evaluation(

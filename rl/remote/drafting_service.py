@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from rl.cluster.join import DRAFT_MODEL
-from rl.drafting.ahead_maker import ModelAhead, RolloutNoise, draft_seconds, drafting_engines
+from rl.drafting.ahead_maker import DraftedRollout, ModelAhead, draft_seconds, drafting_engines
 from rl.drafting.threads import DraftingThreads
 from rl.drafting.worker import WorkerLink
 from rl.engine.engine import Engine
@@ -173,12 +173,9 @@ class _Drafting:
 
     def prepare(self) -> Prepared:
         """Compile and run once what drafts, and time it."""
-        rollout = RolloutNoise(step_key(0, 0), self._asked.sampling)
+        rollout = DraftedRollout(step_key(0, 0), self._asked.sampling)
         for engine in self._engines:
-            programs = self._maker.programs(engine, rollout)
-            found = [compile_buckets.Program(*program) for program in programs]
-            compile_buckets.compile_programs(engine, found)
-            compile_buckets.run_once(engine, found)
+            compile_buckets.prepare(engine, self._maker.programs(engine, rollout))
         given = self._engines[0], rollout, self._asked.most_window, self._clock
         draft_s = draft_seconds(self._maker, *given)
         return Prepared(True, draft_s)
@@ -210,7 +207,7 @@ class _Drafting:
 
         def make(engine: Engine) -> DraftingAhead:
             noise = jax.random.wrap_key_data(key, impl=KEY_IMPL)
-            return self._maker.ahead(engine, RolloutNoise(noise, sampling))
+            return self._maker.ahead(engine, DraftedRollout(noise, sampling))
 
         look, workers = self.threads.look, self.threads.workers
         return [WorkerLink(worker, rollout, make, look) for worker in workers]

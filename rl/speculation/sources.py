@@ -30,7 +30,7 @@ from spec.budget.bandit import BegMab
 from spec.budget.bandit_budget import BanditBudget, make_bandit
 from spec.budget.budget import Budget
 from spec.budget.by_name import make_budget
-from spec.budget.config import BANDIT, LEARNED, MODEL, TunerConfig
+from spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Drafter
@@ -178,7 +178,7 @@ class Speculation:
                 return LastResponseDrafter(last)
             if source == "group":
                 return GroupDrafter(update_tokens=self.config.group_update_tokens, server=server)
-            if source == "own":
+            if source == OWN:
                 return NgramDrafter()
             return self.drafters[source].drafter_for(context)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from spec.budget.budget import DraftDecision
 from spec.budget.device_gate import DeviceDrafter
 from spec.config import SamplingConfig
 from spec.draft_cache.rounds import Asked, draft_rounds
+from spec.drafter import Program as DrafterProgram
 from spec.drafter import no_drafts
 from spec.nodes import pack
 from spec.sampling import step_key
@@ -111,6 +112,15 @@ def run_once(engine: Engine, programs: Sequence[Program]) -> None:
         for program in programs:
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))
+
+
+def prepare(
+    engine: Engine, programs: Iterable[DrafterProgram], told: OnCompiled = unwatched
+) -> None:
+    """Compile what drafters run on an engine, and run each once."""
+    found = [Program(*program) for program in programs]
+    compile_programs(engine, found, told)
+    run_once(engine, found)
 
 
 def _size(program: Program) -> int:

@@ -7,7 +7,7 @@ import itertools
 
 POLICIES = "off, fixed:K, aimd, goodput, bandit"
 BANDIT = "bandit"
-LEARNED, MODEL = "learned", "model"  # their names among the drafters
+LEARNED, MODEL, OWN = "learned", "model", "own"  # their names among the drafters; n-grams
 
 
 @dataclasses.dataclass(frozen=True)

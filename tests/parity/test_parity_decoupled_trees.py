@@ -7,7 +7,7 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, differences
 from stepped_links import DeafLink, ReplacedLink, Shuffles, SteppedLink, TroubledLink, wrong_tokens
 from test_parity_learned import learned
 
-from rl.drafting.ahead_maker import LearnedAhead, OwnAhead, RolloutNoise
+from rl.drafting.ahead_maker import DraftedRollout, LearnedAhead, OwnAhead
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
@@ -46,7 +46,7 @@ class Eagle:
         self.maker, self.drafting = LearnedAhead(self.learned, WINDOW), drafting
         spec = RolloutSpec(params, SAMPLINGS[name], STEP_KEY)
         self.context = verifying.drafter_context(spec)
-        self.rollout = RolloutNoise(STEP_KEY, SAMPLINGS[name], self.maker.shared(self.context))
+        self.rollout = DraftedRollout(STEP_KEY, SAMPLINGS[name], self.maker.shared(self.context))
 
     def ahead(self):
         return self.maker.ahead(self.drafting, self.rollout)
@@ -168,7 +168,7 @@ def test_weights_are_the_newest(golden, rollout, keeping, drafting, params):
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_ngrams(golden, rollout, engine, drafting, delay):
-    ahead = OwnAhead().ahead(drafting, RolloutNoise(STEP_KEY, SAMPLINGS["cool"]))
+    ahead = OwnAhead().ahead(drafting, DraftedRollout(STEP_KEY, SAMPLINGS["cool"]))
     link = SteppedLink(ahead, delay=delay, source=Source.OWN)
     drafter = DecoupledDrafter([link], OnePlan(DraftPlan(4)), SAMPLINGS["cool"])
     assert not differences(golden("cool"), rollout("cool", drafter=drafter))
