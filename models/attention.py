@@ -11,6 +11,7 @@ C tokens of each, X = T·C.
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -127,12 +128,27 @@ class Chunks:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Softmax:
-    """A softmax over some of the keys: Σ exp(score − top) · v, top, and Σ exp(score − top)."""
+class PartialSoftmax:
+    """A softmax over some of the keys: Σ exp(score − top) · v, top, and Σ exp(score − top).
+
+    Float32 [B, W, H, h] and twice [B, W, H, 1]. Over no key at all the top is `NEGATIVE`.
+    """
 
     out: jax.Array
     top: jax.Array
     total: jax.Array
+
+
+class CachedLayer(Protocol):
+    """A layer's keys and values of all slots, however they are laid out in memory."""
+
+    def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
+        """Attend from W nodes of each slot to its first `length` positions."""
+        ...
+
+    def of_slots(self, slot_T: jax.Array) -> CachedLayer:
+        """Return the layer as T rows, each those of a slot."""
+        ...
 
 
 def attend(
@@ -142,7 +158,7 @@ def attend(
 
     The sum of the softmax divides the product, not its S weights: a pass less over them.
     """
-    found = _partial_attention(q_BTHh, k_BKhS, v_BKSh, mask_BTS)
+    found = partial_attention(q_BTHh, k_BKhS, v_BKSh, mask_BTS)
     return (found.out / found.total).astype(v_BKSh.dtype)
 
 
@@ -152,7 +168,7 @@ def attend_both(
     other: tuple[jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
     """Compute `attend` over the keys of two caches, each (keys, values, mask); [B, T, H, h]."""
-    found = _joined(_partial_attention(q_BTHh, *one), _partial_attention(q_BTHh, *other))
+    found = _joined(partial_attention(q_BTHh, *one), partial_attention(q_BTHh, *other))
     return found.astype(one[1].dtype)
 
 
@@ -160,8 +176,7 @@ def attend_nodes(
     q_MHh: jax.Array,
     k_MKh: jax.Array,
     v_MKh: jax.Array,
-    keys_BKhS: jax.Array,
-    values_BKSh: jax.Array,
+    cached: CachedLayer,
     length_B: jax.Array,
     trees: Trees | None,
 ) -> jax.Array:
@@ -176,18 +191,18 @@ def attend_nodes(
     Source: docs/architecture.md, "The round".
     """
     if trees is None:
-        cached = _of_prefix(q_MHh[:, None], keys_BKhS, values_BKSh, length_B)
+        of_prefix = cached.of_prefix(q_MHh[:, None], length_B)
         own = _of_itself(q_MHh[:, None], k_MKh[:, None], v_MKh[:, None])
-        return _joined(cached, own)[:, 0].astype(v_MKh.dtype)
+        return _joined(of_prefix, own)[:, 0].astype(v_MKh.dtype)
     W = trees.path_BWW.shape[1]
     node_BW = trees.first_B[:, None] + jnp.arange(W)
     q_BWHh, k_BWKh, v_BWKh = (
         jnp.take(x, node_BW, axis=0, mode="clip") for x in (q_MHh, k_MKh, v_MKh)
     )
-    cached = _of_prefix(q_BWHh, keys_BKhS, values_BKSh, length_B)
+    of_prefix = cached.of_prefix(q_BWHh, length_B)
     k_BKhW, v_BKWh = k_BWKh.transpose(0, 2, 3, 1), v_BWKh.transpose(0, 2, 1, 3)
-    own = _partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW)
-    out_XHh = _joined(cached, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
+    own = partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW)
+    out_XHh = _joined(of_prefix, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
     return jnp.take(out_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
 
 
@@ -195,26 +210,22 @@ def attend_chunks(
     q_TCHh: jax.Array,
     k_TCKh: jax.Array,
     v_TCKh: jax.Array,
-    keys_BKhS: jax.Array,
-    values_BKSh: jax.Array,
+    cached: CachedLayer,
     chunks: Chunks,
 ) -> jax.Array:
     """Attention of chunks: to what the cache holds of their row, and to the row's tokens so far.
 
     The two softmaxes are joined as in `attend_nodes`.
     """
-    keys_TKhS, values_TKSh = (
-        jnp.take(rows, jnp.maximum(chunks.slot_T, 0), axis=0) for rows in (keys_BKhS, values_BKSh)
-    )
-    cached = _of_prefix(q_TCHh, keys_TKhS, values_TKSh, chunks.prefix_T)
+    of_prefix = cached.of_slots(jnp.maximum(chunks.slot_T, 0)).of_prefix(q_TCHh, chunks.prefix_T)
     q_1XHh, k_1XKh, v_1XKh = (x.reshape(1, -1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
     k_1KhX, v_1KXh = k_1XKh.transpose(0, 2, 3, 1), v_1XKh.transpose(0, 2, 1, 3)
-    own = _partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])
+    own = partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])
     own = jax.tree.map(lambda x: x.reshape(*q_TCHh.shape[:3], -1), own)
-    return _joined(cached, own).astype(v_TCKh.dtype)
+    return _joined(of_prefix, own).astype(v_TCKh.dtype)
 
 
-def _joined(one: _Softmax, other: _Softmax) -> jax.Array:
+def _joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
     """The softmax over the keys of both."""
     top = jnp.maximum(one.top, other.top)
     of_one, of_other = jnp.exp(one.top - top), jnp.exp(other.top - top)
@@ -222,15 +233,7 @@ def _joined(one: _Softmax, other: _Softmax) -> jax.Array:
     return (one.out * of_one + other.out * of_other) / total
 
 
-def _of_prefix(
-    q_BWHh: jax.Array, keys_BKhS: jax.Array, values_BKSh: jax.Array, length_B: jax.Array
-) -> _Softmax:
-    committed_BS = jnp.arange(keys_BKhS.shape[-1]) < length_B[:, None]
-    mask_BWS = jnp.broadcast_to(committed_BS[:, None], (*q_BWHh.shape[:2], committed_BS.shape[1]))
-    return _partial_attention(q_BWHh, keys_BKhS, values_BKSh, mask_BWS)
-
-
-def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> _Softmax:
+def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> PartialSoftmax:
     """The softmax over a node's own key alone: its weight is 1."""
     B, T, H, h = q_BTHh.shape
     K = k_BTKh.shape[2]
@@ -243,7 +246,7 @@ def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> _Soft
     ) * (h**-0.5)
     score_BTH1 = scores_BTKG.reshape(B, T, H, 1)
     v_BTHh = jnp.repeat(v_BTKh, H // K, axis=2).astype(jnp.float32)
-    return _Softmax(v_BTHh, score_BTH1, jnp.ones_like(score_BTH1))
+    return PartialSoftmax(v_BTHh, score_BTH1, jnp.ones_like(score_BTH1))
 
 
 def _apart(x: jax.Array) -> jax.Array:
@@ -251,9 +254,9 @@ def _apart(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
-def _partial_attention(
+def partial_attention(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
-) -> _Softmax:
+) -> PartialSoftmax:
     """The softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32.
 
     Where the mask allows nothing the top is `NEGATIVE`, so that it weighs nothing beside others.
@@ -288,7 +291,7 @@ def _partial_attention(
         x_BKTGi = x_BKXi.reshape(B, K, T, G, -1)
         return x_BKTGi.transpose(0, 2, 1, 3, 4).reshape(B, T, H, -1)
 
-    return _Softmax(by_head(out_BKXh), by_head(found_BKX1), by_head(total_BKX1))
+    return PartialSoftmax(by_head(out_BKXh), by_head(found_BKX1), by_head(total_BKX1))
 
 
 def attend_causally(

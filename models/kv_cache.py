@@ -16,13 +16,14 @@ h head size, W feature width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from models.attention import PartialSoftmax, attend, partial_attention
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from models.sharding import constrain
@@ -40,6 +41,35 @@ class Kind(NamedTuple):
 
 KEYS, VALUES = Kind(KEY_AXIS, CACHE_AXES), Kind(VALUE_AXIS, CACHE_AXES)
 FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A layer of a `KVCache` (a `models.attention.CachedLayer`)."""
+
+    keys_BKhS: jax.Array
+    values_BKSh: jax.Array
+
+    def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
+        """Attend from W nodes of each row to its first `length` positions."""
+        committed_BS = jnp.arange(self.keys_BKhS.shape[-1]) < length_B[:, None]
+        size = *q_BWHh.shape[:2], committed_BS.shape[1]
+        mask_BWS = jnp.broadcast_to(committed_BS[:, None], size)
+        return partial_attention(q_BWHh, self.keys_BKhS, self.values_BKSh, mask_BWS)
+
+    def of_slots(self, slot_T: jax.Array) -> Rows:
+        """Return copies of the rows of these slots."""
+        return Rows(*(jnp.take(x, slot_T, axis=0) for x in (self.keys_BKhS, self.values_BKSh)))
+
+    def written(self, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array) -> Rows:
+        """Write N entries of each row, as `write_keys` and `write_values` do."""
+        keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
+        return Rows(keys, pin(write_values(self.values_BKSh, v_BNKh, start_B)))
+
+    def attend(self, q_BNHh: jax.Array, start_B: jax.Array, mask_BNS: jax.Array) -> jax.Array:
+        """Attend from N nodes of each row, the first at position `start`, where the mask allows."""
+        return attend(q_BNHh, self.keys_BKhS, self.values_BKSh, mask_BNS)
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +92,28 @@ class KVCache:
     @property
     def num_positions(self) -> int:
         return self.values[0].shape[2]
+
+    def layer(self, i: int) -> Rows:
+        return Rows(self.keys[i], self.values[i])
+
+    def with_layers(self, layers: Sequence[Rows], features: tuple[jax.Array, ...]) -> KVCache:
+        keys = tuple(layer.keys_BKhS for layer in layers)
+        values = tuple(layer.values_BKSh for layer in layers)
+        return KVCache(keys, values, features, self.feature_layers)
+
+    def seen_from(self, start_B: jax.Array) -> jax.Array:
+        """Return the mask of a node of each row at position `start`; bool [B, 1, S]."""
+        return (jnp.arange(self.num_positions) <= start_B[:, None])[:, None]
+
+    def with_features(self, features_BNW: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the features with those of N nodes of each row, from `start` on."""
+        new = features_BNW[:, :, None]
+        return tuple(pin(write_values(rows, new, start_B), FEATURES) for rows in self.features)
+
+    def written(self, pending: Pending) -> KVCache:
+        """Write the accepted entries to their rows and positions."""
+        few = partial(_write_entries, num_at_once=CPU_WRITES)
+        return jax.lax.platform_dependent(self, pending, cpu=few, default=_write_entries)
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: Any = CACHE_AXES) -> jax.Array:
@@ -217,12 +269,6 @@ def no_pending(
     row_P, position_P, order_P = (zeros((P,), jnp.int32) for _ in range(3))
     count = zeros((), jnp.int32)
     return Pending(keys, values, features, row_P, position_P, order_P, count)
-
-
-def write(cache: KVCache, pending: Pending) -> KVCache:
-    """Write the accepted entries to their rows and positions: the only write of a round."""
-    few = partial(_write_entries, num_at_once=CPU_WRITES)
-    return jax.lax.platform_dependent(cache, pending, cpu=few, default=_write_entries)
 
 
 def _write_entries(cache: KVCache, pending: Pending, num_at_once: int | None = None) -> KVCache:

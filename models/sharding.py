@@ -37,10 +37,10 @@ def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """Return the sharding of an array; dimensions that do not divide are not split."""
-    return NamedSharding(mesh, _fitting_spec(mesh.shape, shape, axes))
+    return NamedSharding(mesh, fitting_spec(mesh.shape, shape, axes))
 
 
-def _fitting_spec(
+def fitting_spec(
     sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
 ) -> PartitionSpec:
     """The specification as a program returns it, so that what it made is what it was compiled for.
@@ -92,5 +92,5 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    spec = _fitting_spec(mesh.shape, x.shape, axes)
+    spec = fitting_spec(mesh.shape, x.shape, axes)
     return jax.lax.with_sharding_constraint(x, spec)

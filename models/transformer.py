@@ -23,12 +23,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from models import kv_cache
 from models.attention import (
+    CachedLayer,
     Chunks,
     Packing,
     Trees,
-    attend,
     attend_causally,
     attend_chunks,
     attend_nodes,
@@ -232,17 +231,17 @@ def hidden_with_cache(
     (its own entry included). `positions_BN` are the rotary positions. A row where `start + N > S`
     is not written, and the hidden states of its nodes are meaningless.
     """
-    rope = rope_turns(config, positions_BN)
-    keys, values, outputs = list(cache.keys), list(cache.values), []
+    rope, layers, outputs = rope_turns(config, positions_BN), [], []
     x_BND = embed(params.embedding_VD, tokens_BN)
     for i, layer in enumerate(params.layers):
-        x_BND, keys[i], values[i], _ = _cached_layer(
-            config, layer, x_BND, rope, keys[i], values[i], start_B, mask_BNS
+        x_BND, held, _ = _cached_layer(
+            config, layer, x_BND, rope, cache.layer(i), start_B, mask_BNS
         )
+        layers.append(held)
         outputs += [x_BND] if i in cache.feature_layers else []
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
-    features = _write_features(cache, jnp.concatenate([*outputs, x_BND], axis=-1), start_B)
-    return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
+    features = cache.with_features(jnp.concatenate([*outputs, x_BND], axis=-1), start_B)
+    return x_BND, cache.with_layers(layers, features)
 
 
 def hidden_beside_chunks(
@@ -264,36 +263,24 @@ def hidden_beside_chunks(
     tokens_X = jnp.concatenate([tokens_B, chunks.tokens_TC.reshape(-1)])
     positions_X = jnp.concatenate([positions_B, chunks.positions_TC.reshape(-1)])
     rope = rope_turns(config, positions_X[:, None])
-    keys, values, entries, outputs = list(cache.keys), list(cache.values), [], []
+    layers, entries, outputs = [], [], []
     x_X1D = embed(params.embedding_VD, tokens_X[:, None])
     for i, layer in enumerate(params.layers):
-        x_X1D, keys[i], values[i], entry = _cached_layer(
-            config, layer, x_X1D, rope, keys[i], values[i], start_B, mask_B1S, chunks
+        x_X1D, held, entry = _cached_layer(
+            config, layer, x_X1D, rope, cache.layer(i), start_B, mask_B1S, chunks
         )
+        layers.append(held)
         entries.append(entry)
         outputs += [x_X1D] if i in cache.feature_layers else []
     x_X1D = rms_norm(x_X1D, params.final_norm_D, config.norm_eps)
     features_X1W = jnp.concatenate([*outputs, x_X1D], axis=-1)
-    features = _write_features(cache, features_X1W[:B], start_B)
     of_chunks = Entries(
         tuple(k_XKh for k_XKh, _ in entries),
         tuple(v_XKh for _, v_XKh in entries),
         (features_X1W[B:, 0],) if cache.features else (),
     )
-    cache = KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
-    return x_X1D[:B, 0], cache, of_chunks
-
-
-def _write_features(
-    cache: KVCache, features_BNW: jax.Array, start_B: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Return the cache's features with those of N nodes per slot; none where it keeps none."""
-    return tuple(
-        kv_cache.pin(
-            kv_cache.write_values(rows, features_BNW[:, :, None], start_B), kv_cache.FEATURES
-        )
-        for rows in cache.features
-    )
+    features = cache.with_features(features_X1W[:B], start_B)
+    return x_X1D[:B, 0], cache.with_layers(layers, features), of_chunks
 
 
 def hidden_of_nodes(
@@ -320,7 +307,7 @@ def hidden_of_nodes(
     keys, values, outputs = [], [], []
     x_X1D = embed(params.embedding_VD, tokens_X[:, None])
     for i, layer in enumerate(params.layers):
-        seen = cache.keys[i], cache.values[i], length_B, trees, chunks
+        seen = cache.layer(i), length_B, trees, chunks
         x_X1D, k_XKh, v_XKh = _nodes_layer(config, layer, x_X1D, rope, *seen)
         keys.append(k_XKh)
         values.append(v_XKh)
@@ -363,13 +350,12 @@ def _cached_layer(
     layer: Layer,
     x_XND: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    keys_BKhS: jax.Array,
-    values_BKSh: jax.Array,
+    cached: Any,
     start_B: jax.Array,
-    mask_BNS: jax.Array,
+    mask_BNS: jax.Array | None,
     chunks: Chunks | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Apply a layer to N nodes of every slot; return [B, N, D] and the layer's keys and values.
+) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array]]:
+    """Apply a layer to N nodes of every slot; return [B, N, D] and the layer of the cache.
 
     With `chunks` N is 1, and their T·C tokens come behind the nodes. The last that is returned are
     keys and values of theirs, which are not written.
@@ -378,14 +364,13 @@ def _cached_layer(
     B = len(start_B)
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
-        keys = kv_cache.pin(kv_cache.write_keys(keys_BKhS, k_XNKh[:B], start_B))
-        values = kv_cache.pin(kv_cache.write_values(values_BKSh, v_XNKh[:B], start_B))
-        seen.append((keys, values, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
-        out_BNHh = attend(q_XNHh[:B], keys, values, mask_BNS)
+        held = cached.written(k_XNKh[:B], v_XNKh[:B], start_B)
+        seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
+        out_BNHh = held.attend(q_XNHh[:B], start_B, mask_BNS)
         if chunks is None:
             return out_BNHh
         q_XHh, k_XKh, v_XKh = (x[B:, 0] for x in (q_XNHh, k_XNKh, v_XNKh))
-        out_X1Hh = _look_of_chunks(q_XHh, k_XKh, v_XKh, keys, values, chunks)
+        out_X1Hh = _look_of_chunks(q_XHh, k_XKh, v_XKh, held, chunks)
         return jnp.concatenate([out_BNHh, out_X1Hh])
 
     x_XND = block(config, layer, x_XND, rope, look)
@@ -393,18 +378,13 @@ def _cached_layer(
 
 
 def _look_of_chunks(
-    q_XHh: jax.Array,
-    k_XKh: jax.Array,
-    v_XKh: jax.Array,
-    keys_BKhS: jax.Array,
-    values_BKSh: jax.Array,
-    chunks: Chunks,
+    q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, cached: CachedLayer, chunks: Chunks
 ) -> jax.Array:
     """The attention of chunks whose tokens lie one after the other; [X, 1, H, h]."""
     q_TCHh, k_TCKh, v_TCKh = (
         x.reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in (q_XHh, k_XKh, v_XKh)
     )
-    out_TCHh = attend_chunks(q_TCHh, k_TCKh, v_TCKh, keys_BKhS, values_BKSh, chunks)
+    out_TCHh = attend_chunks(q_TCHh, k_TCKh, v_TCKh, cached, chunks)
     return out_TCHh.reshape(-1, 1, *q_XHh.shape[1:])
 
 
@@ -414,8 +394,7 @@ def _nodes_layer(
     layer: Layer,
     x_X1D: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    keys_BKhS: jax.Array,
-    values_BKSh: jax.Array,
+    cached: CachedLayer,
     length_B: jax.Array,
     trees: Trees | None,
     chunks: Chunks | None,
@@ -427,11 +406,11 @@ def _nodes_layer(
     def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
         q_XHh, k_XKh, v_XKh = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
         entries.append((k_XKh, v_XKh))
-        cached = keys_BKhS, values_BKSh
-        out_M1Hh = attend_nodes(q_XHh[:M], k_XKh[:M], v_XKh[:M], *cached, length_B, trees)[:, None]
+        nodes = q_XHh[:M], k_XKh[:M], v_XKh[:M]
+        out_M1Hh = attend_nodes(*nodes, cached, length_B, trees)[:, None]
         if chunks is None:
             return out_M1Hh
-        out_X1Hh = _look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], *cached, chunks)
+        out_X1Hh = _look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], cached, chunks)
         return jnp.concatenate([out_M1Hh, out_X1Hh])
 
     x_X1D = block(config, layer, x_X1D, rope, look)

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
-from models import kv_cache, transformer
+from models import transformer
 from models.attention import Chunks, Trees
 from models.config import ModelConfig
-from models.kv_cache import Entries, KVCache, Pending
+from models.kv_cache import Entries, Pending
+from models.paged_cache import Cache
 from models.sharding import constrain, replicated
 from spec import nodes as packed_nodes
 from spec import sampling
@@ -149,21 +150,21 @@ def _of_nodes(x_BW: jax.Array, trees: Trees) -> jax.Array:
 def verify(
     config: ModelConfig,
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     pending: Pending,
     slots: Slots,
     nodes: Nodes,
     stop_E: jax.Array,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[KVCache, Pending, Slots, Drawn]:
+) -> tuple[Cache, Pending, Slots, Drawn]:
     """Run one round: write what waits, forward over the nodes, draw at every node, walk.
 
     No slot has more than `max_nodes`.
     Source: docs/architecture.md, "The round".
     """
     M, B = len(nodes.tokens_M), len(slots.active)
-    cache = kv_cache.write(cache, pending)
+    cache = cache.written(pending)
     trees, depth_M, of_slots = None, jnp.zeros(M, jnp.int32), slots
     if M == B:
         nodes = dataclasses.replace(nodes, tokens_M=slots.last_token)
@@ -228,12 +229,12 @@ def _draw(
 def decode(
     config: ModelConfig,
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     slots: Slots,
     stop_E: jax.Array,
     scheme: sampling.Draw,
     chunks: Chunks | None = None,
-) -> tuple[KVCache, Slots, Drawn]:
+) -> tuple[Cache, Slots, Drawn]:
     """Run one round of roots alone where nothing waits to be written.
 
     Each layer writes its entry before it reads the row: one softmax instead of two, so that this
@@ -242,7 +243,7 @@ def decode(
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
-    mask_B1S = (jnp.arange(cache.num_positions) <= start_B[:, None])[:, None]
+    mask_B1S = cache.seen_from(start_B)
     if chunks is None:
         token_B1, position_B1 = slots.last_token[:, None], slots.length[:, None]
         hidden_B1D, cache = transformer.hidden_with_cache(
@@ -287,10 +288,9 @@ def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Ar
 
 
 @partial(jax.jit, donate_argnames=("cache", "pending"))
-def settle(cache: KVCache, pending: Pending) -> tuple[KVCache, Pending]:
+def settle(cache: Cache, pending: Pending) -> tuple[Cache, Pending]:
     """Write what waits, where no round does."""
-    written = kv_cache.write(cache, pending)
-    return written, dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
+    return cache.written(pending), dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
 
 
 @partial(
@@ -300,7 +300,7 @@ def settle(cache: KVCache, pending: Pending) -> tuple[KVCache, Pending]:
 )
 def verify_round(
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     pending: Pending,
     slots: Slots,
     nodes_5M: jax.Array,
@@ -310,7 +310,7 @@ def verify_round(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[KVCache, Pending, Slots, jax.Array, Entries | None]:
+) -> tuple[Cache, Pending, Slots, jax.Array, Entries | None]:
     """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] as of `pack`.
 
     `nodes_5M` are those of `spec.nodes.pack`. With a table for `Chunks.of_table` the round computes
@@ -333,7 +333,7 @@ def verify_round(
 )
 def decode_beside_chunks(
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -341,7 +341,7 @@ def decode_beside_chunks(
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
+) -> tuple[Cache, Pending, Slots, jax.Array, Entries]:
     """Run a round without drafts that computes chunks too; the results are as of `verify_round`.
 
     On a CPU its draws and log-probabilities have the bits of `decode_rounds`, if nodes and chunks
@@ -361,7 +361,7 @@ def decode_beside_chunks(
 )
 def decode_rounds(
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -371,7 +371,7 @@ def decode_rounds(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_rounds: int,
-) -> tuple[KVCache, Pending, Slots, jax.Array]:
+) -> tuple[Cache, Pending, Slots, jax.Array]:
     """Run up to `num_rounds` rounds without drafts on the device, between two fetches.
 
     Ends early once `stop_after` slots have finished (requests wait for them) or none is active.

@@ -79,7 +79,7 @@ def draft_rounds(
     """
     constants, (num_rounds, stop_after, most_tokens, depth) = asked.constants, asked.limits_4
     table, N, S = unpack_ends(asked.table_RX), shape.tree_nodes, cache.num_positions
-    cache = kv_cache.write(cache, pending)
+    cache = cache.written(pending)
     pending = dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
     row_B = _rows_of(table, len(slots.active))
     state = drafting.begin((constants, cache.features), draft_cache, _at_rest(table, slots))

@@ -91,7 +91,7 @@ class TreeDrafting:
             k_B1Kh, v_B1Kh, g_B1D = _entries_of(config, weights, *windows)
             dtype = cache.keys[0].dtype
             entries = (k_B1Kh[:, 0].astype(dtype),), (v_B1Kh[:, 0].astype(dtype),), ()
-            cache = kv_cache.write(cache, Pending(*entries, of_row_B, position_B, nth_B, num_left))
+            cache = cache.written(Pending(*entries, of_row_B, position_B, nth_B, num_left))
             is_last_B = (nth_B < num_left) & (position_B == slots.length[slot_B] - 1)
             written_B = jnp.where(is_last_B, of_row_B, len(g_RD))
             return done + B, cache, g_RD.at[written_B].set(g_B1D[:, 0], mode="drop")

@@ -7,10 +7,36 @@ import pytest
 from drafts_by_hand import Draft, stack
 
 from models.attention import Chunks, attend_chunks, attend_nodes
+from models.kv_cache import Rows
+from models.paged_cache import Pages
 from spec import nodes as packed_nodes
 
 H, K, h, S = 4, 2, 8, 12
+T = 4  # positions of a page
 ATTEND = jax.jit(attend_nodes)
+
+
+def rows(keys_BKhS, values_BKSh):
+    return Rows(keys_BKhS, values_BKSh)
+
+
+def pages(keys_BKhS, values_BKSh):
+    """The same positions in pages, which lie in any order among pages of others."""
+    keys_BKSh = keys_BKhS.swapaxes(2, 3)
+    B, N = len(keys_BKSh), -(-S // T)
+    table_BN = np.random.default_rng(1).permutation(B * N + 3)[: B * N].reshape(B, N)
+
+    def cut(rows_BKSh):
+        padded = np.pad(rows_BKSh, ((0, 0), (0, 0), (0, N * T - S), (0, 0)))
+        by_page = padded.reshape(B, K, N, T, h).swapaxes(1, 2).reshape(B * N, K, T, h)
+        found = np.full((B * N + 3, K, T, h), 1e3, np.float32)
+        found[table_BN.reshape(-1)] = by_page
+        return found
+
+    return Pages(cut(keys_BKSh), cut(values_BKSh), table_BN.astype(np.int32))
+
+
+LAYOUTS = pytest.mark.parametrize("cached", [rows, pages])
 
 
 def one_by_one(q, k, v, keys, values, lengths, slots, parents):
@@ -54,13 +80,15 @@ DRAFTS = [
 @pytest.mark.parametrize("lengths", [(0, 3, S), (S, 1, 7)])
 @pytest.mark.parametrize("drafts", DRAFTS, ids=["trees", "one long chain"])
 @pytest.mark.parametrize("num_nodes", [13, 16, 24])
-def test_nodes_attend_to_their_row_and_their_path(drafts, num_nodes, lengths, scale):
+@LAYOUTS
+def test_nodes_attend_to_their_row_and_their_path(cached, drafts, num_nodes, lengths, scale):
     found = stack(drafts, 9)
     packed = packed_nodes.pack(found, found.count_A, np.arange(3), 3, num_nodes)
     _, slots_M, parents_M = packed[:3]
     arrays = inputs(num_nodes, lengths, scale)
     trees = packed_nodes.trees(packed_nodes.Nodes(*map(jnp.asarray, packed[:3])), 3, max_nodes=12)
-    got = ATTEND(*arrays, trees)
+    *new, keys, values, length_B = arrays
+    got = ATTEND(*new, cached(keys, values), length_B, trees)
     real = slots_M < 3
     q, k, v, *rest = arrays
     want = one_by_one(q[real], k, v, *rest, slots_M, parents_M)
@@ -69,21 +97,24 @@ def test_nodes_attend_to_their_row_and_their_path(drafts, num_nodes, lengths, sc
 
 
 @pytest.mark.parametrize("lengths", [(0, 3, S), (S, 1, 7)])
-def test_a_node_a_row_attends_to_its_row_and_itself(lengths):
+@LAYOUTS
+def test_a_node_a_row_attends_to_its_row_and_itself(cached, lengths):
     arrays = inputs(3, lengths)
-    got = ATTEND(*arrays, None)
+    *new, keys, values, length_B = arrays
+    got = ATTEND(*new, cached(keys, values), length_B, None)
     want = one_by_one(*arrays, np.arange(3), np.full(3, -1))
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0], ids=["", "sharp"])
 @pytest.mark.parametrize("lengths", [(0, 3, S), (S, 1, 7)])
-def test_chunks_attend_to_their_row_and_to_their_tokens_so_far(lengths, scale):
+@LAYOUTS
+def test_chunks_attend_to_their_row_and_to_their_tokens_so_far(cached, lengths, scale):
     C, slot_T = 4, np.array([2, 0, -1])  # the last is padding
     *new, keys, values, length_B = inputs(3 * C, lengths, scale)
     chunks = Chunks(slot_T, length_B[slot_T], np.zeros((3, C), np.int32))
     got = jax.jit(attend_chunks)(
-        *(x.reshape(3, C, *x.shape[1:]) for x in new), keys, values, chunks
+        *(x.reshape(3, C, *x.shape[1:]) for x in new), cached(keys, values), chunks
     )
     parents_X = np.where(np.arange(2 * C) % C == 0, -1, np.arange(2 * C) - 1)
     q_XHh, k_XKh, v_XKh = (x[: 2 * C] for x in new)
@@ -101,7 +132,7 @@ def test_chunks_of_a_row_see_those_before_them():
     new = [np.array(x).reshape(5, C, *x.shape[1:]) for x in new]
     for x in new[1:]:
         x[3, :3] = x[0, 1:]  # the same tokens
-    got = jax.jit(attend_chunks)(*new, keys, values, chunks)
+    got = jax.jit(attend_chunks)(*new, Rows(keys, values), chunks)
     path = [(2, c) for c in range(C)] + [(0, c) for c in range(C)] + [(3, 3)]
     q_XHh, k_XKh, v_XKh = (np.stack([x[at] for at in path]) for x in new)
     want = one_by_one(
@@ -110,6 +141,8 @@ def test_chunks_of_a_row_see_those_before_them():
     )
     np.testing.assert_allclose(np.stack([got[at] for at in path]), want, atol=1e-5)
     alone = jax.jit(attend_chunks)(
-        *(x[1:2] for x in new), keys, values, Chunks(slot_T[1:2], start_T[1:2], np.zeros((1, C)))
+        *(x[1:2] for x in new),
+        Rows(keys, values),
+        Chunks(slot_T[1:2], start_T[1:2], np.zeros((1, C))),
     )
     np.testing.assert_allclose(got[1], alone[0], atol=1e-5)

@@ -269,7 +269,7 @@ def test_planted_children_that_need_not_be_right(params, law, monkeypatch):
 
 
 def test_planted_entries_that_are_not_written(params, law, monkeypatch):
-    monkeypatch.setattr(kv_cache, "write", lambda cache, pending: cache)
+    monkeypatch.setattr(kv_cache.KVCache, "written", lambda cache, pending: cache)
     assert g_test_fails(sample(params, fresh_kernel(), 1, "cdf", random_trees(0), batches=32), law)
 
 

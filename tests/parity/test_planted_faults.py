@@ -174,7 +174,7 @@ def test_softmaxes_joined_without_their_maxima(golden, rollout, plant):
 
 
 def test_entries_that_are_never_written(golden, rollout, plant):
-    plant(kv_cache, "write", lambda cache, pending: cache)
+    plant(kv_cache.KVCache, "written", lambda cache, pending: cache)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
@@ -183,19 +183,19 @@ def moved(pending, places):
 
 
 def test_entries_written_one_too_far(golden, rollout, plant):
-    original = kv_cache.write
-    plant(kv_cache, "write", lambda cache, pending: original(cache, moved(pending, 1)))
+    original = kv_cache.KVCache.written
+    plant(kv_cache.KVCache, "written", lambda cache, pending: original(cache, moved(pending, 1)))
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
 def test_entries_written_twice(golden, rollout, plant):
     """Again behind their place, where another accepted one of the round may lie."""
-    original = kv_cache.write
+    original = kv_cache.KVCache.written
 
     def write(cache, pending):
         return original(original(cache, pending), moved(pending, 1))
 
-    plant(kv_cache, "write", write)
+    plant(kv_cache.KVCache, "written", write)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
@@ -274,7 +274,7 @@ def test_prompts_that_are_not_copied(golden, rollout, monkeypatch):
 
 def what_waits_again(plant):
     """What waits of a row whose chunk has ended is written again, one place before."""
-    original = kv_cache.write
+    original = kv_cache.KVCache.written
 
     def write(cache, pending):
         everything = dataclasses.replace(
@@ -282,7 +282,7 @@ def what_waits_again(plant):
         )
         return original(original(cache, everything), pending)
 
-    plant(kv_cache, "write", write)
+    plant(kv_cache.KVCache, "written", write)
 
 
 def at_the_beginning(plant):

@@ -1,0 +1,64 @@
+"""Attention from nodes of slots to the pages that hold their positions.
+
+The portable path reads a few pages of every slot at a time and keeps a running maximum and sum, as
+far as the longest slot has positions.
+
+B slots, W nodes of a slot, N pages of a slot, P pages, T positions of a page, C pages that are read
+at a time, H query heads, K key/value heads, h head size.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import NEGATIVE, PartialSoftmax, partial_attention
+
+BLOCK_POSITIONS = 512  # of a slot, that are read at a time
+
+
+def attend_pages(
+    q_BWHh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    length_B: jax.Array,
+) -> PartialSoftmax:
+    """Return the softmax over the first `length` positions of each slot, whose pages are in `table`.
+
+    Entries of the table behind a slot's positions may be anything.
+    """
+    B, W, H, h = q_BWHh.shape
+    P, K, T, _ = keys_PKTh.shape
+    N = table_BN.shape[1]
+    C = max(1, min(N, BLOCK_POSITIONS // T))
+    table_BN = jnp.pad(table_BN, ((0, 0), (0, -N % C)))
+
+    def step(i: jax.Array, so_far: PartialSoftmax) -> PartialSoftmax:
+        page_BC = jnp.clip(jax.lax.dynamic_slice_in_dim(table_BN, i * C, C, axis=1), 0, P - 1)
+        k_BCKTh, v_BCKTh = keys_PKTh[page_BC], values_PKTh[page_BC]
+        k_BKhS = k_BCKTh.transpose(0, 2, 4, 1, 3).reshape(B, K, h, C * T)
+        v_BKSh = v_BCKTh.transpose(0, 2, 1, 3, 4).reshape(B, K, C * T, h)
+        seen_BS = i * C * T + jnp.arange(C * T) < length_B[:, None]
+        mask_BWS = jnp.broadcast_to(seen_BS[:, None], (B, W, C * T))
+        found = partial_attention(q_BWHh, k_BKhS, v_BKSh, mask_BWS)
+        return _sum(so_far, found, jnp.any(seen_BS, axis=1))
+
+    none = PartialSoftmax(
+        jnp.zeros((B, W, H, h), jnp.float32),
+        jnp.full((B, W, H, 1), NEGATIVE, jnp.float32),
+        jnp.zeros((B, W, H, 1), jnp.float32),
+    )
+    blocks = (jnp.max(length_B) + C * T - 1) // (C * T)
+    return jax.lax.fori_loop(0, blocks, step, none)
+
+
+def _sum(one: PartialSoftmax, other: PartialSoftmax, counts_B: jax.Array) -> PartialSoftmax:
+    """The softmax over the keys of both; `other` counts where `counts_B`."""
+    counts_B111 = counts_B[:, None, None, None]
+    top = jnp.where(counts_B111, jnp.maximum(one.top, other.top), one.top)
+    of_one = jnp.exp(one.top - top)
+    of_other = jnp.where(counts_B111, jnp.exp(other.top - top), 0)
+    return PartialSoftmax(
+        one.out * of_one + other.out * of_other, top, one.total * of_one + other.total * of_other
+    )

@@ -1,0 +1,335 @@
+"""The key/value cache in pages: what is allocated is what lives, whatever the longest request has.
+
+A page holds T positions, keys and values alike `[page, kv_head, position, head_dim]`, one array a
+layer. `table_BN` says which page has positions n·T … n·T + T − 1 of a slot; −1: none. The host
+decides on it (rl.engine.pages); pages of several slots may be the same one, as long as nobody
+writes to it.
+
+On a mesh whose batch axes have several ways, each of them has a part of the pages and a part of the
+slots, and a slot's pages are those of its own part: a program reads and writes pages without a
+collective.
+
+Shape suffixes: B slots, N pages of a slot, P pages in all, T positions of a page, W nodes of a
+slot, X entries, L layers, K key/value heads, H query heads, h head size, F feature width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from models.attention import PartialSoftmax
+from models.config import ModelConfig
+from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
+from models.layout import CACHE_AXES, FEATURE_AXES, RULES
+from models.page_attention import attend_pages
+from models.sharding import fitting_spec
+
+BATCH = RULES["batch"]  # the mesh axes that slots, and so pages, are split over
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """A layer of a `PagedCache` (a `models.attention.CachedLayer`).
+
+    Rows of the table are the slots, or `anywhere`: those of slots of any part of a mesh.
+    """
+
+    keys_PKTh: jax.Array
+    values_PKTh: jax.Array
+    table_BN: jax.Array
+    anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
+        """Attend from W nodes of each slot to its first `length` positions."""
+        split = _Split.of_pages(self.keys_PKTh)
+        row = None if self.anywhere else 0
+        assert self.anywhere or len(q_BWHh) % split.ways == 0, (
+            "the parts of a mesh have equal slots"
+        )
+        queries, pages = split.spec(batch=row, heads=2), split.spec(batch=0, heads=1)
+        inputs = queries, pages, pages, split.spec(batch=row), split.spec(batch=row)
+
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, length: jax.Array):  # type: ignore[no-untyped-def]
+            table = split.own(table, len(k))
+            if not self.anywhere or not split.batch:
+                found = attend_pages(q, k, v, table, length)
+                return found.out, found.top, found.total
+            found = attend_pages(q, k, v, table, jnp.where(table[:, 0] < 0, 0, length))
+            top = jax.lax.pmax(found.top, split.batch)  # one part has a slot's pages, others none
+            return jax.lax.psum(found.out, split.batch), top, jax.lax.psum(found.total, split.batch)
+
+        attend = split.mapped(local, inputs, (queries,) * 3)
+        found = attend(q_BWHh, self.keys_PKTh, self.values_PKTh, self.table_BN, length_B)
+        return PartialSoftmax(*found)
+
+    def of_slots(self, slot_T: jax.Array) -> Pages:
+        """Return the same pages, for one row after the other of these slots."""
+        table_TN = jnp.take(self.table_BN, slot_T, axis=0)
+        return dataclasses.replace(self, table_BN=table_TN, anywhere=True)
+
+    def written(self, k_B1Kh: jax.Array, v_B1Kh: jax.Array, start_B: jax.Array) -> Pages:
+        """Write one entry of each slot at `start`; none where that lies behind the slot's pages."""
+        place = place_of(self.table_BN, jnp.arange(len(start_B)), start_B, self.keys_PKTh)
+        keys = put_entries(self.keys_PKTh, k_B1Kh[:, 0], place)
+        return dataclasses.replace(
+            self, keys_PKTh=keys, values_PKTh=put_entries(self.values_PKTh, v_B1Kh[:, 0], place)
+        )
+
+    def attend(self, q_B1Hh: jax.Array, start_B: jax.Array, mask: None) -> jax.Array:
+        """Attend from a node of each slot, at position `start`, to all up to its own.
+
+        0 where that lies behind the slot's pages.
+        """
+        assert mask is None, "a slot's node sees all positions up to its own"
+        most = self.table_BN.shape[1] * self.keys_PKTh.shape[2]
+        found = self.of_prefix(q_B1Hh, jnp.where(start_B < most, start_B + 1, 0))
+        out = jnp.where(found.total > 0, found.out / found.total, 0)
+        return out.astype(self.values_PKTh.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values `[P, K, T, h]` of every layer, features `[P, 1, T, F]` or none, the table.
+
+    Features are those of `models.kv_cache.KVCache`. Without a table it is pages and nothing else.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    features: tuple[jax.Array, ...]
+    table_BN: jax.Array
+    feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    @property
+    def num_slots(self) -> int:
+        return self.table_BN.shape[0]
+
+    @property
+    def page_tokens(self) -> int:
+        return self.values[0].shape[2]
+
+    @property
+    def num_positions(self) -> int:
+        """The most positions of a slot."""
+        return self.table_BN.shape[1] * self.page_tokens
+
+    def layer(self, i: int) -> Pages:
+        return Pages(self.keys[i], self.values[i], self.table_BN)
+
+    def with_layers(self, layers: Sequence[Pages], features: tuple[jax.Array, ...]) -> PagedCache:
+        keys = tuple(layer.keys_PKTh for layer in layers)
+        values = tuple(layer.values_PKTh for layer in layers)
+        return dataclasses.replace(self, keys=keys, values=values, features=features)
+
+    def seen_from(self, start_B: jax.Array) -> None:
+        """Return no mask: a slot's length says what its node sees."""
+
+    def with_features(self, features_B1F: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the features with those of a node of each slot, at `start`."""
+        rows_B = jnp.arange(len(start_B))
+
+        def one(pages_P1TF: jax.Array) -> jax.Array:
+            place = place_of(self.table_BN, rows_B, start_B, pages_P1TF)
+            return put_entries(pages_P1TF, features_B1F, place, FEATURES)
+
+        return tuple(one(pages_P1TF) for pages_P1TF in self.features)
+
+    def written(self, pending: Pending) -> PagedCache:
+        """Write the accepted entries to their slots and positions."""
+        nth = jnp.arange(len(pending.order_P))
+        accepted_P = jnp.zeros(len(nth), bool).at[pending.order_P].set(nth < pending.count)
+        row_P = jnp.where(accepted_P, pending.row_P, self.num_slots)
+        return self.put(pending.keys, pending.values, pending.features, row_P, pending.position_P)
+
+    def put(
+        self,
+        keys: Sequence[jax.Array],
+        values: Sequence[jax.Array],
+        features: Sequence[jax.Array],
+        row_X: jax.Array,
+        position_X: jax.Array,
+    ) -> PagedCache:
+        """Write X entries of every layer to slots and positions; those without a page are dropped.
+
+        Keys and values are `[X, K, h]`, features `[X, F]`.
+        """
+        place = place_of(self.table_BN, row_X, position_X, self.values[0])
+
+        def all_of(
+            pages: Sequence[jax.Array], new: Sequence[jax.Array], kind: Kind
+        ) -> tuple[jax.Array, ...]:
+            pairs = zip(pages, new, strict=True)
+            return tuple(put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
+                         for old, x in pairs)  # fmt: skip
+
+        return dataclasses.replace(
+            self,
+            keys=all_of(self.keys, keys, VALUES),
+            values=all_of(self.values, values, VALUES),
+            features=all_of(self.features, features, FEATURES),
+        )
+
+
+Cache = KVCache | PagedCache
+
+
+def init(
+    config: ModelConfig,
+    num_slots: int,
+    slot_pages: int,
+    num_pages: int,
+    page_tokens: int,
+    dtype: Any,
+    feature_layers: tuple[int, ...] | None,
+    zeros: Callable[..., Any],
+) -> PagedCache:
+    """Return a cache whose slots have no page; with `feature_layers` None it keeps no features.
+
+    `zeros(shape, dtype, axes)` makes each array on the devices that are to hold it.
+    """
+    P, K, T, h = num_pages, config.num_kv_heads, page_tokens, config.head_dim
+    features: tuple[jax.Array, ...] = ()
+    if feature_layers is not None:
+        width = config.d_model * (len(feature_layers) + 1)
+        features = (zeros((P, 1, T, width), dtype, FEATURE_AXES),)
+    keys, values = (
+        tuple(zeros((P, K, T, h), dtype, CACHE_AXES) for _ in range(config.num_layers))
+        for _ in range(2)
+    )
+    table_BN = zeros((num_slots, slot_pages), jnp.int32, (None, None))
+    return PagedCache(keys, values, features, table_BN, feature_layers or ())
+
+
+def place_of(
+    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, pages_PKTh: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the page and the position in it of positions of slots; page P where there is none."""
+    (B, N), (P, _, T, _) = table_BN.shape, pages_PKTh.shape
+    nth_X = position_X // T
+    inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
+    page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
+    return jnp.where(inside_X & (page_X >= 0), page_X, P), position_X % T
+
+
+def put_entries(
+    pages_PKTh: jax.Array,
+    new_XKh: jax.Array,
+    place: tuple[jax.Array, jax.Array],
+    kind: Kind = VALUES,
+) -> jax.Array:
+    """Write entries to (page, position in it); those of page P are dropped."""
+    page_X, offset_X = place
+    split = _Split.of_pages(pages_PKTh)
+    pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
+
+    def local(pages: jax.Array, new: jax.Array, page_X: jax.Array, offset_X: jax.Array):  # type: ignore[no-untyped-def]
+        own_X = split.own(page_X, len(pages))
+        own_X = jnp.where(own_X < 0, len(pages), own_X)
+        return pages.at[own_X, :, offset_X].set(new.astype(pages.dtype), mode="drop")
+
+    write = split.mapped(local, (pages, new, PartitionSpec(), PartitionSpec()), pages)
+    return pin(write(pages_PKTh, new_XKh, page_X, offset_X), kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How pages are split over the mesh that is set: by its batch axes, and by heads."""
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    ways: int = 1
+
+    @staticmethod
+    def of_pages(pages_PKTh: jax.Array) -> _Split:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return _Split()
+        batch, heads, *_ = (*fitting_spec(mesh.shape, pages_PKTh.shape, CACHE_AXES), None, None)
+        ways = 1
+        for name in _names(batch):
+            ways *= mesh.shape[name]
+        return _Split(_names(batch), _names(heads), ways)
+
+    def spec(self, batch: int | None = None, heads: int | None = None) -> PartitionSpec:
+        """The specification of an array that has these axes at these dimensions."""
+        entries: list[Any] = [None] * 4
+        if batch is not None:
+            entries[batch] = self.batch or None
+        if heads is not None:
+            entries[heads] = self.heads or None
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    def mapped(self, local: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        if not self.batch and not self.heads:
+            return local
+        return jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+    def own(self, pages: jax.Array, num_here: int) -> jax.Array:
+        """Number pages from the first of this part; −1: of another part."""
+        if not self.batch:
+            return pages
+        own = pages - jax.lax.axis_index(self.batch) * num_here
+        return jnp.where((own >= 0) & (own < num_here), own, -1)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def copy_pages(cache: PagedCache, source_X: jax.Array, target_X: jax.Array) -> PagedCache:
+    """Copy page `source[x]` to page `target[x]`; a target of −1 is padding."""
+
+    def one(pages: jax.Array, kind: Kind) -> jax.Array:
+        new = jnp.take(pages, jnp.maximum(source_X, 0), axis=0)
+        target = jnp.where(target_X < 0, len(pages), target_X)
+        return pin(pages.at[target].set(new, mode="drop"), kind)
+
+    return _each(one, cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def insert_pages(cache: PagedCache, new: PagedCache, target_X: jax.Array) -> PagedCache:
+    """Write page x of `new` to page `target[x]`; a target of −1 is padding."""
+
+    def one(pages: jax.Array, new: jax.Array, kind: Kind) -> jax.Array:
+        target = jnp.where(target_X < 0, len(pages), target_X)
+        return pin(pages.at[target].set(new.astype(pages.dtype), mode="drop"), kind)
+
+    return _each(one, cache, new)
+
+
+@jax.jit
+def read_pages(cache: PagedCache, page_X: jax.Array) -> PagedCache:
+    """Return copies of pages, and no table."""
+
+    def one(pages: jax.Array, kind: Kind) -> jax.Array:
+        return pin(jnp.take(pages, jnp.maximum(page_X, 0), axis=0), kind)
+
+    return _each(one, cache)
+
+
+def _each(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
+    """Map `one(pages, *those of the others, kind)` over all arrays of pages."""
+
+    def each(name: str, kind: Kind) -> tuple[jax.Array, ...]:
+        columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
+        return tuple(one(*arrays, kind) for arrays in columns)
+
+    return dataclasses.replace(
+        cache,
+        keys=each("keys", VALUES),
+        values=each("values", VALUES),
+        features=each("features", FEATURES),
+    )
