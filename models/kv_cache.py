@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -93,13 +93,19 @@ class KVCache:
     def num_positions(self) -> int:
         return self.values[0].shape[2]
 
+    @property
+    def states(self) -> Any:
+        """The features of all rows, for `state_windows`; there must be any."""
+        [features_B1SW] = self.features
+        return features_B1SW
+
     def layer(self, i: int) -> Rows:
         return Rows(self.keys[i], self.values[i])
 
-    def with_layers(self, layers: Sequence[Rows], features: tuple[jax.Array, ...]) -> KVCache:
+    def with_layers(self, layers: Sequence[Rows], features: tuple[jax.Array, ...]) -> Self:
         keys = tuple(layer.keys_BKhS for layer in layers)
         values = tuple(layer.values_BKSh for layer in layers)
-        return KVCache(keys, values, features, self.feature_layers)
+        return dataclasses.replace(self, keys=keys, values=values, features=features)
 
     def seen_from(self, start_B: jax.Array) -> jax.Array:
         """Return the mask of a node of each row at position `start`; bool [B, 1, S]."""
@@ -110,7 +116,7 @@ class KVCache:
         new = features_BNW[:, :, None]
         return tuple(pin(write_values(rows, new, start_B), FEATURES) for rows in self.features)
 
-    def written(self, pending: Pending) -> KVCache:
+    def written(self, pending: Pending) -> Self:
         """Write the accepted entries to their rows and positions."""
         few = partial(_write_entries, num_at_once=CPU_WRITES)
         return jax.lax.platform_dependent(self, pending, cpu=few, default=_write_entries)
@@ -164,6 +170,21 @@ def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache | Entries
 def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:
     """Pin a layer's keys or values, or features, to the sharding of models.layout."""
     return constrain(rows, *kind.axes)
+
+
+def state_windows(states: Any, slot_P: jax.Array, start_P: jax.Array, num_tokens: int) -> jax.Array:
+    """Return the features of C positions of slots, from `start` on; [P, C, W].
+
+    `states` are those of a cache: an array [B, 1, S, W], or pages.
+    """
+    if not isinstance(states, jax.Array):
+        return states.windows(slot_P, start_P, num_tokens)
+
+    def cut(slot: jax.Array, start: jax.Array) -> jax.Array:
+        size = 1, 1, num_tokens, states.shape[3]
+        return jax.lax.dynamic_slice(states, (slot, 0, start, 0), size)[0, 0]
+
+    return jax.vmap(cut)(slot_P, start_P)
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ def attend_pages(
     table_BN: jax.Array,
     length_B: jax.Array,
 ) -> PartialSoftmax:
-    """Return the softmax over the first `length` positions of each slot, whose pages are in `table`.
+    """Return the softmax over the first `length` positions of each slot, in the pages of `table`.
 
     Entries of the table behind a slot's positions may be anything.
     """

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Pages:
             self, keys_PKTh=keys, values_PKTh=put_entries(self.values_PKTh, v_B1Kh[:, 0], place)
         )
 
-    def attend(self, q_B1Hh: jax.Array, start_B: jax.Array, mask: None) -> jax.Array:
+    def attend(self, q_B1Hh: jax.Array, start_B: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Attend from a node of each slot, at position `start`, to all up to its own.
 
         0 where that lies behind the slot's pages.
@@ -97,6 +97,27 @@ class Pages:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PagedStates:
+    """The features of slots in pages; `shape` is [B, 1, S, F], as it would be in rows."""
+
+    pages_P1TF: jax.Array
+    table_BN: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        (B, N), (_, _, T, F) = self.table_BN.shape, self.pages_P1TF.shape
+        return B, 1, N * T, F
+
+    def windows(self, slot_X: jax.Array, start_X: jax.Array, num_tokens: int) -> jax.Array:
+        """Return the features of C positions of slots; of those without a page anything."""
+        (B, _, S, _), T = self.shape, self.pages_P1TF.shape[2]
+        at_XC = jnp.clip(start_X[:, None] + jnp.arange(num_tokens), 0, S - 1)
+        page_XC = self.table_BN[jnp.clip(slot_X, 0, B - 1)[:, None], at_XC // T]
+        return self.pages_P1TF[jnp.maximum(page_XC, 0), 0, at_XC % T]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PagedCache:
     """Keys and values `[P, K, T, h]` of every layer, features `[P, 1, T, F]` or none, the table.
 
@@ -106,7 +127,7 @@ class PagedCache:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     features: tuple[jax.Array, ...]
-    table_BN: jax.Array
+    table_BN: Any
     feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
@@ -122,16 +143,23 @@ class PagedCache:
         """The most positions of a slot."""
         return self.table_BN.shape[1] * self.page_tokens
 
+    @property
+    def states(self) -> PagedStates:
+        """The features of all slots, for `models.kv_cache.state_windows`; there must be any."""
+        [pages_P1TF] = self.features
+        return PagedStates(pages_P1TF, self.table_BN)
+
     def layer(self, i: int) -> Pages:
         return Pages(self.keys[i], self.values[i], self.table_BN)
 
-    def with_layers(self, layers: Sequence[Pages], features: tuple[jax.Array, ...]) -> PagedCache:
+    def with_layers(self, layers: Sequence[Pages], features: tuple[jax.Array, ...]) -> Self:
         keys = tuple(layer.keys_PKTh for layer in layers)
         values = tuple(layer.values_PKTh for layer in layers)
         return dataclasses.replace(self, keys=keys, values=values, features=features)
 
-    def seen_from(self, start_B: jax.Array) -> None:
+    def seen_from(self, start_B: jax.Array) -> jax.Array | None:
         """Return no mask: a slot's length says what its node sees."""
+        return None
 
     def with_features(self, features_B1F: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
         """Return the features with those of a node of each slot, at `start`."""
@@ -143,7 +171,7 @@ class PagedCache:
 
         return tuple(one(pages_P1TF) for pages_P1TF in self.features)
 
-    def written(self, pending: Pending) -> PagedCache:
+    def written(self, pending: Pending) -> Self:
         """Write the accepted entries to their slots and positions."""
         nth = jnp.arange(len(pending.order_P))
         accepted_P = jnp.zeros(len(nth), bool).at[pending.order_P].set(nth < pending.count)
@@ -157,7 +185,7 @@ class PagedCache:
         features: Sequence[jax.Array],
         row_X: jax.Array,
         position_X: jax.Array,
-    ) -> PagedCache:
+    ) -> Self:
         """Write X entries of every layer to slots and positions; those without a page are dropped.
 
         Keys and values are `[X, K, h]`, features `[X, F]`.
@@ -168,8 +196,10 @@ class PagedCache:
             pages: Sequence[jax.Array], new: Sequence[jax.Array], kind: Kind
         ) -> tuple[jax.Array, ...]:
             pairs = zip(pages, new, strict=True)
-            return tuple(put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
-                         for old, x in pairs)  # fmt: skip
+            return tuple(
+                put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
+                for old, x in pairs
+            )
 
         return dataclasses.replace(
             self,
@@ -253,7 +283,8 @@ class _Split:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             return _Split()
-        batch, heads, *_ = (*fitting_spec(mesh.shape, pages_PKTh.shape, CACHE_AXES), None, None)
+        spec: list[Any] = [*fitting_spec(mesh.shape, pages_PKTh.shape, CACHE_AXES), None, None]
+        batch, heads = spec[:2]
         ways = 1
         for name in _names(batch):
             ways *= mesh.shape[name]

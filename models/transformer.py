@@ -37,6 +37,7 @@ from models.attention import (
 from models.config import ModelConfig
 from models.kv_cache import Entries, KVCache
 from models.layout import LONG_ROW_TOKENS
+from models.paged_cache import PagedCache
 from models.params import Layer, Params, ParamSpec, param_specs
 from models.products import feed_forward, linear
 from models.rope import rope_turns, rotate
@@ -44,6 +45,7 @@ from models.row_attention import attend_rows
 from models.sharding import constrain
 
 Found = TypeVar("Found")
+Cached = TypeVar("Cached", KVCache, PagedCache)
 
 for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
@@ -219,26 +221,28 @@ def _one_sequence(tokens_BT: jax.Array) -> Packing:
 def hidden_with_cache(
     config: ModelConfig,
     params: Params,
-    cache: KVCache,
+    cache: Cached,
     tokens_BN: jax.Array,
     positions_BN: jax.Array,
     start_B: jax.Array,
-    mask_BNS: jax.Array,
-) -> tuple[jax.Array, KVCache]:
+    mask_BNS: jax.Array | None,
+) -> tuple[jax.Array, Cached]:
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
     Entries go to `start … start+N−1` of each row; node n then attends where `mask_BNS` allows
     (its own entry included). `positions_BN` are the rotary positions. A row where `start + N > S`
     is not written, and the hidden states of its nodes are meaningless.
     """
-    rope, layers, outputs = rope_turns(config, positions_BN), [], []
+    rope = rope_turns(config, positions_BN)
+    layers, outputs = list[Any](), list[jax.Array]()
     x_BND = embed(params.embedding_VD, tokens_BN)
     for i, layer in enumerate(params.layers):
         x_BND, held, _ = _cached_layer(
             config, layer, x_BND, rope, cache.layer(i), start_B, mask_BNS
         )
         layers.append(held)
-        outputs += [x_BND] if i in cache.feature_layers else []
+        if i in cache.feature_layers:
+            outputs.append(x_BND)
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
     features = cache.with_features(jnp.concatenate([*outputs, x_BND], axis=-1), start_B)
     return x_BND, cache.with_layers(layers, features)
@@ -247,13 +251,13 @@ def hidden_with_cache(
 def hidden_beside_chunks(
     config: ModelConfig,
     params: Params,
-    cache: KVCache,
+    cache: Cached,
     tokens_B: jax.Array,
     positions_B: jax.Array,
     start_B: jax.Array,
-    mask_B1S: jax.Array,
+    mask_B1S: jax.Array | None,
     chunks: Chunks,
-) -> tuple[jax.Array, KVCache, Entries]:
+) -> tuple[jax.Array, Cached, Entries]:
     """Compute `hidden_with_cache` of a node a slot, [B, D], and the entries of chunks beside it.
 
     On a CPU the nodes' bits are those of `hidden_with_cache`, up to `models.products.FEW_ROWS`
@@ -263,7 +267,7 @@ def hidden_beside_chunks(
     tokens_X = jnp.concatenate([tokens_B, chunks.tokens_TC.reshape(-1)])
     positions_X = jnp.concatenate([positions_B, chunks.positions_TC.reshape(-1)])
     rope = rope_turns(config, positions_X[:, None])
-    layers, entries, outputs = [], [], []
+    layers, entries, outputs = list[Any](), [], list[jax.Array]()
     x_X1D = embed(params.embedding_VD, tokens_X[:, None])
     for i, layer in enumerate(params.layers):
         x_X1D, held, entry = _cached_layer(
@@ -271,7 +275,8 @@ def hidden_beside_chunks(
         )
         layers.append(held)
         entries.append(entry)
-        outputs += [x_X1D] if i in cache.feature_layers else []
+        if i in cache.feature_layers:
+            outputs.append(x_X1D)
     x_X1D = rms_norm(x_X1D, params.final_norm_D, config.norm_eps)
     features_X1W = jnp.concatenate([*outputs, x_X1D], axis=-1)
     of_chunks = Entries(
@@ -286,7 +291,7 @@ def hidden_beside_chunks(
 def hidden_of_nodes(
     config: ModelConfig,
     params: Params,
-    cache: KVCache,
+    cache: KVCache | PagedCache,
     tokens_M: jax.Array,
     positions_M: jax.Array,
     length_B: jax.Array,

@@ -22,8 +22,8 @@ from models import transformer
 from models.attention import Chunks, Trees
 from models.config import ModelConfig
 from models.kv_cache import Entries, Pending
-from models.paged_cache import Cache
 from models.sharding import constrain, replicated
+from models.transformer import Cached
 from spec import nodes as packed_nodes
 from spec import sampling
 from spec.nodes import Nodes
@@ -150,14 +150,14 @@ def _of_nodes(x_BW: jax.Array, trees: Trees) -> jax.Array:
 def verify(
     config: ModelConfig,
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     pending: Pending,
     slots: Slots,
     nodes: Nodes,
     stop_E: jax.Array,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[Cache, Pending, Slots, Drawn]:
+) -> tuple[Cached, Pending, Slots, Drawn]:
     """Run one round: write what waits, forward over the nodes, draw at every node, walk.
 
     No slot has more than `max_nodes`.
@@ -229,12 +229,12 @@ def _draw(
 def decode(
     config: ModelConfig,
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     slots: Slots,
     stop_E: jax.Array,
     scheme: sampling.Draw,
     chunks: Chunks | None = None,
-) -> tuple[Cache, Slots, Drawn]:
+) -> tuple[Cached, Slots, Drawn]:
     """Run one round of roots alone where nothing waits to be written.
 
     Each layer writes its entry before it reads the row: one softmax instead of two, so that this
@@ -288,7 +288,7 @@ def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Ar
 
 
 @partial(jax.jit, donate_argnames=("cache", "pending"))
-def settle(cache: Cache, pending: Pending) -> tuple[Cache, Pending]:
+def settle(cache: Cached, pending: Pending) -> tuple[Cached, Pending]:
     """Write what waits, where no round does."""
     return cache.written(pending), dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
 
@@ -300,7 +300,7 @@ def settle(cache: Cache, pending: Pending) -> tuple[Cache, Pending]:
 )
 def verify_round(
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     pending: Pending,
     slots: Slots,
     nodes_5M: jax.Array,
@@ -310,7 +310,7 @@ def verify_round(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[Cache, Pending, Slots, jax.Array, Entries | None]:
+) -> tuple[Cached, Pending, Slots, jax.Array, Entries | None]:
     """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] as of `pack`.
 
     `nodes_5M` are those of `spec.nodes.pack`. With a table for `Chunks.of_table` the round computes
@@ -333,7 +333,7 @@ def verify_round(
 )
 def decode_beside_chunks(
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -341,7 +341,7 @@ def decode_beside_chunks(
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[Cache, Pending, Slots, jax.Array, Entries]:
+) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
     """Run a round without drafts that computes chunks too; the results are as of `verify_round`.
 
     On a CPU its draws and log-probabilities have the bits of `decode_rounds`, if nodes and chunks
@@ -361,7 +361,7 @@ def decode_beside_chunks(
 )
 def decode_rounds(
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -371,7 +371,7 @@ def decode_rounds(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_rounds: int,
-) -> tuple[Cache, Pending, Slots, jax.Array]:
+) -> tuple[Cached, Pending, Slots, jax.Array]:
     """Run up to `num_rounds` rounds without drafts on the device, between two fetches.
 
     Ends early once `stop_after` slots have finished (requests wait for them) or none is active.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax
@@ -125,11 +126,11 @@ class LearnedAhead(AheadMaker):
         return self.learned.shared(context)
 
     def states(self, context: DrafterContext) -> StateReader:
-        return StateReader(context.features, context.runner)
+        return StateReader(context.states.array, context.runner)
 
     def reading(self, engine: Engine, sizes: Iterable[tuple[int, int]]) -> Iterator[Program]:
         for size in sizes:
-            yield from reading_programs(engine, self.learned.config.hidden_width, *size)
+            yield from reading_programs(engine, partial(engine.empty_states, *size))
 
     def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
         states, size = self._states(engine), _size(engine)
@@ -150,7 +151,7 @@ class LearnedAhead(AheadMaker):
 
     def _drafter(self, engine: Engine, rollout: DraftedRollout, states: StateRows) -> EagleDrafter:
         shared = jax.tree.map(engine.put, rollout.shared)
-        given = engine, shared, rollout.sampling, rollout.key, states.array
+        given = engine, shared, rollout.sampling, rollout.key, states
         depth = 2 * self.most_window + 1  # a window and a token are being verified
         nodes = _tree_nodes(engine)
         return self.learned.made(*given, max_depth=depth, num_draft_tokens=nodes)

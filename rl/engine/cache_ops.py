@@ -16,6 +16,7 @@ import numpy as np
 from models import kv_cache
 from models.attention import Chunks
 from models.kv_cache import Entries, Kind, KVCache, map_arrays
+from models.paged_cache import Cache, PagedCache
 from models.sharding import constrain, replicated
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
@@ -23,6 +24,7 @@ from spec.sampling import Processing
 from spec.verify import Slots
 
 STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
+PAGES_AT_ONCE = 16  # that one call copies, reads or writes
 # Columns of the integer table from which the device's slots are made.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
 
@@ -50,9 +52,12 @@ def join_slots(
 
 
 @partial(jax.jit, donate_argnames="cache")
-def write_chunks(cache: KVCache, entries: Entries, chunks_TX: jax.Array) -> KVCache:
+def write_chunks(cache: Cache, entries: Entries, chunks_TX: jax.Array) -> Cache:
     """Write the entries of a round's chunks; those behind a row's tokens are dead."""
     chunks = Chunks.of_table(chunks_TX)
+    if isinstance(cache, PagedCache):
+        new = entries.keys, entries.values, entries.features
+        return cache.put(*new, chunks.slot_X, chunks.positions_TC.reshape(-1))
     C = chunks.tokens_TC.shape[1]
 
     def one(rows: jax.Array, new_X: jax.Array, kind: Kind, i: jax.Array) -> jax.Array:
@@ -136,6 +141,43 @@ def copy_states(
     place_2, size = jnp.stack([row, start]), (1, 1, num_tokens, W)
     states_TW = jax.lax.gather(features_B1SW, place_2, dims, size, mode="clip")
     return constrain(states_TW, None, "features")
+
+
+@jax.jit
+def states_of_pages(pages_P1TF: jax.Array, page_X: jax.Array) -> jax.Array:
+    """Return copies of the hidden states of pages, one after the other, [X · T, F]."""
+    states_XTF = jnp.take(pages_P1TF[:, 0], jnp.maximum(page_X, 0), axis=0)
+    return constrain(states_XTF.reshape(-1, states_XTF.shape[-1]), None, "features")
+
+
+def host_of_pages(parts: Sequence[PagedCache], num_tokens: int, like: PagedCache) -> HostKv:
+    """Return what was read of a row's pages, [X, K, T, h] each, as one row on the host."""
+
+    def row(pages: Sequence[Any]) -> np.ndarray:
+        rows_KSh = [x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in pages]
+        return np.concatenate(rows_KSh, axis=1)[:, :num_tokens]
+
+    def rows(name: str) -> tuple[np.ndarray, ...]:
+        return tuple(row(pages) for pages in zip(*(getattr(p, name) for p in parts), strict=True))
+
+    keys = tuple(np.ascontiguousarray(x.swapaxes(1, 2)) for x in rows("keys"))
+    return HostKv(KVCache(keys, rows("values"), rows("features"), like.feature_layers))
+
+
+def pages_of_host(kv: HostKv, first: int, page_tokens: int) -> PagedCache:
+    """Return `PAGES_AT_ONCE` pages of a row on the host, from page `first` on."""
+    size = PAGES_AT_ONCE * page_tokens
+
+    def pages(row_KSh: Any) -> np.ndarray:
+        some_KSh = row_KSh[:, first * page_tokens :][:, :size]
+        out_KSh = np.zeros((some_KSh.shape[0], size, some_KSh.shape[2]), some_KSh.dtype)
+        out_KSh[:, : some_KSh.shape[1]] = some_KSh
+        return out_KSh.reshape(len(out_KSh), PAGES_AT_ONCE, page_tokens, -1).swapaxes(0, 1)
+
+    entries = kv.entries
+    keys = tuple(pages(x_KhS.swapaxes(1, 2)) for x_KhS in entries.keys)
+    values, features = (tuple(map(pages, rows)) for rows in (entries.values, entries.features))
+    return PagedCache(keys, values, features, None, entries.feature_layers)
 
 
 @jax.jit

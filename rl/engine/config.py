@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from spec.buckets import bucket, buckets
 
 POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
 PART_MULTIPLE = 32  # and the others
 POSITION_PARTS = (8, 2)  # of the last bucket: the others
+CACHES = ("auto", "rows", "pages")
 MOST_PAIRS = 12  # of slots and positions
 
 
@@ -26,6 +27,11 @@ class EngineConfig:
     round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
     but twice the slots at least, and at most `max_nodes` of one request. Tokens of cached responses
     are nodes as well.
+
+    `cache` is "rows", one of the longest request's length for each slot, or "pages" of
+    `page_tokens` positions, of which a request has as many as it has tokens; "auto": rows on CPUs.
+    There are `pages` of them in all (0: as many as all slots can need); where they lack, the newest
+    requests wait and are computed again.
     """
 
     RETIRED: ClassVar = {
@@ -43,13 +49,17 @@ class EngineConfig:
     max_round_nodes: int = 1024
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
+    cache: Literal["auto", "rows", "pages"] = "auto"
+    page_tokens: int = 128
+    pages: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
-                )
+            value, least = getattr(self, field.name), 0 if field.name == "pages" else 1
+            if field.name != "cache" and value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+        if self.cache not in CACHES:
+            raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
 
     @property
     def chunk_tokens(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from rl.engine import preemption
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import DrafterContext, RequestSource, RolloutSpec
+from rl.engine.rollout_spec import CachedStates, DrafterContext, RequestSource, RolloutSpec
 from rl.engine.rounds import Limits, Rounds
 from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
@@ -77,7 +77,7 @@ class Engine(ModelRunner):
 
     def drafter_context(self, spec: RolloutSpec) -> DrafterContext:
         """Return what drafters of a rollout on this engine are made from."""
-        return DrafterContext(self, spec, lambda: self._rows.cache.features[0])
+        return DrafterContext(self, spec, CachedStates(self, lambda: self._rows.cache))
 
     # -- the rollout -------------------------------------------------------
 
@@ -210,38 +210,44 @@ class Engine(ModelRunner):
     # -- admission ---------------------------------------------------------
 
     def _admit(self) -> None:
-        """Fill the free rows."""
+        """Fill the free rows, as far as the cache has room."""
         rows, waiting = self._rows, self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
-            if waiting.sourced:
-                entering = [waiting.sourced.popleft() for _ in range(self._num_fitting(free))]
-                if not entering:
-                    break
-                rows.enter(entering)
-            else:
-                entering = waiting.take_new(free)
-                rows.enter(entering, waiting.prompts)
+            first = waiting.first(self._num_fitting(free) if waiting.sourced else free)
+            places = rows.places(first, self._fetch_tokens, waiting.prompts)
+            if not places:
+                break
+            rows.enter(waiting.take(len(places)), places)
             rows.changed()
 
     def _num_fitting(self, free_rows: int) -> int:
-        """Return how many of the source's requests can have a row now."""
-        assert self._source is not None
+        """Return how many of the queued requests can have a row by the source's budget."""
+        if self._source is None:
+            return free_rows
         first = itertools.islice(self._waiting.sourced, free_rows)
         budget = self._source.kv_tokens
         return preemption.num_fitting(first, self._table, self._fetch_tokens, budget)
 
     def _preempt(self) -> None:
         """Free rows that do not fit any more; their requests wait to be recomputed."""
-        if self._source is None:
+        table, rows = self._table, list[int]()
+        if self._source is not None:
+            budget = self._source.kv_tokens
+            rows = preemption.rows_to_preempt(table, self._fetch_tokens, budget)
+            self._leave(rows)
+        short = self._rows.make_room(self._fetch_tokens, self._waiting.prompts)
+        self._leave(short)
+        self.stats.preemptions += len(rows) + len(short)
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Let the requests of rows wait again, the newest behind the others."""
+        if not rows:
             return
         table = self._table
-        rows = preemption.rows_to_preempt(table, self._fetch_tokens, self._source.kv_tokens)
-        if rows:
-            self._speculator.left(table.view(np.array(rows)[table.live_B[rows]]))
-            for row in rows:
-                self._waiting.sourced.appendleft(table.preempt(row, self._spec.policy_version))
-            self._rows.changed()
-        self.stats.preemptions += len(rows)
+        self._speculator.left(table.view(np.array(rows)[table.live_B[rows]]))
+        for row in rows:
+            self._waiting.sourced.appendleft(table.preempt(row, self._spec.policy_version))
+        self._rows.changed()
 
     @property
     def _fetch_tokens(self) -> int:

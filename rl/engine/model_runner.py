@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from models import kv_cache, sharding, transformer
+from models import kv_cache, paged_cache, sharding, transformer
 from models.config import ModelConfig
-from models.layout import CACHE_AXES, ENTRY_AXES
+from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
+from models.paged_cache import Cache, PagedCache
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.engine.lockstep import LaunchRecord, Lockstep
+from rl.engine.page_table import spread
 from rl.runtime import devices
 from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import widest_tree
@@ -70,10 +72,72 @@ class ModelRunner:
         """Raise ValueError for requests that cannot run."""
         check_requests(self.model, requests, sampling)
 
-    def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
+    @property
+    def is_paged(self) -> bool:
+        """Whether the cache is pages; "auto" asks for the kind of the devices."""
+        if self.config.cache != "auto":
+            return self.config.cache == "pages"
+        if self.mesh is not None:
+            return self.mesh.devices.flat[0].platform != "cpu"
+        return (self.device or jax.devices()[0]).platform != "cpu"
+
+    @property
+    def batch_ways(self) -> int:
+        """The parts of the devices that slots are split over."""
+        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @property
+    def slot_pages(self) -> int:
+        """The most pages of a slot."""
+        return -(-self.longest_tokens // self.config.page_tokens)
+
+    @property
+    def num_pages(self) -> int:
+        """The pages of the cache: of each part of the devices one more than a slot has at least.
+
+        Raises ValueError where the settings have less.
+        """
+        ways, least = self.batch_ways, self.slot_pages + 1
+        if not self.config.pages:
+            slots = -(-max(self.most_slots, self.config.slot_bucket(1)) // ways)
+            return ways * max(least, slots * self.slot_pages)
+        if self.config.pages // ways < least:
+            raise ValueError(
+                f"expected Engine.pages of at least {ways * least}, for a request of "
+                f"{self.longest_tokens} tokens in pages of {self.config.page_tokens} in each of "
+                f"{ways} part(s) of the devices, got {self.config.pages}: raise it, or lower "
+                "Sampling.max_new_tokens"
+            )
+        return self.config.pages // ways * ways
+
+    def empty_cache(self, num_slots: int, num_positions: int) -> Cache:
         """Return an empty cache on these devices, never whole on one of several."""
-        size = num_slots, num_positions, self.dtype, self.feature_layers
-        return kv_cache.init(self.model, *size, self.zero_rows)
+        kept = self.dtype, self.feature_layers
+        if not self.is_paged:
+            return kv_cache.init(self.model, num_slots, num_positions, *kept, self.zero_rows)
+        T = self.config.page_tokens
+        size = num_slots, num_positions // T, self.num_pages, T
+        return paged_cache.init(self.model, *size, *kept, self.zero_rows)
+
+    def full_cache(self, num_slots: int, num_positions: int) -> Cache:
+        """Return an empty cache all of whose positions can be read, to time rounds with."""
+        cache = self.empty_cache(num_slots, num_positions)
+        if isinstance(cache, PagedCache):
+            slots, slot_pages = cache.table_BN.shape
+            table = spread(slots, slot_pages, self.num_pages, self.batch_ways)
+            cache = dataclasses.replace(cache, table_BN=self.put(table))
+        return cache
+
+    def empty_states(self, num_slots: int, num_positions: int) -> Any:
+        """Return the hidden states of an empty cache, without its keys and values."""
+        assert self.feature_layers is not None, "a cache that keeps none"
+        width = self.model.d_model * (len(self.feature_layers) + 1)
+        if not self.is_paged:
+            return self.zero_rows((num_slots, 1, num_positions, width), self.dtype, FEATURE_AXES)
+        T = self.config.page_tokens
+        pages = self.zero_rows((self.num_pages, 1, T, width), self.dtype, FEATURE_AXES)
+        table_BN = self.zero_rows((num_slots, num_positions // T), jnp.int32, (None, None))
+        return paged_cache.PagedStates(pages, table_BN)
 
     def empty_pending(self, num_slots: int) -> kv_cache.Pending:
         """Return room on these devices for the entries of the largest round."""
@@ -123,6 +187,15 @@ class ModelRunner:
         """Return the buckets of positions of `num_slots` rows, smallest first."""
         most = self.most_slots, self.longest_tokens
         return self.config.batch_positions(num_slots, *most)
+
+    def round_positions(self, num_slots: int) -> list[int]:
+        """Return the numbers of positions that rounds of `num_slots` differ in, smallest first.
+
+        Attention to pages goes as far as a slot has positions: there is one.
+        """
+        if self.is_paged:
+            return [self.slot_pages * self.config.page_tokens]
+        return self.position_sizes(num_slots)
 
     def slots_for(self, num_requests: int) -> int:
         """Return the bucket of slots that a rollout begins in: prompts are computed in it."""

@@ -24,6 +24,14 @@ def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
     return np.where(table.busy_B, np.minimum(table.total_tokens_B + fetch_tokens, final_B), 0)
 
 
+def needed_by(waiting: PartialRequest, table: SlotTable, fetch_tokens: int) -> int:
+    """Return the positions that a waiting request would need until the next fetch."""
+    left = waiting.request.limit(table.endings.sampling) - waiting.num_tokens
+    if waiting.max_tokens is not None:
+        left = min(left, waiting.max_tokens)
+    return len(waiting.request.prompt_ids) + waiting.num_tokens + min(fetch_tokens, left)
+
+
 def num_fitting(
     waiting: Iterable[PartialRequest],
     table: SlotTable,
@@ -33,10 +41,7 @@ def num_fitting(
     """Return how many waiting requests, in order, fit beside what runs; at least one alone."""
     held, count = int(needed_B(table, fetch_tokens).sum()), 0
     for p in waiting:
-        left = p.request.limit(table.endings.sampling) - p.num_tokens
-        if p.max_tokens is not None:
-            left = min(left, p.max_tokens)
-        held += len(p.request.prompt_ids) + p.num_tokens + min(fetch_tokens, left)
+        held += needed_by(p, table, fetch_tokens)
         if held > budget and (count or table.num_busy):
             break
         count += 1

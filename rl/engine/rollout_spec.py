@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from models.paged_cache import Cache
 from models.token_text import TokenBytes
 from models.transformer import Params
 from rl.engine.ending import Endings, padded_ids
@@ -20,6 +21,7 @@ from rl.engine.model_runner import ModelRunner
 from rl.trajectory import PartialRequest, Request
 from spec.budget.budget import Budget
 from spec.config import SamplingConfig
+from spec.draft_cache.drafting import StateSource
 from spec.drafter import Drafter
 from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
@@ -29,12 +31,26 @@ from spec.reuse.prefix_rule import PrefixRule
 class DrafterContext:
     """The worker that a drafter is made for: its devices, its rollout, and its cache.
 
-    `spec.params` lie on those devices; `features` returns the hidden states that the cache holds.
+    `spec.params` lie on those devices; `states` has the hidden states that the cache holds.
     """
 
     runner: ModelRunner
     spec: RolloutSpec
-    features: Callable[[], jax.Array]
+    states: StateSource
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CachedStates:
+    """The hidden states that a cache of a worker holds (a `StateSource`)."""
+
+    runner: ModelRunner
+    cache: Callable[[], Cache]
+
+    def array(self) -> Any:
+        return self.cache().states
+
+    def empty(self, num_slots: int, num_positions: int) -> Any:
+        return self.runner.empty_states(num_slots, num_positions)
 
 
 Drafting = tuple[Drafter | None, Budget | None]

@@ -162,7 +162,8 @@ class Rounds:
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
-        self._rows.grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
+        most_B = np.where(table.busy_B, table.cached_tokens_B + np.minimum(left_B, rounds), 0)
+        self._rows.reserve(most_B)
         live_B = table.live_B
         found = self.compute_prompts(rounds)
         if rounds > (beside_prompts := len(found)) and not self._undecided(live_B):
@@ -195,8 +196,9 @@ class Rounds:
         B, rows = len(table), self._rows
         options = self._runner.draft_options(self._scheme, B, decision)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
-        most_B = table.cached_tokens_B + np.minimum(left_B, options["shape"].tree_nodes)
-        rows.grow(max(int(most_B.max()), drafter.num_positions))
+        gain_B = np.minimum(left_B, options["shape"].tree_nodes)
+        most_B = np.where(table.busy_B, table.cached_tokens_B + gain_B, 0)
+        rows.reserve(most_B, drafter.num_positions)
         given = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
         # the likeliest n draft tokens are n deep at most
         depth = min(given.depth, decision.tree_tokens)

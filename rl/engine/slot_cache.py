@@ -1,8 +1,8 @@
-"""The host's table of rows, the device's cache for them, and what moves both.
+"""The host's table of slots, the device's memory for them, and what moves both.
 
 The host's table is the truth about every slot; the device holds the cache and a copy of
-the table, which is made again when the host has changed it. Sizes come from a pool of
-buckets (slots and positions: powers of two), each compiled once.
+the table, which is made again when the host has changed it. The cache is rows or pages
+(`rl.engine.row_memory`, `rl.engine.page_memory`): reserve, share, release.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ import jax
 import numpy as np
 
 from models import kv_cache
+from models.paged_cache import Cache
 from rl.engine import admission, cache_ops
 from rl.engine.model_runner import ModelRunner
+from rl.engine.page_memory import PageMemory
+from rl.engine.row_memory import RowMemory
 from rl.engine.slot_table import SlotTable
 from rl.engine.state_delivery import Ended, StateDelivery
 from rl.trajectory import PartialRequest, Prompt
-from spec import cache_rows
 from spec.verify import Slots, settle
+
+
+def open_memory(runner: ModelRunner) -> RowMemory | PageMemory:
+    """Return the memory of a worker's slots, laid out as its devices take it best."""
+    return PageMemory(runner) if runner.is_paged else RowMemory(runner)
 
 
 class SlotCache:
@@ -30,7 +37,7 @@ class SlotCache:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.table = SlotTable(0, 0)
-        self._cache: kv_cache.KVCache | None = None
+        self._memory_now: RowMemory | PageMemory | None = None
         self._pending: kv_cache.Pending | None = None  # what the last round left to be written
         self._waits = False  # that it holds anything
         self._slots: Slots | None = None  # None: the host has changed the table
@@ -40,32 +47,47 @@ class SlotCache:
         return len(self.table)
 
     @property
-    def cache(self) -> kv_cache.KVCache:
-        """The cache with all that rounds have left to be written."""
-        cache, pending = self.for_round()
-        if self._waits:
-            self._cache, self._pending = settle(cache, pending)
-            self._waits = False
-        return self._held
+    def _memory(self) -> RowMemory | PageMemory:
+        """The memory of the slots; devices are opened now at the latest."""
+        if self._memory_now is None:
+            self._memory_now = open_memory(self._runner)
+        return self._memory_now
 
     @property
-    def _held(self) -> kv_cache.KVCache:
-        assert self._cache is not None
-        return self._cache
+    def cache(self) -> Cache:
+        """The cache with all that rounds have left to be written."""
+        return self._settled().held
 
-    def for_round(self) -> tuple[kv_cache.KVCache, kv_cache.Pending]:
-        """Return the cache, long enough for what waits to be written, and what waits."""
-        self.grow(self.table.longest_cached())
+    def _settled(self) -> RowMemory | PageMemory:
+        cache, pending = self.for_round()
+        if self._waits:
+            self._memory.cache, self._pending = settle(cache, pending)
+            self._waits = False
+        return self._memory
+
+    def for_round(self) -> tuple[Cache, kv_cache.Pending]:
+        """Return the cache, with room for what waits to be written, and what waits."""
+        table = self.table
+        self.reserve(np.where(table.busy_B, table.cached_tokens_B, 0))
         assert self._pending is not None
-        return self._held, self._pending
+        return self._memory.held, self._pending
+
+    def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
+        """Make room for so many positions of each row; rows have `least_positions` in any case."""
+        before = self.num_positions
+        self._memory.reserve(tokens_B, least_positions)
+        if self.num_positions != before:
+            self._slots = None
 
     @property
     def num_positions(self) -> int:
-        return self._held.num_positions
+        cache = self._memory.cache
+        assert cache is not None
+        return cache.num_positions
 
     def stepped(
         self,
-        cache: kv_cache.KVCache,
+        cache: Cache,
         pending: kv_cache.Pending,
         slots: Slots,
         *,
@@ -75,7 +97,7 @@ class SlotCache:
 
         `waits` says whether it has left entries to be written.
         """
-        self._cache, self._pending, self._slots = cache, pending, slots
+        self._memory.cache, self._pending, self._slots = cache, pending, slots
         self._waits = waits
 
     def changed(self) -> None:
@@ -103,30 +125,34 @@ class SlotCache:
 
     # -- requests enter ----------------------------------------------------------------
 
-    def enter(
+    def places(
         self,
-        requests: Sequence[PartialRequest],
+        waiting: Sequence[PartialRequest],
+        fetch_tokens: int,
         wanted_later: Collection[Prompt] = (),
-    ) -> None:
+    ) -> list[int]:
+        """Return rows for the first of the waiting requests, for as many as can run now."""
+        return self._memory.assign(waiting, self.table, fetch_tokens, wanted_later)
+
+    def enter(self, requests: Sequence[PartialRequest], rows: Sequence[int]) -> None:
         """Put requests into free rows, and write the keys and values that come with them.
 
         Where none come, rounds compute them, or another row that holds the prompt is copied.
         """
-        table, brought = self.table, [p for p in requests if p.kv is not None]
-        if others := [p for p in requests if p.kv is None]:
-            self.grow(max(len(p.token_ids) for p in others) + 1)
-            prompts = [p.request.prompt_ids for p in others]
-            rows = admission.assign(prompts, table.free_rows(), table.prompts, wanted_later)
-            for p, prompt, row in zip(others, prompts, rows, strict=True):
-                table.enter(row, p, len(prompt) - 1 if table.prompts[row] == prompt else 0)
+        table, memory = self.table, self._memory
+        for p, row in zip(requests, rows, strict=True):
+            prompt = p.request.prompt_ids
+            held_tokens = len(prompt) - 1 if table.prompts[row] == prompt and p.kv is None else 0
+            memory.begin(row, held_tokens)
+            table.enter(row, p, held_tokens if p.kv is None else None)
+        brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
+        memory.room_for(requests, brought, table)
         if brought:
-            entries = []
-            for p, row in zip(brought, table.free_rows(), strict=False):
-                assert p.kv is not None
-                entries.append((p.kv, row))
-                table.enter(row, p)
-            self.grow(max(kv.num_tokens for kv, _ in entries) + 1)
-            self._cache = self._runner.insert_kv(self.cache, entries)
+            self._settled().insert(brought)
+
+    def make_room(self, fetch_tokens: int, wanted_later: Collection[Prompt]) -> list[int]:
+        """Reserve what rows need until the next fetch; return those that have to leave for it."""
+        return self._memory.make_room(self.table, fetch_tokens, wanted_later)
 
     # -- what rows lack ----------------------------------------------------------------
 
@@ -134,8 +160,7 @@ class SlotCache:
         """Copy prompts to rows that lack them from rows that hold them."""
         copies, _ = admission.fills(self.table.lacking(), self.table.prompts)
         if copies:
-            self._cache = self._runner.copy_rows(self.cache, copies)
-            for _, row in copies:
+            for row in self._settled().share(copies, self.table):
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
     def next_chunks(self) -> np.ndarray:
@@ -153,13 +178,12 @@ class SlotCache:
         """Yield where chunks of what the row lacks begin."""
         end = int(self.table.cached_tokens_B[row])
         for start in range(end - int(self.table.lacking_tokens_B[row]), end, chunk_tokens):
-            # the whole window lies inside the row: it may begin with what is there
-            yield min(start, self.num_positions - chunk_tokens)
+            yield self._memory.chunk_start(row, start)
 
     def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
         """Write what a round computed for chunks; return how many tokens rows lacked of them."""
         chunks = self._runner.argument(chunks_TX)
-        self._cache = cache_ops.write_chunks(self._held, entries, chunks)
+        self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
         C, found = self._runner.config.chunk_tokens, 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
             found += self._filled(row, start + C)
@@ -176,7 +200,7 @@ class SlotCache:
     def leave(self, rows: Sequence[int], policy_version: int) -> list[PartialRequest]:
         """Free rows; return their requests, with keys and values of all tokens but the last."""
         lengths = self.table.cached_tokens_B[np.asarray(rows)].tolist()
-        kvs = self._runner.read_kv(self.cache, rows, lengths)
+        kvs = self._settled().read(rows, lengths)
         return [
             dataclasses.replace(self.table.leave(row, policy_version), kv=kv)
             for row, kv in zip(rows, kvs, strict=True)
@@ -184,7 +208,7 @@ class SlotCache:
 
     def copied(self, row: int, policy_version: int) -> PartialRequest:
         """Return what `leave` does of a row that stays."""
-        [kv] = self._runner.read_kv(self.cache, [row], self.table.cached_tokens_B[[row]].tolist())
+        [kv] = self._settled().read([row], self.table.cached_tokens_B[[row]].tolist())
         return dataclasses.replace(self.table.so_far(row, policy_version), kv=kv)
 
     def send(self, rows: Sequence[int], delivery: StateDelivery, policy_version: int) -> None:
@@ -194,25 +218,22 @@ class SlotCache:
             request_id, num_tokens = int(table.request_ids_B[row]), int(table.total_tokens_B[row])
             if delivery.wants(request_id, num_tokens):
                 tokens_T = table.tokens_BL[row, :num_tokens].copy()
-                copies = self._runner.copy_states(self.cache, row, num_tokens - 1)
+                copies = self._settled().copy_states(row, num_tokens - 1)
                 prompt_tokens = int(table.prompt_tokens_B[row])
                 delivery.send(Ended(tokens_T, prompt_tokens, copies, policy_version))
 
-    # -- buckets -----------------------------------------------------------------------
+    # -- the batch ---------------------------------------------------------------------
 
     def reset(self, table: SlotTable) -> None:
-        """Start with an empty table and the smallest bucket of positions; keep such a cache."""
-        num_slots, self.table = len(table), table
-        held, [num_positions, *_] = self._cache, self._runner.position_sizes(num_slots)
-        if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
-            self._cache = held = None  # free it before there is another
-            self._cache = self._runner.empty_cache(num_slots, num_positions)
-        self._pending, self._waits = self._runner.empty_pending(num_slots), False
+        """Start with an empty table and an empty cache, whose buffers stay if they fit."""
+        self.table = table
+        self._memory.reset(len(table))
+        self._pending, self._waits = self._runner.empty_pending(len(table)), False
         self._slots = None
 
     def drop(self) -> None:
         """Forget the cache: a step that failed may have consumed it."""
-        self._cache = self._pending = None
+        self._memory.cache = self._pending = None
 
     def fit(self, num_requests: int, wanted_later: Collection[Prompt]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.
@@ -223,35 +244,21 @@ class SlotCache:
         config, table = self._runner.config, self.table
         while config.slot_bucket(num_requests) < len(table) and not table.lacking():
             half = config.slot_bucket(-(-len(table) // 2))
-            order = table.most_useful(wanted_later)[:half]
-            self._take_rows(order)
-            table.keep(order)
-        while config.slot_bucket(num_requests) > len(table):
-            more = config.slot_bucket(len(table) + 1)
-            rows = [*range(len(table)), *[0] * (more - len(table))]
+            rows = self._memory.kept_rows(table, table.most_useful(wanted_later), half)
+            if rows is None:
+                break
             self._take_rows(rows)
-            table.widen(more)
-
-    def grow(self, num_positions: int) -> None:
-        """Take the next bucket of positions until `num_positions` fit."""
-        while self.num_positions < num_positions:
-            sizes = self._runner.position_sizes(len(self.table))
-            larger = next(s for s in sizes if s > self.num_positions)
-            self._cache = self._resized(self._held, range(len(self.table)), larger)
+        while config.slot_bucket(num_requests) > (before := len(table)):
+            self._settled()
+            table.widen(more := config.slot_bucket(before + 1))
+            self._take_rows(self._memory.widened(before, more))
 
     def _take_rows(self, rows: Sequence[int]) -> None:
-        [least, *_] = self._runner.position_sizes(len(rows))
-        self._cache = self._resized(self.cache, rows, max(self.num_positions, least))
-        self._pending = self._runner.empty_pending(len(rows))
-
-    def _resized(
-        self, cache: kv_cache.KVCache, rows: Sequence[int], num_positions: int
-    ) -> kv_cache.KVCache:
-        self._runner.before_positions(num_positions)
-        index = self._runner.put(np.asarray(rows, np.int32))
-        self._slots = None
-        return self._runner.in_turn(cache_rows.resize(cache, index, num_positions))
+        memory = self._settled() if self._waits else self._memory
+        memory.take_rows(rows)
+        self.table.keep(rows)
+        self._pending, self._slots = self._runner.empty_pending(len(rows)), None
 
     def wait_in_turn(self) -> None:
         """Let what moves rows end before programs on other arrays begin, where that is needed."""
-        self._runner.in_turn(self._cache)
+        self._runner.in_turn(self._memory.cache)

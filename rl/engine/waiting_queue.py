@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Collection, Sequence
 
 from rl.trajectory import PartialRequest, Prompt, Request
@@ -45,9 +46,16 @@ class WaitingQueue:
         left = [p for p in self.sourced if p.request.request_id not in request_ids]
         self.sourced = collections.deque(left)
 
-    def take_new(self, most: int) -> list[PartialRequest]:
-        """Take the next of `new`, up to `most`."""
-        taken = [self.new.popleft() for _ in range(min(most, len(self.new)))]
+    def first(self, most: int) -> list[PartialRequest]:
+        """Return those that are next, up to `most`: what was brought or preempted comes first."""
+        queue = self.sourced or self.new
+        return list(itertools.islice(queue, most))
+
+    def take(self, count: int) -> list[PartialRequest]:
+        """Take so many of those that `first` returns."""
+        if self.sourced:
+            return [self.sourced.popleft() for _ in range(count)]
+        taken = [self.new.popleft() for _ in range(count)]
         for p in taken:
             self._prompts[p.request.prompt_ids] -= 1
             if not self._prompts[p.request.prompt_ids]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
 from rl.speculation.device_drafters import PerRunner
 from spec.config import SamplingConfig
+from spec.draft_cache.drafting import StateSource
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.drafter import EagleDrafter
@@ -67,7 +67,7 @@ class LearnedDrafter:
     def drafter_for(self, context: DrafterContext) -> EagleDrafter:
         """Return the drafter of one worker for one rollout."""
         runner, spec = context.runner, context.spec
-        given = runner, self.shared(context), spec.sampling, spec.key, context.features
+        given = runner, self.shared(context), spec.sampling, spec.key, context.states
         most_tokens = runner.config.max_nodes - 1
         return self.made(*given, max_depth=self.max_depth, num_draft_tokens=most_tokens)
 
@@ -83,19 +83,19 @@ class LearnedDrafter:
         shared: SharedParams,
         sampling: SamplingConfig,
         key: jax.Array,
-        features: Callable[[], jax.Array],
+        states: StateSource,
         *,
         max_depth: int,
         num_draft_tokens: int,
     ) -> EagleDrafter:
-        """Return a drafter on these devices, where `shared` and the `features` are."""
+        """Return a drafter on these devices, where `shared` and the `states` are."""
         return EagleDrafter(
             self.config,
             lambda: DeviceWeights(self._params_on(runner), shared),
             dataclasses.replace(self.tree, max_depth=max_depth),
             sampling,
             runner.put(key),
-            features=features,
+            states=states,
             runner=runner,
             num_draft_tokens=num_draft_tokens,
         )

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import kv_cache, transformer
+from models import kv_cache, paged_cache, transformer
 from rl.engine import cache_ops
 from rl.engine.ending import padded_ids
 from rl.engine.engine import Engine
@@ -150,7 +150,7 @@ def round_buckets(
     """Yield (slots, nodes, positions) of every round that rollouts can reach."""
     engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.longest_new_tokens)
     for B in _slot_sizes(engine, reach.max_requests):
-        for S in engine.position_sizes(B):
+        for S in engine.round_positions(B):
             for M in (B, *engine.config.node_sizes(B)):
                 if M == B or reach.nodes is None or M in reach.nodes(B):
                     yield B, M, S
@@ -178,7 +178,7 @@ class Pool:
         self.longest_tokens = reach.max_prompt_tokens + sampling.longest_new_tokens
         self.slots = _slot_sizes(engine, reach.max_requests)
         engine.expect(reach.max_requests, self.longest_tokens)
-        self.buckets = [(B, S) for B in self.slots for S in engine.position_sizes(B)]
+        self.buckets = [(B, S) for B in self.slots for S in engine.round_positions(B)]
         self.positions = sorted({S for _, S in self.buckets})
         # prompts come while rows move, else before the batch shrinks
         self.first_slots = self.slots if reach.moves else self.slots[:1]
@@ -211,18 +211,29 @@ class Pool:
         for B, S in self.buckets:
             yield Program(decode_rounds, partial(self.decode_arguments, B, S), S)
             yield Program(settle, partial(self._settle, B, S), S)
-            yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
+            if not self.engine.is_paged:
+                yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             if B in self.first_slots:
                 yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
                 for M in self._nodes_beside_prompts(B):
                     yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
                 yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S), S)
-            for name, kind in self.kinds:
+            for name, kind in () if self.engine.is_paged else self.kinds:
                 for change in self._changes(B, S):
                     yield self._resize(name, (B, S), change, kind)
 
+        if self.engine.is_paged:
+            yield Program(paged_cache.copy_pages, self._copy_pages)
+
     def moves(self) -> Iterator[Program]:
         """Yield how rows leave for the host and come back, and how a batch grows again."""
+        if self.engine.is_paged:
+            yield Program(paged_cache.insert_pages, self._insert_pages)
+            yield Program(paged_cache.read_pages, self._read_pages)
+            if self.engine.spans_processes:
+                for name, _ in self.kinds:
+                    yield Program(cache_ops.gathered, partial(self._gathered_pages, name))
+            return
         for B, S in self.buckets:
             for T in (T for T in self.positions if T <= S):
                 yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T))
@@ -238,6 +249,11 @@ class Pool:
 
     def hidden_states(self) -> Iterator[Program]:
         """Yield how hidden states leave for the host."""
+        if self.engine.is_paged:
+            yield Program(cache_ops.states_of_pages, self._states_of_pages)
+            if self.engine.spans_processes:
+                yield Program(cache_ops.gathered, partial(self._states, self._page_states))
+            return
         for B, S in self.buckets:
             yield Program(cache_ops.copy_states, partial(self._copy_states, B, S))
         if self.engine.spans_processes:
@@ -354,6 +370,50 @@ class Pool:
     def _copy(self, B: int, S: int) -> Arguments:
         pairs = np.zeros(B, np.int32)
         return (self.engine.empty_cache(B, S), pairs, pairs, np.int32(0)), {}
+
+    # -- of pages ------------------------------------------------------------------------
+
+    def _pages(self) -> paged_cache.PagedCache:
+        B, S = self.buckets[0]
+        cache = self.engine.empty_cache(B, S)
+        assert isinstance(cache, paged_cache.PagedCache)
+        return dataclasses.replace(cache, table_BN=None)
+
+    def _some_pages(self) -> Any:
+        """Arrays like those that `read_pages` returns."""
+        engine, size = self.engine, cache_ops.PAGES_AT_ONCE
+        kept = engine.dtype, engine.feature_layers
+        T = engine.config.page_tokens
+        some = paged_cache.init(engine.model, 1, 1, size, T, *kept, engine.zero_rows)
+        return dataclasses.replace(some, table_BN=None)
+
+    def _page_numbers(self, size: int = cache_ops.PAGES_AT_ONCE) -> Any:
+        return self.engine.put(np.full(size, -1, np.int32))
+
+    def _copy_pages(self) -> Arguments:
+        return (self._pages(), self._page_numbers(), self._page_numbers()), {}
+
+    def _insert_pages(self) -> Arguments:
+        return (self._pages(), self._some_pages(), self._page_numbers()), {}
+
+    def _read_pages(self) -> Arguments:
+        return (self._pages(), self._page_numbers()), {}
+
+    def _gathered_pages(self, name: str) -> Arguments:
+        return (getattr(self._some_pages(), name)[0],), {}
+
+    @property
+    def _page_states(self) -> int:
+        """The hidden states of one copy that leaves a cache of pages."""
+        T = self.engine.config.page_tokens
+        return max(1, cache_ops.STATE_COPY_TOKENS // T) * T
+
+    def _states_of_pages(self) -> Arguments:
+        [pages_P1TF] = self._pages().features
+        count = self._page_states // self.engine.config.page_tokens
+        return (pages_P1TF, self._page_numbers(count)), {}
+
+    # -- of rows -------------------------------------------------------------------------
 
     def _copy_states(self, B: int, S: int) -> Arguments:
         features_B1SW = self._rows("features", B, S, kv_cache.FEATURES)

@@ -25,7 +25,7 @@ from spec.round_times import RoundTimes
 def first_positions(pool: Pool) -> int:
     """Return the positions that rollouts begin with, whatever the number of their slots."""
     longest = pool.reach.max_prompt_tokens
-    sizes = [pool.engine.position_sizes(B) for B in pool.slots]
+    sizes = [pool.engine.round_positions(B) for B in pool.slots]
     return max(next((s for s in found if s > longest), found[-1]) for found in sizes)
 
 

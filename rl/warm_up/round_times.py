@@ -19,7 +19,7 @@ from rl.cluster.processes import ALONE, Processes
 from rl.engine import cache_ops
 from rl.engine.ending import NO_TOKEN, padded_ids
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import DrafterContext, RolloutSpec
+from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
 from rl.trajectory import PartialRequest, Request
@@ -158,7 +158,7 @@ class _Rounds:
         B, S = num_slots, num_positions
         self._engine, self._spec = engine, spec
         self._drafter = DrafterUnion((GroupDrafter(), NgramDrafter()))
-        self._cache, self._pending = engine.empty_cache(B, S), engine.empty_pending(B)
+        self._cache, self._pending = engine.full_cache(B, S), engine.empty_pending(B)
         ends = (*engine.model.eos_token_ids, *spec.sampling.stop_ids)
         self._stop_E = engine.put(np.full_like(padded_ids(ends), NO_TOKEN))
         self._table = SlotTable(B, S + engine.config.max_nodes)
@@ -179,7 +179,9 @@ class _Rounds:
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
         """Median seconds of the drafts of all rows, by depth: one, and the deepest."""
-        context = DrafterContext(self._engine, self._spec, lambda: self._cache.features[0])
+        context = DrafterContext(
+            self._engine, self._spec, CachedStates(self._engine, lambda: self._cache)
+        )
         drafter = made_by.drafter_for(context)
         live, most = self._table.live(), self._engine.config.max_nodes - 1
         tries = []

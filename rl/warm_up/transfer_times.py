@@ -6,17 +6,24 @@ the two is faster (RhymeRL recomputes, Seer copies).
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from models import kv_cache, transformer
+from models import transformer
+from models.paged_cache import Cache
 from rl.cluster.processes import ALONE, Processes
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
+from rl.engine.page_memory import PageMemory
+from rl.engine.row_memory import RowMemory
+from rl.engine.slot_cache import open_memory
+from rl.engine.slot_table import SlotTable
 from rl.trajectory import HostKv
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
@@ -44,31 +51,21 @@ def measure(
     seconds, pool = {}, compile_buckets.Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
-        for S in pool.positions:
-            tokens = S - 1
-            with engine.shapes_only():
-                shapes = engine.empty_cache(1, tokens)
-            kv = HostKv(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
-
-            def copied(cache: kv_cache.KVCache, kv: HostKv = kv) -> kv_cache.KVCache:
-                return engine.insert_kv(cache, [(kv, 0)])
-
-            def computed(cache: kv_cache.KVCache, S: int = S) -> kv_cache.KVCache:
-                return recomputed(pool, cache, S - 1)
-
-            cache = engine.empty_cache(B, S)
-            copy_s, cache = _timed(engine, copied, cache)
-            pass_s, cache = _timed(engine, computed, cache)
-            seconds[tokens] = copy_s, pass_s
+        sizes = engine.position_sizes(B) if engine.is_paged else pool.positions
+        for tokens in (S - 1 for S in sizes):
+            kv, memory = _host_kv(engine, tokens), open_memory(engine)
+            memory.reset(B)
+            memory.room_for((), [(kv, 0)], SlotTable(B, 1))
+            copied = partial(_copied, memory, kv)
+            computed = partial(_computed, memory, pool, tokens)
+            seconds[tokens] = _timed(engine, copied), _timed(engine, computed)
     times = moves_of_first(MoveTimes(seconds), processes)
     if processes.is_first:
         write_moves(path, times)
     return times
 
 
-def recomputed(
-    pool: compile_buckets.Pool, cache: kv_cache.KVCache, num_tokens: int
-) -> kv_cache.KVCache:
+def recomputed(pool: compile_buckets.Pool, cache: Cache, num_tokens: int) -> Cache:
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
     B, S, C = cache.num_slots, cache.num_positions, engine.config.chunk_tokens
@@ -86,16 +83,29 @@ def recomputed(
     return cache
 
 
-def _timed(
-    engine: Engine,
-    move: Callable[[kv_cache.KVCache], kv_cache.KVCache],
-    cache: kv_cache.KVCache,
-) -> tuple[float, kv_cache.KVCache]:
-    """Median seconds of `move`, which takes a cache and gives one, and the last of them."""
+def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
+    """Zeroed keys and values of so many tokens, on the host."""
+    rows = dataclasses.replace(engine, config=dataclasses.replace(engine.config, cache="rows"))
+    with rows.shapes_only():
+        shapes = rows.empty_cache(1, num_tokens)
+    return HostKv(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
+
+
+def _copied(memory: RowMemory | PageMemory, kv: HostKv) -> Cache:
+    memory.insert([(kv, 0)])
+    return memory.held
+
+
+def _computed(memory: RowMemory | PageMemory, pool: compile_buckets.Pool, num_tokens: int) -> Cache:
+    memory.cache = recomputed(pool, memory.held, num_tokens)
+    return memory.held
+
+
+def _timed(engine: Engine, move: Callable[[], Cache]) -> float:
+    """Median seconds of `move`, which returns the cache."""
     taken = []
     for _ in range(1 + REPEATS):  # the first one finds its memory
-        jax.block_until_ready(cache)
         began_s = engine.clock()
-        cache = jax.block_until_ready(move(cache))
+        jax.block_until_ready(move())
         taken.append(engine.clock() - began_s)
-    return statistics.median(taken[1:]), cache
+    return statistics.median(taken[1:])

@@ -12,11 +12,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
-from models.kv_cache import FEATURES
+from models.kv_cache import FEATURES, state_windows
 from models.layout import FEATURE_AXES
 from models.sharding import constrain
 from spec import cache_rows
@@ -28,10 +29,10 @@ PASS_TOKENS = 256  # states that are read, or written, at a time
 
 
 @jax.jit
-def read_states(features_B1SW: jax.Array, place_2T: jax.Array) -> jax.Array:
-    """Return the states at these rows and positions, [T, W]."""
+def read_states(states: Any, place_2T: jax.Array) -> jax.Array:
+    """Return the states at these slots and positions, [T, W]."""
     row_T, position_T = place_2T
-    return constrain(features_B1SW[row_T, 0, position_T], None, "features")
+    return constrain(state_windows(states, row_T, position_T, 1)[:, 0], None, "features")
 
 
 @partial(jax.jit, donate_argnames="states_R1SW")
@@ -43,10 +44,10 @@ def write_states(states_R1SW: jax.Array, states_TW: jax.Array, place_2T: jax.Arr
 
 
 class StateReader:
-    """Reads states from a verifying worker's cache, whose `features` are [B, 1, S, W]."""
+    """Reads states from a verifying worker's cache, as `states` returns them."""
 
-    def __init__(self, features: Callable[[], jax.Array], runner: Runner) -> None:
-        self._features, self._runner = features, runner
+    def __init__(self, states: Callable[[], Any], runner: Runner) -> None:
+        self._states, self._runner = states, runner
 
     def before(self, live: LiveSlots, first: Mapping[int, int]) -> list[tuple[States, ...]]:
         """Return the states in front of the tokens from `first` on, of requests by their place.
@@ -59,9 +60,9 @@ class StateReader:
         row_T = np.repeat(live.rows_A[places], count_A)
         nth_T = np.arange(count_A.sum()) - np.repeat(np.cumsum(count_A) - count_A, count_A)
         position_T = np.repeat(start_A, count_A) + nth_T
-        features = self._features() if len(row_T) else None
+        states = self._states() if len(row_T) else None
         passes = [
-            self._read(features, row_T[at : at + PASS_TOKENS], position_T[at : at + PASS_TOKENS])
+            self._read(states, row_T[at : at + PASS_TOKENS], position_T[at : at + PASS_TOKENS])
             for at in range(0, len(row_T), PASS_TOKENS)
         ]
         found, at = [], 0
@@ -70,12 +71,10 @@ class StateReader:
             at += count
         return found
 
-    def _read(
-        self, features: jax.Array | None, row_T: np.ndarray, position_T: np.ndarray
-    ) -> jax.Array:
+    def _read(self, states: Any, row_T: np.ndarray, position_T: np.ndarray) -> jax.Array:
         place_2T = np.zeros((2, PASS_TOKENS), np.int32)
         place_2T[:, : len(row_T)] = row_T, position_T
-        return read_states(features, self._runner.argument(place_2T))
+        return read_states(states, self._runner.argument(place_2T))
 
 
 def _parts(passes: Sequence[jax.Array], at: int, first: int, count: int) -> Iterator[States]:
@@ -87,12 +86,11 @@ def _parts(passes: Sequence[jax.Array], at: int, first: int, count: int) -> Iter
         at, first, count = at + some, first + some, count - some
 
 
-def reading_programs(runner: Runner, width: int, B: int, S: int) -> Iterator[Program]:
-    """Yield what `StateReader` runs on caches of this bucket."""
+def reading_programs(runner: Runner, empty: Callable[[], Any]) -> Iterator[Program]:
+    """Yield what `StateReader` runs on states like those that `empty` returns."""
 
     def read() -> Arguments:
-        features = runner.zero_rows((B, 1, S, width), runner.dtype, FEATURE_AXES)
-        return (features, runner.argument(np.zeros((2, PASS_TOKENS), np.int32))), {}
+        return (empty(), runner.argument(np.zeros((2, PASS_TOKENS), np.int32))), {}
 
     yield read_states, read
 
@@ -109,6 +107,11 @@ class StateRows:
         if self._states is None:
             self._states = self._empty(self._runner.position_sizes(self._num_rows)[0])
         return self._states
+
+    def empty(self, num_slots: int, num_positions: int) -> jax.Array:
+        """Return zeroed states, to compile programs with."""
+        assert num_slots == self._num_rows, (num_slots, self._num_rows)
+        return self._empty(num_positions)
 
     def put(self, read: Sequence[tuple[int, States]]) -> None:
         """Write what verifying workers have read, each to a row."""

@@ -19,7 +19,19 @@ from models.sharding import replicated
 from spec.draft_cache.tables import Ends, unpack_ends
 from spec.verify import Drawn, Slots
 
-Given = tuple[Any, tuple[jax.Array, ...]]  # constants, and the policy's features
+Given = tuple[Any, tuple[Any, ...]]  # constants, and the policy's states (`StateSource`)
+
+
+class StateSource(Protocol):
+    """Where a drafter finds the policy's hidden states, as `models.kv_cache.state_windows` does."""
+
+    def array(self) -> Any:
+        """Return those of all slots, as they are now."""
+        ...
+
+    def empty(self, num_slots: int, num_positions: int) -> Any:
+        """Return zeroed ones, to compile programs with."""
+        ...
 
 
 class Found(NamedTuple):

@@ -82,7 +82,8 @@ def draft_rounds(
     cache = cache.written(pending)
     pending = dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
     row_B = _rows_of(table, len(slots.active))
-    state = drafting.begin((constants, cache.features), draft_cache, _at_rest(table, slots))
+    policy_states = (cache.states,) if cache.features else ()
+    state = drafting.begin((constants, policy_states), draft_cache, _at_rest(table, slots))
     active_before, emitted_before_B = jnp.sum(slots.active), slots.emitted
     longest, M = jnp.minimum(depth + 1, N), shape.num_nodes
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.layout import FEATURE_AXES
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import DraftCache, Passes, Runner
 from spec.draft_cache.drafter import CachingDrafter
+from spec.draft_cache.drafting import StateSource
 from spec.drafter import LiveSlots, Source
 from spec.eagle.config import EagleConfig, TreeConfig
 from spec.eagle.drafting import TreeDrafting
@@ -27,7 +27,7 @@ CHUNK_TOKENS = 32
 class EagleDrafter(CachingDrafter):
     """Trees of an EAGLE drafter, of the best draft tokens that `depth` levels find.
 
-    `features` returns the current hidden states of the engine's slots, [B, 1, S, W]. `weights`
+    `states` has the current hidden states of the engine's slots. `weights`
     returns the newest weights; entries computed with older ones stay. `depth` is `tree.max_depth`
     at most.
     """
@@ -42,13 +42,13 @@ class EagleDrafter(CachingDrafter):
         sampling: SamplingConfig,
         key: jax.Array,
         *,
-        features: Callable[[], jax.Array],
+        states: StateSource,
         runner: Runner,
         num_draft_tokens: int,
     ) -> None:
         self.depth, self.most_tokens = tree.max_depth, num_draft_tokens
-        self._weights, self._features, self._runner = weights, features, runner
-        self._sampling, self._key, self._hidden_width = sampling, key, config.hidden_width
+        self._weights, self._states = weights, states
+        self._sampling, self._key = sampling, key
         shared_noise = tree.proposal == "shared_noise" and sampling.temperature > 0
         search = Search(config, tree.top_k, tree.max_depth, sampling.draw, shared_noise)
         passes = Passes(search.window_tokens, (CHUNK_TOKENS,))
@@ -58,11 +58,10 @@ class EagleDrafter(CachingDrafter):
         return self._weights(), self._key
 
     def features(self) -> tuple[Any, ...]:
-        return (self._features(),)
+        return (self._states.array(),)
 
     def empty_features(self, num_slots: int, num_positions: int) -> tuple[Any, ...]:
-        shape = num_slots, 1, num_positions, self._hidden_width
-        return (self._runner.zero_rows(shape, self._runner.dtype, FEATURE_AXES),)
+        return (self._states.empty(num_slots, num_positions),)
 
     def note_drafts(
         self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray

@@ -7,7 +7,7 @@ other entries. P = chunks or nodes, C = tokens of a chunk or window, R = rows.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ class TreeDrafting:
     apart: ClassVar[bool] = True
 
     def catch_up(self, given: Given, cache: KVCache, table_PX: jax.Array) -> KVCache:
-        (weights, _), [hidden_B1SW] = given
+        (weights, _), [states] = given
         row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
         at_P = first_P - FIRST_TOKEN
-        windows = hidden_B1SW, slot_P, at_P, tokens_PC
+        windows = states, slot_P, at_P, tokens_PC
         k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, *windows)
         places_P2 = jnp.stack([row_P, at_P], axis=1)
 
@@ -54,10 +54,10 @@ class TreeDrafting:
         return KVCache((keys,), (values,))
 
     def begin(self, given: Given, cache: KVCache, ends: Ends) -> State:
-        (weights, _), [hidden_B1SW] = given
+        (weights, _), [states] = given
         at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
         at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
-        windows = hidden_B1SW, ends.slot_B, at_B, ends.tokens_BW
+        windows = states, ends.slot_B, at_B, ends.tokens_BW
         k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
         [keys], [values] = cache.keys, cache.values
         keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
@@ -105,19 +105,16 @@ class TreeDrafting:
 def _entries(
     config: EagleConfig,
     weights: DeviceWeights,
-    hidden_B1SW: jax.Array,
+    states: Any,
     slot_P: jax.Array,
     at_P: jax.Array,
     tokens_PC: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return keys and values, [P, C, K, h], and features [P, C, D] of windows of entries."""
-    C, W = tokens_PC.shape[1], hidden_B1SW.shape[3]
-
-    def cut(slot: jax.Array, at: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(hidden_B1SW, (slot, 0, at, 0), (1, 1, C, W))[0, 0]
-
+    C = tokens_PC.shape[1]
+    hidden_PCW = kv_cache.state_windows(states, slot_P, at_P, C)
     positions_PC = at_P[:, None] + jnp.arange(C)
-    return _entries_of(config, weights, jax.vmap(cut)(slot_P, at_P), tokens_PC, positions_PC)
+    return _entries_of(config, weights, hidden_PCW, tokens_PC, positions_PC)
 
 
 def _entries_of(

@@ -99,7 +99,9 @@ def test_programs_are_those_that_are_run(engine):
     rows, found = StateRows(engine, ROWS, WIDTH), []
     for step, arguments in [
         *rows.programs(),
-        *reading_programs(engine, WIDTH, SLOTS, POSITIONS),
+        *reading_programs(
+            engine, lambda: engine.zero_rows((SLOTS, 1, POSITIONS, WIDTH), engine.dtype)
+        ),
     ]:
         args, options = arguments()
         step(*args, **options)

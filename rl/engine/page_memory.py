@@ -1,0 +1,334 @@
+"""The cache of a worker's slots in pages: a request holds those of the tokens that it has.
+
+Rows that are free keep the pages of their prompt until others need them. Where pages lack, the
+newest requests leave and wait; they are computed again and go on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from models import kv_cache, paged_cache
+from models.paged_cache import PagedCache
+from rl.engine import cache_ops, preemption
+from rl.engine.model_runner import ModelRunner
+from rl.engine.page_table import PageTable
+from rl.engine.slot_table import SlotTable
+from rl.trajectory import HostKv, PartialRequest, Prompt
+
+
+class PageMemory:
+    """Pages and their table; `rl.engine.row_memory.RowMemory` is the same for rows."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.cache: PagedCache | None = None
+        self._pages = PageTable(0, 0, 0, runner.config.page_tokens)
+        self._stale = False  # the device's table is not this one
+        self._wanted_later: Collection[Prompt] = ()
+        self._fetch_tokens = 0
+
+    @property
+    def held(self) -> PagedCache:
+        assert self.cache is not None
+        if self._stale:
+            table_BN = self._runner.put(self._pages.pages_BN.copy())
+            self.cache = dataclasses.replace(self.cache, table_BN=table_BN)
+            self._stale = False
+        return self.cache
+
+    def reset(self, num_slots: int) -> None:
+        """Start with no page in use; keep a cache of as many."""
+        runner, held = self._runner, self.cache
+        [num_positions] = runner.round_positions(num_slots)
+        size = runner.num_pages, runner.config.page_tokens
+        if held is None or held.values[0].shape[::2] != size:
+            self.cache = held = None  # free it before there is another
+            cache = runner.empty_cache(num_slots, num_positions)
+            assert isinstance(cache, PagedCache)
+            self.cache = cache
+        T = runner.config.page_tokens
+        self._pages = PageTable(num_slots, num_positions // T, size[0], T, runner.batch_ways)
+        self._stale = True
+
+    # -- who has a row, and who has to leave -------------------------------------------
+
+    def assign(
+        self,
+        waiting: Sequence[PartialRequest],
+        table: SlotTable,
+        fetch_tokens: int,
+        wanted_later: Collection[Prompt],
+    ) -> list[int]:
+        """Return a free row for each of the first waiting requests, for as many as pages are free.
+
+        A request needs pages for its tokens and for those of the next fetch, but for those of a
+        prompt that another one in its part of the mesh has. One alone always fits.
+        """
+        pages, rows, free = self._pages, list[int](), table.free_rows()
+        room = [self._room(table, fetch_tokens, part) for part in range(pages.ways)]
+        running = {
+            (pages.part_of(row), p.request.prompt_ids)
+            for row, p in enumerate(table.started)
+            if p is not None
+        }
+        for p in waiting[: len(free)]:
+            prompt = p.request.prompt_ids
+            needed = pages.pages_for(preemption.needed_by(p, table, fetch_tokens))
+            shared = 0 if p.kv is not None else (len(prompt) - 1) // pages.page_tokens
+            left = {
+                row: room[part] - needed + (shared if (part, prompt) in running else 0)
+                for row in free
+                for part in [pages.part_of(row)]
+            }
+            row = max(free, key=lambda r: self._liking(table, r, prompt, left[r], wanted_later))
+            if left[row] < 0 and (rows or table.num_busy):
+                break
+            room[pages.part_of(row)] = left[row]
+            running.add((pages.part_of(row), prompt))
+            free.remove(row)
+            rows.append(row)
+        return rows
+
+    @staticmethod
+    def _liking(
+        table: SlotTable, row: int, prompt: Prompt, left: int, wanted_later: Collection[Prompt]
+    ) -> tuple:
+        held = table.prompts[row]
+        return left >= 0, held == prompt, left, held not in wanted_later, -row
+
+    def _room(self, table: SlotTable, fetch_tokens: int, part: int) -> int:
+        """The pages that busy rows of a part will not need before the next fetch."""
+        pages = self._pages
+        needed_B = preemption.needed_B(table, fetch_tokens)
+        found = pages.num_free(part) + pages.num_only_of(table.free_rows(), part)
+        for row in np.nonzero(table.busy_B)[0].tolist():
+            if pages.part_of(row) == part:
+                found -= max(0, pages.pages_for(int(needed_B[row])) - int(pages.held_B[row]))
+        return found
+
+    def make_room(
+        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[Prompt]
+    ) -> list[int]:
+        """Reserve what busy rows need until the next fetch; return those that have to leave.
+
+        The oldest are served first, the newest leave. Rows that wait for a sibling's prompt get
+        their pages with it.
+        """
+        self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
+        needed_B = preemption.needed_B(table, fetch_tokens)
+        for row in table.free_rows():
+            held = table.prompts[row]
+            self._release(row, 0 if held is None else len(held) - 1)
+        busy = np.nonzero(table.busy_B)[0]
+        oldest = busy[np.argsort(table.entered_B[busy], kind="stable")].tolist()
+        leaving = list[int]()
+        for row in oldest:
+            if row in leaving or (not self._pages.held_B[row] and self._waits(table, row, leaving)):
+                continue
+            while not self._reserve(row, int(needed_B[row])):
+                part = self._pages.part_of(row)
+                if self._forget_prompt(table, part):
+                    continue
+                newest = next(r for r in reversed(oldest) if self._leaves(r, row, part, leaving))
+                self._release(newest)
+                table.prompts[newest] = None
+                leaving.append(newest)
+                if newest == row:
+                    break
+        return leaving
+
+    def _leaves(self, row: int, needing: int, part: int, leaving: Sequence[int]) -> bool:
+        holds = self._pages.held_B[row] > 0 or row == needing
+        return holds and row not in leaving and self._pages.part_of(row) == part
+
+    def _waits(self, table: SlotTable, row: int, leaving: Sequence[int]) -> bool:
+        """Return whether a row lacks its prompt, which another one computes or has."""
+        started = table.started[row]
+        assert started is not None
+        prompt = started.request.prompt_ids
+        lacks = table.lacking_tokens_B[row] > 0 and table.prompts[row] is None
+        older = table.busy_B & (table.entered_B < table.entered_B[row])
+        others = [table.started[r] for r in np.nonzero(older)[0].tolist() if r not in leaving]
+        theirs = [p.request.prompt_ids for p in others if p is not None]
+        return bool(lacks) and (prompt in table.prompts or prompt in theirs)
+
+    def _forget_prompt(self, table: SlotTable, part: int) -> bool:
+        """Release the prompt of a free row that no row waits for; False where there is none."""
+        pages = self._pages
+        waited_for = set(table.lacking().values())
+        rows = [
+            row
+            for row in table.free_rows()
+            if pages.held_B[row] and pages.part_of(row) == part
+            if table.prompts[row] not in waited_for
+        ]
+        if not rows:
+            return False
+        row = min(rows, key=lambda r: (table.prompts[r] in self._wanted_later, r))
+        self._release(row)
+        table.prompts[row] = None
+        return True
+
+    # -- reserve, share, release -------------------------------------------------------
+
+    def _reserve(self, row: int, num_tokens: int) -> bool:
+        held = self._pages.held_B[row]
+        done = self._pages.reserve(row, num_tokens)
+        self._stale |= self._pages.held_B[row] != held
+        return done
+
+    def _release(self, row: int, kept_tokens: int = 0) -> None:
+        held = self._pages.held_B[row]
+        self._pages.release(row, kept_tokens)
+        self._stale |= self._pages.held_B[row] != held
+
+    def room_for(
+        self,
+        requests: Sequence[PartialRequest],
+        brought: Sequence[tuple[HostKv, int]],
+        table: SlotTable,
+    ) -> None:
+        """Hold pages for what requests bring; the others get theirs before the next fetch."""
+        for kv, row in brought:
+            while not self._reserve(row, kv.num_tokens):
+                assert self._forget_prompt(table, self._pages.part_of(row)), "it was to have a row"
+
+    def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
+        """Check that rows have pages for so many positions: `make_room` has seen to it.
+
+        A row without a page waits for a sibling's prompt.
+        """
+        short_B = tokens_B > self._pages.held_B * self._pages.page_tokens
+        assert not (short_B & (self._pages.held_B > 0)).any(), "a row outgrew its pages"
+
+    def begin(self, row: int, kept_tokens: int) -> None:
+        """Note that a request enters a row, of whose positions the first ones stay."""
+        self._release(row, kept_tokens)
+
+    def chunk_start(self, row: int, start: int) -> int:
+        """Return where a chunk from `start` on begins: there; shared pages are not written."""
+        assert self._pages.held_B[row] > 0, f"row {row} computes a prompt that it has no page for"
+        return start
+
+    def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
+        """Give rows the prompts of others, (from row, to row); return those that have theirs.
+
+        A row for whose tokens pages lack now waits for the next fetch.
+        """
+        found, moved = list[int](), list[tuple[int, int]]()
+        for source, row in copies:
+            copied = self._share(source, row, table)
+            if copied is not None:
+                moved += copied
+                found.append(row)
+        cache, table_BN = self.held, self.held.table_BN
+        for places in _parts(moved, cache_ops.PAGES_AT_ONCE):
+            source_X, target_X = (self._runner.put(x) for x in places)
+            cache = paged_cache.copy_pages(_tableless(cache), source_X, target_X)
+        self.cache = dataclasses.replace(cache, table_BN=table_BN)
+        return found
+
+    def _share(self, source: int, row: int, table: SlotTable) -> list[tuple[int, int]] | None:
+        """The pages to copy, once the row has pages for all of its tokens; None: they lack."""
+        self._release(row)
+        part, self._stale = self._pages.part_of(row), True
+        needed = int(preemption.needed_B(table, self._fetch_tokens)[row])
+        while True:
+            copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
+            if copied is not None and self._reserve(row, needed):
+                return copied
+            self._release(row)
+            if not self._forget_prompt(table, part):
+                return None
+
+    # -- what comes from the host, and goes there --------------------------------------
+
+    def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
+        """Write keys and values from the host to the starts of rows, which have room for them."""
+        runner, table_BN = self._runner, self.held.table_BN
+        cache = _tableless(self.held)
+        for kv, row in entering:
+            pages = self._pages.pages_of(row, kv.num_tokens).tolist()
+            for first in range(0, len(pages), cache_ops.PAGES_AT_ONCE):
+                some = pages[first : first + cache_ops.PAGES_AT_ONCE]
+                new = cache_ops.pages_of_host(kv, first, self._pages.page_tokens)
+                new = jax.tree.map(lambda x: runner.put_kv(x, kv_cache.VALUES), new)
+                cache = paged_cache.insert_pages(cache, new, runner.put(_padded(some)))
+        self.cache = dataclasses.replace(cache, table_BN=table_BN)
+
+    def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
+        """Return keys and values of the rows' first tokens, on the host."""
+        cache, found = _tableless(self.held), list[HostKv]()
+        for row, tokens in zip(rows, num_tokens, strict=True):
+            pages = self._pages.pages_of(row, tokens).tolist()
+            parts = []
+            for first in range(0, len(pages), cache_ops.PAGES_AT_ONCE):
+                some = self._runner.put(_padded(pages[first : first + cache_ops.PAGES_AT_ONCE]))
+                read = paged_cache.read_pages(cache, some)
+                parts.append(jax.tree.map(self._runner.readable, read))
+            found.append(cache_ops.host_of_pages(jax.device_get(parts), tokens, cache))
+        return found
+
+    def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
+        """Return copies on the device of the hidden states of a row's first tokens."""
+        [pages_P1TF], T = self.held.features, self._pages.page_tokens
+        pages = self._pages.pages_of(row, num_tokens).tolist()
+        size = max(1, cache_ops.STATE_COPY_TOKENS // T)
+        return [
+            (first * T, self._runner.readable(cache_ops.states_of_pages(pages_P1TF, some)))
+            for first in range(0, len(pages), size)
+            for some in [self._runner.put(_padded(pages[first : first + size], size))]
+        ]
+
+    # -- the batch ---------------------------------------------------------------------
+
+    def kept_rows(
+        self, table: SlotTable, useful: Sequence[int], num_slots: int
+    ) -> list[int] | None:
+        """Return the rows that stay of a smaller batch; None where it cannot shrink yet.
+
+        Rows stay in their part of the mesh, whose pages they have.
+        """
+        ways, pages = self._pages.ways, self._pages
+        by_part = [[r for r in useful if pages.part_of(r) == part] for part in range(ways)]
+        each, more = divmod(num_slots, ways)
+        if more or any(table.busy_B[rows[each:]].any() for rows in by_part):
+            return None
+        return [row for rows in by_part for row in rows[:each]]
+
+    def widened(self, num_rows: int, num_slots: int) -> list[int]:
+        """Return which row each row of a larger batch was; those from `num_rows` on are new."""
+        ways, new = self._pages.ways, iter(range(num_rows, num_slots))
+        each, more = num_rows // ways, (num_slots - num_rows) // ways
+        rows = list[int]()
+        for part in range(ways):
+            rows += [*range(part * each, (part + 1) * each), *(next(new) for _ in range(more))]
+        return rows
+
+    def take_rows(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was; those that were none are new."""
+        self._pages.take_rows([r if r < len(self._pages) else -1 for r in rows])
+        self._stale = True
+
+
+def _tableless(cache: PagedCache) -> PagedCache:
+    """The pages alone: programs that move pages are the same whatever the slots."""
+    return dataclasses.replace(cache, table_BN=None)
+
+
+def _padded(pages: Sequence[int], size: int = cache_ops.PAGES_AT_ONCE) -> np.ndarray:
+    found = np.full(size, -1, np.int32)
+    found[: len(pages)] = pages
+    return found
+
+
+def _parts(moved: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (sources, targets), so many at a time."""
+    for first in range(0, len(moved), size):
+        sources, targets = zip(*moved[first : first + size], strict=True)
+        yield _padded(sources, size), _padded(targets, size)

@@ -1,0 +1,126 @@
+"""Which pages of a paged cache each slot has: reserved, shared by counting, released.
+
+Pure host logic. A page may be in the tables of several slots, whose first tokens are the same;
+nobody writes to it then. Where a slot begins to differ inside a page it has a copy of that page, so
+that what it writes goes to pages of its own.
+
+On a mesh whose batch axes have several ways the slots and the pages have as many parts, and a slot
+has pages of its own part. B slots, N pages of a slot at most, P pages, T positions of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NO_PAGE = -1
+
+
+def spread(num_slots: int, slot_pages: int, num_pages: int, ways: int) -> np.ndarray:
+    """Return a full table for programs that are timed: pages of the slots' parts, over and over."""
+    slots, each = num_slots // ways, num_pages // ways
+    local_BN = np.arange(slots * slot_pages).reshape(slots, slot_pages) % each
+    parts = [local_BN + part * each for part in range(ways)]
+    return np.concatenate(parts).astype(np.int32)
+
+
+class PageTable:
+    """The tables of B slots over P pages of T positions, in `ways` equal parts."""
+
+    def __init__(
+        self, num_slots: int, slot_pages: int, num_pages: int, page_tokens: int, ways: int = 1
+    ) -> None:
+        assert num_pages % ways == 0 and num_slots % ways == 0, (num_slots, num_pages, ways)
+        self.page_tokens, self.ways = page_tokens, ways
+        self.pages_BN = np.full((num_slots, slot_pages), NO_PAGE, np.int32)
+        self.held_B = np.zeros(num_slots, np.int64)  # pages of each slot
+        self.users_P = np.zeros(num_pages, np.int64)  # slots that have each page
+        each = num_pages // ways
+        self._free = [list(range((w + 1) * each - 1, w * each - 1, -1)) for w in range(ways)]
+
+    def __len__(self) -> int:
+        return len(self.pages_BN)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold so many tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+    def part_of(self, slot: int) -> int:
+        """Return the part of the mesh that a slot is in."""
+        return slot * self.ways // len(self)
+
+    def num_free(self, part: int) -> int:
+        return len(self._free[part])
+
+    def pages_of(self, slot: int, num_tokens: int) -> np.ndarray:
+        """Return the pages that hold a slot's first tokens."""
+        count = self.pages_for(num_tokens)
+        assert count <= self.held_B[slot], (slot, num_tokens)
+        return self.pages_BN[slot, :count]
+
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        """Give a slot pages for so many tokens; False, and nothing changes, where they lack."""
+        held = int(self.held_B[slot])
+        return self._extend(slot, self.pages_for(num_tokens) - held)
+
+    def _extend(self, slot: int, more: int) -> bool:
+        free, held = self._free[self.part_of(slot)], int(self.held_B[slot])
+        assert held + more <= self.pages_BN.shape[1], "more positions than a slot may have"
+        if more > len(free):
+            return False
+        for n in range(held, held + more):
+            page = free.pop()
+            self.pages_BN[slot, n], self.users_P[page] = page, 1
+        self.held_B[slot] = max(held, held + more)
+        return True
+
+    def share(self, source: int, slot: int, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Give an empty slot the first tokens of another one.
+
+        Returns the pages to copy, (from, to): the last one where it is not full, and all between
+        two parts. None, and nothing changes, where pages lack.
+        """
+        assert self.held_B[slot] == 0 and source != slot, (source, slot)
+        theirs = self.pages_of(source, num_tokens).tolist()
+        full = num_tokens // self.page_tokens
+        shared = full if self.part_of(source) == self.part_of(slot) else 0
+        for n, page in enumerate(theirs[:shared]):
+            self.pages_BN[slot, n] = page
+            self.users_P[page] += 1
+        self.held_B[slot] = shared
+        if not self._extend(slot, len(theirs) - shared):
+            self.release(slot)
+            return None
+        own = self.pages_BN[slot, shared : len(theirs)].tolist()
+        return list(zip(theirs[shared:], own, strict=True))
+
+    def release(self, slot: int, kept_tokens: int = 0) -> None:
+        """Take from a slot its pages behind the first tokens."""
+        kept = min(self.pages_for(kept_tokens), int(self.held_B[slot]))
+        for n in range(int(self.held_B[slot]) - 1, kept - 1, -1):
+            page = int(self.pages_BN[slot, n])
+            self.pages_BN[slot, n] = NO_PAGE
+            self.users_P[page] -= 1
+            if not self.users_P[page]:
+                self._free[page * self.ways // len(self.users_P)].append(page)
+        self.held_B[slot] = kept
+
+    def take_rows(self, rows: Sequence[int]) -> None:
+        """Make slot i what slot `rows[i]` was; −1: a new one. Other slots are released."""
+        kept = set(rows)
+        for slot in range(len(self)):
+            if slot not in kept:
+                self.release(slot)
+        before, held_B = self.pages_BN, self.held_B
+        index = np.asarray(rows)
+        self.pages_BN = np.where(index[:, None] < 0, NO_PAGE, before[np.maximum(index, 0)])
+        self.held_B = np.where(index < 0, 0, held_B[np.maximum(index, 0)])
+
+    def num_only_of(self, slots: Sequence[int], part: int) -> int:
+        """Return how many pages of a part would be free without these slots."""
+        users_P = np.zeros(len(self.users_P), np.int64)
+        for slot in slots:
+            if self.part_of(slot) == part:
+                users_P[self.pages_BN[slot, : self.held_B[slot]]] += 1
+        return int(((users_P > 0) & (users_P == self.users_P)).sum())

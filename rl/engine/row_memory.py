@@ -1,0 +1,124 @@
+"""The cache of a worker's slots as rows of one length, which grows with the longest request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import jax
+import numpy as np
+
+from models import kv_cache
+from rl.engine import admission
+from rl.engine.model_runner import ModelRunner
+from rl.engine.slot_table import SlotTable
+from rl.trajectory import HostKv, PartialRequest, Prompt
+from spec import cache_rows
+
+
+class RowMemory:
+    """Rows of a bucket of (slots, positions); a change of the bucket copies all of them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.cache: kv_cache.KVCache | None = None
+
+    @property
+    def held(self) -> kv_cache.KVCache:
+        assert self.cache is not None
+        return self.cache
+
+    def reset(self, num_slots: int) -> None:
+        """Start empty, in the smallest bucket of positions; keep such a cache."""
+        [num_positions, *_] = self._runner.round_positions(num_slots)
+        held = self.cache
+        if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
+            self.cache = held = None  # free it before there is another
+            cache = self._runner.empty_cache(num_slots, num_positions)
+            assert isinstance(cache, kv_cache.KVCache)
+            self.cache = cache
+
+    def assign(
+        self,
+        waiting: Sequence[PartialRequest],
+        table: SlotTable,
+        fetch_tokens: int,
+        wanted_later: Collection[Prompt],
+    ) -> list[int]:
+        """Return a free row for each of the first waiting requests, for as many as can run."""
+        free = table.free_rows()
+        waiting = waiting[: len(free)]
+        prompts = [p.request.prompt_ids for p in waiting if p.kv is None]
+        rows = iter(admission.assign(prompts, free, table.prompts, wanted_later))
+        found = [None if p.kv is not None else next(rows) for p in waiting]
+        left = iter(row for row in free if row not in found)
+        return [next(left) if row is None else row for row in found]
+
+    def make_room(
+        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[Prompt]
+    ) -> list[int]:
+        """Return the rows that have to leave before the next fetch: none, rows can grow."""
+        return []
+
+    def room_for(
+        self,
+        requests: Sequence[PartialRequest],
+        brought: Sequence[tuple[HostKv, int]],
+        table: SlotTable,
+    ) -> None:
+        """Make room for requests that enter, some of them with keys and values."""
+        lengths = [kv.num_tokens for kv, _ in brought]
+        lengths += [len(p.token_ids) for p in requests if p.kv is None]
+        self.reserve(np.asarray(lengths) + 1)
+
+    def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
+        """Take the next bucket of positions until so many fit into each row."""
+        num_slots, most = self.held.num_slots, int(tokens_B.max(initial=least_positions))
+        while self.held.num_positions < most:
+            sizes = self._runner.round_positions(num_slots)
+            larger = next(s for s in sizes if s > self.held.num_positions)
+            self._resize(range(num_slots), larger)
+
+    def begin(self, row: int, kept_tokens: int) -> None:
+        """Note that a request enters a row, of whose positions the first ones stay."""
+
+    def chunk_start(self, row: int, start: int) -> int:
+        """Return where a chunk from `start` on begins: its whole window lies inside the row."""
+        return min(start, self.held.num_positions - self._runner.config.chunk_tokens)
+
+    def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
+        """Copy prompts, (from row, to row); return the rows that have theirs."""
+        self.cache = self._runner.copy_rows(self.held, copies)
+        return [row for _, row in copies]
+
+    def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
+        """Write keys and values from the host to the starts of rows, which have room for them."""
+        self.cache = self._runner.insert_kv(self.held, entering)
+
+    def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
+        """Return keys and values of the rows' first tokens, on the host."""
+        return self._runner.read_kv(self.held, rows, num_tokens)
+
+    def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
+        """Return copies on the device of the hidden states of a row's first tokens."""
+        return self._runner.copy_states(self.held, row, num_tokens)
+
+    def kept_rows(
+        self, table: SlotTable, useful: Sequence[int], num_slots: int
+    ) -> list[int] | None:
+        """Return the rows that stay of a smaller batch; None where it cannot shrink yet."""
+        return list(useful[:num_slots])
+
+    def widened(self, num_rows: int, num_slots: int) -> list[int]:
+        """Return which row each row of a larger batch was; those from `num_rows` on are new."""
+        return list(range(num_slots))
+
+    def take_rows(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was; those that were none are new."""
+        [least, *_] = self._runner.round_positions(len(rows))
+        before = self.held.num_slots
+        self._resize([r if r < before else 0 for r in rows], max(self.held.num_positions, least))
+
+    def _resize(self, rows: Sequence[int], num_positions: int) -> None:
+        self._runner.before_positions(num_positions)
+        index = self._runner.put(np.asarray(rows, np.int32))
+        self.cache = self._runner.in_turn(cache_rows.resize(self.held, index, num_positions))
