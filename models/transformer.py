@@ -234,7 +234,8 @@ def hidden_with_cache(
     is not written, and the hidden states of its nodes are meaningless.
     """
     rope = rope_turns(config, positions_BN)
-    layers, outputs = list[Any](), list[jax.Array]()
+    layers = list[Any]()
+    outputs: list[jax.Array] = []
     x_BND = embed(params.embedding_VD, tokens_BN)
     for i, layer in enumerate(params.layers):
         x_BND, held, _ = _cached_layer(
@@ -267,7 +268,8 @@ def hidden_beside_chunks(
     tokens_X = jnp.concatenate([tokens_B, chunks.tokens_TC.reshape(-1)])
     positions_X = jnp.concatenate([positions_B, chunks.positions_TC.reshape(-1)])
     rope = rope_turns(config, positions_X[:, None])
-    layers, entries, outputs = list[Any](), [], list[jax.Array]()
+    layers, entries = list[Any](), []
+    outputs: list[jax.Array] = []
     x_X1D = embed(params.embedding_VD, tokens_X[:, None])
     for i, layer in enumerate(params.layers):
         x_X1D, held, entry = _cached_layer(
