@@ -1,0 +1,146 @@
+"""A cache in pages gives the tokens of one in rows: alone, with drafts, short of pages, on meshes."""
+
+import dataclasses
+
+import jax
+import pytest
+import tiny_team
+from parity_drafters import Bushy
+from parity_model import MODEL, ONE_SIZE, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+from test_parity_learned import Keeps, learned, out_of_step
+from tiny_team import assert_same_tokens, play
+
+from models import paged_cache
+from models.config import MeshConfig
+from models.sharding import make_mesh
+from rl.engine.engine import Engine
+from rl.engine.page_table import PageTable
+from rl.engine.rollout_spec import RolloutSpec
+from sched.request import Kv
+
+pytestmark = pytest.mark.parity
+
+PAGED = dataclasses.replace(ONE_SIZE, cache="pages", page_tokens=4)  # 11 pages a request at most
+MESHES = {"parts": MeshConfig(data=2), "parts and heads": MeshConfig(data=2, tensor=2)}
+
+
+def paged(**settings):
+    options = {name: settings.pop(name) for name in ("mesh", "feature_layers") if name in settings}
+    return Engine(MODEL, dataclasses.replace(PAGED, **settings), **options)
+
+
+@pytest.fixture(scope="module")
+def engine_of_pages():
+    return paged()
+
+
+@pytest.mark.parametrize("name", ["plain", "cool", "greedy", "gumbel"])
+def test_pages_give_the_tokens_of_the_reference(golden, rollout, engine_of_pages, name):
+    assert not differences(golden(name), rollout(name, engine=engine_of_pages))
+    got = rollout(name, engine=engine_of_pages, drafter=Bushy(golden(name)))
+    assert not differences(golden(name), got)
+    assert engine_of_pages.stats.accepted_tokens > 50
+
+
+def test_recorded_log_probabilities_equal_fresh_scoring(rollout, params, engine_of_pages):
+    worst = misscored(params, rollout("cool", engine=engine_of_pages), SAMPLINGS["cool"])
+    assert max(worst.values()) < TOLERANCE
+
+
+def test_requests_that_pages_lack_for_go_on_with_the_same_tokens(golden, rollout):
+    """Some leave in the middle of their response, and of their prompt's computation."""
+    for settings in ({"pages": 14}, {"pages": 20, "slots": 16, "min_slots": 4, "prefill_rows": 1}):
+        engine = paged(**settings)
+        for drafter in (None, Bushy(golden("cool"))):
+            assert not differences(golden("cool"), rollout("cool", engine=engine, drafter=drafter))
+            assert engine.stats.preemptions > 0, settings
+
+
+def test_a_part_of_the_devices_too_small_for_a_request_is_named(rollout):
+    with pytest.raises(ValueError, match=r"Engine.pages of at least 24, .* 44 tokens .*got 20"):
+        rollout("cool", engine=paged(pages=20, mesh=make_mesh(MESHES["parts"], jax.devices()[:2])))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_pages_on_a_mesh(golden, rollout, params, mesh):
+    """A group's prompt is shared in one part of it and copied to the other."""
+    config = MESHES[mesh]
+    made = make_mesh(config, jax.devices()[: config.data * config.tensor])
+    engine = paged(mesh=made, pages=2 * 20, slots=16, min_slots=4)
+    placed = engine.place(params)
+    for drafter in (None, Bushy(golden("cool"))):
+        got = rollout("cool", engine=engine, params=placed, drafter=drafter)
+        assert not differences(golden("cool"), got)
+    assert engine.stats.accepted_tokens > 50
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=2)])
+def test_hidden_states_in_pages(golden, rollout, params, requests, mesh):
+    """A learned drafter reads them, on the device and between rounds; so does a sink."""
+    made = None if mesh is None else make_mesh(mesh, jax.devices()[:4])
+    maker = learned("eagle")
+    engine = paged(feature_layers=maker.config.feature_layers, mesh=made, page_tokens=8)
+    placed, sink = engine.place(params), Keeps()
+    context = engine.drafter_context(RolloutSpec(placed, SAMPLINGS["plain"], STEP_KEY))
+    drafter = maker.drafter_for(context)
+    got = rollout("plain", engine=engine, params=placed, drafter=drafter, sink=sink)
+    assert not differences(golden("plain"), got)
+    assert engine.stats.accepted_tokens > 0
+    assert len(sink.sequences) == len(requests)
+    assert out_of_step(params, sink.sequences, engine.feature_layers) < TOLERANCE
+
+
+def test_requests_move_between_pages_and_rows():
+    alone = {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
+    in_pages = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
+    for config in (in_pages, tiny_team.CONFIG):
+        engines = [Engine(tiny_team.MODEL, in_pages), Engine(tiny_team.MODEL, config)]
+        team = tiny_team.workers(engines, 2, chunk=2)
+        assert_same_tokens(play(team), alone)
+        assert Kv.POOL in {a.kv for a in tiny_team.starts(team)}
+
+
+# --- planted faults ------------------------------------------------------------------------
+
+
+def test_a_last_page_that_is_not_copied_is_found(golden, rollout, monkeypatch):
+    share = PageTable.share
+
+    def without_copy(self, source, slot, num_tokens):
+        found = share(self, source, slot, num_tokens)
+        return found if found is None else []
+
+    monkeypatch.setattr(PageTable, "share", without_copy)
+    assert differences(golden("cool"), rollout("cool", engine=paged()))
+
+
+def test_pages_released_while_others_have_them_are_found(golden, rollout, monkeypatch):
+    release = PageTable.release
+
+    def for_all(self, slot, kept_tokens=0):
+        kept = self.pages_for(kept_tokens)
+        for page in self.pages_BN[slot, kept : self.held_B[slot]].tolist():
+            self.users_P[page] = 1
+        release(self, slot, kept_tokens)
+        self.users_P[:] = [max(0, n) for n in self.users_P]
+
+    monkeypatch.setattr(PageTable, "release", for_all)
+    try:
+        found = differences(golden("cool"), rollout("cool", engine=paged(pages=30)))
+    except AssertionError:
+        return  # the table itself notices
+    assert found
+
+
+def test_keys_from_the_host_in_other_pages_are_found(monkeypatch):
+    alone = {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
+    config = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
+    insert = paged_cache.insert_pages
+
+    def elsewhere(cache, new, target_X):
+        return insert(cache, jax.tree.map(lambda x: x[::-1], new), target_X)
+
+    monkeypatch.setattr(paged_cache, "insert_pages", elsewhere)
+    team = tiny_team.workers([Engine(tiny_team.MODEL, config) for _ in range(2)], 2, chunk=2)
+    with pytest.raises(AssertionError):
+        assert_same_tokens(play(team), alone)
