@@ -173,9 +173,10 @@ class PagedCache:
 
     def written(self, pending: Pending) -> Self:
         """Write the accepted entries to their slots and positions."""
-        nth = jnp.arange(len(pending.order_P))
-        accepted_P = jnp.zeros(len(nth), bool).at[pending.order_P].set(nth < pending.count)
-        row_P = jnp.where(accepted_P, pending.row_P, self.num_slots)
+        P = len(pending.order_P)  # behind the accepted ones it has what earlier rounds left
+        accepted_P = jnp.where(jnp.arange(P) < pending.count, pending.order_P, P)
+        is_accepted_P = jnp.zeros(P, bool).at[accepted_P].set(True, mode="drop")
+        row_P = jnp.where(is_accepted_P, pending.row_P, self.num_slots)
         return self.put(pending.keys, pending.values, pending.features, row_P, pending.position_P)
 
     def put(

@@ -68,7 +68,7 @@ class SlotCache:
     def for_round(self) -> tuple[Cache, kv_cache.Pending]:
         """Return the cache, with room for what waits to be written, and what waits."""
         table = self.table
-        self.reserve(np.where(table.busy_B, table.cached_tokens_B, 0))
+        self.reserve(np.where(table.live_B, table.cached_tokens_B, 0))
         assert self._pending is not None
         return self._memory.held, self._pending
 
