@@ -1,0 +1,69 @@
+"""The sizes of the kernels' blocks, in one table.
+
+No size here was measured on a device. They follow from memory and bandwidth (public figures) and from
+what the compiler says of a kernel (benchmarks of compiled programs), and wait for measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental.pallas import tpu as pltpu
+
+
+@dataclasses.dataclass(frozen=True)
+class PageTiles:
+    """`block_pages` pages are one matrix product; `buffers` such blocks have room in VMEM.
+
+    One block is computed while the others are on their way from HBM.
+    """
+
+    block_pages: int
+    buffers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PageSizes:
+    """What `PageTiles` are made from: a block's head-positions, and bytes of all buffers.
+
+    Head-positions are positions times the key/value heads of a device.
+    """
+
+    block_positions: int
+    buffer_bytes: int
+
+
+# By (generation, kernel, head size, bytes of a number). A block has to be long beside the latency
+# of one step (product, maximum, exponential, product: about a thousand cycles), and short beside
+# what slots have. What is on its way has to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e,
+# 2.5 MB on a v6e, and 2.1 MB for each of the two cores of a v5p.
+PAGE_SIZES: dict[tuple[str, str, int, int], PageSizes] = {
+    ("v5e", "page_attention", 128, 2): PageSizes(2048, 4 << 20),
+    ("v5p", "page_attention", 128, 2): PageSizes(2048, 4 << 20),
+    ("v6e", "page_attention", 128, 2): PageSizes(2048, 6 << 20),
+}
+
+
+def device_generation() -> str:
+    """Return the TPU generation that is compiled for ("v5p"), "" where it is no TPU.
+
+    It is that of the mesh in use (`jax.set_mesh`), or of the default device.
+    """
+    return str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else ""
+
+
+def page_tiles(
+    generation: str, head_dim: int, itemsize: int, page_tokens: int, num_kv_heads: int
+) -> PageTiles:
+    """Return the tiles of attention over pages of `page_tokens` positions.
+
+    What the table does not have follows from one rule: a block has as many bytes as one of 2048
+    head-positions of 128 numbers in bfloat16, and the buffers have 4 MiB; at least two pages of
+    64 or one of 128 are a block, and there are 2 to 8 buffers.
+    """
+    default = PageSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
+    sizes = PAGE_SIZES.get((generation, "page_attention", head_dim, itemsize), default)
+    least = max(1, 128 // page_tokens)
+    block_pages = max(1, sizes.block_positions // (num_kv_heads * page_tokens * least)) * least
+    block_bytes = 2 * block_pages * page_tokens * num_kv_heads * head_dim * itemsize
+    return PageTiles(block_pages, min(8, max(2, sizes.buffer_bytes // block_bytes)))
