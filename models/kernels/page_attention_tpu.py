@@ -196,6 +196,8 @@ def _pallas_call(call: _Call, interpret: Any, priced_positions: int | None) -> A
             # Slots of one core follow one another: what the next one needs is on its way.
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=max(VMEM_BYTES, call.vmem_bytes),
+            # The pages that a table names exist: checks would double the work of starting a copy.
+            disable_bounds_checks=True,
         ),
         cost_estimate=call.cost(priced_positions),
         interpret=interpret,
@@ -307,8 +309,8 @@ class _Pages:
         self.state[0] = self._live_slot(first_slot)
         for place in (1, 2, 3):
             self.state[place] = 0
-        for _ in range(self.call.tiles.buffers - 1):
-            self.fetch()
+        ahead = self.call.tiles.buffers - 1
+        jax.lax.fori_loop(0, ahead, lambda i, _: self.fetch(), None)
 
     def num_pages(self, slot: jax.Array) -> jax.Array:
         return pl.cdiv(self.length_B[slot], self.call.page_tokens)
@@ -325,7 +327,7 @@ class _Pages:
             first = block * self.call.tiles.block_pages
             buffer = jax.lax.rem(fetched, self.call.tiles.buffers)
 
-            def start(i: jax.Array, _: None = None) -> None:
+            def start(i: jax.Array, _: None) -> None:
                 page = self.table_X[slot * self.call.max_pages + first + i]
                 for copy in self._copies(page, buffer, i):
                     copy.start()
@@ -345,7 +347,7 @@ class _Pages:
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.tiles.buffers)
 
-        def wait(i: jax.Array, _: None = None) -> None:
+        def wait(i: jax.Array, _: None) -> None:
             for copy in self._copies(0, buffer, i):
                 copy.wait()
 
@@ -367,17 +369,8 @@ class _Pages:
         return jax.lax.while_loop(is_empty, lambda slot: slot + 1, slot)
 
     def _each_page(self, left: jax.Array, do: Callable[..., None]) -> None:
-        """Do it for the pages of a block, of which `left` are left; a full one without a loop."""
-        n = self.call.tiles.block_pages
-
-        @pl.when(left >= n)
-        def _() -> None:
-            for i in range(n):
-                do(i)
-
-        @pl.when(left < n)
-        def _() -> None:
-            jax.lax.fori_loop(0, left, do, None)
+        """Do it for the pages of a block, of which `left` are left."""
+        jax.lax.fori_loop(0, jnp.minimum(left, self.call.tiles.block_pages), do, None)
 
     def _copies(self, page: Any, buffer: jax.Array, i: Any) -> list[Any]:
         return [
