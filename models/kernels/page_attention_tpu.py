@@ -268,12 +268,17 @@ def _attend_block(
     scores_XS = jnp.where(position_XS < live, scores_XS, NEGATIVE)
     old_Xl = top_ref[head]
     top_Xl = jnp.maximum(old_Xl, jnp.max(scores_XS, axis=1, keepdims=True))
-    weights_XS = jnp.exp(scores_XS - top_Xl[:, :1])
+    weights_XS = jnp.exp(scores_XS - _wide(top_Xl, scores_XS.shape[1]))
     kept_Xl = jnp.exp(old_Xl - top_Xl)
     top_ref[head] = top_Xl
     total_ref[head] = total_ref[head] * kept_Xl + jnp.sum(weights_XS, axis=1, keepdims=True)
     new_Xh = _product(weights_XS.astype(values_Sh.dtype), values_Sh, 0)
-    out_ref[0, head] = out_ref[0, head] * kept_Xl[:, :1] + new_Xh
+    out_ref[0, head] = out_ref[0, head] * _wide(kept_Xl, h) + new_Xh
+
+
+def _wide(x_Xl: jax.Array, width: int) -> jax.Array:
+    """Return columns that are all the same, `width` of them."""
+    return jnp.concatenate([x_Xl] * (width // LANES), axis=1)
 
 
 def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
