@@ -1,6 +1,6 @@
 """Attention of a round's nodes to their slots' pages of keys and values: the kernel for TPUs.
 
-Slots are taken one after the other. A slot's pages come from HBM in blocks, each into one of several
+Slots are taken in turn. A slot's pages come from HBM in blocks, each into one of several
 buffers: while one block is computed, the next ones are on their way, those of the next slots too.
 Only pages with live positions are read. All queries of a key/value head are rows of one product.
 
@@ -15,6 +15,7 @@ Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -85,10 +86,12 @@ def attend_pages(
             for x in halves
         ]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+    q_BKXh = _rows_by_head(q_BWHh, K)
+    X, itemsize = q_BKXh.shape[2], q_BWHh.dtype.itemsize
     if tiles is None:
-        tiles = page_tiles(device_generation(), h, keys_PKTh.dtype.itemsize, T, K)
-    call = _Call(B, W, H // K, K, h, T, N, tiles, q_BWHh.dtype)
-    q_BKXh = _rows_by_head(q_BWHh, K, call.num_rows)
+        tiles = page_tiles(device_generation(), h, itemsize, T, K, X)
+    assert tiles.block_pages * T % LANES == 0 and tiles.buffers >= 2
+    call = _Call(B, K, X, h, T, N, tiles, q_BWHh.dtype)
     out_BKXh, sums_BKXl = _pallas_call(call, interpret, priced_positions)(
         table_BN.reshape(-1).astype(jnp.int32),
         jnp.minimum(length_B, N * T).astype(jnp.int32),
@@ -105,20 +108,13 @@ class _Call:
     """The sizes of a call."""
 
     num_slots: int
-    num_nodes: int
-    group: int
     num_kv_heads: int
+    num_rows: int
     head_dim: int
     page_tokens: int
     max_pages: int
     tiles: PageTiles
-    dtype: Any
-
-    @property
-    def num_rows(self) -> int:
-        """Return X: W·G, rounded up to whole tiles."""
-        tile = 32 // jnp.dtype(self.dtype).itemsize
-        return -(-self.num_nodes * self.group // tile) * tile
+    dtype: jnp.dtype
 
     @property
     def num_cores(self) -> int:
@@ -137,29 +133,26 @@ class _Call:
 
     @property
     def vmem_bytes(self) -> int:
-        """Return what the kernel may need: buffers, blocks of the pipeline, and temporaries."""
+        """Return what the kernel may need: buffers, queries, results and scores.
+
+        The pipeline has queries and results twice.
+        """
         K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
-        buffers = 2 * jnp.dtype(self.dtype).itemsize
-        for n in self.buffer_shape:
-            buffers *= n
-        pipeline = 2 * K * X * (h * itemsize + h * 4 + LANES * 4)
-        scores = 4 * X * self.block_tokens * 4 * min(K, 4)
-        return buffers + pipeline + 2 * K * X * LANES * 4 + scores
+        buffers = 2 * math.prod(self.buffer_shape) * itemsize
+        slot = K * X * (2 * h * itemsize + 2 * h * 4 + 4 * LANES * 4)
+        scores = 3 * min(K, 4) * X * self.block_tokens * 4
+        return buffers + slot + scores
 
     def cost(self, priced_positions: int | None) -> pl.CostEstimate:
         """Price a call for the compiler: an upper bound, of full tables, unless told otherwise."""
-        B, K, h, itemsize = self.num_slots, self.num_kv_heads, self.head_dim, self.dtype.itemsize
         S = self.max_pages * self.page_tokens if priced_positions is None else priced_positions
-        rows = B * K * self.num_nodes * self.group
-        padded = B * K * self.num_rows
+        h, itemsize = self.head_dim, self.dtype.itemsize
+        heads = self.num_slots * self.num_kv_heads
+        rows_bytes = self.num_rows * (h * itemsize + h * 4 + LANES * 4)
         return pl.CostEstimate(
-            flops=4 * rows * S * h,
-            transcendentals=rows * S,
-            bytes_accessed=(
-                2 * B * K * S * h * itemsize  # keys and values
-                + padded * (h * itemsize + h * 4 + LANES * 4)  # queries, out, top and total
-                + 4 * B * (self.max_pages + 1)
-            ),
+            flops=4 * heads * self.num_rows * S * h,
+            transcendentals=heads * self.num_rows * S,
+            bytes_accessed=heads * (2 * S * h * itemsize + rows_bytes),
         )
 
 
@@ -394,12 +387,13 @@ class _Pages:
         jax.lax.fori_loop(jax.lax.div(live, T), self.call.tiles.block_pages, page, None)
 
 
-def _rows_by_head(q_BWHh: jax.Array, num_kv_heads: int, num_rows: int) -> jax.Array:
-    """Return [B, K, X, h], filled up with rows of zeros."""
-    B, W, H, h = q_BWHh.shape
+def _rows_by_head(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [B, K, X, h], filled up with rows of zeros to whole tiles of 32 bytes a column."""
+    B, W, _, h = q_BWHh.shape
     q_BKWGh = q_BWHh.reshape(B, W, num_kv_heads, -1, h).transpose(0, 2, 1, 3, 4)
     q_BKXh = q_BKWGh.reshape(B, num_kv_heads, -1, h)
-    return jnp.pad(q_BKXh, ((0, 0), (0, 0), (0, num_rows - q_BKXh.shape[2]), (0, 0)))
+    more = -q_BKXh.shape[2] % (32 // q_BWHh.dtype.itemsize)
+    return jnp.pad(q_BKXh, ((0, 0), (0, 0), (0, more), (0, 0)))
 
 
 def _heads_of_rows(x_BKXi: jax.Array, num_nodes: int, num_heads: int) -> jax.Array:

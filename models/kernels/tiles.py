@@ -1,7 +1,7 @@
 """The sizes of the kernels' blocks, in one table.
 
-No size here was measured on a device. They follow from memory and bandwidth (public figures) and from
-what the compiler says of a kernel (benchmarks of compiled programs), and wait for measurements.
+No size here was measured on a device. They follow from public figures of memory and bandwidth, and
+from the schedules that the TPU compiler made of the kernels.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ class PageSizes:
     buffer_bytes: int
 
 
-# By (generation, kernel, head size, bytes of a number). A block has to be long beside the latency
-# of one step (product, maximum, exponential, product: about a thousand cycles), and short beside
-# what slots have. What is on its way has to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e,
-# 2.5 MB on a v6e, and 2.1 MB for each of the two cores of a v5p.
+# By (generation, kernel, head size, bytes of a number).
+# A block should take less long to compute than to copy. Of two heads of 1024 positions and 64 rows
+# the compiler's schedule has 1,000 cycles on a v5p (650 of two heads of 512), where the copy takes
+# 1,330 (665) by bandwidth; on a v6e 950 (570) of 1,120 (560); on a v5e 700 of 960 for the half.
+# Shorter blocks waste less on short slots.
+# What is on its way has to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
+# and 2.1 MB for each of the two cores of a v5p.
 PAGE_SIZES: dict[tuple[str, str, int, int], PageSizes] = {
-    ("v5e", "page_attention", 128, 2): PageSizes(2048, 4 << 20),
+    ("v5e", "page_attention", 128, 2): PageSizes(1024, 3 << 20),
     ("v5p", "page_attention", 128, 2): PageSizes(2048, 4 << 20),
     ("v6e", "page_attention", 128, 2): PageSizes(2048, 6 << 20),
 }
+MAX_SCORES = 1 << 17  # of a head and block: what a product leaves has to fit beside the buffers
 
 
 def device_generation() -> str:
@@ -53,17 +57,23 @@ def device_generation() -> str:
 
 
 def page_tiles(
-    generation: str, head_dim: int, itemsize: int, page_tokens: int, num_kv_heads: int
+    generation: str,
+    head_dim: int,
+    itemsize: int,
+    page_tokens: int,
+    num_kv_heads: int,
+    num_rows: int,
 ) -> PageTiles:
-    """Return the tiles of attention over pages of `page_tokens` positions.
+    """Return the tiles of attention over pages of `page_tokens` positions, of so many queries.
 
     What the table does not have follows from one rule: a block has as many bytes as one of 2048
-    head-positions of 128 numbers in bfloat16, and the buffers have 4 MiB; at least two pages of
-    64 or one of 128 are a block, and there are 2 to 8 buffers.
+    head-positions of 128 numbers in bfloat16, and the buffers have 4 MiB. Everywhere a block is at
+    least 128 positions and at most `MAX_SCORES` scores a head, and there are 2 to 8 buffers.
     """
     default = PageSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
     sizes = PAGE_SIZES.get((generation, "page_attention", head_dim, itemsize), default)
+    positions = min(sizes.block_positions // num_kv_heads, MAX_SCORES // num_rows)
     least = max(1, 128 // page_tokens)
-    block_pages = max(1, sizes.block_positions // (num_kv_heads * page_tokens * least)) * least
+    block_pages = max(1, positions // (page_tokens * least)) * least
     block_bytes = 2 * block_pages * page_tokens * num_kv_heads * head_dim * itemsize
     return PageTiles(block_pages, min(8, max(2, sizes.buffer_bytes // block_bytes)))
