@@ -24,7 +24,7 @@ class PageTiles:
 
 @dataclasses.dataclass(frozen=True)
 class PageSizes:
-    """What `PageTiles` are made from: a block's head-positions, and bytes of all buffers.
+    """The head-positions of a block, and the bytes of all buffers; `PageTiles` follow from them.
 
     Head-positions are positions times the key/value heads of a device.
     """
