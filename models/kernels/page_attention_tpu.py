@@ -92,7 +92,7 @@ def attend_pages(
         tiles = page_tiles(device_generation(), h, itemsize, T, K, X)
     assert tiles.block_pages * T % LANES == 0 and tiles.buffers >= 2
     call = _Call(B, K, X, h, T, N, tiles, q_BWHh.dtype)
-    out_BKXh, sums_BKXl = _pallas_call(call, interpret, priced_positions)(
+    out_BKXh, sums_BKXl = _pallas_call(call, q_BKXh, interpret, priced_positions)(
         table_BN.reshape(-1).astype(jnp.int32),
         jnp.minimum(length_B, N * T).astype(jnp.int32),
         q_BKXh,
@@ -156,7 +156,9 @@ class _Call:
         )
 
 
-def _pallas_call(call: _Call, interpret: Any, priced_positions: int | None) -> Any:
+def _pallas_call(
+    call: _Call, q_BKXh: jax.Array, interpret: Any, priced_positions: int | None
+) -> Any:
     K, X, h, cores = call.num_kv_heads, call.num_rows, call.head_dim, call.num_cores
     B, D = call.num_slots, call.tiles.buffers
     each = B // cores
@@ -165,11 +167,12 @@ def _pallas_call(call: _Call, interpret: Any, priced_positions: int | None) -> A
         return pl.BlockSpec((1, K, X, width), lambda core, i, *_: (core * each + i, 0, 0, 0))
 
     pages = pl.BlockSpec(memory_space=pl.ANY)
+    varying = jax.typeof(q_BKXh).manual_axis_type  # under shard_map results vary as queries do
     return pl.pallas_call(
         partial(_kernel, call, each),
-        out_shape=(
-            jax.ShapeDtypeStruct((B, K, X, h), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, X, LANES), jnp.float32),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((B, K, X, width), jnp.float32, manual_axis_type=varying)
+            for width in (h, LANES)
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

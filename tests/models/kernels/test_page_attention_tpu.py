@@ -263,10 +263,9 @@ def test_each_device_attends_with_its_heads():
     lengths, heads = np.asarray([65, 0, 192]), PartitionSpec(None, None, "tensor")
     own, whole = PartitionSpec(None, "tensor"), PartitionSpec()
     attend = jax.shard_map(
-        interpreted(PageTiles(2, 2)),
+        interpreted(PageTiles(2, 2), pltpu.InterpretParams()),
         mesh=mesh,
         in_specs=(heads, own, own, whole, whole),
         out_specs=heads,
-        check_vma=False,
     )
     assert_close(attend(q, k, v, table, lengths), reference(q, k, v, table, lengths), 1e-5)
