@@ -77,3 +77,28 @@ def page_tiles(
     block_pages = max(1, positions // (page_tokens * least)) * least
     block_bytes = 2 * block_pages * page_tokens * num_kv_heads * head_dim * itemsize
     return PageTiles(block_pages, min(8, max(2, sizes.buffer_bytes // block_bytes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuPageTiles:
+    """`buffers` pages have room in shared memory; a slot's pages are shared by `parts` blocks."""
+
+    buffers: int
+    parts: int
+
+
+H100_PROCESSORS = 132
+H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block
+
+
+def gpu_page_tiles(
+    num_blocks: int, max_pages: int, page_tokens: int, head_dim: int
+) -> GpuPageTiles:
+    """Return the tiles of attention over pages on an H100, for so many blocks of one part.
+
+    Parts make four blocks of each processor's share, so that short slots leave none idle, but not
+    of less than four pages.
+    """
+    buffers = H100_BUFFER_BYTES // (2 * page_tokens * head_dim * 2)
+    parts = -(-4 * H100_PROCESSORS // num_blocks)
+    return GpuPageTiles(min(8, buffers), max(1, min(parts, max_pages // 4)))
