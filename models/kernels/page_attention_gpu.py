@@ -1,20 +1,21 @@
 """Attention of a round's nodes to their slots' pages of keys and values: the kernel for Hopper.
 
 A thread block has one part of a slot's pages, one key/value head and up to 64 rows of its queries,
-the least that a warp group multiplies. Pages come by TMA into several buffers: while one is computed
-the next ones are on their way. The parts of a slot are joined by their maxima and sums.
+the least that a warp group multiplies. Pages come by TMA into several buffers: while one is
+computed, the next ones are on their way. Parts of a slot are joined by their maxima and sums.
 
     score = q·k/√h,   top = max score,   total = Σ e^(score − top),   out = Σ e^(score − top) v
 
 B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
-key/value head, n tiles of 64 of them (R), P pages, T positions of a page, N pages of a slot at most,
-Z parts of a slot, D buffers.
+key/value head, n tiles of R = 64 of them, P pages, T positions of a page, N pages of a slot at
+most, D buffers.
 Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,9 @@ SWIZZLE_BYTES = 128
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     """Return None if the kernel takes these sizes, else one sentence that says why not."""
     if head_dim not in (64, 128):
-        return f"expected a head size of 64 or 128, got {head_dim}; mend: use the portable attention"
+        return (
+            f"expected a head size of 64 or 128, got {head_dim}; mend: use the portable attention"
+        )
     if page_tokens not in (64, 128):
         return (
             f"expected pages of 64 or 128 positions, got {page_tokens}; "
@@ -56,13 +59,15 @@ def attend_pages(
     *,
     tiles: GpuPageTiles | None = None,
     interpret: Any = None,
+    priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Σ e^(score − top) v, top and Σ e^(score − top) over the first `length` positions of a slot.
 
     Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 where the length is 0.
     `table_BN` names the pages of a slot in order; entries behind the live ones are not read.
-    Products are of bfloat16 and summed in float32. Raises ValueError where `takes` says why.
-    The lengths must not exceed N·T.
+    Products are of bfloat16 and summed in float32. `priced_positions` is not used: a kernel of
+    Mosaic GPU has no price. Raises ValueError where `takes` says why. The lengths must not exceed
+    N·T.
     Source: docs/architecture.md, "The round".
     """
     (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
@@ -119,11 +124,11 @@ class _Call:
         layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
-    def positions(self, shape: tuple[int, ...]) -> jax.Array:
-        """Return the column of each number of a product's result."""
+    def positions(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Return the row or column of each number of a product's result."""
         if self.interpreted:
-            return jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
     def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
         """Multiply an array, or one in shared memory, with one in shared memory."""
@@ -137,6 +142,17 @@ class _Call:
             return sum_Rj[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, y_ref.shape[1]), jnp.float32))
+
+    def clear(self, values_Th: Any, live: jax.Array) -> None:
+        """Set values behind the live ones to 0: a weight of 0 times what is no number is none."""
+
+        @pl.when(live < self.page_tokens)
+        def _() -> None:
+            for i, j in itertools.product(*(range(0, n, ROWS) for n in values_Th.shape)):
+                some_RR = values_Th.at[i : i + ROWS, j : j + ROWS]
+                is_live_RR = i + self.positions(some_RR.shape, axis=0) < live
+                some_RR[...] = jnp.where(is_live_RR, self.laid_out(some_RR[...]), 0)
+            plgpu.commit_smem()
 
     def scratch(self) -> list[Any]:
         """Return queries, keys and values in shared memory, and barriers of copies."""
@@ -199,6 +215,7 @@ def _kernel(
         scores_RT = call.product(q_Rh, keys_DTh.at[buffer], transposed=True) * h**-0.5
         weights_RT, (out_Rh, top_R, total_R) = _softmax(call, scores_RT, live, carry)
         plgpu.barrier_wait(of_values.at[buffer])
+        call.clear(values_DTh.at[buffer], live)
         new_Rh = call.product(weights_RT.astype(jnp.bfloat16), values_DTh.at[buffer])
         fetch(step + D)
         return out_Rh + new_Rh, top_R, total_R
@@ -218,7 +235,7 @@ def _softmax(
 ) -> tuple[jax.Array, tuple]:
     """Return the weights of a page of which `live` positions count, and what was found so far."""
     out_Rh, old_R, total_R = carry
-    position_RT = call.positions(scores_RT.shape)
+    position_RT = call.positions(scores_RT.shape, axis=1)
     scores_RT = jnp.where(position_RT < live, scores_RT, NEGATIVE)
     top_R = jnp.maximum(old_R, scores_RT.max(axis=1))
     weights_RT = jnp.exp(scores_RT - jax.lax.broadcast_in_dim(top_R, scores_RT.shape, [0]))
