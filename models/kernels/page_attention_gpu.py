@@ -1,0 +1,269 @@
+"""Attention of a round's nodes to their slots' pages of keys and values: the kernel for Hopper.
+
+A thread block has one part of a slot's pages, one key/value head and up to 64 rows of its queries,
+the least that a warp group multiplies. Pages come by TMA into several buffers: while one is
+computed, the next ones are on their way. Parts of a slot are joined by their maxima and sums.
+
+    score = q·k/√h,   top = max score,   total = Σ e^(score − top),   out = Σ e^(score − top) v
+
+B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
+key/value head, n tiles of R = 64 of them, P pages, T positions of a page, N pages of a slot at
+most, D buffers.
+Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from models.kernels.tiles import GpuPageTiles, gpu_page_tiles
+
+NEGATIVE = -1e30  # the top of a slot without positions, as in models.attention
+ROWS = 64  # of one product of a warp group
+SWIZZLE_BYTES = 128
+
+
+def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
+    """Return None if the kernel takes these sizes, else one sentence that says why not."""
+    if head_dim not in (64, 128):
+        return (
+            f"expected a head size of 64 or 128, got {head_dim}; mend: use the portable attention"
+        )
+    if page_tokens not in (64, 128):
+        return (
+            f"expected pages of 64 or 128 positions, got {page_tokens}; "
+            "mend: use pages of 64 or 128 positions, or the portable attention"
+        )
+    if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
+        return (  # tensor cores multiply float32 as TF32
+            f"expected bfloat16 keys and values, got {jnp.dtype(dtype).name}; "
+            "mend: set Trainer.compute_dtype to bfloat16, or use the portable attention"
+        )
+    return None
+
+
+def attend_pages(
+    q_BWHh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    length_B: jax.Array,
+    *,
+    tiles: GpuPageTiles | None = None,
+    interpret: Any = None,
+    priced_positions: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Σ e^(score − top) v, top and Σ e^(score − top) over the first `length` positions of a slot.
+
+    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 where the length is 0.
+    `table_BN` names the pages of a slot in order; entries behind the live ones are not read.
+    Products are of bfloat16 and summed in float32. `priced_positions` is not used: a kernel of
+    Mosaic GPU has no price. Raises ValueError where `takes` says why. The lengths must not exceed
+    N·T.
+    Source: docs/architecture.md, "The round".
+    """
+    (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
+    assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
+    assert q_BWHh.dtype == keys_PKTh.dtype == values_PKTh.dtype
+    if why := takes(h, T, keys_PKTh.dtype):
+        raise ValueError(why)
+    q_BKnRh = _row_tiles(q_BWHh, K)
+    n = q_BKnRh.shape[2]
+    tiles = tiles or gpu_page_tiles(B * K * n, N, T, h)
+    call = _Call(B, K, n, h, T, N, tiles, bool(interpret))
+    varying = jax.typeof(q_BWHh).manual_axis_type  # under shard_map results vary as queries do
+    shape = tiles.parts, B, K, n, ROWS
+    found = plgpu.kernel(
+        partial(_kernel, call),
+        out_type=[
+            jax.ShapeDtypeStruct(x, jnp.float32, manual_axis_type=varying)
+            for x in ((*shape, h), shape, shape)
+        ],
+        scratch_types=call.scratch(),
+        grid=(n, K, tiles.parts, B),
+        grid_names=("tile", "head", "part", "slot"),
+        interpret=interpret,
+        kernel_name="page_attention",
+    )(
+        table_BN.reshape(-1).astype(jnp.int32),
+        jnp.minimum(length_B, N * T).astype(jnp.int32),
+        q_BKnRh,
+        keys_PKTh,
+        values_PKTh,
+    )
+    out, top, total = _joined(*found)
+    return tuple(_heads_of_rows(x, W, H) for x in (out, top[..., None], total[..., None]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The sizes of a call."""
+
+    num_slots: int
+    num_kv_heads: int
+    num_tiles: int
+    head_dim: int
+    page_tokens: int
+    max_pages: int
+    tiles: GpuPageTiles
+    interpreted: bool
+
+    def laid_out(self, x: jax.Array) -> jax.Array:
+        """Return numbers by row, or by row and column, in the registers of a product's result.
+
+        The interpreter knows no registers.
+        """
+        layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
+
+    def positions(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Return the row or column of each number of a product's result."""
+        if self.interpreted:
+            return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+    def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
+        """Multiply an array, or one in shared memory, with one in shared memory."""
+        if self.interpreted:
+            y_ij = y_ref[...].T if transposed else y_ref[...]
+            return jnp.dot(x_Ri[...], y_ij, preferred_element_type=jnp.float32)
+        y_ref = plgpu.transpose_ref(y_ref, (1, 0)) if transposed else y_ref
+
+        def multiply(sum_Rj: Any) -> jax.Array:
+            plgpu.wgmma(sum_Rj, x_Ri, y_ref)
+            return sum_Rj[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, y_ref.shape[1]), jnp.float32))
+
+    def clear(self, values_Th: Any, live: jax.Array) -> None:
+        """Set values behind the live ones to 0: a weight of 0 times what is no number is none."""
+
+        @pl.when(live < self.page_tokens)
+        def _() -> None:
+            for i, j in itertools.product(*(range(0, n, ROWS) for n in values_Th.shape)):
+                some_RR = values_Th.at[i : i + ROWS, j : j + ROWS]
+                is_live_RR = i + self.positions(some_RR.shape, axis=0) < live
+                some_RR[...] = jnp.where(is_live_RR, self.laid_out(some_RR[...]), 0)
+            plgpu.commit_smem()
+
+    def scratch(self) -> list[Any]:
+        """Return queries, keys and values in shared memory, and barriers of copies."""
+        D, T, h = self.tiles.buffers, self.page_tokens, self.head_dim
+
+        def shared(*shape: int) -> Any:
+            layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 2))
+            transforms = (layout, plgpu.SwizzleTransform(SWIZZLE_BYTES))
+            return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+        barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
+        return [shared(ROWS, h), shared(D, T, h), shared(D, T, h), *barriers]
+
+
+def _kernel(
+    call: _Call,
+    table_X: Any,
+    length_B: Any,
+    q_BKnRh: Any,
+    keys_PKTh: Any,
+    values_PKTh: Any,
+    out_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    q_Rh: Any,
+    keys_DTh: Any,
+    values_DTh: Any,
+    of_queries: Any,
+    of_keys: Any,
+    of_values: Any,
+) -> None:
+    """One part of a slot: its pages in turn, each into the running softmax."""
+    tile, head, part, slot = (jax.lax.axis_index(x) for x in ("tile", "head", "part", "slot"))
+    T, h, D = call.page_tokens, call.head_dim, call.tiles.buffers
+    length = length_B[slot]
+    num_pages = pl.cdiv(length, T)
+    each = pl.cdiv(num_pages, call.tiles.parts)
+    first = part * each
+    steps = jnp.maximum(jnp.minimum(num_pages - first, each), 0)
+
+    def fetch(step: jax.Array) -> None:
+        @pl.when(step < steps)
+        def _() -> None:
+            page, buffer = table_X[slot * call.max_pages + first + step], jax.lax.rem(step, D)
+            for pages, to, barrier in (
+                (keys_PKTh, keys_DTh, of_keys),
+                (values_PKTh, values_DTh, of_values),
+            ):
+                plgpu.copy_gmem_to_smem(pages.at[page, head], to.at[buffer], barrier.at[buffer])
+
+    plgpu.copy_gmem_to_smem(q_BKnRh.at[slot, head, tile], q_Rh, of_queries)
+    for step in range(D):
+        fetch(jnp.int32(step))
+    plgpu.barrier_wait(of_queries)
+
+    def of_page(step: jax.Array, carry: tuple) -> tuple:
+        buffer = jax.lax.rem(step, D)
+        live = length - (first + step) * T
+        plgpu.barrier_wait(of_keys.at[buffer])
+        scores_RT = call.product(q_Rh, keys_DTh.at[buffer], transposed=True) * h**-0.5
+        weights_RT, (out_Rh, top_R, total_R) = _softmax(call, scores_RT, live, carry)
+        plgpu.barrier_wait(of_values.at[buffer])
+        call.clear(values_DTh.at[buffer], live)
+        new_Rh = call.product(weights_RT.astype(jnp.bfloat16), values_DTh.at[buffer])
+        fetch(step + D)
+        return out_Rh + new_Rh, top_R, total_R
+
+    start = (
+        call.laid_out(jnp.zeros((ROWS, h), jnp.float32)),
+        call.laid_out(jnp.full((ROWS,), NEGATIVE, jnp.float32)),
+        call.laid_out(jnp.zeros((ROWS,), jnp.float32)),
+    )
+    found = jax.lax.fori_loop(0, steps, of_page, start)
+    for to, x in zip((out_ref, top_ref, total_ref), found, strict=True):
+        to[part, slot, head, tile] = x
+
+
+def _softmax(
+    call: _Call, scores_RT: jax.Array, live: jax.Array, carry: tuple
+) -> tuple[jax.Array, tuple]:
+    """Return the weights of a page of which `live` positions count, and what was found so far."""
+    out_Rh, old_R, total_R = carry
+    position_RT = call.positions(scores_RT.shape, axis=1)
+    scores_RT = jnp.where(position_RT < live, scores_RT, NEGATIVE)
+    top_R = jnp.maximum(old_R, scores_RT.max(axis=1))
+    weights_RT = jnp.exp(scores_RT - jax.lax.broadcast_in_dim(top_R, scores_RT.shape, [0]))
+    kept_R = jnp.exp(old_R - top_R)
+    out_Rh = out_Rh * jax.lax.broadcast_in_dim(kept_R, out_Rh.shape, [0])
+    return weights_RT, (out_Rh, top_R, total_R * kept_R + weights_RT.sum(axis=1))
+
+
+def _joined(out: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+    """Join the softmaxes of all parts, the first axis."""
+    highest = top.max(axis=0)
+    kept = jnp.exp(top - highest)
+    return (out * kept[..., None]).sum(axis=0), highest, (total * kept).sum(axis=0)
+
+
+def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [B, K, n, R, h], filled up with rows of zeros."""
+    B, W, _, h = q_BWHh.shape
+    q_BKWGh = q_BWHh.reshape(B, W, num_kv_heads, -1, h).transpose(0, 2, 1, 3, 4)
+    q_BKXh = q_BKWGh.reshape(B, num_kv_heads, -1, h)
+    q_BKXh = jnp.pad(q_BKXh, ((0, 0), (0, 0), (0, -q_BKXh.shape[2] % ROWS), (0, 0)))
+    return q_BKXh.reshape(B, num_kv_heads, -1, ROWS, h)
+
+
+def _heads_of_rows(x_BKnRi: jax.Array, num_nodes: int, num_heads: int) -> jax.Array:
+    """Return [B, W, H, i] of rows."""
+    B, K, n, R, i = x_BKnRi.shape
+    G = num_heads // K
+    x_BKXi = x_BKnRi.reshape(B, K, n * R, i)[:, :, : num_nodes * G]
+    x_BKWGi = x_BKXi.reshape(B, K, num_nodes, G, i)
+    return x_BKWGi.transpose(0, 2, 1, 3, 4).reshape(B, num_nodes, num_heads, i)

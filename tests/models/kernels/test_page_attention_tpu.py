@@ -1,0 +1,225 @@
+"""The TPU kernel of attention to pages, interpreted, against float64; its races; its lowering."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+from page_reference import B, arrays, assert_close, h, only_live, reference
+
+from models.kernels import page_attention_tpu
+from models.kernels.page_attention_tpu import attend_pages, takes
+from models.kernels.tiles import PageTiles
+
+DEVICES = {
+    "v5e": AbstractDevice("TPU v5 lite", 1, "tpu"),
+    "v5p": AbstractDevice("TPU v5p", 2, "tpu"),
+    "v6e": AbstractDevice("TPU v6 lite", 1, "tpu"),
+}
+NO_PAGE = 2**30  # the simulator raises where it is read
+
+
+def interpreted(tiles, interpret=True):
+    return jax.jit(lambda *args: attend_pages(*args, tiles=tiles, interpret=interpret))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize(
+    ("W", "G", "K", "T", "N", "tiles"),
+    [
+        (1, 1, 1, 128, 1, PageTiles(1, 2)),  # a page a slot
+        (1, 4, 2, 64, 5, PageTiles(2, 2)),
+        (5, 4, 1, 64, 5, PageTiles(4, 3)),
+        (5, 1, 2, 128, 4, PageTiles(1, 8)),  # more buffers than blocks
+        (16, 4, 2, 64, 6, None),
+    ],
+)
+def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, tiles, dtype, tolerance):
+    attend = interpreted(tiles)
+    q, k, v, table = arrays(W, G, K, T, N, dtype)
+    full = N * T
+    for lengths in ((0, 0, 0), (1, T, full), (min(T + 1, full), 0, full - 1), (0, full // 2, 0)):
+        pages = only_live(table, lengths, T)
+        found = attend(q, k, v, pages, np.asarray(lengths))
+        assert_close(found, reference(q, k, v, table, lengths), tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_slots_of_thousands_of_positions(dtype, tolerance):
+    q, k, v, table = arrays(5, 1, 1, 128, 24, dtype)
+    attend = interpreted(None)
+    for lengths in ((3072, 3, 2049), (0, 2500, 3071)):
+        found = attend(q, k, v, only_live(table, lengths, 128), np.asarray(lengths))
+        assert_close(found, reference(q, k, v, table, lengths), tolerance)
+
+
+def test_a_page_in_another_place_is_another_result():
+    """Pages of one slot may change places; a page of another slot changes the slot's result."""
+    q, k, v, table = arrays(1, 4, 1, 64, 4, jnp.float32)
+    attend, lengths = interpreted(PageTiles(2, 2)), np.asarray([256, 256, 256])
+    whole = attend(q, k, v, table, lengths)
+    table[0, [0, 3]] = table[0, [3, 0]]
+    assert_close(attend(q, k, v, table, lengths), [np.asarray(x) for x in whole], 1e-5)
+    table[0, 0], table[1, 0] = table[1, 0], table[0, 0]
+    other = attend(q, k, v, table, lengths)
+    assert np.abs(other[0][:2] - whole[0][:2]).max(axis=(1, 2, 3)).min() > 1e-2
+    np.testing.assert_array_equal(other[0][2], whole[0][2])
+
+
+def test_numbers_behind_the_length_do_not_count():
+    """Not even where they are no numbers: a page may be new, and its end is of nobody."""
+    q, k, v, table = arrays(1, 4, 2, 64, 4, jnp.float32)
+    lengths = (70, 0, 128)
+    wanted = reference(q, k, v, table, lengths)
+    last = table[0, 1]
+    k, v = (x.at[last, :, 6:].set(jnp.nan).at[table[1]].set(jnp.nan) for x in (k, v))
+    table = only_live(table, lengths, 64)
+    found = interpreted(PageTiles(2, 2))(q, k, v, table, np.asarray(lengths))
+    assert_close(found, wanted, 1e-5)
+
+
+def test_large_tables_are_attended_to_in_parts(monkeypatch):
+    q, k, v, table = arrays(1, 2, 1, 64, 3, jnp.float32)
+    lengths = np.asarray([64, 192, 100])
+    monkeypatch.setattr(page_attention_tpu, "TABLE_BYTES", 3 * 4)
+    found = interpreted(PageTiles(2, 2))(q, k, v, table, lengths)
+    assert_close(found, reference(q, k, v, table, lengths), 1e-5)
+
+
+# The simulator of a TPU's memories, where new memory is no number. Copies are made at once, so that
+# it sees which of them race with the core, or as late as they may be, when they are waited for.
+
+
+def simulate(q, k, v, table, lengths, tiles, copies, num_cores=1):
+    params = pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode=copies, num_cores_or_threads=num_cores
+    )
+    found = attend_pages(q, k, v, table, jnp.asarray(lengths), tiles=tiles, interpret=params)
+    return jax.block_until_ready(found), interpreter.races.races_found
+
+
+@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+@pytest.mark.parametrize("tiles", [PageTiles(2, 2), PageTiles(2, 3)], ids=str)
+def test_no_copy_races_with_a_product(tiles, copies):
+    lengths = (65, 0, 320)
+    q, k, v, table = arrays(2, 2, 2, 64, 5, jnp.float32)
+    wanted = reference(q, k, v, table, lengths)
+    table = only_live(table, lengths, 64, NO_PAGE)
+    found, races = simulate(q, k, v, table, lengths, tiles, copies)
+    assert not races
+    assert_close(found, wanted, 1e-5)
+
+
+def test_two_cores_share_the_slots():
+    lengths = (65, 0, 128, 1)
+    q, k, v, table = arrays(1, 2, 1, 64, 2, jnp.float32, num_slots=4)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES["v5p"])):
+        found, races = simulate(q, k, v, table, lengths, PageTiles(2, 2), "on_wait", num_cores=2)
+    assert not races
+    assert_close(found, reference(q, k, v, table, lengths), 1e-5)
+
+
+def test_a_product_that_does_not_wait_is_found(monkeypatch):
+    each_page = page_attention_tpu._Pages._each_page
+
+    def no_wait(self, left, do):
+        if do.__name__ == "start":
+            each_page(self, left, do)
+
+    monkeypatch.setattr(page_attention_tpu._Pages, "_each_page", no_wait)
+    q, k, v, table = arrays(1, 1, 1, 128, 1, jnp.float32)
+    assert simulate(q, k, v, table, (128, 0, 0), PageTiles(1, 2), "eager")[1]
+
+
+def test_a_copy_into_the_buffer_that_is_read_is_found(monkeypatch):
+    """A planted fault: as many blocks are on their way as there are buffers."""
+    begin = page_attention_tpu._Pages.begin
+
+    def too_many(self, first_slot):
+        begin(self, first_slot)
+        self.fetch()
+
+    monkeypatch.setattr(page_attention_tpu._Pages, "begin", too_many)
+    q, k, v, table = arrays(1, 1, 1, 128, 3, jnp.float32)
+    lengths = (384, 384, 384)
+    found, _ = simulate(q, k, v, table, lengths, PageTiles(1, 2), "on_wait")
+    with pytest.raises(AssertionError):
+        assert_close(found, reference(q, k, v, table, lengths), 1e-5)
+
+
+def test_a_page_that_does_not_exist_is_found():
+    """The tests above would see a page behind the live ones that is read."""
+    q, k, v, table = arrays(1, 1, 1, 128, 1, jnp.float32)
+    table[1] = NO_PAGE
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
+        simulate(q, k, v, table, (128, 1, 0), PageTiles(1, 2), "on_wait")
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+# What the compiler is given
+
+
+def lowered(device, W=1, dtype=jnp.bfloat16, T=128, K=2, width=h, **options):
+    """Return the text of a program for this device: Mosaic has taken the kernel."""
+    shapes = (B * 2, W, 4 * K, width), (99, K, T, width), (99, K, T, width)
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    args += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B * 2, 16), (B * 2,))]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        attend = jax.jit(lambda *args: attend_pages(*args, **options))
+        return jax.export.export(attend, platforms=["tpu"])(*args).mlir_module()
+
+
+@pytest.mark.parametrize("generation", DEVICES)
+@pytest.mark.parametrize("sizes", [{}, {"W": 16, "T": 64, "dtype": jnp.float32, "K": 1}], ids=str)
+def test_it_lowers_for_every_generation(generation, sizes):
+    assert "tpu_custom_call" in lowered(DEVICES[generation], **sizes)
+
+
+def test_the_compiler_is_told_what_a_call_reads():
+    full = lowered(DEVICES["v5e"])
+    fewer = lowered(DEVICES["v5e"], priced_positions=100)
+    slots, K, rows = B * 2, 2, 16
+    for text, positions in ((full, 16 * 128), (fewer, 100)):
+        pages = 2 * positions * h * 2
+        bytes_accessed = slots * K * (pages + rows * (h * 2 + h * 4 + 128 * 4))
+        assert f"bytes_accessed\\22:{bytes_accessed}," in text.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((64, 128, jnp.bfloat16), "multiple of 128, got 64"),
+        ((128, 48, jnp.bfloat16), "multiple of 64 positions, got 48"),
+        ((128, 64, jnp.float16), "got float16"),
+    ],
+)
+def test_what_it_does_not_take_is_said_in_a_sentence(sizes, says):
+    assert says in takes(*sizes) and "mend: " in takes(*sizes)
+    width, T, dtype = sizes
+    with pytest.raises(ValueError, match=says):
+        lowered(DEVICES["v5e"], T=T, dtype=dtype, width=width)
+
+
+def test_it_takes_what_models_have():
+    for width, T, dtype in ((128, 64, "bfloat16"), (128, 128, "float32"), (256, 128, "bfloat16")):
+        assert takes(width, T, dtype) is None
+
+
+def test_each_device_attends_with_its_heads():
+    """Under shard_map over the project's mesh, heads over `tensor`."""
+    devices = np.asarray(jax.devices()[:2]).reshape(1, 1, 2)
+    mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
+    q, k, v, table = arrays(2, 2, 2, 64, 3, jnp.float32)
+    lengths, heads = np.asarray([65, 0, 192]), PartitionSpec(None, None, "tensor")
+    own, whole = PartitionSpec(None, "tensor"), PartitionSpec()
+    attend = jax.shard_map(
+        interpreted(PageTiles(2, 2), pltpu.InterpretParams()),
+        mesh=mesh,
+        in_specs=(heads, own, own, whole, whole),
+        out_specs=heads,
+    )
+    assert_close(attend(q, k, v, table, lengths), reference(q, k, v, table, lengths), 1e-5)
