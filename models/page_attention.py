@@ -1,7 +1,8 @@
 """Attention from nodes of slots to the pages that hold their positions.
 
-The portable path reads a few pages of every slot at a time and keeps a running maximum and sum, as
-far as the longest slot has positions.
+TPUs and Hopper GPUs have kernels (`models.kernels`). The portable path, which is their reference,
+reads a few pages of every slot at a time and keeps a running maximum and sum, as far as the longest
+slot has positions.
 
 B slots, W nodes of a slot, N pages of a slot, P pages, T positions of a page, C pages that are read
 at a time, H query heads, K key/value heads, h head size.
@@ -9,12 +10,16 @@ at a time, H query heads, K key/value heads, h head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from models.attention import NEGATIVE, PartialSoftmax, partial_attention
 
-BLOCK_POSITIONS = 512  # of a slot, that are read at a time
+BLOCK_POSITIONS = 512  # of a slot, that the portable path reads at a time
+KERNEL_NODES = 64  # of a slot, that a kernel takes at a time
 
 
 def attend_pages(
@@ -26,8 +31,64 @@ def attend_pages(
 ) -> PartialSoftmax:
     """Return the softmax over the first `length` positions of each slot, in the pages of `table`.
 
-    Entries of the table behind a slot's positions may be anything.
+    Entries of the table behind a slot's positions may be anything. Kernels serve one device: on a
+    mesh this is called inside `jax.shard_map`.
     """
+    paths = _kernels(q_BWHh.shape[3], keys_PKTh.shape[2], keys_PKTh.dtype)
+    inputs = q_BWHh.astype(keys_PKTh.dtype), keys_PKTh, values_PKTh, table_BN, length_B
+    if not paths:
+        return _portable(*inputs)
+    return PartialSoftmax(*jax.lax.platform_dependent(*inputs, **paths, default=_as_tuple))
+
+
+def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    found = _portable(*inputs)
+    return found.out, found.top, found.total
+
+
+def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
+    """Return the kernels that take these sizes, by platform; nothing else imports them."""
+    from models.kernels import page_attention_gpu, page_attention_tpu
+    from models.kernels.tiles import is_hopper
+
+    found: dict[str, Callable[..., Any]] = {}
+    if page_attention_tpu.takes(head_dim, page_tokens, dtype) is None:
+        found["tpu"] = _some_nodes_at_a_time(page_attention_tpu.attend_pages)
+    if page_attention_gpu.takes(head_dim, page_tokens, dtype) is None and is_hopper():
+        found["cuda"] = _some_nodes_at_a_time(page_attention_gpu.attend_pages)
+    return found
+
+
+def _some_nodes_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel for any number of nodes: those of a slot are cut into several slots'."""
+
+    def attend(
+        q_BWHh: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        table_BN: jax.Array,
+        length_B: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        B, W, H, h = q_BWHh.shape
+        if W <= KERNEL_NODES:
+            return kernel(q_BWHh, keys, values, table_BN, length_B)
+        n = -(-W // KERNEL_NODES)
+        q_BXHh = jnp.pad(q_BWHh, ((0, 0), (0, n * KERNEL_NODES - W), (0, 0), (0, 0)))
+        cut = q_BXHh.reshape(B * n, KERNEL_NODES, H, h)
+        rows = jnp.repeat(table_BN, n, axis=0), jnp.repeat(length_B, n)
+        found = kernel(cut, keys, values, *rows)
+        return tuple(x.reshape(B, n * KERNEL_NODES, H, -1)[:, :W] for x in found)
+
+    return attend
+
+
+def _portable(
+    q_BWHh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    length_B: jax.Array,
+) -> PartialSoftmax:
     B, W, H, h = q_BWHh.shape
     P, K, T, _ = keys_PKTh.shape
     N = table_BN.shape[1]

@@ -265,7 +265,10 @@ def put_entries(
     def local(pages: jax.Array, new: jax.Array, page_X: jax.Array, offset_X: jax.Array):  # type: ignore[no-untyped-def]
         own_X = split.own(page_X, len(pages))
         own_X = jnp.where(own_X < 0, len(pages), own_X)
-        return pages.at[own_X, :, offset_X].set(new.astype(pages.dtype), mode="drop")
+        # an index for the heads too: TPUs would copy all pages to write windows across them
+        head_K = jnp.arange(pages.shape[1])
+        at = pages.at[own_X[:, None], head_K, offset_X[:, None]]
+        return at.set(new.astype(pages.dtype), mode="drop")
 
     write = split.mapped(local, (pages, new, PartitionSpec(), PartitionSpec()), pages)
     return pin(write(pages_PKTh, new_XKh, page_X, offset_X), kind)

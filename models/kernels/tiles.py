@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 from jax.experimental.pallas import tpu as pltpu
 
 
@@ -48,12 +49,25 @@ PAGE_SIZES: dict[tuple[str, str, int, int], PageSizes] = {
 MAX_SCORES = 1 << 17  # of a head and block: what a product leaves has to fit beside the buffers
 
 
+HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of devices
+
+
 def device_generation() -> str:
     """Return the TPU generation that is compiled for ("v5p"), "" where it is no TPU.
 
     It is that of the mesh in use (`jax.set_mesh`), or of the default device.
     """
     return str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else ""
+
+
+def is_hopper() -> bool:
+    """Return whether programs are compiled for an NVIDIA GPU of compute capability 9.
+
+    It is that of the mesh in use (`jax.set_mesh`), or of the default device.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return any(name in kind for name in HOPPERS)
 
 
 def page_tiles(
