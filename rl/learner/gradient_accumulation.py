@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from models import sharding
 from models.config import ModelConfig
 from models.sharding import constrain, replicated
 from rl.learner import losses
@@ -114,6 +115,13 @@ def start(*, network: Network, recipe: TrainSpec) -> Accumulator:
     return Accumulator(network.constrain(recipe, gradients), network.no_statistics(recipe))
 
 
+def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
+    """Return the shapes of what `start` makes, under the mesh in use."""
+    total = jax.eval_shape(partial(start, network=network, recipe=recipe))
+    gradients = sharding.shapes(network.specs(recipe.model), jnp.float32)
+    return Accumulator(gradients, sharding.whole_shapes(total.statistics))
+
+
 @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("accumulator",))
 def accumulate(
     params: Any,
@@ -169,8 +177,11 @@ def apply(
 def lower(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Any]:
-    """Return `accumulate`, `apply` and `inspect`, lowered for the caller to compile."""
-    total = start(**static)
+    """Return `accumulate`, `apply` and `inspect`, lowered for the caller to compile.
+
+    All of it may be shapes.
+    """
+    total = empty_shapes(**static)
     return [
         accumulate.lower(state.params, total, batch, scalars, **static),
         apply.lower(state, total.gradients, np.bool_(False), **static),

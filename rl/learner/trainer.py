@@ -34,7 +34,7 @@ from rl.learner.gradient_accumulation import (
     inspect,
     start,
 )
-from rl.learner.logprobs import place
+from rl.learner.logprobs import place, placed_shapes
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, settle
 from rl.packing import Shape
@@ -110,8 +110,11 @@ def warm_up(
 
 
 def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
-    """Return every step, lowered for the caller to compile; the largest come first."""
-    plain, *rest = _nothing(state, shape)
+    """Return every step, lowered for the caller to compile; the largest come first.
+
+    The state may be of shapes, as of `rl.learner.optimizer.state_shapes`.
+    """
+    plain, *rest = _nothing(state, shape, placed_shapes)
     steps = []
     for network, trained in _networks(state):
         steps += gradient_accumulation.lower(trained, *rest, network=network, recipe=recipe)
@@ -143,7 +146,9 @@ def _rescores(recipe: TrainSpec) -> bool:
     return recipe.algorithm.needs_reference or recipe.recomputes_old
 
 
-def _nothing(state: TrainState, shape: Shape) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
+def _nothing(
+    state: TrainState, shape: Shape, place: Callable[[Any], Any] = place
+) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
     """Return an empty batch, the same as its networks take it, and the rest of what steps take."""
     scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
     plain = place(micro_batches.empty(shape))
