@@ -87,6 +87,11 @@ def cast_params(params: Params, dtype: Any) -> Params:
     return _cast(params, dtype=jnp.dtype(dtype))
 
 
+def lowered_cast(params: Params, dtype: Any) -> Any:
+    """Return `cast_params` lowered on shapes of another dtype."""
+    return _cast.lower(params, dtype=jnp.dtype(dtype))
+
+
 def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
     """The shape of all micro-batches, under the mesh in use.
 
