@@ -62,10 +62,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
-    """Return the shape of a policy: of its folder, or of one of that name which ships without weights.
+    """Return the shape of a policy: of its folder, or of one of that name without weights.
 
-    That lies beside a configuration's file or in configs/real. Raises FileNotFoundError or
-    ValueError.
+    The latter lies beside a configuration's file, or in configs/real. Raises FileNotFoundError
+    or ValueError.
     """
     policy, name = resolve_path(directory), Path(directory).name
     beside = [resolve_path(file).parent / name for file in gin_files]

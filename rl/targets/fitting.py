@@ -97,12 +97,13 @@ class Fitting:
         run = self._run(config, model)
         self._check_state(run)
         programs = run.programs()
-        chosen = programs if self._wanted == "all" else largest_of_kinds(programs)
+        every = list(range(len(programs)))
+        chosen = every if self._wanted == "all" else largest_of_kinds(programs)
         depths = self._depths(run)
         return Fit(
             self.target,
             run.held(),
-            tuple(self._measured(config, model, chosen, depths)),
+            tuple(self._measured(config, model, programs, chosen, depths)),
             len(programs),
             sum(one.tokens > 0 for one in programs),
             run.apart,
@@ -116,10 +117,12 @@ class Fitting:
         """
         run, peak = self._run(config, model), before.peak[2]
         kind = peak.program.part, peak.program.kind
-        chosen = largest_of_kinds(run.programs())
-        changed = [one for one in chosen if (one.part, one.kind) == kind]
+        programs = run.programs()
+        chosen = [
+            i for i in largest_of_kinds(programs) if (programs[i].part, programs[i].kind) == kind
+        ]
         rest = [one for one in before.measured if (one.program.part, one.program.kind) != kind]
-        new = self._measured(config, model, changed, before.depths)
+        new = self._measured(config, model, programs, chosen, before.depths)
         return dataclasses.replace(before, held=run.held(), measured=(*new, *rest))
 
     def _run(self, config: TrainConfig, model: ModelConfig) -> RunShapes:
@@ -131,8 +134,8 @@ class Fitting:
         least = 4 * copies * num_params(run.model) // self.target.count
         if least > self.target.device_bytes:
             raise ValueError(
-                f"expected a policy whose weights and optimizer's state fit {self.target.name}, got "
-                f"{least / 1e9:.1f} GB for each of {self.target.count} devices of "
+                f"expected a policy whose weights and optimizer's state fit {self.target.name}, "
+                f"got {least / 1e9:.1f} GB for each of {self.target.count} devices of "
                 f"{self.target.device_bytes / 1e9:.1f} GB, however they are split: name a larger "
                 "target, or take a smaller policy"
             )
@@ -146,36 +149,36 @@ class Fitting:
         self,
         config: TrainConfig,
         model: ModelConfig,
-        chosen: Sequence[RunProgram],
+        programs: Sequence[RunProgram],
+        chosen: Sequence[int],
         depths: tuple[int, int] | None,
     ) -> Iterator[Measured]:
-        """Yield the programs with their figures; several are compiled at a time."""
+        """Yield the chosen programs with their figures; several are compiled at a time."""
+        compiled = [programs[i] for i in chosen]
         if depths is None:
-            compiled = self._compiled(chosen, [chosen])
-            found = [figures for (figures,) in compiled]
+            found = [figures for (figures,) in self._compiled([compiled])]
         else:
             shallow = []
             for layers in depths:
                 run = self._run(config, dataclasses.replace(model, num_layers=layers))
-                by_name = {(one.part, one.name): one for one in run.programs()}
-                shallow.append([by_name[one.part, one.name] for one in chosen])
+                others = run.programs()
+                assert [x.name for x in others] == [x.name for x in programs], "layers alone"
+                shallow.append([others[i] for i in chosen])
             found = [
                 extrapolated(few, more, depths, model.num_layers)
-                for few, more in self._compiled(chosen, shallow)
+                for few, more in self._compiled(shallow)
             ]
         params = num_params(model) - model.vocab_size * model.d_model  # an embedding is looked up
         if model.tied_embeddings:
             params += model.vocab_size * model.d_model
-        for program, figures in zip(chosen, found, strict=True):
+        for program, figures in zip(compiled, found, strict=True):
             yield Measured(program, figures, roofline_s(program, figures, self.target, params))
 
-    def _compiled(
-        self, chosen: Sequence[RunProgram], depths: Sequence[Sequence[RunProgram]]
-    ) -> list[list[Figures]]:
+    def _compiled(self, depths: Sequence[Sequence[RunProgram]]) -> list[list[Figures]]:
         """Return the figures of each program at each depth; those of most tokens come first."""
+        chosen, done = depths[0], 0
         jobs = [(i, d) for i in range(len(chosen)) for d in range(len(depths))]
         jobs.sort(key=lambda job: (-chosen[job[0]].tokens * chosen[job[0]].passes, -job[1]))
-        done = 0
         found: list[list[Figures]] = [[Figures()] * len(depths) for _ in chosen]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             asked = [
@@ -188,11 +191,11 @@ class Fitting:
         return found
 
 
-def largest_of_kinds(programs: Sequence[RunProgram]) -> list[RunProgram]:
-    """Return the largest program of each kind, in the order of the kinds."""
-    largest: dict[tuple[str, str], RunProgram] = {}
-    for one in programs:
-        held = largest.setdefault((one.part, one.kind), one)
+def largest_of_kinds(programs: Sequence[RunProgram]) -> list[int]:
+    """Return the place of the largest program of each kind, in the order of the kinds."""
+    largest: dict[tuple[str, str], int] = {}
+    for i, one in enumerate(programs):
+        held = programs[largest.setdefault((one.part, one.kind), i)]
         if (one.order, one.tokens) > (held.order, held.tokens):
-            largest[one.part, one.kind] = one
+            largest[one.part, one.kind] = i
     return list(largest.values())

@@ -1,9 +1,9 @@
 """The largest arrays that live at a program's peak of memory, by name.
 
-A walk over the instructions in the order in which they run: an array lives from where it is made to
-where it is last read. Results stand in the place of an operand of their size that is not read later,
-as XLA has them wherever it can, so that the sum is close to what the compiler gives, not equal to
-it. Arguments live all the time.
+A walk over the instructions in the order in which they run: an array lives from where it is made
+to where it is last read. Results stand in the place of an operand of their size that is not read
+later, as XLA has them wherever it can, so that the sum is close to what the compiler gives, not
+equal to it. Arguments live all the time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from rl.targets.hlo import Array, Instruction, Module
 # what gives its operand under another name
 SAME = {"bitcast", "optimization-barrier", "all-reduce-done", "while", "reshape"}
 SECOND = {"all-gather-done", "collective-permute-done", "async-done", "async-update"}
+# whose results never lie where an operand did
+APART = {"copy", "dot", "convolution", "custom-call", "transpose", "gather", "reduce", "all-gather"}
 NO_MEMORY = {"constant", "partition-id", "replica-id", "iota", "after-all"}
 
 
@@ -102,7 +104,7 @@ def _storages(body: list[Instruction], is_entry: bool) -> list[_Storage]:
         for new in made:
             size = found[new].array.num_bytes
             old = next((s for s in dying if found[s].array.num_bytes == size), None)
-            if old is not None and one.opcode != "copy":
+            if old is not None and one.opcode not in APART:
                 dying.discard(old)
                 merged[new] = old
                 found[old].last = max(found[old].last, found[new].last)
@@ -120,7 +122,7 @@ class _Values:
         for at, one in enumerate(body):
             for name in one.operands:
                 for storage in self.flat(name):
-                    self.storages[storage].last = at
+                    self.storages[storage].last = max(at, self.storages[storage].last)
             self._of[one.name] = self._value(at, one)
             if one.is_root:
                 for storage in self.flat(one.name):

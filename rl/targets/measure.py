@@ -30,8 +30,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Figures:
     """What one program takes of one device; seconds and operations None where nobody says.
 
-    `compiled_s` are those of the compiler at work, on this machine. `refused`: the compiler gave up,
-    since it needs more memory than a device has; only `needed_bytes` is known then.
+    `compiled_s` are those of the compiler at work, on this machine. `refused`: the compiler gave
+    up, since it needs more memory than a device has; only `needed_bytes` is known then.
     """
 
     argument_bytes: int = 0
@@ -66,8 +66,8 @@ class Measured:
         return self.figures.needed_bytes - self.program.held_bytes
 
 
-def compiled_figures(program: RunProgram, target: Target, *, arrays: bool = True) -> Figures:
-    """Compile a program for the target; `arrays`: also look for the largest live ones.
+def compiled_figures(program: RunProgram, target: Target) -> Figures:
+    """Compile a program for the target, and read what its compiler says of it.
 
     Where its memory is more than a device's the compiler's own figure is all there is.
     """
@@ -85,13 +85,16 @@ def compiled_figures(program: RunProgram, target: Target, *, arrays: bool = True
     module = parse(compiled.as_text())
     seconds = costs.get("optimal_seconds", 0.0)
     return Figures(
-        *(memory.argument_size_in_bytes, memory.output_size_in_bytes),
-        *(memory.alias_size_in_bytes, memory.temp_size_in_bytes),
-        costs.get("flops") if costs.get("flops", 0.0) > 0 else None,
-        seconds if seconds > 0 else None,  # negative where XLA's model has no meaning
-        *(collectives_of(module), kernels_of(module)),
-        tuple(largest_live(module)[1]) if arrays else (),
-        taken_s,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        operations=costs.get("flops") if costs.get("flops", 0.0) > 0 else None,
+        compiler_s=seconds if seconds > 0 else None,  # negative where its model has no meaning
+        collectives=collectives_of(module),
+        kernels=kernels_of(module),
+        live=tuple(largest_live(module)[1]),
+        compiled_s=taken_s,
     )
 
 
@@ -128,16 +131,19 @@ def extrapolated(few: Figures, more: Figures, depths: tuple[int, int], layers: i
 
     kinds = sorted(few.collectives.keys() | more.collectives.keys())
     kernels = sorted(few.kernels.keys() | more.kernels.keys())
-    sizes = ("argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes")
+    counts = {name: (few.kernels.get(name, 0), more.kernels.get(name, 0)) for name in kernels}
     return Figures(
-        *(whole(getattr(few, name), getattr(more, name)) for name in sizes),
-        line(few.operations, more.operations),
-        line(few.compiler_s, more.compiler_s),
-        {kind: moved(kind) for kind in kinds},
-        {name: whole(few.kernels.get(name, 0), more.kernels.get(name, 0)) for name in kernels},
-        _live_at(few.live, more.live, ways),
-        few.compiled_s + more.compiled_s,
-        few.refused or more.refused,
+        argument_bytes=whole(few.argument_bytes, more.argument_bytes),
+        output_bytes=whole(few.output_bytes, more.output_bytes),
+        alias_bytes=whole(few.alias_bytes, more.alias_bytes),
+        temporary_bytes=whole(few.temporary_bytes, more.temporary_bytes),
+        operations=line(few.operations, more.operations),
+        compiler_s=line(few.compiler_s, more.compiler_s),
+        collectives={kind: moved(kind) for kind in kinds},
+        kernels={name: whole(*both) for name, both in counts.items()},
+        live=_live_at(few.live, more.live, ways),
+        compiled_s=few.compiled_s + more.compiled_s,
+        refused=few.refused or more.refused,
     )
 
 

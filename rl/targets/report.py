@@ -17,7 +17,7 @@ COLUMNS = ("program", "arguments", "temporaries", "beyond", "collectives", "comp
 
 def lines_of(fit: Fit) -> Iterator[str]:
     """Yield the report of a fit, all bytes those of one device."""
-    target, (where, peak_bytes, at) = fit.target, fit.peak
+    target, (_, peak_bytes, at) = fit.target, fit.peak
     yield (
         f"{target.name}: {target.count} devices of {_gb(target.device_bytes)} GB; "
         f"{fit.num_programs} programs, {fit.num_whole_model} of them run the whole model; "
@@ -43,7 +43,8 @@ def lines_of(fit: Fit) -> Iterator[str]:
         if kernels and one.program.tokens:
             yield f"kernels       {one.program.name}: {kernels}"
     for live in at.figures.live:
-        yield f"largest       {_gb(live.num_bytes):>9s} GB  {live.count:4d} × {live.shape} {live.name}"
+        named = f"{live.count:4d} × {live.shape} {live.name}"
+        yield f"largest       {_gb(live.num_bytes):>9s} GB  {named}"
     share = peak_bytes / target.device_bytes
     yield f"{'fits' if fit.fits else 'does not fit'}: {_gb(peak_bytes)} GB, {share:.0%} of a device"
 

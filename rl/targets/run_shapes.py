@@ -1,7 +1,7 @@
 """A run on a target's devices, as shapes: what it holds between programs, and its programs.
 
 Nothing is computed here and no weight is read. Programs are those that the run itself lowers:
-`rl.learner.trainer.lowered`, `rl.warm_up.compile_buckets.Pool`.
+`rl.learner.trainer.calls`, `rl.warm_up.compile_buckets.Pool`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jax.sharding import Mesh
 from models import hf, transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import make_mesh
+from rl.config.loader import resolve_path
 from rl.engine.engine import Engine
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
-from rl.config.loader import resolve_path
 from rl.loop.experiment import TrainConfig, drafter_shape, recipe
 from rl.loop.first_programs import rollout_reach
-from rl.speculation.device_drafters import DeviceDrafters
+from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
@@ -155,22 +155,20 @@ class RunShapes:
         if state.critic is not None:
             held["token_values"] = shard_bytes(state.critic.params)
         seen = set[str]()
-        for one in self._in_mesh(trainer.lowered, state, shape, recipe=self.recipe):
-            name = _name_of(one)
+        for call in self._in_mesh(trainer.calls, state, shape, recipe=self.recipe):
+            name = call.step.__name__
             kind = f"{name} of the critic" if name in seen else name
             seen.add(name)
             passes = PASSES.get(name, 0)
             passes += name == "accumulate" and self.recipe.trainer.rematerialises
             yield RunProgram(
-                *(TRAINING, kind, sizes if passes else "", partial(_itself, one)),
+                *(TRAINING, kind, sizes if passes else "", partial(self._in_mesh, call.lower)),
                 *(held.get(name, 0), tokens, tokens if passes else 0, passes),
             )
         if not self._shares_weights:
-            cast = partial(trainer.lowered_cast, state.params, self.engine.dtype)
-            yield RunProgram(
-                *(TRAINING, "weights for rollouts", "", partial(self._in_mesh, cast)),
-                *(weights, 0),
-            )
+            cast = trainer.cast_call(state.params, self.engine.dtype)
+            lower = partial(self._in_mesh, cast.lower)
+            yield RunProgram(TRAINING, "weights for rollouts", "", lower, weights, 0)
 
     @cached_property
     def _rollouts(self) -> list[tuple[RunProgram, dict[str, int]]]:
@@ -210,7 +208,7 @@ class RunShapes:
 
     def _drafters(self) -> DeviceDrafters:
         """The drafters on the device, of weights that are shapes."""
-        config, model, found = self.config, self.model, {}
+        config, model, found = self.config, self.model, dict[str, DeviceDrafterSource]()
         shape = drafter_shape(config, model)
         if shape is not None:
             key = jax.eval_shape(partial(jax.random.key, 0))
@@ -241,16 +239,6 @@ def _shard_bytes(x: Any) -> int:
     return math.prod(shape) * itemsize
 
 
-def _itself(lowered: Any) -> Any:
-    return lowered
-
-
-def _name_of(lowered: Any) -> str:
-    """Return the name of a lowered step."""
-    name = lowered.compiler_ir().operation.attributes["sym_name"]
-    return str(name).strip('"').removeprefix("jit_")
-
-
 def _tokens(given: dict[str, Any]) -> int:
     """Return how many tokens pass through the model in one round."""
     nodes, chunks = given.get("nodes_5M"), given.get("chunks_TX")
@@ -262,8 +250,10 @@ def _tokens(given: dict[str, Any]) -> int:
 def _sizes(given: dict[str, Any], num_positions: int) -> str:
     """Say what sizes a program of rollouts is for."""
     found, nodes = [], given.get("nodes_5M")
-    if "slots" in given:
-        found.append(f"{given['slots'].active.shape[0]} slots")
+    slots = given["slots"].active.shape[0] if "slots" in given else None
+    slots = getattr(given.get("cache"), "num_slots", slots)
+    if slots is not None:
+        found.append(f"{slots} slots")
     if nodes is not None:
         found.append(f"{nodes.shape[1]} nodes")
     if num_positions:
@@ -292,7 +282,7 @@ def _split(config: TrainConfig, devices: Sequence[Any]) -> tuple[list[Any], list
         needed = sched.workers * sched.devices_per_worker
         both = [(row[:-needed], row[-needed:]) if needed < len(row) else (row, row) for row in rows]
     else:
-        both = [tuple(map(list, split_devices(sched, row))) for row in rows]
+        both = [(list(a), list(b)) for a, b in (split_devices(sched, row) for row in rows)]
     own = [trains for trains, _ in both]
     if sched.beside_training and mesh.data != -1:
         each = math.ceil(mesh.data * mesh.fsdp * mesh.tensor / len(own))

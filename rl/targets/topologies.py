@@ -30,12 +30,10 @@ def prepare(target: Target, environ: MutableMapping[str, str] = os.environ) -> N
         environ["XLA_FLAGS"] = " ".join([*flags, f"{DEVICE_COUNT_FLAG}={target.count}"])
     if target.kind.platform == "tpu":
         cores = target.count * target.kind.cores
-        environ |= {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": f"{target.kind.slice_name}-{cores}",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing is run on a device
-        }
+        environ["TPU_SKIP_MDS_QUERY"] = "1"
+        environ["TPU_ACCELERATOR_TYPE"] = f"{target.kind.slice_name}-{cores}"
+        environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+        environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nothing is run on a device
 
 
 def devices_of(target: Target) -> Sequence[Any]:
