@@ -71,6 +71,22 @@ def check(directory: str | os.PathLike[str]) -> ModelConfig:
     return _checked(Path(directory))[0]
 
 
+def shape(directory: str | os.PathLike[str]) -> ModelConfig:
+    """Return the config of a policy's config.json alone, or of a GGUF header: weights may be absent.
+
+    Raises FileNotFoundError or ValueError as `check` does.
+    """
+    folder = Path(directory)
+    if gguf_header.is_gguf(folder):
+        return check(folder)
+    return hf_config.parse(hf_files.read_config(folder), _generation(folder), str(folder))
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    path = folder / hf_files.GENERATION
+    return hf_files.read_json(path) if path.is_file() else {}
+
+
 def save_pretrained(
     directory: str | os.PathLike[str],
     config: ModelConfig,
@@ -140,8 +156,7 @@ def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         hf, generation, stored = gguf_policy.load(folder)
     else:
         hf = hf_files.read_config(folder)
-        path = folder / hf_files.GENERATION
-        generation = hf_files.read_json(path) if path.is_file() else {}
+        generation = _generation(folder)
         stored = hf_files.headers(folder)
     config = hf_config.parse(hf, generation, str(folder))
     if config.num_layers > len(stored):  # before anything is made for each layer

@@ -61,6 +61,27 @@ def param_shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: fitting_sharding(mesh, spec.shape, spec.axes), specs)
 
 
+def shapes(specs: Any, dtype: Any) -> Any:
+    """Return a tree of `ParamSpec` as shapes to lower steps on, as the mesh in use splits them."""
+    mesh = jax.sharding.get_mesh()
+
+    def one(spec: Any) -> jax.ShapeDtypeStruct:
+        where = None if mesh.empty else fitting_sharding(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+
+    return jax.tree.map(one, specs)
+
+
+def whole_shapes(tree: Any) -> Any:
+    """Return the shapes of arrays that are whole on every device of the mesh in use."""
+    mesh = jax.sharding.get_mesh()
+    where = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=x.weak_type),
+        tree,
+    )
+
+
 def replicated(tree: Any) -> Any:
     """Pin arrays whole onto every device of the mesh that is set, so that any host can read them.
 

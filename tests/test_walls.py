@@ -75,6 +75,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
                 "workers",
             ),
         },
+        "targets": {"config", "engine", "learner", "loop", "speculation", "warm_up", "workers"},
         "simulation": {"config", "metrics", "reports", "warm_up"},
         "ablation": {"config", "loop", "metrics", "reports"},
     },

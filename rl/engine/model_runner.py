@@ -64,7 +64,7 @@ class ModelRunner:
         # each of which runs the same rounds, from the same requests
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
-        self._shapes_only = False
+        self._held = threading.local()  # another thread may run rounds meanwhile
         self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
 
@@ -165,18 +165,32 @@ class ModelRunner:
         return self._zeros(shape, dtype, self._cache_sharding(shape, axes))
 
     def _zeros(self, shape: Sequence[int], dtype: Any, where: Sharding | None) -> Any:
-        if self._shapes_only:
+        if self.makes_shapes:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
         return jnp.zeros(shape, dtype, device=where)
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Inside, empty caches are shapes without memory, which steps can be lowered on."""
-        before, self._shapes_only = self._shapes_only, True
+        """Inside, and in this thread, what is made or put here are shapes without memory.
+
+        Steps are lowered on them, for devices that may be anywhere.
+        """
+        before, self._held.shapes = self.makes_shapes, True
         try:
             yield
         finally:
-            self._shapes_only = before
+            self._held.shapes = before
+
+    @property
+    def makes_shapes(self) -> bool:
+        """Return whether this thread is inside of `shapes_only`."""
+        return getattr(self._held, "shapes", False)
+
+    def made(self, make: Callable[..., T], *args: Any) -> T:
+        """Return `make(*args)`, arrays whole on each of these devices, or their shapes."""
+        if not self.makes_shapes:
+            return make(*args)
+        return jax.tree.map(self.put, jax.eval_shape(make, *args))
 
     def expect(self, num_requests: int, longest_tokens: int) -> None:
         """Make room in the buckets for so many requests of `longest_tokens`."""
@@ -291,8 +305,16 @@ class ModelRunner:
         """Return a host array as one call's argument: without a mesh jit is faster than `put`."""
         return x if self.mesh is None else self.put(x)
 
+    def cast(self, x: Any) -> Any:
+        """Return an array, wherever it is, in the type that this policy computes in."""
+        if self.makes_shapes:
+            return jax.ShapeDtypeStruct(x.shape, self.dtype)
+        return x.astype(self.dtype)
+
     def put(self, x: Any) -> jax.Array:
         """Put an array whole on each of these devices."""
+        if self.makes_shapes:
+            return _shape(x, self._whole)
         where = self.device if self.mesh is None else self._whole
         return sharding.put(x, where) if self.spans_processes else jax.device_put(x, where)
 
@@ -325,13 +347,15 @@ class ModelRunner:
             return self._place(params, model or self.model)
 
     def _place(self, params: transformer.Params, model: ModelConfig) -> transformer.Params:
+        if self.makes_shapes and self.mesh is None:
+            return jax.tree.map(self.put, params)
         if self.mesh is None:
             arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
             scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
             here = jax.local_devices()[0] if scattered and self.device is None else self.device
             return jax.device_put(params, here)
         shardings = sharding.param_shardings(self.mesh, transformer.param_specs(model))
-        return jax.tree.map(sharding.put, params, shardings)
+        return jax.tree.map(_shape if self.makes_shapes else sharding.put, params, shardings)
 
     def put_kv(self, x: np.ndarray, kind: kv_cache.Kind) -> jax.Array:
         """Put keys, values or features of rows on the shards where a cache has them."""
@@ -347,6 +371,12 @@ class ModelRunner:
         if self.mesh is not None:
             return jax.set_mesh(self.mesh)
         return jax.default_device(self.device)  # None too: a thread may be at another runner's
+
+
+def _shape(x: Any, where: Sharding | None) -> Any:
+    """Return the shape of an array on these devices; None: on whichever it is needed."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=aval.weak_type)
 
 
 def _pairs(

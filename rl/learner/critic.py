@@ -28,7 +28,7 @@ from rl.learner.gradient_accumulation import Network, Report, StepScalars
 from rl.learner.logprobs import by_sample, cast_for_training, unwatched
 from rl.learner.losses import LossInputs, TokenStatistics, token_weights
 from rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
-from rl.learner.optimizer import CriticState, make_optimizer, settle
+from rl.learner.optimizer import CriticState, make_optimizer, settle, trained_shapes
 from rl.learner.policy_losses import clipped_value_loss
 from rl.packing import Shape
 
@@ -61,6 +61,12 @@ def init(policy: Params, recipe: TrainSpec) -> CriticState:
     params = Critic(trunk, jnp.zeros(recipe.model.d_model, jnp.float32))
     optimizer = make_optimizer(optimizer_of(recipe), recipe.total_steps)
     return settle(CriticState(params, optimizer.init(params)))
+
+
+def shapes(recipe: TrainSpec) -> CriticState:
+    """Return the shapes of `init`, under the mesh in use."""
+    optimizer = make_optimizer(optimizer_of(recipe), recipe.total_steps)
+    return CriticState(*trained_shapes(critic_specs(recipe.model), optimizer))
 
 
 def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:

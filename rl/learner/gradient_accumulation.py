@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from models import sharding
 from models.config import ModelConfig
 from models.sharding import constrain, replicated
 from rl.learner import losses
@@ -27,6 +28,17 @@ from rl.learner.optimizer import CriticState, TrainState, learning_rate, make_op
 from rl.runtime.devices import in_turn
 
 State = TypeVar("State", TrainState, CriticState)
+
+
+class Call(NamedTuple):
+    """A jitted step with its arguments, arrays or shapes, and its static ones."""
+
+    step: Any
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+
+    def lower(self) -> Any:
+        return self.step.lower(*self.args, **self.static)
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -114,6 +126,13 @@ def start(*, network: Network, recipe: TrainSpec) -> Accumulator:
     return Accumulator(network.constrain(recipe, gradients), network.no_statistics(recipe))
 
 
+def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
+    """Return the shapes of what `start` makes, under the mesh in use."""
+    total = jax.eval_shape(partial(start, network=network, recipe=recipe))
+    gradients = sharding.shapes(network.specs(recipe.model), jnp.float32)
+    return Accumulator(gradients, sharding.whole_shapes(total.statistics))
+
+
 @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("accumulator",))
 def accumulate(
     params: Any,
@@ -166,15 +185,18 @@ def apply(
     return jax.tree.map(lambda new, old: jnp.where(commit, new, old), after, state)
 
 
-def lower(
+def calls(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
-) -> list[Any]:
-    """Return `accumulate`, `apply` and `inspect`, lowered for the caller to compile."""
-    total = start(**static)
+) -> list[Call]:
+    """Return calls of `accumulate`, `apply` and `inspect`, for the caller to lower.
+
+    All of it may be shapes.
+    """
+    total = empty_shapes(**static)
     return [
-        accumulate.lower(state.params, total, batch, scalars, **static),
-        apply.lower(state, total.gradients, np.bool_(False), **static),
-        inspect.lower(total, step, **static),
+        Call(accumulate, (state.params, total, batch, scalars), static),
+        Call(apply, (state, total.gradients, np.bool_(False)), static),
+        Call(inspect, (total, step), static),
     ]
 
 

@@ -130,15 +130,26 @@ def place(batch: Any) -> Any:
 
     On a mesh over several processes each gives the same arrays, and puts only its own rows.
     """
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    sharding = _rows_split()
+    if sharding is None:
         return jax.device_put(batch)
-    sharding = NamedSharding(mesh, PartitionSpec(RULES["batch"]))
     if sharding.is_fully_addressable:
         return jax.device_put(batch, sharding)
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), batch
     )
+
+
+def placed_shapes(batch: Any) -> Any:
+    """Return the shapes of what `place` returns."""
+    sharding = _rows_split()
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
+
+
+def _rows_split() -> NamedSharding | None:
+    """Return how rows lie on the mesh in use; None without one."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
 def sample_logprobs(

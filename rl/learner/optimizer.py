@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models import sharding
 from models.optimizer import clipped_adamw
 from models.transformer import Params
 from rl.learner.config import OptimizerConfig
@@ -102,6 +103,28 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     return settle(TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)))
 
 
+def state_shapes(specs: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the shapes of `init_state` for weights of these `ParamSpec`, under the mesh in use."""
+    step = sharding.whole_shapes(jax.ShapeDtypeStruct((), jnp.int32))
+    return TrainState(step, *trained_shapes(specs, optimizer))
+
+
+def trained_shapes(specs: Any, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
+    """Return the shapes of float32 weights, and of optax's state for them."""
+    params = sharding.shapes(specs, jnp.float32)
+    alike = jax.tree.structure(params)
+
+    def one(part: Any) -> Any:
+        if jax.tree.structure(part) != alike:
+            return sharding.whole_shapes(part)
+        return jax.tree.map(
+            lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding), part, params
+        )
+
+    state = jax.eval_shape(optimizer.init, params)
+    return params, jax.tree.map(one, state, is_leaf=lambda x: jax.tree.structure(x) == alike)
+
+
 def settle(tree: Any) -> Any:
     """Return the arrays with shardings spelt as jit spells them, scalars on every device.
 
@@ -116,11 +139,11 @@ def settle(tree: Any) -> Any:
         entries = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []
         while entries and entries[-1] is None:
             entries.pop()
-        sharding = NamedSharding(mesh, PartitionSpec(*entries))
-        if x.is_fully_addressable and not sharding.is_fully_addressable:
+        where = NamedSharding(mesh, PartitionSpec(*entries))
+        if x.is_fully_addressable and not where.is_fully_addressable:
             # every process has all of it; device_put would compare them all first
             host = np.asarray(x)
-            return jax.make_array_from_process_local_data(sharding, host, host.shape)
-        return jax.device_put(x, sharding)
+            return jax.make_array_from_process_local_data(where, host, host.shape)
+        return jax.device_put(x, where)
 
     return jax.tree.map(one, tree)

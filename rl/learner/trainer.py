@@ -24,6 +24,7 @@ from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import TrainSpec
 from rl.learner.critic import CRITIC
 from rl.learner.gradient_accumulation import (
+    Call,
     Health,
     Network,
     NonFiniteUpdate,
@@ -34,7 +35,7 @@ from rl.learner.gradient_accumulation import (
     inspect,
     start,
 )
-from rl.learner.logprobs import place
+from rl.learner.logprobs import place, placed_shapes
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, settle
 from rl.packing import Shape
@@ -87,6 +88,11 @@ def cast_params(params: Params, dtype: Any) -> Params:
     return _cast(params, dtype=jnp.dtype(dtype))
 
 
+def cast_call(params: Params, dtype: Any) -> Call:
+    """Return the call that `cast_params` makes of parameters of another dtype."""
+    return Call(_cast, (params,), {"dtype": jnp.dtype(dtype)})
+
+
 def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
     """The shape of all micro-batches, under the mesh in use.
 
@@ -111,15 +117,24 @@ def warm_up(
 
 def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
     """Return every step, lowered for the caller to compile; the largest come first."""
-    plain, *rest = _nothing(state, shape)
-    steps = []
+    return [call.lower() for call in calls(state, shape, recipe=recipe)]
+
+
+def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
+    """Return a call of every step on nothing, the largest first.
+
+    The state may be of shapes, as of `rl.learner.optimizer.state_shapes`.
+    """
+    plain, *rest = _nothing(state, shape, placed_shapes)
+    found = []
     for network, trained in _networks(state):
-        steps += gradient_accumulation.lower(trained, *rest, network=network, recipe=recipe)
+        found += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
+    static = {"recipe": recipe}
     if _rescores(recipe):
-        steps.append(logprobs.token_logprobs.lower(state.params, plain, recipe=recipe))
+        found.append(Call(logprobs.token_logprobs, (state.params, plain), static))
     if state.critic:
-        steps.append(critic.token_values.lower(state.critic.params, plain, recipe=recipe))
-    return steps
+        found.append(Call(critic.token_values, (state.critic.params, plain), static))
+    return found
 
 
 def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainState:
@@ -143,7 +158,9 @@ def _rescores(recipe: TrainSpec) -> bool:
     return recipe.algorithm.needs_reference or recipe.recomputes_old
 
 
-def _nothing(state: TrainState, shape: Shape) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
+def _nothing(
+    state: TrainState, shape: Shape, place: Callable[[Any], Any] = place
+) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
     """Return an empty batch, the same as its networks take it, and the rest of what steps take."""
     scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
     plain = place(micro_batches.empty(shape))

@@ -212,18 +212,12 @@ def open_inputs(config: TrainConfig) -> Inputs:
     Raises ValueError or FileNotFoundError with expected, got and mend.
     """
     policy, model, words = open_policy(config.policy.directory)
-    config_checks.check_lengths(config, model)
-    config_checks.check_sampling(config)
+    check_sections(config, model)
     config_checks.check_stops(config.sampling, model, words)
-    config_checks.check_algorithm(config)
-    config_checks.check_cluster(config)
-    drafter_shape(config, model)
     if config.speculation.asks_model:
         from rl.speculation import draft_model
 
         draft_model.check(config.draft_model, model, words, config.longest_tokens)
-    config_checks.check_tuner(config)
-    config_checks.check_drafting(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
@@ -237,6 +231,17 @@ def open_inputs(config: TrainConfig) -> Inputs:
         lambda: inputs.task,
     )
     return dataclasses.replace(inputs, evals=evals)
+
+
+def check_sections(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where sections do not fit one another, or the policy's shape."""
+    config_checks.check_lengths(config, model)
+    config_checks.check_sampling(config)
+    config_checks.check_algorithm(config)
+    config_checks.check_cluster(config)
+    drafter_shape(config, model)
+    config_checks.check_tuner(config)
+    config_checks.check_drafting(config)
 
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:

@@ -45,7 +45,10 @@ NO_DRAFTERS: DeviceDrafters = {}
 
 
 class PerRunner(Generic[T]):
-    """One value per model runner, such as weights on its devices. Any thread may use it."""
+    """One value per model runner, such as weights on its devices. Any thread may use it.
+
+    Shapes, which a runner makes inside of its `shapes_only`, are not kept.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,6 +60,8 @@ class PerRunner(Generic[T]):
             held = self._held.get(id(runner))
         if held is None or held[0] != version:
             held = version, make()
+            if runner.makes_shapes:
+                return held[1]
             with self._lock:
                 self._held[id(runner)] = held
         return held[1]

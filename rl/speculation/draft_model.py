@@ -121,7 +121,6 @@ class DraftModel:
     def _params_on(self, runner: ModelRunner) -> transformer.Params:
         def placed() -> transformer.Params:
             assert self._params is not None, "workers of other programs have read them"
-            cast = jax.tree.map(lambda x: x.astype(runner.dtype), self._params)
-            return runner.place(cast, self.model)
+            return runner.place(jax.tree.map(runner.cast, self._params), self.model)
 
         return self._on_devices.get(runner, placed)

@@ -75,7 +75,7 @@ class LearnedDrafter:
         """Return what a rollout's policy gives to its drafters, on the policy's devices."""
         ids_U = self.draft_ids_U
         ids = None if ids_U is None else context.runner.put(ids_U)
-        return eagle.frozen(context.spec.params, ids)
+        return eagle.frozen(context.spec.params, ids, context.runner.made)
 
     def made(
         self,
@@ -104,6 +104,8 @@ class LearnedDrafter:
         version, params = self.newest
 
         def placed() -> EagleParams:
-            return jax.tree.map(lambda x: runner.put(np.asarray(x).astype(runner.dtype)), params)
+            if runner.makes_shapes:
+                return jax.tree.map(lambda x: runner.put(runner.cast(x)), params)
+            return jax.tree.map(lambda x: runner.put(runner.cast(np.asarray(x))), params)
 
         return self._on_devices.get(runner, placed, version)

@@ -138,10 +138,15 @@ def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> i
 
 
 def _lowered(engine: Engine, programs: Sequence[Program]) -> Iterator[Any]:
+    for program in programs:
+        yield lowered(engine, program)
+
+
+def lowered(engine: Engine, program: Program) -> Any:
+    """Return the program lowered on shapes, under the engine's mesh or device."""
     with engine.shapes_only():
-        for program in programs:
-            args, kwargs = program.arguments()
-            yield program.step.lower(*args, **kwargs)
+        args, kwargs = program.arguments()
+        return program.step.lower(*args, **kwargs)
 
 
 def round_buckets(
@@ -289,7 +294,7 @@ class Pool:
                     )
 
     def _drafter(self, name: str) -> DeviceDrafter:
-        spec = RolloutSpec(self.params, self.sampling, step_key(0, 0))
+        spec = RolloutSpec(self.params, self.sampling, self._key())
         return self.reach.drafters[name].drafter_for(self.engine.drafter_context(spec))
 
     # -- their arguments ---------------------------------------------------
@@ -304,21 +309,24 @@ class Pool:
     def _make_slots(self, B: int) -> Arguments:
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
         processing_B2 = np.ones((B, 2), np.float32)
-        key = self.engine.put(step_key(0, 0))
+        key = self.engine.put(self._key())
         return self.engine.slot_arguments(ints_BC, processing_B2, key), {}
+
+    def _key(self) -> jax.Array:
+        return self.engine.made(step_key, 0, 0)
 
     def decode_arguments(self, B: int, S: int) -> Arguments:
         """Return the arguments of `decode_rounds` for slots at rest."""
         engine = self.engine
         stop_E = engine.put(padded_ids((*engine.model.eos_token_ids, *self.sampling.stop_ids)))
-        slots = cache_ops.make_slots(*self._make_slots(B)[0])
+        slots = self.engine.made(cache_ops.make_slots, *self._make_slots(B)[0])
         state = engine.empty_cache(B, S), engine.empty_pending(B), slots
         args = self.params, *state, stop_E, np.int32(1), np.int32(1)
         return args, engine.decode_options(self.sampling.draw)
 
     def _join_slots(self, B: int) -> Arguments:
         arguments, none = self._make_slots(B)
-        slots = cache_ops.make_slots(*arguments)
+        slots = self.engine.made(cache_ops.make_slots, *arguments)
         return (slots, *arguments, self.engine.argument(np.zeros(B, bool))), none
 
     def _nodes_beside_prompts(self, B: int) -> list[int]:

@@ -45,6 +45,7 @@ ACCELERATORS = {
         Accelerator("H20", 148e12, 4.0e12, 96e9, 64e9, 450e9),
         Accelerator("TPU v5e", 197e12, 819e9, 16e9, 16e9, 100e9),
         Accelerator("TPU v5p", 459e12, 2.765e12, 95e9, 32e9, 300e9),
+        Accelerator("TPU v6e", 918e12, 1.64e12, 32e9, 32e9, 224e9),
     )
 }
 

@@ -14,6 +14,7 @@ Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT sectio
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -138,11 +139,15 @@ def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Eagle
     return transformer.init_from(param_specs(config), key, dtype)
 
 
-def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> SharedParams:
-    """Return the parts shared with a policy."""
+def frozen(
+    policy: transformer.Params,
+    draft_ids_U: jax.Array | None,
+    made: Callable[..., jax.Array] = lambda make, *args: make(*args),
+) -> SharedParams:
+    """Return the parts shared with a policy; `made` calls what makes new arrays of them."""
     head_UD = policy.embedding_VD if policy.head_VD is None else policy.head_VD
     if draft_ids_U is not None:
-        head_UD = _rows(head_UD, draft_ids_U)
+        head_UD = made(_rows, head_UD, draft_ids_U)
     return SharedParams(policy.embedding_VD, head_UD, draft_ids_U)
 
 

@@ -1,0 +1,106 @@
+"""`python -m rl.preflight`: compile a configuration's programs for devices that are elsewhere.
+
+It says whether the run fits, of which arrays its memory consists, and what would help, without the
+devices and without the policy's weights: a folder with config.json is enough, and the shipped
+configurations bring theirs. Targets: v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts,
+devices), cpu:8. Exit status as of `python -m rl.train --dry_run`: 0 where it fits, 2 where not.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from models import hf
+from models.config import ModelConfig
+from rl.config.command_line import config_parser, parse_command_line
+from rl.config.loader import ConfigError, load, resolve_path
+from rl.loop.experiment import TrainConfig, check_sections
+from rl.rewards.config import validate
+from rl.runtime.exit_codes import EXIT_USAGE
+from rl.runtime.progress import say
+from rl.targets import topologies
+from rl.targets.table import Target, parse_target
+
+SHIPPED = Path("configs/real")  # shapes of published policies
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line, compile and report; return the exit code."""
+    parser = config_parser("rl.preflight", __doc__)
+    parser.add_argument(
+        "--target", required=True, metavar="KIND:TOPOLOGY", help="as v5p:2x2x4, h100:1x1x8, cpu:8"
+    )
+    parser.add_argument(
+        "--programs",
+        choices=("largest", "all"),
+        default="largest",
+        help="what is compiled: the largest of each kind (default), or all",
+    )
+    parser.add_argument(
+        "--layers",
+        choices=("few", "all"),
+        default="few",
+        help="deep models at two small depths, and figures extrapolated (default), or whole",
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args, overrides = parse_command_line(parser, argv, TrainConfig)
+    try:
+        target = parse_target(args.target)
+        config = load(TrainConfig, args.gin_file, overrides)
+        model = policy_shape(config.policy.directory, args.gin_file)
+        check_sections(config, model)
+        validate(config.reward)
+        topologies.prepare(target)
+        return _preflight(config, model, target, args)
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        say(f"error: {error}", sys.stderr)
+        return EXIT_USAGE
+
+
+def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
+    """Return the shape of a policy: of its folder, or of one of that name without weights.
+
+    The latter lies beside a configuration's file, or in configs/real. Raises FileNotFoundError
+    or ValueError.
+    """
+    policy, name = resolve_path(directory), Path(directory).name
+    beside = [resolve_path(file).parent / name for file in gin_files]
+    places = policy, *beside, resolve_path(SHIPPED / name)
+    return hf.shape(next((folder for folder in places if folder.exists()), policy))
+
+
+def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: object) -> int:
+    from rl.targets import mends, report
+    from rl.targets.fitting import Fitting
+
+    def told(name: str, done: int, total: int) -> None:
+        say(f"{done} of {total} compiled: {name}", sys.stderr)
+
+    fitting = Fitting(
+        target,
+        topologies.devices_of(target),
+        wanted=args.programs,  # type: ignore[attr-defined]
+        whole=args.layers == "all",  # type: ignore[attr-defined]
+        told=told,
+    )
+    fit = fitting.fit(config, model)
+    say("\n".join(report.lines_of(fit)))
+    helps: list[mends.Mend] = []
+    if not fit.fits:
+        helps = mends.tried(fitting, fit, config, model, lambda f: say(f"trying {f}", sys.stderr))
+        say(f"error: {report.refusal(fit, helps)}", sys.stderr)
+    say("policy, tokenizer and task files are not read: python -m rl.train --dry_run does")
+    if args.json:  # type: ignore[attr-defined]
+        say(json.dumps(report.as_json(fit, helps)))
+    return 0 if fit.fits else EXIT_USAGE
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,84 @@
+"""Settings that would make a run fit: each is tried, and those that save most are named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from models.config import MeshConfig, ModelConfig
+from rl.loop.experiment import TrainConfig
+from rl.targets.fitting import Fit, Fitting
+
+MOST = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Mend:
+    """A changed setting as a flag, and the bytes of a device's peak that it saves."""
+
+    flag: str
+    saved_bytes: int
+    peak_bytes: int
+
+
+def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield settings that need less memory, each with the configuration; `mesh` by its axes."""
+
+    def changed(section: str, **values: int | bool) -> tuple[str, TrainConfig]:
+        part = dataclasses.replace(getattr(config, section), **values)
+        names = [f"--gin.{section.capitalize()}.{field}={x}" for field, x in values.items()]
+        return " ".join(names), dataclasses.replace(config, **{section: part})
+
+    if config.engine.slots // 2 >= config.engine.min_slots:
+        yield changed("engine", slots=config.engine.slots // 2)
+    if config.trainer.micro_batch_tokens > config.longest_tokens:
+        yield changed("trainer", micro_batch_tokens=config.trainer.micro_batch_tokens // 2)
+    if config.trainer.remat is False:
+        yield changed("trainer", remat=True)
+    if config.trainer.logprob_chunk_tokens > 256:
+        yield changed("trainer", logprob_chunk_tokens=config.trainer.logprob_chunk_tokens // 2)
+    if config.speculation.enabled and config.engine.max_round_nodes > 2 * config.engine.slots:
+        yield changed("engine", max_round_nodes=config.engine.max_round_nodes // 2)
+    data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
+    if data % 2 == 0:
+        yield changed("mesh", data=data // 2, fsdp=2 * fsdp)
+    if fsdp % 2 == 0:
+        yield changed("mesh", data=data, fsdp=fsdp // 2, tensor=2 * tensor)
+    elif data % 2 == 0:
+        yield changed("mesh", data=data // 2, tensor=2 * tensor)
+    if config.sched.workers > 1 and config.sched.workers % 2 == 0:
+        each = config.sched.devices_per_worker
+        yield changed("sched", workers=config.sched.workers // 2, devices_per_worker=2 * each)
+    yield changed("sampling", max_new_tokens=max(1, config.sampling.max_new_tokens // 2))
+
+
+def tried(
+    fitting: Fitting,
+    before: Fit,
+    config: TrainConfig,
+    model: ModelConfig,
+    told: Callable[[str], None] = lambda flag: None,
+) -> list[Mend]:
+    """Return the settings that save most, the best first; settings that cannot run are left out."""
+    found = []
+    for flag, changed in candidates(config, _sizes(config.mesh, fitting.target.count)):
+        told(flag)
+        try:
+            after = fitting.again(before, changed, model)
+        except ValueError:
+            continue  # heads that do not divide, say
+        saved = before.peak_bytes - after.peak_bytes
+        if saved > 0:
+            found.append(Mend(flag, saved, after.peak_bytes))
+    return best(found)
+
+
+def best(found: Sequence[Mend]) -> list[Mend]:
+    """Return those that save most."""
+    return sorted(found, key=lambda one: -one.saved_bytes)[:MOST]
+
+
+def _sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
+    inner = mesh.fsdp * mesh.tensor
+    data = max(1, num_devices // inner) if mesh.data == -1 else mesh.data
+    return {"data": data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}

@@ -1,0 +1,55 @@
+"""Shapes of the training state, on which steps are lowered as on the state itself."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from models import transformer
+from models.config import MeshConfig, ModelConfig
+from models.sharding import fitting_sharding, make_mesh
+from rl.learner import critic, trainer
+from rl.learner.algorithms import AlgorithmConfig
+from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from rl.learner.optimizer import init_state, make_optimizer, state_shapes
+
+MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 4, 16, qk_norm=True, max_positions=64)
+RECIPE = TrainSpec(
+    MODEL,
+    AlgorithmConfig("ppo", kl_coefficient=0.1),
+    trainer=TrainerConfig(inner_updates=2, micro_batch_tokens=64),
+    optimizer=OptimizerConfig(weight_decay=0.1),
+)
+
+
+def both_states():
+    """The state with its critic, and its shapes, under the mesh in use."""
+    optimizer, specs = make_optimizer(RECIPE.optimizer, 1), transformer.param_specs(MODEL)
+    params, mesh = transformer.init(MODEL, jax.random.key(0)), jax.sharding.get_mesh()
+    if not mesh.empty:
+        places = jax.tree.map(lambda s: fitting_sharding(mesh, s.shape, s.axes), specs)
+        params = jax.tree.map(jax.device_put, params, places)
+    state = init_state(params, optimizer)
+    state = dataclasses.replace(state, critic=critic.init(state.params, RECIPE))
+    shapes = dataclasses.replace(state_shapes(specs, optimizer), critic=critic.shapes(RECIPE))
+    return state, shapes
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 2, 2), (2, 2, 1)])
+def test_steps_of_shapes_are_those_of_the_state(sizes):
+    if sizes is None:
+        return judge()
+    with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[:4])):
+        return judge()
+
+
+def judge():
+    state, shapes = both_states()
+    assert jax.tree.structure(state) == jax.tree.structure(shapes)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
+        assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
+        assert y.sharding is None or x.sharding == y.sharding
+    shape = trainer.batch_shape(RECIPE, 48)
+    found, wanted = (trainer.lowered(s, shape, recipe=RECIPE) for s in (shapes, state))
+    assert [x.as_text() for x in found] == [x.as_text() for x in wanted]
+    assert len(found) == 3 + 3 + 2  # of each network, and what scores under it

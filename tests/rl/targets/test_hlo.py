@@ -1,0 +1,93 @@
+"""Programs as XLA prints them: arrays by hand, collectives in loops, kernels by name."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rl.targets.hlo import Moved, collectives_of, kernels_of, parse
+
+TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[16,8]}
+
+FileNames
+1 "step.py"
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p = (s32[], /*index=1*/f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %v = f32[4,8]{1,0} get-tuple-element(%p), index=1
+  %r = f32[4,8]{1,0} all-reduce(%v), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+  ROOT %t = (s32[], f32[4,8]{1,0}) tuple(%i, %r)
+}
+
+%cond (p.1: (s32[], f32[4,8])) -> pred[] {
+  %p.1 = (s32[], f32[4,8]{1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[4,8]) -> f32[16,8] {
+  %a = f32[4,8]{1,0} parameter(0), metadata={op_name="params.a"}
+  %zero = s32[] constant(0)
+  %in = (s32[], f32[4,8]{1,0}) tuple(%zero, %a)
+  %loop = (s32[], f32[4,8]{1,0}) while(%in), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  %k = f32[4,8]{1,0} custom-call(%out), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/attend/pallas_call"}
+  %s = (f32[4,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%k), channel_id=2, dimensions={0}
+  ROOT %d = f32[16,8]{1,0} all-gather-done(%s)
+}
+"""  # noqa: E501
+
+
+def test_collectives_are_counted_as_often_as_their_loops_run():
+    module = parse(TEXT)
+    assert collectives_of(module) == {
+        "all-reduce": Moved(3, 3 * 4 * 8 * 4),
+        "all-gather": Moved(1, 16 * 8 * 4),
+    }
+    once = parse(TEXT.replace('{"known_trip_count":{"n":"3"}}', "{}"))
+    assert collectives_of(once)["all-reduce"] == Moved(1, 128)
+
+
+def test_kernels_are_named_by_their_operation():
+    assert kernels_of(parse(TEXT)) == {"tpu_custom_call pallas_call": 1}
+    named = TEXT.replace('"tpu_custom_call"', '"Sort"')
+    assert kernels_of(parse(named)) == {"Sort": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes", "on_device"),
+    [
+        ("f32[3,5]{1,0}", 60, True),
+        ("pred[7]{0}", 7, True),
+        ("s4[10]{0}", 5, True),
+        ("f8e4m3fn[10]{0}", 10, True),
+        ("f32[]", 4, True),
+        ("bf16[4,2,128]{2,1,0:T(8,128)(2,1)}", 4 * 8 * 128 * 2, True),  # 2 heads in a tile of 8
+        ("bf16[4,2,128]{1,2,0:T(8,128)(2,1)}", 4 * 128 * 128 * 2, True),  # heads are minor here
+        ("s32[100]{0:T(128)S(1)}", 512, False),  # in the memory beside the core
+    ],
+)
+def test_arrays_have_the_bytes_of_whole_tiles(text, num_bytes, on_device):
+    lines = f"ENTRY %main (a: f32[]) -> f32[] {{\n  ROOT %x = {text} parameter(0)\n}}"
+    [[one]] = parse(lines).computations.values()
+    [array] = one.arrays
+    assert (array.num_bytes, array.on_device, one.is_root) == (num_bytes, on_device, True)
+
+
+def test_a_text_without_a_program_is_refused():
+    with pytest.raises(ValueError, match="expected a program with an entry"):
+        parse("nothing")
+
+
+def test_a_compiled_programs_collectives_are_those_that_its_shardings_ask_for():
+    mesh = Mesh(jax.devices()[:4], ("x",))
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
+    step = jax.jit(lambda x: jnp.sin(x), out_shardings=whole)
+    compiled = step.lower(jax.ShapeDtypeStruct((8, 16), "float32", sharding=split)).compile()
+    assert collectives_of(parse(compiled.as_text())) == {"all-gather": Moved(1, 8 * 16 * 4)}

@@ -1,0 +1,108 @@
+"""A run as shapes: what stays on a device, its programs, and devices that do not fit."""
+
+import jax
+import pytest
+
+from models.config import ModelConfig
+from rl.config.loader import load
+from rl.loop.experiment import TrainConfig
+from rl.targets.run_shapes import ROLLOUTS, TRAINING, RunShapes, shard_bytes
+
+MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)
+FLAGS = (
+    *("Engine.slots=8", "Engine.min_slots=8", "Engine.min_positions=32", "Engine.max_nodes=2"),
+    *("Rollout.prompts_per_step=2", "Rollout.group_size=4", "Rollout.max_prompt_tokens=16"),
+    *("Sampling.max_new_tokens=48", "Trainer.micro_batch_tokens=128"),
+)
+
+
+def run_of(*flags, devices=4, is_cpu=False, model=MODEL):
+    config = load(TrainConfig, [], [*FLAGS, *flags])
+    return RunShapes(config, model, jax.devices()[:devices], is_cpu=is_cpu)
+
+
+def num_params(model=MODEL):
+    D, Q, P, F = model.d_model, 4 * 8, 2 * 8, model.d_ff
+    layer = 2 * D + 2 * D * Q + 2 * D * P + 3 * D * F + 2 * 8
+    return 2 * model.vocab_size * D + 2 * layer + D
+
+
+def test_what_stays_is_counted_by_hand():
+    held = run_of("Mesh.fsdp=1", "Mesh.data=4", "Algorithm.kl_coefficient=0.1").held()
+    weights = 4 * num_params()
+    assert held[TRAINING] == {
+        "master weights": weights,
+        "optimizer's state": 2 * weights + 2 * 4,  # the schedule counts steps, and Adam
+        "reference policy": weights,
+    }
+    assert held[ROLLOUTS]["rollout weights"] == weights // 2  # bfloat16
+    # 8 slots over 4 devices; keys and values of 2 layers, 2 heads of 8, 64 positions
+    assert held[ROLLOUTS]["keys and values"] == 2 * 2 * (2 * 2 * 8 * 64) * 2
+
+
+def test_a_cpu_computes_in_float32_and_the_master_weights_serve():
+    run = run_of(is_cpu=True)
+    assert run.config.trainer.compute_dtype == "float32" and run.config.trainer.remat is False
+    assert run.held()[ROLLOUTS]["rollout weights"] == 0
+    assert not [one for one in run.programs() if one.kind == "weights for rollouts"]
+    other = run_of()
+    assert other.config.trainer.compute_dtype == "bfloat16" and other.config.trainer.remat is True
+
+
+def test_programs_are_those_of_training_and_rollouts():
+    programs = run_of("Speculation.budget='goodput'").programs()
+    kinds = {one.kind for one in programs}
+    assert {"accumulate", "apply", "inspect", "weights for rollouts"} <= kinds
+    assert {"decode_rounds", "decode_beside_chunks", "verify_round", "make_slots"} <= kinds
+    whole = [one for one in programs if one.tokens]
+    assert {one.kind for one in whole} >= {"accumulate", "decode_rounds", "verify_round"}
+    [gradient] = [one for one in programs if one.kind == "accumulate"]
+    # rows of 64 tokens, as many as devices at least; a pass forth, two back, one for remat
+    assert (gradient.tokens, gradient.passes) == (4 * 64, 4)
+    for kind in ("decode_rounds", "accumulate", "apply"):
+        one = next(one for one in programs if one.kind == kind)
+        given = one.lower().compile().memory_analysis().argument_size_in_bytes
+        assert 0 < one.held_bytes <= given
+
+
+def test_a_critic_is_trained_too():
+    run = run_of("Algorithm.name='ppo'")
+    kinds = [one.kind for one in run.programs() if one.part == TRAINING]
+    assert "accumulate of the critic" in kinds and "token_values" in kinds
+    assert run.held()[TRAINING]["critic and its optimizer's state"] > 0
+
+
+def test_workers_have_devices_of_their_own_where_they_run_beside_training():
+    run = run_of("Sched.mode='pipeline'", "Sched.workers=2", "Sched.devices_per_worker=1")
+    assert run.apart and run.mesh.size == 2 and run.worker_mesh.size == 1
+    shared = run_of("Sched.workers=8", devices=4)
+    assert not shared.apart and shared.workers_of_device == 2
+    alone = run_of("Sched.workers=4", devices=4).held()[ROLLOUTS]
+    assert shared.held()[ROLLOUTS] == {name: 2 * size for name, size in alone.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("Mesh.data=1", "Mesh.fsdp=2"), "does not cover 4 device"),
+        (("Sched.workers=3", "Sched.devices_per_worker=2"), "expected 6 devices .* got 4: lower"),
+    ],
+)
+def test_a_mesh_that_does_not_cover_the_target_is_told(flags, said):
+    with pytest.raises(ValueError, match=said):
+        run_of(*flags)
+
+
+def test_drafters_on_the_device_have_programs_too():
+    run = run_of("Speculation.budget='goodput'", "Speculation.sources=('learned',)")
+    kinds = {one.kind for one in run.programs()}
+    assert {"draft", "catch_up"} <= kinds
+    held = run.held()[ROLLOUTS]
+    assert held["a drafter's keys and values"] > 0 and held["a drafter's weights"] > 0
+
+
+def test_bytes_of_a_shard():
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.ShapeDtypeStruct((8, 3), "bfloat16", sharding=split)
+    assert shard_bytes({"a": x, "b": jax.ShapeDtypeStruct((5,), "float32")}) == 2 * 3 * 2 + 20

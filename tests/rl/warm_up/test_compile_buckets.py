@@ -1,0 +1,99 @@
+"""Programs of rollouts are lowered on shapes alone, and are those that calls find later."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from models import transformer
+from models.config import MeshConfig, ModelConfig
+from models.sharding import make_mesh
+from rl.engine import cache_ops
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.speculation.config import DraftModelConfig
+from rl.speculation.device_drafters import PerRunner
+from rl.speculation.draft_model import DraftModel
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.warm_up.compile_buckets import WHOLE_MODEL, Pool, Reach, lowered
+from spec.budget.budget import equal_trees
+from spec.config import SamplingConfig
+from spec.draft_cache.drafting import catch_up, draft
+from spec.eagle import model as eagle
+from spec.eagle.config import TreeConfig
+from spec.eagle.model import EagleWeights
+
+MODEL = ModelConfig("qwen3", 32, 16, 2, 4, 2, 4, 16, qk_norm=True, max_positions=64)
+CONFIG = EngineConfig(
+    slots=4, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=4, prefill_rows=2
+)
+SAMPLING = SamplingConfig(max_new_tokens=24)
+PLACES = ("the default device", "another device", "a mesh")
+
+
+def engine_at(name):
+    where = {}
+    if name == "another device":
+        where = {"device": jax.devices()[1]}
+    if name == "a mesh":
+        where = {"mesh": make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])}
+    return Engine(MODEL, CONFIG, feature_layers=eagle.config_for(MODEL).feature_layers, **where)
+
+
+def make_pool(engine, ids_U, made):
+    """What rollouts with all drafters need; `made` calls what makes weights."""
+    config = eagle.config_for(MODEL, draft_vocab_size=0 if ids_U is None else len(ids_U))
+    weights = made(eagle.init, config, jax.random.key(0))
+    params = made(transformer.init, MODEL, jax.random.key(0))
+    learned = LearnedDrafter(EagleWeights(config, weights, ids_U), TreeConfig())
+    drafters = {"eagle": learned, "model": DraftModel(MODEL, params, DraftModelConfig("", 2))}
+    alone = {name: lambda B: [equal_trees(3, [8], B)] for name in drafters}
+    reach = Reach(4, 8, True, True, True, drafters=drafters, alone=alone)
+    return Pool(engine, engine.place(params), SAMPLING, reach)
+
+
+def shapes_of(make, config, key):
+    return jax.eval_shape(partial(make, config), key)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_programs_of_shapes_are_those_of_arrays(where):
+    engine, bare_engine = engine_at(where), engine_at(where)
+    # on a mesh it is up to XLA where rows of a head go
+    ids_U = None if where == "a mesh" else np.arange(0, 32, 2).astype(np.int32)
+    programs = make_pool(engine, ids_U, lambda make, *args: make(*args)).programs()
+    with bare_engine.shapes_only():
+        without_arrays = make_pool(bare_engine, ids_U, shapes_of).programs()
+    assert len(programs) == len(without_arrays) > 50
+    judged = set()
+    with engine.mesh_context():
+        for program, bare in zip(programs, without_arrays, strict=True):
+            with bare_engine.shapes_only():
+                arguments = jax.tree.leaves(bare.arguments())
+            assert not [x for x in arguments if isinstance(x, jax.Array)]
+            assert program.step is bare.step
+            if program.step in judged:
+                continue
+            judged.add(program.step)
+            args, options = program.arguments()
+            of_call = program.step.lower(*args, **options).as_text()
+            assert lowered(engine, program).as_text() == of_call
+            assert lowered(bare_engine, bare).as_text() == of_call
+    assert judged >= {*WHOLE_MODEL, cache_ops.make_slots, cache_ops.insert_rows, catch_up, draft}
+
+
+def test_shapes_are_made_in_one_thread_only():
+    engine = engine_at("a mesh")
+    with engine.shapes_only(), ThreadPoolExecutor(1) as other:
+        here, there = engine.put(np.ones(3)), other.submit(engine.put, np.ones(3)).result()
+    assert isinstance(here, jax.ShapeDtypeStruct) and isinstance(there, jax.Array)
+    assert here.sharding == there.sharding
+
+
+def test_weights_of_drafters_are_not_kept_as_shapes():
+    engine, held = engine_at("the default device"), PerRunner()
+    with engine.shapes_only():
+        assert held.get(engine, lambda: engine.put(np.ones(3))) == engine.put(np.ones(3))
+    assert isinstance(held.get(engine, lambda: engine.put(np.ones(3))), jax.Array)
