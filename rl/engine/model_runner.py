@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from models import kv_cache, sharding, transformer
+from models import kv_cache, layout, sharding, transformer
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES
 from rl.engine import cache_ops
@@ -59,6 +59,8 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
+        if self.mesh is not None:
+            self.config = self.config.over(layout.batch_ways(self.mesh.shape))
         # each of which runs the same rounds, from the same requests
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
