@@ -121,7 +121,7 @@ def _configurations(
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, ask, print."""
     from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-    from rl.loop.setup import run_mesh
+    from rl.loop.setup import engine_mesh, run_mesh
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
 
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     total = evals.num_questions * job.config.eval.samples
     with progress() as show:
         try:
-            mesh = run_mesh(job.config)
+            mesh = engine_mesh(job.config, job.inputs.model, run_mesh(job.config))
             params, source = _weights(job, mesh, show)
         except (ValueError, OSError, NoWholeCheckpointError, StructureMismatchError) as error:
             show.message(f"error: {error}")
