@@ -82,16 +82,15 @@ def rollout_tensor(
     It divides the devices and the key/value heads: no cache is whole on several devices.
     Raises ValueError where the number that is `asked` for does not.
     """
-    most = math.gcd(num_devices, num_kv_heads)
     if asked == "auto":
-        return math.gcd(weight_ways, most)
-    if most % asked:
-        fitting = [str(n) for n in range(1, most + 1) if most % n == 0]
-        raise ValueError(
-            f"expected Mesh.rollout_tensor to divide the engine's {num_devices} device(s) and the "
-            f"policy's {num_kv_heads} key/value head(s), got {asked}: set {' or '.join(fitting)}, "
-            "or 'auto'; devices beyond it share out the requests"
-        )
+        return math.gcd(weight_ways, num_devices, num_kv_heads)
+    sizes = {"key/value heads of the policy": num_kv_heads, "devices of an engine": num_devices}
+    for what, size in sizes.items():
+        if size % asked:
+            raise ValueError(
+                f"expected Mesh.rollout_tensor to divide the {size} {what}, got {asked}: lower it, "
+                "or set it to 'auto'; the devices beyond it share out the requests"
+            )
     return asked
 
 

@@ -213,6 +213,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     """
     policy, model, words = open_policy(config.policy.directory)
     config_checks.check_lengths(config, model)
+    config_checks.check_layout(config, model)
     config_checks.check_sampling(config)
     config_checks.check_stops(config.sampling, model, words)
     config_checks.check_algorithm(config)

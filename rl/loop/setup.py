@@ -294,10 +294,9 @@ def _own_engine(
     Weights that come from a mesh are bound to a device: so is all else.
     """
     assert mesh is not None
-    mine = own_devices(mesh)
-    place: dict[str, Any] = {"device": mine[0]}
-    if len(mine) > 1:
-        place = {"mesh": _rollout_mesh(config, inputs.model, mine)}
+    part = engine_mesh(config, inputs.model, mesh, own=True)
+    assert part is not None
+    place: dict[str, Any] = {"mesh": part} if part.size > 1 else {"device": part.devices.item()}
     return ThreadedEngine(inputs.model, config.engine, **place, **options)
 
 
@@ -328,18 +327,18 @@ def _eval_engine(
     return Engine(inputs.model, config.engine, dtype=engine.dtype, mesh=layout)
 
 
-def engine_mesh(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> Mesh | None:
-    """Return the mesh of an engine that has the trainer's devices, of all processes.
+def engine_mesh(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh | None, *, own: bool = False
+) -> Mesh | None:
+    """Return the mesh of an engine that has the trainer's devices: all, or a process's `own`.
 
     Raises ValueError where `Mesh.rollout_tensor` does not fit them or the policy.
     """
-    return None if mesh is None else _rollout_mesh(config, model, list(mesh.devices.flat))
-
-
-def _rollout_mesh(config: TrainConfig, model: ModelConfig, devices: Sequence[jax.Device]) -> Mesh:
-    mesh = config.mesh
-    ways = mesh.fsdp * mesh.tensor
-    return rollout_mesh(devices, model.num_kv_heads, ways, mesh.rollout_tensor)
+    if mesh is None:
+        return None
+    chosen = own_devices(mesh) if own else list(mesh.devices.flat)
+    ways, asked = config.mesh.fsdp * config.mesh.tensor, config.mesh.rollout_tensor
+    return rollout_mesh(chosen, model.num_kv_heads, ways, asked)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
