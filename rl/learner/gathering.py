@@ -144,28 +144,18 @@ def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> _Bounds:
 def _spread(
     leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding], dtype: np.dtype
 ) -> list[jax.Array]:
-    """Return the leaves in `dtype` on these shardings: by one program, if devices are in order."""
-    if list(leaves[0].sharding.mesh.devices.flat) == list(shardings[0].mesh.devices.flat):
-        return in_turn(_rounded(tuple(leaves), dtype=dtype, shardings=tuple(shardings)))
-    pairs = zip(_rounded(tuple(leaves), dtype=dtype), shardings, strict=True)
+    """Return the leaves in `dtype` on these shardings.
+
+    A program that constrains its results to another mesh may leave them whole nevertheless.
+    """
+    pairs = zip(in_turn(_rounded(tuple(leaves), dtype=dtype)), shardings, strict=True)
     return [in_turn(jax.device_put(x, sharding)) for x, sharding in pairs]
 
 
-@partial(jax.jit, static_argnames=("dtype", "shardings"))
-def _rounded(
-    leaves: tuple[jax.Array, ...],
-    *,
-    dtype: np.dtype,
-    shardings: tuple[NamedSharding, ...] | None = None,
-) -> list[jax.Array]:
-    """Return the leaves rounded where they lie, then laid out anew if that is asked for."""
-    rounded = [leaf.astype(dtype) for leaf in leaves]
-    if shardings is None:
-        return rounded
-    return [
-        jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(rounded, shardings, strict=True)
-    ]
+@partial(jax.jit, static_argnames=("dtype",))
+def _rounded(leaves: tuple[jax.Array, ...], *, dtype: np.dtype) -> list[jax.Array]:
+    """Return the leaves rounded where they lie."""
+    return [leaf.astype(dtype) for leaf in leaves]
 
 
 def _copies_of(local: Mesh, mesh: Mesh) -> Mesh:

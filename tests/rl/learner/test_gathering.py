@@ -8,7 +8,7 @@ import pytest
 from models import transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import make_mesh, param_shardings
-from rl.learner.gathering import from_shards, laid_out, own_shards
+from rl.learner.gathering import from_shards, laid_out, local_weights, own_shards
 
 
 @pytest.mark.parametrize(("axes", "parts"), [(("data",), 1), (("fsdp",), 2), ((None, "fsdp"), 2)])
@@ -55,3 +55,24 @@ def test_weights_are_laid_out_anew_to_the_bit_and_never_whole(monkeypatch, befor
     assert laid_out(moved, MODEL, after) is moved
     elsewhere = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
     assert laid_out(moved, MODEL, elsewhere) is moved, "who has other devices takes them itself"
+
+
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
+@pytest.mark.parametrize(
+    ("before", "tensor"),
+    [
+        ({"data": 1, "fsdp": 4, "tensor": 2}, 4),
+        ({"data": 2, "fsdp": 4}, 2),
+        ({"data": 1, "fsdp": 2, "tensor": 4}, 2),
+    ],
+)
+def test_a_process_gets_weights_of_other_shapes_of_mesh(before, tensor):
+    """A program that constrains its results to these meshes leaves them whole."""
+    trainer = make_mesh(MeshConfig(**before), jax.devices())
+    own = make_mesh(MeshConfig(tensor=tensor), jax.devices()[:tensor])
+    specs = transformer.param_specs(MODEL)
+    whole = jax.tree.map(np.asarray, transformer.init(MODEL, jax.random.key(0)))
+    params = jax.tree.map(jax.device_put, whole, param_shardings(trainer, specs))
+    found = local_weights(params, MODEL, own, jnp.float32)
+    assert jax.tree.map(lambda x: x.sharding, found) == param_shardings(own, specs)
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
