@@ -42,7 +42,6 @@ def test_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="must be positive"):
         MeshConfig(data=-2)
 
-
     with pytest.raises(ValueError, match="must be a positive number or 'auto', got 0"):
         MeshConfig(rollout_tensor=0)
 
