@@ -67,13 +67,24 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The number of devices along each mesh axis; data=-1 takes those that the others leave."""
+    """The number of devices along each mesh axis; data=-1 takes those that the others leave.
+
+    An engine on these devices has a mesh of its own over them: weights are split `rollout_tensor`
+    ways, by heads, features and vocabulary, and each group of so many devices has a copy of them
+    and a part of the requests. So no round gathers weights. `auto`: the greatest common divisor of
+    fsdp · tensor and the policy's key/value heads.
+    """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    rollout_tensor: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.rollout_tensor != "auto" and self.rollout_tensor < 1:
+            raise ValueError(
+                f"rollout_tensor must be a positive number or 'auto', got {self.rollout_tensor}"
+            )
         if self.fsdp < 1 or self.tensor < 1 or (self.data < 1 and self.data != -1):
             raise ValueError(
                 f"mesh sizes must be positive (data may be -1 for 'the rest'), got "

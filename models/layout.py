@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 AXES = ("data", "fsdp", "tensor")
 Entry = str | tuple[str, ...] | None  # the mesh axes of one dimension
@@ -15,6 +16,7 @@ Entry = str | tuple[str, ...] | None  # the mesh axes of one dimension
 RULES: dict[str, Entry] = {
     "batch": ("data", "fsdp"),
     "embed": "fsdp",
+    "copies": "data",  # of a weight's embed axis, on its way to a mesh with more copies
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -60,6 +62,36 @@ def shard_shape(
     """Return what one device holds of an array, on a mesh of these sizes by axis."""
     entries = fitting_axes(sizes, shape, axes)
     return tuple(n // _ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
+
+
+def batch_ways(sizes: Mapping[str, int]) -> int:
+    """Return how many ways a mesh splits a batch; `sizes` by mesh axis."""
+    return _ways(sizes, RULES["batch"])
+
+
+def rollout_tensor(
+    num_devices: int,
+    weight_ways: int,
+    num_kv_heads: int,
+    asked: int | Literal["auto"] = "auto",
+) -> int:
+    """Return how many ways an engine's weights are split; the other ways share out its requests.
+
+        auto = gcd(weight_ways, num_devices, num_kv_heads)
+
+    It divides the devices and the key/value heads: no cache is whole on several devices.
+    Raises ValueError where the number that is `asked` for does not.
+    """
+    if asked == "auto":
+        return math.gcd(weight_ways, num_devices, num_kv_heads)
+    sizes = {"key/value heads of the policy": num_kv_heads, "devices of an engine": num_devices}
+    for what, size in sizes.items():
+        if size % asked:
+            raise ValueError(
+                f"expected Mesh.rollout_tensor to divide the {size} {what}, got {asked}: lower it, "
+                "or set it to 'auto'; the devices beyond it share out the requests"
+            )
+    return asked
 
 
 def causal_block_tokens(num_tokens: int) -> int:

@@ -7,14 +7,14 @@ mesh that the caller has set with `jax.set_mesh`, and does nothing where there i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import MeshConfig
-from models.layout import AXES, Entry, fitting_axes, mesh_axes
+from models.layout import AXES, Entry, fitting_axes, mesh_axes, rollout_tensor
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -28,6 +28,22 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
         )
     grid = np.asarray(devices, dtype=object).reshape(data, config.fsdp, config.tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def rollout_mesh(
+    devices: Sequence[Any],
+    num_kv_heads: int,
+    weight_ways: int | None = None,
+    asked: int | Literal["auto"] = "auto",
+) -> Mesh:
+    """Make the mesh of an engine, whose weights are split over `tensor` alone.
+
+    Without `weight_ways` over all devices, as far as key/value heads are split. See
+    `models.layout.rollout_tensor`, also for the ValueError.
+    """
+    ways = len(devices) if weight_ways is None else weight_ways
+    tensor = rollout_tensor(len(devices), ways, num_kv_heads, asked)
+    return make_mesh(MeshConfig(tensor=tensor), devices)
 
 
 def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:

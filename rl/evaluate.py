@@ -26,7 +26,7 @@ from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, load
 from rl.data.tasks import open_tasks
 from rl.loop import evaluation
-from rl.loop.config_checks import check_lengths, check_stops
+from rl.loop.config_checks import check_layout, check_lengths, check_stops
 from rl.loop.eval_sets import open_sets
 from rl.loop.evaluation import Answers, plus_minus
 from rl.loop.experiment import Inputs, TrainConfig, open_policy
@@ -91,6 +91,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
         raise ConfigError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
     policy, model, words = open_policy(args.policy or config.policy.directory)
     check_lengths(config, model)
+    check_layout(config, model)
     check_stops(config.eval.sampling(config.sampling), model, words)
     validate(config.reward)
     inputs = Inputs(policy, model, words, (), 0)
@@ -121,7 +122,7 @@ def _configurations(
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, ask, print."""
     from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-    from rl.loop.setup import run_mesh
+    from rl.loop.setup import engine_mesh, run_mesh
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
 
@@ -129,7 +130,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     total = evals.num_questions * job.config.eval.samples
     with progress() as show:
         try:
-            mesh = run_mesh(job.config)
+            mesh = engine_mesh(job.config, job.inputs.model, run_mesh(job.config))
             params, source = _weights(job, mesh, show)
         except (ValueError, OSError, NoWholeCheckpointError, StructureMismatchError) as error:
             show.message(f"error: {error}")

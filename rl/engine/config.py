@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from spec.buckets import bucket, buckets
 
@@ -26,7 +26,8 @@ class EngineConfig:
     `prefill_chunk_tokens` each, but at most `min_positions`; a prompt may have several of them. A
     round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
     but twice the slots at least, and at most `max_nodes` of one request. Tokens of cached responses
-    are nodes as well.
+    are nodes as well. Where devices share out the slots, slots and `prefill_rows` are rounded up
+    to multiples of the ways in which they do.
 
     `cache` is "rows", one of the longest request's length for each slot, or "pages" of
     `page_tokens` positions, of which a request has as many as it has tokens; "auto": rows on CPUs.
@@ -60,6 +61,15 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
         if self.cache not in CACHES:
             raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
+
+    def over(self, batch_ways: int) -> Self:
+        """Return the settings of an engine whose slots are split so many ways.
+
+        Slots and chunks of prompts come in multiples of it: else each device would have all.
+        """
+        names = ("slots", "min_slots", "prefill_rows")
+        sizes = {name: _rounded_up(getattr(self, name), batch_ways) for name in names}
+        return dataclasses.replace(self, **sizes)
 
     @property
     def chunk_tokens(self) -> int:
@@ -103,7 +113,7 @@ class EngineConfig:
 
     def node_sizes(self, num_slots: int) -> list[int]:
         """Return the numbers of nodes of rounds with draft tokens, smallest first."""
-        most = min(max(self.max_round_nodes, 2 * num_slots), num_slots * self.max_nodes)
+        most = num_slots * min(max(self.max_round_nodes // num_slots, 2), self.max_nodes)
         sizes = [m for m in buckets(most, num_slots) if num_slots < m < most]
         return [*sizes, most] if most > num_slots else []
 

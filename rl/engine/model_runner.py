@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from models import kv_cache, paged_cache, sharding, transformer
+from models import kv_cache, layout, paged_cache, sharding, transformer
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from models.paged_cache import Cache, PagedCache
@@ -61,6 +61,8 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
+        if self.mesh is not None:
+            self.config = self.config.over(layout.batch_ways(self.mesh.shape))
         # each of which runs the same rounds, from the same requests
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
@@ -84,7 +86,7 @@ class ModelRunner:
     @property
     def batch_ways(self) -> int:
         """The parts of the devices that slots are split over."""
-        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return 1 if self.mesh is None else layout.batch_ways(self.mesh.shape)
 
     @property
     def slot_pages(self) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import MeshConfig, ModelConfig
 from models.layout import AXES
+from models.params import ParamSpec
 from models.sharding import fitting_sharding, make_mesh
 from models.transformer import Params, param_specs
 from rl.runtime.devices import in_turn
@@ -23,17 +24,45 @@ from rl.runtime.devices import in_turn
 _Bounds = tuple[tuple[int, int], ...]  # of a part of an array, by axis: begin and end
 
 
+def own_devices(mesh: Mesh) -> list[jax.Device]:
+    """Return this process's devices of a mesh."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
 def own_part(mesh: Mesh) -> Mesh | jax.Device:
     """Return this process's devices of a mesh as a mesh of their own; one device as it is.
 
     An axis is as long as it is within the process.
     """
-    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    mine = own_devices(mesh)
     if len(mine) == 1:
         return mine[0]
     tensor = math.gcd(mesh.shape["tensor"], len(mine))
     fsdp = math.gcd(mesh.shape["fsdp"], len(mine) // tensor)
     return make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), mine)
+
+
+def laid_out(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
+    """Return weights laid out on another mesh of the same devices in the same order.
+
+    Weights that lie elsewhere are returned as they are. One array after the other moves from device
+    to device. Where there are more copies than before, an array is first split over these too, and
+    each of them then gathers its own: XLA would make the whole of it on every device instead.
+    Memory may be shared with `params`.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    before = getattr(leaves[0].sharding, "mesh", None)
+    if before in (None, mesh) or list(before.devices.flat) != list(mesh.devices.flat):
+        return params
+    more, specs = mesh.shape["data"] > before.shape["data"], jax.tree.leaves(param_specs(model))
+
+    def moved(x: jax.Array, spec: ParamSpec) -> jax.Array:
+        if more:
+            axes = ["copies" if axis == "embed" else axis for axis in spec.axes]
+            x = in_turn(jax.device_put(x, fitting_sharding(mesh, spec.shape, axes)))
+        return in_turn(jax.device_put(x, fitting_sharding(mesh, spec.shape, spec.axes)))
+
+    return tree.unflatten([moved(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
 def local_weights(
@@ -115,28 +144,18 @@ def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> _Bounds:
 def _spread(
     leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding], dtype: np.dtype
 ) -> list[jax.Array]:
-    """Return the leaves in `dtype` on these shardings: by one program, if devices are in order."""
-    if list(leaves[0].sharding.mesh.devices.flat) == list(shardings[0].mesh.devices.flat):
-        return in_turn(_rounded(tuple(leaves), dtype=dtype, shardings=tuple(shardings)))
-    pairs = zip(_rounded(tuple(leaves), dtype=dtype), shardings, strict=True)
+    """Return the leaves in `dtype` on these shardings.
+
+    A program that constrains its results to another mesh may leave them whole nevertheless.
+    """
+    pairs = zip(in_turn(_rounded(tuple(leaves), dtype=dtype)), shardings, strict=True)
     return [in_turn(jax.device_put(x, sharding)) for x, sharding in pairs]
 
 
-@partial(jax.jit, static_argnames=("dtype", "shardings"))
-def _rounded(
-    leaves: tuple[jax.Array, ...],
-    *,
-    dtype: np.dtype,
-    shardings: tuple[NamedSharding, ...] | None = None,
-) -> list[jax.Array]:
-    """Return the leaves rounded where they lie, then laid out anew if that is asked for."""
-    rounded = [leaf.astype(dtype) for leaf in leaves]
-    if shardings is None:
-        return rounded
-    return [
-        jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(rounded, shardings, strict=True)
-    ]
+@partial(jax.jit, static_argnames=("dtype",))
+def _rounded(leaves: tuple[jax.Array, ...], *, dtype: np.dtype) -> list[jax.Array]:
+    """Return the leaves rounded where they lie."""
+    return [leaf.astype(dtype) for leaf in leaves]
 
 
 def _copies_of(local: Mesh, mesh: Mesh) -> Mesh:

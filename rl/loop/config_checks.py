@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
+from models.layout import rollout_tensor
 from models.tokenizer import Tokenizer
 from rl.cluster import config as cluster_config
 from rl.cluster.config import AUTO
@@ -32,6 +33,13 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
             f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
             f"{evaluated} positions, the policy has {model.max_positions}: lower one of them"
         )
+
+
+def check_layout(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where the heads of the policy's caches are not split as weights are."""
+    asked = config.mesh.rollout_tensor
+    if asked != "auto":
+        rollout_tensor(asked, asked, model.num_kv_heads, asked)  # devices are not known yet
 
 
 def check_sampling(config: TrainConfig) -> None:

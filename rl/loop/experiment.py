@@ -236,6 +236,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 def check_sections(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError where sections do not fit one another, or the policy's shape."""
     config_checks.check_lengths(config, model)
+    config_checks.check_layout(config, model)
     config_checks.check_sampling(config)
     config_checks.check_algorithm(config)
     config_checks.check_cluster(config)

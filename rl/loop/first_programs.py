@@ -262,7 +262,7 @@ def warm_up_evaluation(
 ) -> None:
     """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
     num_requests = shares.most_groups(inputs.evals.num_questions) * config.eval.samples
-    slots = config.engine.slot_bucket
+    slots = engine.engines[0].config.slot_bucket
     reached = shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
     reached = reached if engine.engines[0].longest_tokens else 0
     if not num_requests or (reached and slots(num_requests) <= slots(reached)):

@@ -24,7 +24,14 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.gathering import host_copy, local_weights, on_host, own_part
+from rl.learner.gathering import (
+    host_copy,
+    laid_out,
+    local_weights,
+    on_host,
+    own_devices,
+    own_part,
+)
 from rl.learner.trainer import Learner
 from rl.loop.drafter_elsewhere import AnyDrafter
 from rl.loop.exchange import Responses, Shares
@@ -84,25 +91,33 @@ class System:
 
     def evaluated(self, params: Params) -> Params:
         """Return the policy for evaluations, on the devices of an engine that is theirs alone."""
-        weights, one = self.weights(params), self.eval_engine
-        return weights if one is self.engine else one.do(lambda: one.engines[0].place(weights))
+        one = self.eval_engine
+        if one is self.engine:
+            return self.weights(params)
+        weights = rollout_weights(params, one, self.shares)
+        return one.do(lambda: one.engines[0].place(weights))
 
 
 def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
-    """Return the policy in the engine's dtype.
+    """Return the policy in the engine's dtype, and in its layout if it has the trainer's devices.
 
-    Where processes have engines of their own, on this process's devices of the trainer's mesh;
-    where process 0 speaks for workers elsewhere, on its host, and elsewhere a tree of None. All
-    processes call it together.
+    It is rounded before it moves. Where processes have engines of their own, it is on this
+    process's devices of the trainer's mesh; where process 0 speaks for workers elsewhere, on its
+    host, and elsewhere a tree of None. All processes call it together.
     """
+    one, *more = engine.engines
     if shares.processes.alone or not shares.splits:
-        return trainer.cast_params(params, engine.dtype)
+        rounded = trainer.cast_params(params, engine.dtype)
+        return rounded if one.mesh is None else laid_out(rounded, one.model, one.mesh)
     if shares.by_first:
         rounded = trainer.cast_params(params, engine.dtype)
         copy: Params = host_copy(rounded, keep=shares.processes.is_first)
         return copy
-    place = own_part(jax.tree.leaves(params)[0].sharding.mesh)
-    return local_weights(params, engine.engines[0].model, place, engine.dtype)
+    place, mesh = one.mesh or one.device, jax.tree.leaves(params)[0].sharding.mesh
+    theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
+    if more or not set(theirs) <= set(own_devices(mesh)):
+        place = own_part(mesh)  # from where each takes it to its devices
+    return local_weights(params, one.model, place, engine.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,10 +204,11 @@ def generate(
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
     prompts, passes = Prompts(end=cursor), list[SamplingPass]()
+    weights = system.weights(params)
     missing, used = wanted, frozenset(range(wanted))
     while missing and len(passes) <= (extra or 0):
         new = prompts_at(system, prompts.end, missing)
-        given = system, params, prompts, new, step, timings
+        given = system, weights, prompts, new, step, timings
         passes.append(generate_and_score(*given, begun))
         prompts += new
         missing = 0
@@ -232,14 +248,14 @@ def _informative(passes: Sequence[SamplingPass]) -> set[int]:
 
 def generate_and_score(
     system: System,
-    params: Params,
+    weights: Params,
     before: Prompts,
     new: Prompts,
     step: int,
     timings: Timings,
     begun: Begun = NOT_BEGUN,
 ) -> SamplingPass:
-    """The responses to `new`; each goes to the reward workers the moment it ends.
+    """The responses of `weights` to `new`; each goes to the reward workers the moment it ends.
 
     `before` are the prompts that the step has had in earlier passes: groups are numbered,
     and noise is named, as if all had been asked at once.
@@ -262,7 +278,6 @@ def generate_and_score(
         leave_rollout_if_asked(system)
 
     drafter = system.drafter
-    weights = system.weights(params)
     key = system.engine.do(partial(system.reuse.key, step))
     if drafter is not None:
         drafter.began(weights, step)

@@ -18,7 +18,7 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from models.config import ModelConfig
 from models.layout import (
@@ -28,6 +28,7 @@ from models.layout import (
     LONG_ROW_FEED_FORWARD_PARTS,
     LONG_ROW_TOKENS,
     causal_block_tokens,
+    rollout_tensor,
     shard_shape,
 )
 from models.params import leaves, param_specs
@@ -72,14 +73,14 @@ class Estimate:
 def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estimate:
     """The memory of one device, of those that hold most."""
     itemsize = _itemsize(config, devices)
-    trainer, workers = _meshes(config, devices)
+    trainer, workers = _meshes(config, model, devices)
     stays = _state(config, model, trainer)
     training = _training(config, model, trainer, itemsize, devices)
     rollouts = _rollouts(config, model, workers, itemsize)
     own = devices.count // devices.processes
     needed = trainer.count + devices.processes * workers.count
     apart = config.sched.beside_training and needed <= devices.count
-    if not apart and itemsize == _FLOAT32 and trainer.sizes == workers.sizes:
+    if not apart and itemsize == _FLOAT32 and _have_one_layout(config, trainer, workers):
         rollouts["rollout weights"] = 0  # the master weights serve
     if not apart:  # several workers of a device each have their own
         each = -(-config.sched.workers // max(1, own // workers.count))
@@ -184,7 +185,7 @@ def _itemsize(config: TrainConfig, devices: Devices) -> int:
     return 2 if name == "bfloat16" or (name == "auto" and not devices.is_cpu) else _FLOAT32
 
 
-def _meshes(config: TrainConfig, devices: Devices) -> tuple[_Mesh, _Mesh]:
+def _meshes(config: TrainConfig, model: ModelConfig, devices: Devices) -> tuple[_Mesh, _Mesh]:
     """The trainer's mesh, and that of one rollout worker."""
     sched, mesh = config.sched, config.mesh
     own, count = devices.processes * sched.workers * sched.devices_per_worker, devices.count
@@ -192,9 +193,27 @@ def _meshes(config: TrainConfig, devices: Devices) -> tuple[_Mesh, _Mesh]:
     inner = mesh.fsdp * mesh.tensor
     data = max(1, left // inner) if mesh.data == -1 else mesh.data
     trainer = _Mesh({"data": data, "fsdp": mesh.fsdp, "tensor": mesh.tensor})
-    if sched.mode == "sync" and sched.workers == 1:
-        return trainer, trainer
-    return trainer, _Mesh({"data": 1, "fsdp": 1, "tensor": sched.devices_per_worker})
+    size, ways = sched.devices_per_worker, sched.devices_per_worker
+    asked: int | Literal["auto"] = "auto"
+    if _is_one_engine(config):
+        size, ways, asked = trainer.count, inner, mesh.rollout_tensor
+        if devices.processes > 1 and config.cluster.rollouts == "local":
+            size = -(-size // devices.processes)
+    if asked != "auto" and size % asked:
+        asked = "auto"  # refused once the devices are known
+    tensor = rollout_tensor(size, ways, model.num_kv_heads, asked)
+    return trainer, _Mesh({"data": size // tensor, "fsdp": 1, "tensor": tensor})
+
+
+def _have_one_layout(config: TrainConfig, trainer: _Mesh, workers: _Mesh) -> bool:
+    """Return whether rollouts have the weights where the trainer has them."""
+    same = trainer.sizes["fsdp"] == 1 and trainer.tensor == workers.tensor
+    return trainer.sizes == workers.sizes or (_is_one_engine(config) and same)
+
+
+def _is_one_engine(config: TrainConfig) -> bool:
+    """Return whether rollouts have one engine a process, on the trainer's devices."""
+    return config.sched.mode == "sync" and config.sched.workers == 1
 
 
 def _weights(model: ModelConfig, mesh: _Mesh, itemsize: int) -> int:
@@ -248,7 +267,7 @@ def _rollouts(
     config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int
 ) -> dict[str, int]:
     """The bytes of a rollout: its largest buckets of slots, positions and nodes."""
-    engine = config.engine
+    engine = config.engine.over(mesh.batch)
     slots = engine.slot_bucket(config.rollout.num_requests)
     longest_tokens = config.longest_prompt_tokens + config.sampling.max_new_tokens
     positions = engine.position_sizes(longest_tokens)[-1]
@@ -265,10 +284,8 @@ def _rollouts(
         "prompts": _pass(model, mesh, itemsize, _shard(beside, mesh.batch), 1, seen)
         + _prompts(config, model, mesh, itemsize, positions),
     }
-    whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize)
     return {
         "rollout weights": _weights(model, mesh, itemsize),
-        "gathered rollout weights": whole if mesh.sizes["fsdp"] > 1 else 0,
         "KV cache": cache,
         "a layer of the cache, as it grows": cache // model.num_layers,
         "a round, or prompts": max(passes.values()),
@@ -292,9 +309,11 @@ def _prompts(
     config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, positions: int
 ) -> int:
     """A round's chunks of prompts: their entries, and the rows that a layer gathers."""
-    rows, chunk = config.engine.prefill_rows, config.engine.chunk_tokens
-    entries = _cache(config, model, mesh, rows, chunk, itemsize)
-    gathered = _cache(config, model, mesh, rows, positions, itemsize) // model.num_layers
+    engine, whole = config.engine.over(mesh.batch), _Mesh(mesh.sizes | {"data": 1})
+    rows, chunk = engine.prefill_rows, engine.chunk_tokens
+    # every copy of the weights has the entries and the rows of all chunks
+    entries = _cache(config, model, whole, rows, chunk, itemsize)
+    gathered = _cache(config, model, whole, rows, positions, itemsize) // model.num_layers
     seen = positions + rows * chunk
     chunks = _pass(model, mesh, itemsize, _shard(rows, mesh.batch), chunk, seen, logits=False)
     return entries + gathered + chunks

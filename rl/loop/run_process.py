@@ -108,11 +108,12 @@ def _run_together(
     Where there is none to resume from, with the status that the signal stands for.
     """
     from rl.loop import legs
-    from rl.loop.setup import run_mesh
+    from rl.loop.setup import engine_mesh, run_mesh
     from rl.runtime import program_cache
 
     try:
-        run_mesh(config)
+        own = not processes.alone and config.cluster.rollouts == "local"
+        engine_mesh(config, inputs.model, run_mesh(config), own=own)
         found = devices.found()
         there = memory_estimate.devices_of(found)
         needed = memory_estimate.estimate(config, inputs.model, there)

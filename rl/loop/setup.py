@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf
+from models.config import ModelConfig
 from models.folder import Folder
-from models.sharding import make_mesh
+from models.sharding import make_mesh, rollout_mesh
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.data.prompts import DataOrder
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
-from rl.learner.gathering import own_part
+from rl.learner.gathering import own_devices
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
 from rl.loop import drafter_run, drafting, experiment, first_programs, ray_workers
@@ -180,8 +181,11 @@ def _compile(
         given = engine, weights, speculation, reach, kept, heard, training, longer
         engine.do(partial(first_programs.warm_up, config, *given))
     if not on_ray or system.eval_engine is not engine:
-        evaluated = weights, partial(told, "evaluation"), shares
-        first_programs.warm_up_evaluation(config, inputs, system.eval_engine, *evaluated)
+        evaluated = weights
+        if system.eval_engine is not engine and (processes.alone or not shares.by_first):
+            evaluated = system.evaluated(state.params)  # laid out by other programs
+        asked = evaluated, partial(told, "evaluation"), shares
+        first_programs.warm_up_evaluation(config, inputs, system.eval_engine, *asked)
     if system.drafter is not None:
         system.drafter.warm_up(engine, weights)
     # a collective does not wait for as long as a compilation may take
@@ -273,7 +277,8 @@ def _engine(
     if config.sched.workers == 1 and config.sched.mode == "sync":
         if shares.splits and not shares.processes.alone:
             return _own_engine(config, inputs, mesh, **options)
-        return Engine(inputs.model, config.engine, mesh=mesh, lockstep=lockstep, **options)
+        layout = engine_mesh(config, inputs.model, mesh)
+        return Engine(inputs.model, config.engine, mesh=layout, lockstep=lockstep, **options)
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
     limit_s = config.run.hang_limit_s
@@ -289,8 +294,9 @@ def _own_engine(
     Weights that come from a mesh are bound to a device: so is all else.
     """
     assert mesh is not None
-    part = own_part(mesh)
-    place: dict[str, Any] = {"mesh": part} if isinstance(part, Mesh) else {"device": part}
+    part = engine_mesh(config, inputs.model, mesh, own=True)
+    assert part is not None
+    place: dict[str, Any] = {"mesh": part} if part.size > 1 else {"device": part.devices.item()}
     return ThreadedEngine(inputs.model, config.engine, **place, **options)
 
 
@@ -317,7 +323,22 @@ def _eval_engine(
         return engine
     if not shares.processes.alone:
         return _own_engine(config, inputs, mesh, dtype=engine.dtype)
-    return Engine(inputs.model, config.engine, dtype=engine.dtype, mesh=mesh)
+    layout = engine_mesh(config, inputs.model, mesh)
+    return Engine(inputs.model, config.engine, dtype=engine.dtype, mesh=layout)
+
+
+def engine_mesh(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh | None, *, own: bool = False
+) -> Mesh | None:
+    """Return the mesh of an engine that has the trainer's devices: all, or a process's `own`.
+
+    Raises ValueError where `Mesh.rollout_tensor` does not fit them or the policy.
+    """
+    if mesh is None:
+        return None
+    chosen = own_devices(mesh) if own else list(mesh.devices.flat)
+    ways, asked = config.mesh.fsdp * config.mesh.tensor, config.mesh.rollout_tensor
+    return rollout_mesh(chosen, model.num_kv_heads, ways, asked)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from models import transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings
+from models.sharding import param_shardings, rollout_mesh
 from models.token_text import TokenBytes
 from rl.cluster.join import identity_of, mismatch
 from rl.drafting.elsewhere import Apart
@@ -116,7 +115,7 @@ class WorkerProgram(MessageProgram):
             )
         mesh = None
         if hello.devices > 1:
-            mesh = make_mesh(MeshConfig(1, 1, hello.devices), devices[: hello.devices])
+            mesh = rollout_mesh(devices[: hello.devices], hello.model.num_kv_heads)
         with self._lock:
             self._hello = hello
             self._drafters = drafters = WorkerDrafters(hello.drafters)

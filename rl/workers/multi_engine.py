@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from models.config import MeshConfig, ModelConfig
-from models.sharding import make_mesh
+from models.config import ModelConfig
+from models.sharding import rollout_mesh
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine, OnFinish, OnRound, in_thread
 from rl.engine.rollout_spec import RolloutSpec
@@ -213,7 +213,7 @@ def make_engines(
     engines = []
     for i in range(config.workers):
         mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
-        options: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
+        options: dict[str, Any] = {"mesh": rollout_mesh(mine, model.num_kv_heads)}
         if size == 1:  # the default device's programs are there
             options = {"device": None if alone and mine[0] == default else mine[0]}
         options["feature_layers"] = feature_layers

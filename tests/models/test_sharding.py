@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import hf, sharding, transformer
+from models import hf, layout, sharding, transformer
 from models.config import MeshConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,6 +41,45 @@ def test_sizes_below_one_are_refused():
         MeshConfig(fsdp=0)
     with pytest.raises(ValueError, match="must be positive"):
         MeshConfig(data=-2)
+
+    with pytest.raises(ValueError, match="must be a positive number or 'auto', got 0"):
+        MeshConfig(rollout_tensor=0)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "weight_ways", "kv_heads", "asked", "tensor"),
+    [
+        (8, 8, 8, "auto", 8),
+        (64, 64, 8, "auto", 8),  # heads are split as far as they go, copies share out requests
+        (16, 16, 6, "auto", 2),
+        (8, 1, 8, "auto", 1),  # the trainer has whole weights on each device
+        (8, 2, 8, "auto", 2),
+        (2, 16, 8, "auto", 2),  # of a process
+        (8, 8, 8, 2, 2),
+        (8, 1, 8, 4, 4),
+    ],
+)
+def test_engines_split_weights_as_far_as_their_heads(
+    num_devices, weight_ways, kv_heads, asked, tensor
+):
+    assert layout.rollout_tensor(num_devices, weight_ways, kv_heads, asked) == tensor
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "kv_heads", "told"),
+    [(16, 8, "the 8 key/value heads of the policy, got 16"), (8, 16, "the 8 devices of an engine")],
+)
+def test_a_width_that_would_leave_caches_whole_is_refused(num_devices, kv_heads, told):
+    with pytest.raises(ValueError, match=f"{told}.*: lower it, or set it to 'auto'"):
+        layout.rollout_tensor(num_devices, num_devices, kv_heads, 16)
+
+
+def test_an_engines_mesh_has_the_devices_in_the_order_of_the_trainers(devices):
+    trainer = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
+    mesh = sharding.rollout_mesh(list(trainer.devices.flat), 4, 8)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert list(mesh.devices.flat) == list(trainer.devices.flat)
+    assert dict(sharding.rollout_mesh(devices, 2).shape) == {"data": 4, "fsdp": 1, "tensor": 2}
 
 
 def test_logical_axes_map_to_mesh_axes_without_repeats():

@@ -1,6 +1,7 @@
 """The same requests give the same tokens, however they were batched, ordered or placed."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -21,9 +22,10 @@ from parity_model import (
 
 from models import transformer
 from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings
+from models.sharding import make_mesh, param_shardings, rollout_mesh
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.learner.gathering import laid_out
 from rl.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity
@@ -142,8 +144,20 @@ def test_eight_replicas_equal_one_device(golden, params, rollout):
     assert sum("decode_rounds" in name for name in found) == 1
 
 
-def test_split_weights_equal_one_device(golden, params, rollout):
-    split = on_mesh(params, BASE, fsdp=4, tensor=2)  # rounds with drafts compute prompts too
+def on_rollout_mesh(params, config):
+    """An engine beside a trainer whose weights are split over eight devices."""
+    trainer = on_mesh(params, config, fsdp=4, tensor=2)
+    devices = list(trainer["engine"].mesh.devices.flat)
+    mesh = rollout_mesh(devices, MODEL.num_kv_heads)
+    assert mesh.shape["fsdp"] == 1 < mesh.shape["tensor"]
+    weights = laid_out(trainer["params"], MODEL, mesh)
+    return {"engine": Engine(MODEL, config, mesh=mesh), "params": weights}
+
+
+@pytest.mark.parametrize("layout", ["trainer", "rollouts"])
+def test_split_weights_equal_one_device(golden, params, rollout, layout):
+    on_layout = {"trainer": partial(on_mesh, fsdp=4, tensor=2), "rollouts": on_rollout_mesh}
+    split = on_layout[layout](params, BASE)  # rounds with drafts compute prompts too
     assert not differences(golden("cool"), rollout("cool", **split))
     got = rollout("cool", drafter=Bushy(golden("cool")), **split)
     assert not differences(golden("cool"), got)

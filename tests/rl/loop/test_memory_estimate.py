@@ -63,12 +63,18 @@ def test_a_device_holds_its_shards():
     matrices = MODEL.vocab_size * MODEL.d_model * 4
     assert split["master weights"] < whole["master weights"] / 4 + matrices / 4
     assert split["KV cache"] == whole["KV cache"] / 4
-    assert split["gathered rollout weights"] == whole["master weights"]
+    assert split["rollout weights"] < whole["master weights"] / 2 + matrices / 2, "two heads"
+    assert (
+        parts("Mesh.fsdp=4", "Mesh.rollout_tensor=1", devices=four)["rollout weights"]
+        == (whole["master weights"])
+    )
     heads = parts("Mesh.tensor=2", "Mesh.data=2", devices=four)
     assert heads["KV cache"] == whole["KV cache"] / 4
-    # three slots do not divide: each device has all of them
-    three = parts("Mesh.fsdp=4", "Engine.slots=3", "Engine.min_slots=3", devices=four)
-    assert three["KV cache"] == whole["KV cache"] * 3 / 16
+    assert heads["rollout weights"] == 0, "the master weights serve: they are split alike"
+    # three slots do not divide: each of four copies has one
+    few = "Engine.slots=3", "Engine.min_slots=3", "Mesh.rollout_tensor=1"
+    three = parts("Mesh.fsdp=4", *few, devices=four)
+    assert three["KV cache"] == whole["KV cache"] / 16
 
 
 def test_each_setting_moves_the_part_it_should():

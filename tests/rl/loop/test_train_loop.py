@@ -353,6 +353,18 @@ def test_eight_devices_give_the_rewards_of_one(tiny, never_stopped, tmp_path):
 BUCKETS = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", "Run.steps=6")
 
 
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
+def test_rollouts_of_split_weights_compile_nothing_after_warm_up_and_resume(tiny, tmp_path):
+    """They have a mesh of their own, on which the weights of each step are laid out anew."""
+    split = "Mesh.data=1", "Mesh.fsdp=8", "Trainer.compute_dtype='bfloat16'"
+    settings = (*BUCKETS, *DRAFTS[:2], *split, "Eval.every_steps=3", "Eval.num_prompts=3")
+    whole, before, after = compilations(tiny, tmp_path / "whole", *settings)
+    others = [name for name in after if name != "jit(slice)"]  # of shards, which Orbax writes
+    assert_warm_up_compiled_all(whole.rows, before, others)
+    stop_after(tiny, tmp_path / "cut", 3, *settings)
+    assert_same_bits(finish(tiny, tmp_path / "cut", *settings), whole)
+
+
 def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tmp_path):
     shutil.copytree(never_stopped.folder, tmp_path / "run")
     done, *compiled = compilations(tiny, tmp_path / "run", *BUCKETS, "Checkpoint.every_steps=2")

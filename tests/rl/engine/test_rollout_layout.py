@@ -1,0 +1,87 @@
+"""A round on a mesh of its own moves activations, and neither weights nor logits."""
+
+import jax
+import numpy as np
+import pytest
+from collectives import collectives
+
+from models import products, transformer
+from models.config import MeshConfig, ModelConfig
+from models.sharding import constrain, fitting_sharding, make_mesh, param_shardings
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.warm_up.compile_buckets import Pool, Reach
+from spec.config import SamplingConfig
+
+pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
+
+# Of 24 tokens at most all activations, and the rows of chunks, are smaller than its weights; the
+# logits of one token, whole, are not.
+MODEL = ModelConfig("qwen3", 32_768, 128, 1, 16, 8, 128, 2048, qk_norm=True, max_positions=64)
+CONFIG = EngineConfig(
+    slots=4, min_slots=4, min_positions=32, max_nodes=4, prefill_rows=2, prefill_chunk_tokens=4
+)
+ROUNDS = {"decode_rounds", "decode_beside_chunks", "verify_round", "settle"}
+
+
+def shape_on(spec, sharding):
+    return jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=sharding)
+
+
+def largest(monkeypatch, **sizes):
+    """Return the largest result on a device of each round's collectives, and what is too large.
+
+    That is a device's part of the smallest matrix of a layer, or the logits of one token.
+    """
+    # more rows than a CPU has a product of its own for go through that of all backends
+    monkeypatch.setattr(products, "FEW_ROWS", 0)
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+    engine, found = Engine(MODEL, CONFIG, mesh=mesh), {}
+    specs = transformer.param_specs(MODEL)
+    params = jax.tree.map(shape_on, specs, param_shardings(mesh, specs))
+    pool = Pool(engine, params, SamplingConfig(max_new_tokens=20), Reach(4, 4, speculative=True))
+    with engine.mesh_context(), engine.shapes_only():
+        for program in pool.programs():
+            if (name := program.step.__name__) in ROUNDS:
+                args, options = program.arguments()
+                text = program.step.lower(*args, **options).compile().as_text()
+                most = max((c.elements for c in collectives(text)), default=0)
+                found[name] = max(most, found.get(name, 0))
+    assert found.keys() == ROUNDS
+    weight = MODEL.d_model * MODEL.num_kv_heads * MODEL.head_dim // mesh.shape["tensor"]
+    return found, min(weight, MODEL.vocab_size)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 1, "tensor": 8}, {"data": 2, "tensor": 4}])
+def test_no_round_gathers_weights_or_logits(monkeypatch, sizes):
+    found, too_large = largest(monkeypatch, **sizes)
+    assert max(found.values()) < too_large
+    assert found["settle"] == 0 < found["decode_rounds"], "sums over `tensor` are collectives"
+
+
+def test_on_the_trainers_mesh_every_round_would_gather_weights(monkeypatch):
+    found, too_large = largest(monkeypatch, data=1, fsdp=2, tensor=4)
+    assert min(most for name, most in found.items() if name != "settle") >= too_large
+
+
+def test_gathered_logits_are_found():
+    mesh = make_mesh(MeshConfig(data=2, tensor=4), jax.devices())
+    split = fitting_sharding(mesh, (4, 64), ("batch", "vocab"))
+    logits_BV = jax.ShapeDtypeStruct((4, 64), np.float32, sharding=split)
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda x: constrain(2 * x, "batch", None)).lower(logits_BV).compile()
+    [found] = collectives(program.as_text())
+    assert (found.kind, found.elements) == ("all-gather", 2 * 64)
+
+
+@pytest.mark.parametrize(("data", "asked", "rounded"), [(8, 5, 8), (4, 8, 8), (3, 4, 6), (1, 3, 3)])
+def test_slots_and_chunks_of_prompts_are_split_over_all_copies(data, asked, rounded):
+    """Five slots on eight devices would be whole on each of them."""
+    config = EngineConfig(slots=asked, min_slots=asked, prefill_rows=asked)
+    mesh = make_mesh(MeshConfig(data=data), jax.devices()[:data])
+    engine = Engine(MODEL, config, mesh=mesh)
+    made = engine.config
+    assert (made.slots, made.min_slots, made.prefill_rows) == (rounded,) * 3
+    assert all(m % data == 0 for m in made.node_sizes(made.slot_bucket(1)))
+    keys = engine.empty_cache(made.slot_bucket(1), 32).keys[0]
+    assert keys.sharding.shard_shape(keys.shape)[0] == rounded // data
