@@ -64,11 +64,6 @@ def shard_shape(
     return tuple(n // _ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
 
 
-def batch_ways(sizes: Mapping[str, int]) -> int:
-    """Return how many ways a mesh splits a batch; `sizes` by mesh axis."""
-    return _ways(sizes, RULES["batch"])
-
-
 def rollout_tensor(
     num_devices: int,
     weight_ways: int,
@@ -101,6 +96,11 @@ def causal_block_tokens(num_tokens: int) -> int:
     """
     size = num_tokens // CAUSAL_BLOCKS
     return num_tokens if num_tokens % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS else size
+
+
+def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
+    """Return how many ways a mesh splits a logical axis; `sizes` by mesh axis."""
+    return _ways(sizes, RULES[axis])
 
 
 def _names(entry: Entry) -> tuple[str, ...]:

@@ -426,8 +426,12 @@ def _nodes_layer(
 
 def head(params: Params, hidden_D: jax.Array) -> jax.Array:
     """Return the logits of hidden states, float32; [..., D] to [..., V]."""
-    weight_VD = params.embedding_VD if params.head_VD is None else params.head_VD
-    return linear(hidden_D, weight_VD, jnp.float32)
+    return linear(hidden_D, head_weight(params), jnp.float32)
+
+
+def head_weight(params: Params) -> jax.Array:
+    """Return the weight of the output head, [V, D]."""
+    return params.embedding_VD if params.head_VD is None else params.head_VD
 
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:

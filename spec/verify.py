@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from models.attention import Chunks, Trees
 from models.config import ModelConfig
 from models.kv_cache import Entries, Pending
 from models.sharding import constrain, replicated
+from models.sharding import ways as axis_ways
 from models.transformer import Cached
 from spec import nodes as packed_nodes
 from spec import sampling
@@ -68,6 +70,7 @@ class Drawn:
     of_chunks: Entries | None
 
 
+LOGITS_AT_ONCE = 2**23  # of a device: 32 MiB, of which some five copies exist
 NO_TOKEN = -2  # which no node has
 DRAWN, KEPT = 1, 2  # what an emitted token is; 0 where none is emitted
 
@@ -177,8 +180,7 @@ def verify(
     hidden_MD, entries = transformer.hidden_of_nodes(
         config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
     )
-    logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
-    tokens_M, logprobs_M, kept_M = _draw(nodes, logits_MV, of_slots, depth_M, scheme)
+    tokens_M, logprobs_M, kept_M = _draw(params, hidden_MD, nodes, of_slots, depth_M, scheme)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     if trees is None:
         emitted_M = room_B > 0
@@ -198,8 +200,9 @@ def verify(
 
 
 def _draw(
+    params: transformer.Params,
+    hidden_MD: jax.Array,
     nodes: Nodes,
-    logits_MV: jax.Array,
     of_slots: Slots,
     depth_M: jax.Array,
     scheme: sampling.Draw,
@@ -207,8 +210,46 @@ def _draw(
     """Return the token behind each node, its log-probability, and whether it was given; [M] each.
 
     A given token is kept if the policy can draw it, with the log-probability that is asked for, or
-    if that is −∞.
+    if that is −∞. Logits of many nodes are computed in parts, each of `LOGITS_AT_ONCE` a device at
+    most where the nodes divide.
     """
+    of_nodes = dataclasses.replace(nodes, chunks=None)
+    parts = _parts(len(hidden_MD), len(transformer.head_weight(params)))
+    inputs = hidden_MD, of_nodes, of_slots, depth_M
+    if parts == 1:
+        return _draw_part(params, hidden_MD, of_nodes, of_slots, depth_M, scheme)
+    ways = axis_ways("batch")  # each device has some of its nodes in every part
+
+    def cut(x_M: jax.Array) -> jax.Array:
+        x = x_M.reshape(ways, parts, -1, *x_M.shape[1:]).swapaxes(0, 1)
+        return x.reshape(parts, -1, *x_M.shape[1:])
+
+    def joined(x: jax.Array) -> jax.Array:
+        return x.reshape(parts, ways, -1).swapaxes(0, 1).reshape(-1)
+
+    def part(x: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        hidden_MD, nodes, of_slots, depth_M = x
+        return _draw_part(params, hidden_MD, nodes, of_slots, depth_M, scheme)
+
+    return jax.tree.map(joined, jax.lax.map(part, jax.tree.map(cut, inputs)))
+
+
+def _parts(num_nodes: int, vocab_size: int) -> int:
+    """Return in how many parts the logits of nodes are computed: as few as are small enough."""
+    nodes, vocab = num_nodes // axis_ways("batch"), vocab_size // axis_ways("vocab")
+    least = max(1, -(-nodes * vocab // LOGITS_AT_ONCE))
+    return next((n for n in range(least, 2 * least) if nodes % n == 0), 1)
+
+
+def _draw_part(
+    params: transformer.Params,
+    hidden_MD: jax.Array,
+    nodes: Nodes,
+    of_slots: Slots,
+    depth_M: jax.Array,
+    scheme: sampling.Draw,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
     temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
     processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
@@ -256,9 +297,8 @@ def decode(
             config, params, cache, *nodes, chunks
         )
         of_chunks = entries.take(np.s_[:], cache.values[0].dtype)
-    logits_BV = constrain(transformer.head(params, hidden_BD), "batch", "vocab")
     roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
-    tokens_B, logprobs_B, kept_B = _draw(roots, logits_BV, slots, depth_B, scheme)
+    tokens_B, logprobs_B, kept_B = _draw(params, hidden_BD, roots, slots, depth_B, scheme)
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
     return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, of_chunks)

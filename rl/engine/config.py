@@ -67,9 +67,11 @@ class EngineConfig:
 
         Slots and chunks of prompts come in multiples of it: else each device would have all.
         """
-        names = ("slots", "min_slots", "prefill_rows")
-        sizes = {name: _rounded_up(getattr(self, name), batch_ways) for name in names}
-        return dataclasses.replace(self, **sizes)
+        slots, min_slots, rows = (
+            _rounded_up(size, batch_ways)
+            for size in (self.slots, self.min_slots, self.prefill_rows)
+        )
+        return dataclasses.replace(self, slots=slots, min_slots=min_slots, prefill_rows=rows)
 
     @property
     def chunk_tokens(self) -> int:

@@ -62,7 +62,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
         if self.mesh is not None:
-            self.config = self.config.over(layout.batch_ways(self.mesh.shape))
+            self.config = self.config.over(layout.axis_ways(self.mesh.shape, "batch"))
         # each of which runs the same rounds, from the same requests
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
@@ -86,7 +86,7 @@ class ModelRunner:
     @property
     def batch_ways(self) -> int:
         """The parts of the devices that slots are split over."""
-        return 1 if self.mesh is None else layout.batch_ways(self.mesh.shape)
+        return 1 if self.mesh is None else layout.axis_ways(self.mesh.shape, "batch")
 
     @property
     def slot_pages(self) -> int:
