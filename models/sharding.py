@@ -111,11 +111,13 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
     `jax.device_put` would compare the processes' copies in a collective, and refuses keys.
     """
-    if where is None or where.is_fully_addressable or not _is_here(x):
+    if where is None or where.is_fully_addressable:
         return jax.device_put(x, where)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data, impl = jax.random.key_data(x), jax.random.key_impl(x)
         return jax.random.wrap_key_data(put(data, where), impl=impl)
+    if not _is_here(x):
+        return jax.device_put(x, where)
     copy = np.asarray(x)
     return jax.make_array_from_callback(copy.shape, where, copy.__getitem__)
 

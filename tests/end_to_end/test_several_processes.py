@@ -198,9 +198,10 @@ def test_a_pipeline_of_two_processes_goes_on_with_one(tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_one_engine_over_two_processes_gives_the_bits_of_one(tiny: Path) -> None:
-    shape = ("--gin.Mesh.data=1", "--gin.Mesh.tensor=2", "--gin.Run.steps=3")
-    one, two = (tiny.parent / f"mesh-{count}" for count in ("one", "two"))
+@pytest.mark.parametrize("axis", ["tensor", "fsdp"])
+def test_one_engine_over_two_processes_gives_the_bits_of_one(tiny: Path, axis: str) -> None:
+    shape = ("--gin.Mesh.data=1", f"--gin.Mesh.{axis}=2", "--gin.Run.steps=3")
+    one, two = (tiny.parent / f"mesh-{axis}-{count}" for count in ("one", "two"))
     assert start([tiny_run.command(tiny, one, *shape)], 2).wait()[0] == [0]
     spans = "--gin.Cluster.rollouts='mesh'"
     both = start(together(tiny, two, 2, *shape, spans), 2)
