@@ -72,7 +72,7 @@ def check(directory: str | os.PathLike[str]) -> ModelConfig:
 
 
 def shape(directory: str | os.PathLike[str]) -> ModelConfig:
-    """Return the config of a policy's config.json, or of a GGUF header: weights may be absent.
+    """Return the config of a folder's config.json, without its weights, or of a GGUF file.
 
     Raises FileNotFoundError or ValueError as `check` does.
     """

@@ -1,4 +1,4 @@
-"""Whether a run fits its target: programs compiled, the peak of all together, and what would help.
+"""The peak of a run's memory on a target, from its programs as they are compiled for it.
 
     peak = what lies there between programs + max over programs of what one needs beyond that
 
@@ -30,7 +30,7 @@ BOTH = f"{TRAINING} and {ROLLOUTS}"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fit:
-    """What a configuration needs of one device of a target.
+    """The memory that a configuration needs of one device of a target.
 
     `held` are bytes by part and name, `depths` those that were compiled, None for the whole model.
     """

@@ -60,7 +60,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What the source program calls it."""
+        """Return its name in the source program."""
         return self.quoted("op_name")
 
     def quoted(self, key: str) -> str:
@@ -78,7 +78,7 @@ class Instruction:
 
     @property
     def trips(self) -> int:
-        """How often a loop runs, 1 where XLA does not know."""
+        """Return how often a loop runs, 1 where XLA does not know."""
         found = _TRIPS.search(self.rest)
         return int(found[1]) if found else 1
 
@@ -174,7 +174,7 @@ def _padded(sizes: list[int], layout: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """How often a kind of collective runs, and the bytes of its larger side, of one device."""
+    """The times that a kind of collective runs, and the bytes of its larger side, of one device."""
 
     count: int = 0
     num_bytes: int = 0

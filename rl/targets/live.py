@@ -112,7 +112,7 @@ def _storages(body: list[Instruction], is_entry: bool) -> list[_Storage]:
 
 
 class _Values:
-    """What each instruction's result consists of: numbers of storages, nested as its tuples are."""
+    """The parts of each instruction's result: numbers of storages, nested as its tuples are."""
 
     def __init__(self, body: list[Instruction], is_entry: bool) -> None:
         self.storages: list[_Storage] = []

@@ -1,4 +1,4 @@
-"""What a compiler says of programs: memory, operations, collectives, kernels, live arrays.
+"""Figures of compiled programs: memory, operations, collectives, kernels, live arrays.
 
     needed by a program = arguments + outputs − aliases + temporaries     (bytes of one device)
 
@@ -28,7 +28,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What one program takes of one device; seconds and operations None where nobody says.
+    """The figures of one program on one device; seconds and operations None where nobody says.
 
     `compiled_s` are those of the compiler at work, on this machine. `refused`: the compiler gave
     up, since it needs more memory than a device has; only `needed_bytes` is known then.
@@ -62,7 +62,7 @@ class Measured:
 
     @property
     def beyond_held_bytes(self) -> int:
-        """What it needs of a device beyond what lies there between programs."""
+        """Return the bytes that it needs of a device beyond what lies there between programs."""
         return self.figures.needed_bytes - self.program.held_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a preflight says: a table of programs, the peak and its largest arrays; the same as JSON."""
+"""The report of a preflight: programs, the peak, its largest arrays; as text and as JSON."""
 
 from __future__ import annotations
 

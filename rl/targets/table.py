@@ -75,7 +75,7 @@ class Target:
 
     @property
     def device_bytes(self) -> int:
-        """What a run may use of one device's memory; of a CPU an equal part of the host's.
+        """The memory of one device that a run may use; of a CPU an equal part of the host's.
 
         On a GPU JAX takes three quarters of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else.
         """
