@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # The sub-packages ("rooms") of a package, and which others of that package each may import;
 # "" is the package's own files. Every room may import itself, and every one of rl `rl.runtime`.
 ROOMS: dict[str, dict[str, set[str]]] = {
-    "models": {"": set()},
+    "models": {"": {"kernels"}, "kernels": set()},
     "spec": {
         "": set(),
         "reuse": {""},
