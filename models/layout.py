@@ -19,6 +19,8 @@ RULES: dict[str, Entry] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "copies": "data",
+    "whole_vocab": ("tensor", "fsdp"),
     "features": "tensor",
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
@@ -69,6 +71,19 @@ def causal_block_tokens(num_tokens: int) -> int:
     """
     size = num_tokens // CAUSAL_BLOCKS
     return num_tokens if num_tokens % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS else size
+
+
+def layers_kept_apart(remat: str) -> int:
+    """Return how many layers a name of `models.remat` has from one kept input to the next.
+
+    0 where more is kept than inputs: none and dots. Raises ValueError for another name.
+    """
+    if remat in ("none", "dots"):
+        return 0
+    name, colon, number = remat.partition(":")
+    if name != "layer" or (colon and not (number.isdecimal() and int(number))):
+        raise ValueError(f"expected 'none', 'dots', 'layer' or 'layer:N' with N ≥ 1, got {remat!r}")
+    return int(number or 1)
 
 
 def _names(entry: Entry) -> tuple[str, ...]:

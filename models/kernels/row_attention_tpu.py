@@ -114,30 +114,24 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values, of what `forward` took and gave."""
     call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
-    delta_BTH = jnp.einsum(
-        "bthi,bthi->bth", *(x.astype(jnp.float32) for x in (dout_BTHh, out_BTHh))
-    )
     q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
-    inputs = [
-        (q, "queries"),
-        (k, "keys"),
-        (v, "keys"),
-        (call.queries(dout_BTHh), "queries"),
-        (call.sums(lse_BHT), "sums"),
-        (call.sums(delta_BTH.swapaxes(1, 2)), "sums"),
-    ]
-    (dq,) = call.run(
+    dout, lse = call.queries(dout_BTHh), call.sums(lse_BHT)
+    inputs = [(q, "queries"), (k, "keys"), (v, "keys"), (dout, "queries"), (lse, "sums")]
+    dq, delta = call.run(
         _dq_kernel,
         by_query=True,
-        inputs=inputs,
-        outputs=[(jax.ShapeDtypeStruct(q.shape, q.dtype), "queries")],
+        inputs=[*inputs, (call.queries(out_BTHh), "queries")],
+        outputs=[
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), "queries"),
+            (jax.ShapeDtypeStruct(lse.shape, jnp.float32), "sums"),
+        ],
         scratch=[pltpu.VMEM((call.G, call.h, call.C), jnp.float32)],
         products=3,
     )
     dk, dv = call.run(
         _dkv_kernel,
         by_query=False,
-        inputs=inputs,
+        inputs=[*inputs, (delta, "sums")],
         outputs=[(jax.ShapeDtypeStruct(x.shape, x.dtype), "keys") for x in (k, v)],
         scratch=[pltpu.VMEM((call.C, call.h), jnp.float32)] * 2,
         products=4,
@@ -339,12 +333,17 @@ def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> Non
 
 
 def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
-    pair_P, num_B, *places, q, k, v, dout, lse, delta, dq, sum_GhC = refs
+    """Gradients of queries, and δ, which the gradients of keys and values need too."""
+    pair_P, num_B, *places, q, k, v, dout, lse, out, dq, delta, sum_GhC = refs
     step = _Step.of(pair_P, num_B, num_pairs, row_pairs.query_block)
 
     @pl.when(step.first)
     def _() -> None:
         sum_GhC[...] = jnp.zeros_like(sum_GhC)
+        ones_8h = jnp.ones((8, out.shape[-1]), jnp.float32)  # a sum over lanes, as a row of them
+        for g in range(group):
+            products_Ch = dout[0, 0, g].astype(jnp.float32) * out[0, 0, g].astype(jnp.float32)
+            delta[0, 0, g : g + 1] = _product(ones_8h, products_Ch, _LAST)[:1]
 
     def each(masked: Callable) -> None:
         k_Sh, v_Sh = k[0, 0], v[0, 0]

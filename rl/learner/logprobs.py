@@ -34,14 +34,6 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def cast_for_training(params: Params, dtype: Any) -> Params:
-    """As `cast`, without the embedding, whose rows the forward pass rounds.
-
-    So its gradient, a sum over all positions that hold a token, is summed in the master's dtype.
-    """
-    return dataclasses.replace(cast(params, dtype), embedding_VD=params.embedding_VD)
-
-
 def logprobs_and_entropy(
     params: Params, batch: MicroBatch, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
@@ -54,19 +46,27 @@ def logprobs_and_entropy(
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
         recipe.model,
-        cast_for_training(params, dtype),
+        params,
         batch.tokens_BT,
         batch.packing,
-        remat=recipe.trainer.rematerialises,
+        remat=recipe.trainer.remat_policy,
+        dtype=dtype,
     )
     # the head stays in its master's dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
     head = dataclasses.replace(params, layers=())
+    if head.head_VD is None:
+        head = dataclasses.replace(
+            head, embedding_VD=constrain(head.embedding_VD, "whole_vocab", None)
+        )
+    else:
+        head = dataclasses.replace(head, head_VD=constrain(head.head_VD, "whole_vocab", None))
 
     def chunk(x: tuple[jax.Array, jax.Array, Processing]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC, processing = x
+        hidden_BCD = constrain(hidden_BCD, "copies", None, None)
         logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
-        logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
+        logits_BCV = constrain(logits_BCV, "copies", None, "whole_vocab")
         processing_BC = processing.broadcast(targets_BC.shape)
         logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, *processing_BC)
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)

@@ -127,7 +127,7 @@ def test_packing_chunking_and_remat_change_neither_value_nor_gradient(configs):
     value, gradient = unpacked(PARAMS, processing_of(configs))
     gradient = flat(gradient)
     # 18 positions for 2 rows of 22: three slices of 8, the last with padding
-    for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat=True)):
+    for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat="layer")):
         other, other_gradient = weighted(PARAMS, packed(TOKENS, configs), recipe=recipe)
         assert float(other) == pytest.approx(float(value), rel=1e-5)
         other_gradient = flat(other_gradient)
@@ -183,10 +183,11 @@ def test_gradients_of_a_frequent_token_and_of_biases_are_summed_in_float32():
     params = transformer.init(QWEN2, jax.random.key(5))
     tokens_BT = np.full((64, 32), 5, np.int32)
 
-    @partial(jax.jit, static_argnames=("dtype", "make"))
+    @partial(jax.jit, static_argnames=("dtype", "at_once"))
     @partial(jax.grad, argnums=0)
-    def of(params, *, dtype, make=scoring.cast_for_training):
-        hidden_BTD = transformer.hidden(QWEN2, make(params, dtype), tokens_BT)
+    def of(params, *, dtype, at_once=False):
+        params = scoring.cast(params, dtype) if at_once else params
+        hidden_BTD = transformer.hidden(QWEN2, params, tokens_BT, dtype=dtype)
         return jnp.sum(hidden_BTD[..., :3].astype(jnp.float32))
 
     def norms(gradient):
@@ -196,7 +197,7 @@ def test_gradients_of_a_frequent_token_and_of_biases_are_summed_in_float32():
 
     wanted = norms(of(params, dtype=jnp.float32))
     np.testing.assert_allclose(norms(of(params, dtype=jnp.bfloat16)), wanted, rtol=0.03)
-    rounded = norms(of(params, dtype=jnp.bfloat16, make=scoring.cast))
+    rounded = norms(of(params, dtype=jnp.bfloat16, at_once=True))
     assert rounded[0] < 0.5 * wanted[0]  # what the test is for
 
 
