@@ -20,7 +20,7 @@ RULES: dict[str, Entry] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "copies": "data",
-    "whole_vocab": ("tensor", "fsdp"),
+    "logits": ("tensor", "fsdp"),  # a vocabulary over all devices that share a copy of the weights
     "features": "tensor",
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
@@ -71,6 +71,17 @@ def causal_block_tokens(num_tokens: int) -> int:
     """
     size = num_tokens // CAUSAL_BLOCKS
     return num_tokens if num_tokens % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS else size
+
+
+def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
+    """Return the logical axes of logits in training: of their rows, and of the vocabulary.
+
+    Devices that share a copy of the weights then have a part of the vocabulary for all their rows:
+    each has that part of the head and of its gradient alone. Where it does not divide, each has its
+    own rows, and under fsdp the whole head.
+    """
+    ways = _ways(sizes, RULES["logits"]) if sizes else 1
+    return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
 
 
 def layers_kept_apart(remat: str) -> int:
