@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from models import transformer
-from models.config import ModelConfig
+from models.config import MeshConfig, ModelConfig
+from models.sharding import make_mesh, param_shardings
 from rl.learner import logprobs as scoring
 from rl.learner import micro_batches
 from rl.learner.config import TrainerConfig, TrainSpec
@@ -164,6 +166,28 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
     chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 64)))(params)
     assert largest_array(whole.jaxpr) >= 2 * 160 * 2000  # the measure sees what it should
     assert largest_array(chunked.jaxpr) < 2 * 160 * 2000 / 4
+
+
+@pytest.mark.parametrize("vocab", [208, 210], ids=["divides", "does not divide"])
+def test_the_vocabulary_is_split_over_all_that_share_the_weights(vocab):
+    """No device has the whole head or its gradient, nor logits of another number than its part."""
+    model = dataclasses.replace(MODEL, vocab_size=vocab, tied_embeddings=False)
+    recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=20))
+    params = transformer.init(model, jax.random.key(0))
+    batch = packed(TOKENS, MIXED)
+    value, gradient = weighted(params, batch, recipe=recipe)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        shardings = param_shardings(mesh, transformer.param_specs(model))
+        split = jax.device_put(params, shardings), scoring.place(batch)
+        step = jax.jit(partial(weighted, recipe=recipe), out_shardings=(None, shardings))
+        compiled = step.lower(*split).compile()
+        other, other_gradient = compiled(*split)
+    assert float(other) == pytest.approx(float(value), rel=1e-5)
+    np.testing.assert_allclose(flat(other_gradient), flat(gradient), rtol=1e-4, atol=1e-4)
+    text, divides = compiled.as_text(), vocab % 4 == 0
+    assert (f"[{vocab // 4},16]" in text, f"[{vocab},16]" in text) == (divides, False)
+    assert f",{vocab // 4 if divides else vocab // 2}]" in text and f",{vocab}]" not in text
 
 
 def test_bfloat16_compute_leaves_gradients_in_float32():
