@@ -16,11 +16,12 @@ Entry = str | tuple[str, ...] | None  # the mesh axes of one dimension
 RULES: dict[str, Entry] = {
     "batch": ("data", "fsdp"),
     "embed": "fsdp",
-    "copies": "data",  # of a weight's embed axis, on its way to a mesh with more copies
+    "copies": "data",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "logits": ("tensor", "fsdp"),  # a vocabulary over all devices that share a copy of the weights
     "features": "tensor",
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
@@ -101,6 +102,30 @@ def causal_block_tokens(num_tokens: int) -> int:
 def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
     """Return how many ways a mesh splits a logical axis; `sizes` by mesh axis."""
     return _ways(sizes, RULES[axis])
+
+
+def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
+    """Return the logical axes of logits in training: of their rows, and of the vocabulary.
+
+    Devices that share a copy of the weights then have a part of the vocabulary for all their rows:
+    each has that part of the head and of its gradient alone. Where it does not divide, each has its
+    own rows, and under fsdp the whole head.
+    """
+    ways = _ways(sizes, RULES["logits"]) if sizes else 1
+    return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
+
+
+def layers_kept_apart(remat: str) -> int:
+    """Return how many layers a name of `models.remat` has from one kept input to the next.
+
+    0 where more is kept than inputs: none and dots. Raises ValueError for another name.
+    """
+    if remat in ("none", "dots"):
+        return 0
+    name, colon, number = remat.partition(":")
+    if name != "layer" or (colon and not (number.isdecimal() and int(number))):
+        raise ValueError(f"expected 'none', 'dots', 'layer' or 'layer:N' with N ≥ 1, got {remat!r}")
+    return int(number or 1)
 
 
 def _names(entry: Entry) -> tuple[str, ...]:

@@ -64,6 +64,7 @@ def _turned_feed_forward(
     return _as_rows(_weight_first(down_DF, x_FR, x.dtype), x.shape[:-1])
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _feed_forward_in_parts(
     x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, parts: int
 ) -> jax.Array:
@@ -74,19 +75,46 @@ def _feed_forward_in_parts(
     of a part lie apart by that number, so that each shard of them has as many in every part.
     """
 
-    def cut(weight_FD: jax.Array) -> jax.Array:
-        return weight_FD.reshape(-1, parts, weight_FD.shape[1]).swapaxes(0, 1)
-
-    @jax.checkpoint
     def add(y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         gate_GD, up_GD, down_GD = weights
-        x_part = wide.astype(x.dtype)
-        inner = jax.nn.silu(linear(x_part, gate_GD)) * linear(x_part, up_GD)
-        return y + linear(inner, down_GD.T, jnp.float32), None
+        return y + linear(_inner(x, gate_GD, up_GD), down_GD.T, jnp.float32), None
 
-    wide = x.astype(jnp.float32)
-    weights = cut(gate_FD), cut(up_FD), cut(down_DF.T)
-    return jax.lax.scan(add, jnp.zeros_like(wide), weights)[0].astype(x.dtype)
+    weights = _cut(gate_FD, parts), _cut(up_FD, parts), _cut(down_DF.T, parts)
+    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), weights)[0].astype(x.dtype)
+
+
+def _parts_fwd(x: jax.Array, *rest: Any) -> tuple[jax.Array, tuple]:
+    *weights, parts = rest
+    return _feed_forward_in_parts(x, *weights, parts), (x, *weights)
+
+
+def _parts_bwd(parts: int, kept: tuple, dy: jax.Array) -> tuple:
+    x, gate_FD, up_FD, down_DF = kept
+
+    def add(dx: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+        gate_GD, up_GD, down_GD = weights
+        inner, of_inputs = jax.vjp(_inner, x, gate_GD, up_GD)
+        _, of_product = jax.vjp(lambda inner, down_GD: linear(inner, down_GD.T), inner, down_GD)
+        dinner, ddown_GD = of_product(dy)
+        dx_part, *rest = of_inputs(dinner)
+        return dx + dx_part.astype(jnp.float32), (*rest, ddown_GD)
+
+    weights = _cut(gate_FD, parts), _cut(up_FD, parts), _cut(down_DF.T, parts)
+    dx, gradients = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), weights)
+    dgate_FD, dup_FD, ddown_FD = (g.swapaxes(0, 1).reshape(gate_FD.shape) for g in gradients)
+    return dx.astype(x.dtype), dgate_FD, dup_FD, ddown_FD.T
+
+
+_feed_forward_in_parts.defvjp(_parts_fwd, _parts_bwd)
+
+
+def _inner(x: jax.Array, gate_GD: jax.Array, up_GD: jax.Array) -> jax.Array:
+    return jax.nn.silu(linear(x, gate_GD)) * linear(x, up_GD)
+
+
+def _cut(weight_FD: jax.Array, parts: int) -> jax.Array:
+    """Return [parts, F / parts, D]."""
+    return weight_FD.reshape(-1, parts, weight_FD.shape[1]).swapaxes(0, 1)
 
 
 def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:

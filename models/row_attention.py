@@ -2,7 +2,9 @@
 
 Blocks of queries meet the blocks of keys before them; a pair of which no position may see the other
 is skipped. Forward, each block of queries keeps a running maximum and sum of its softmax; backward,
-the scores are computed again. This is the portable path: no scores of a whole row ever exist.
+the scores are computed again: no scores of a whole row ever exist. On a TPU a kernel does this
+(`models.kernels.row_attention_tpu`) where it takes the heads and the length; elsewhere the portable
+path below, which says what is computed.
 
     forward    out = Σ_s e^(score_s − top) v_s / Σ_s e^(score_s − top),   lse = top + log Σ
     backward   p = e^(score − lse),  δ = Σ_h dout · out
@@ -16,14 +18,24 @@ Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from models.attention import NEGATIVE, Packing, may_see, precision_of
-from models.layout import LONG_ROW_BLOCK_TOKENS
+from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
+
+Axes = tuple[str | None, ...]
+_QUERY_AXES: Axes = ("batch", None, "heads", None)
+_KEY_AXES = ("batch", None, "kv_heads", None)
+_SUM_AXES = ("batch", "heads", None)
+_PLACE_AXES = ("batch", None)
+_FORWARD_AXES = _QUERY_AXES, _KEY_AXES, _KEY_AXES, _PLACE_AXES, _PLACE_AXES
+_BACKWARD_AXES = *_FORWARD_AXES, _QUERY_AXES, _SUM_AXES, _QUERY_AXES
 
 
 @jax.custom_vjp
@@ -40,8 +52,82 @@ def attend_rows(
 def _attend_fwd(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> tuple[jax.Array, tuple]:
-    out_BTHh, lse_nBKGC = _forward(q_BTHh, k_BTKh, v_BTKh, packing)
-    return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_nBKGC)
+    out_BTHh, lse_BHT = _forward(q_BTHh, k_BTKh, v_BTKh, packing)
+    return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_BHT)
+
+
+def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
+    q_BTHh, k_BTKh, v_BTKh, packing, *rest = kept
+    inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT, *rest, dout_BTHh
+    if why_portable(q_BTHh, k_BTKh) is not None:
+        return *_backward_by_blocks(*inputs), None
+    found = jax.lax.platform_dependent(*inputs, tpu=_backward_on_tpu, default=_backward_by_blocks)
+    return *found, None
+
+
+attend_rows.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _forward(
+    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs, [B, T, H, h], and the log of each sum, float32 [B, H, T]."""
+    inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT
+    if why_portable(q_BTHh, k_BTKh) is not None:
+        return _forward_by_blocks(*inputs)
+    return jax.lax.platform_dependent(*inputs, tpu=_forward_on_tpu, default=_forward_by_blocks)
+
+
+def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array) -> str | None:
+    """Return why the portable path is taken on every backend; None where a TPU has its kernel.
+
+    Under the mesh in use a device has its own rows and heads.
+    """
+    from models.kernels import row_attention_tpu  # Pallas takes a second to import
+
+    sizes = jax.sharding.get_abstract_mesh().shape
+    ways = sizes.get("tensor", 1)
+    if k_BTKh.shape[2] % ways:
+        return f"expected key/value heads that {ways} devices divide, got {k_BTKh.shape[2]}"
+    q_shape, kv_shape = q_BTHh.shape, k_BTKh.shape
+    if sizes:
+        q_shape = shard_shape(sizes, q_shape, _QUERY_AXES)
+        kv_shape = shard_shape(sizes, kv_shape, _KEY_AXES)
+    return row_attention_tpu.takes(q_shape, kv_shape, q_BTHh.dtype)
+
+
+def _forward_on_tpu(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from models.kernels import row_attention_tpu
+
+    B, T, H, _ = inputs[0].shape
+    results = (inputs[0].shape, _QUERY_AXES), ((B, H, T), _SUM_AXES)
+    return _by_device(row_attention_tpu.forward, inputs, _FORWARD_AXES, results)
+
+
+def _backward_on_tpu(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    from models.kernels import row_attention_tpu
+
+    results = tuple((x.shape, axes) for x, axes in zip(inputs[:3], _BACKWARD_AXES, strict=False))
+    return _by_device(row_attention_tpu.backward, inputs, _BACKWARD_AXES, results)
+
+
+def _by_device(
+    function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
+) -> Any:
+    """Call a function on each device's part of its inputs; `results` are (shape, axes) of its own.
+
+    Kernels are not partitioned by the compiler.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function(*inputs)
+
+    def partition(shape: tuple[int, ...], axes: Axes) -> PartitionSpec:
+        return PartitionSpec(*fitting_axes(mesh.shape, shape, axes))
+
+    parts = tuple(partition(x.shape, of) for x, of in zip(inputs, axes, strict=True))
+    out_parts = tuple(partition(*result) for result in results)
+    return jax.shard_map(function, in_specs=parts, out_specs=out_parts, check_vma=False)(*inputs)
 
 
 @jax.tree_util.register_dataclass
@@ -60,10 +146,16 @@ class _Blocks:
     seen_nn: jax.Array
 
     @staticmethod
-    def of(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing) -> _Blocks:
+    def of(
+        q_BTHh: jax.Array,
+        k_BTKh: jax.Array,
+        v_BTKh: jax.Array,
+        prompt_BT: jax.Array,
+        branch_BT: jax.Array,
+    ) -> _Blocks:
         K = k_BTKh.shape[2]
-        prompt_nBC = _cut(packing.prompt_BT, -1)  # what is added sees itself alone
-        branch_nBC = _cut(packing.branch_BT, 0)
+        prompt_nBC = _cut(prompt_BT, -1)  # what is added sees itself alone
+        branch_nBC = _cut(branch_BT, 0)
         return _Blocks(
             _by_head(_cut(q_BTHh), K),
             _by_head(_cut(k_BTKh), K)[:, :, :, 0],
@@ -86,11 +178,15 @@ class _Blocks:
         return jnp.where(self.mask(i, j)[:, None, None], scores, NEGATIVE)
 
 
-def _forward(
-    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
+def _forward_by_blocks(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs, [B, T, H, h], and the log of each sum, [n, B, K, G, C]."""
-    blocks = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, packing)
+    """Return the outputs, [B, T, H, h], and the log of each sum, [B, H, T]: the portable path."""
+    blocks = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT)
     n, B, K, G, C, h = blocks.q.shape
 
     def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,13 +204,24 @@ def _forward(
         return (out / total[..., None]).astype(v_BTKh.dtype), top + jnp.log(total)
 
     out_nBKGCh, lse_nBKGC = jax.lax.map(of_queries, jnp.arange(n))
-    return _rows(out_nBKGCh, q_BTHh.shape), lse_nBKGC
+    lse_BTH1 = _rows(lse_nBKGC[..., None], (*q_BTHh.shape[:3], 1))
+    return _rows(out_nBKGCh, q_BTHh.shape), lse_BTH1[..., 0].swapaxes(1, 2)
 
 
-def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
-    q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_nBKGC = kept
-    blocks, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, packing), k_BTKh.shape[2]
+def _backward_by_blocks(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+    out_BTHh: jax.Array,
+    lse_BHT: jax.Array,
+    dout_BTHh: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of queries, keys and values: the portable path."""
+    blocks, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT), k_BTKh.shape[2]
     n, scale = len(blocks.q), q_BTHh.shape[-1] ** -0.5
+    lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None]), K)
     dout = _by_head(_cut(dout_BTHh), K)
     products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
     delta = _by_head(_cut(products_BTH1), K)
@@ -122,7 +229,7 @@ def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
     def of_queries(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
         def meet(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv = carry
-            p = jnp.exp(blocks.scores(i, j) - lse_nBKGC[i][..., None])
+            p = jnp.exp(blocks.scores(i, j) - lse[i])
             dv_j = _product("bkgcs,bkgch->bksh", p.astype(dout.dtype), dout[i])
             dp = _product("bkgch,bksh->bkgcs", dout[i], blocks.v[j])
             ds = (p * (dp - delta[i])).astype(q_BTHh.dtype)
@@ -139,15 +246,7 @@ def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
     (dk, dv), dq = jax.lax.scan(of_queries, (none, none), jnp.arange(n))
     dk = (dk * scale).astype(k_BTKh.dtype)[:, :, :, None]
     dv = dv.astype(v_BTKh.dtype)[:, :, :, None]
-    return (
-        _rows(dq, q_BTHh.shape),
-        _rows(dk, k_BTKh.shape),
-        _rows(dv, v_BTKh.shape),
-        None,
-    )
-
-
-attend_rows.defvjp(_attend_fwd, _attend_bwd)
+    return _rows(dq, q_BTHh.shape), _rows(dk, k_BTKh.shape), _rows(dv, v_BTKh.shape)
 
 
 def _where_seen(

@@ -40,11 +40,11 @@ from models.layout import LONG_ROW_TOKENS
 from models.paged_cache import PagedCache
 from models.params import Layer, Params, ParamSpec, param_specs
 from models.products import feed_forward, linear
+from models.remat import through_layers
 from models.rope import rope_turns, rotate
 from models.row_attention import attend_rows
 from models.sharding import constrain
 
-Found = TypeVar("Found")
 Cached = TypeVar("Cached", KVCache, PagedCache)
 
 for _weights in (Layer, Params):
@@ -131,15 +131,17 @@ def hidden(
     tokens_BT: jax.Array,
     packing: Packing | None = None,
     *,
-    remat: bool = False,
+    remat: str = "none",
+    dtype: Any = None,
 ) -> jax.Array:
-    """Return the hidden states after the last norm; [B, T, D].
+    """Return the hidden states after the last norm; [B, T, D] of `dtype`, by default the weights'.
 
-    Rows are single right-padded sequences, or packed by `packing`. `remat` recomputes each layer
-    in the backward pass instead of keeping its activations. The embedding may have another dtype
-    than the rest: its rows are rounded after the lookup, and its gradient is summed in its own.
+    Rows are single right-padded sequences, or packed by `packing`. `remat` names what the
+    backward pass computes again instead of keeping it (`models.remat`). A layer's weights are
+    rounded to `dtype` where they are used, so that no copy of all of them is kept; the embedding's
+    rows after the lookup, so that its gradient is summed in its own dtype.
     """
-    return _hidden_and_entries(config, params, tokens_BT, packing, remat=remat)[0]
+    return _hidden_and_entries(config, params, tokens_BT, packing, remat, dtype)[0]
 
 
 def hidden_and_cache(
@@ -171,45 +173,25 @@ def _hidden_and_entries(
     params: Params,
     tokens_BT: jax.Array,
     packing: Packing | None,
-    *,
-    remat: bool = False,
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array]]]:
+    remat: str = "none",
+    dtype: Any = None,
+) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
     """Return the final hidden states, and every layer's (k_BTKh, v_BTKh, output_BTD)."""
     T, is_packed = tokens_BT.shape[1], packing is not None
+    dtype = dtype or params.final_norm_D.dtype
     packing = packing or _one_sequence(tokens_BT)
     rope, seen = rope_turns(config, packing.positions_BT), packing
     if T < LONG_ROW_TOKENS:
         seen = packed_mask(packing) if is_packed else causal_mask(T)
 
-    def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return _whole_layer(config, layer, x_BTD, rope, seen)
+    def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        layer = jax.tree.map(lambda weight: weight.astype(dtype), layer)
+        x_BTD, entry = _whole_layer(config, layer, x_BTD, rope, seen)
+        return x_BTD, (*entry, x_BTD)
 
-    apply = _at_once(jax.checkpoint(step)) if remat else step
-    x_BTD = embed(params.embedding_VD, tokens_BT).astype(params.final_norm_D.dtype)
-    entries = []
-    for layer in params.layers:
-        x_BTD, entry = apply(layer, x_BTD)
-        entries.append((*entry, x_BTD))
-    return rms_norm(x_BTD, params.final_norm_D, config.norm_eps), entries
-
-
-def _at_once(step: Callable[[Layer, jax.Array], Found]) -> Callable[[Layer, jax.Array], Found]:
-    """Return a layer whose gradients are all computed before the layer below it has its own.
-
-    A scheduler would leave those of the weights to the end, and so keep for all layers what
-    `jax.checkpoint` computes again for them.
-    """
-    return lambda layer, x_BTD: step(*_tied(layer, x_BTD))
-
-
-@jax.custom_vjp
-def _tied(layer: Layer, x_BTD: jax.Array) -> tuple[Layer, jax.Array]:
-    return layer, x_BTD
-
-
-_tied.defvjp(
-    lambda *inputs: (inputs, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
-)
+    x_BTD = embed(params.embedding_VD, tokens_BT).astype(dtype)
+    x_BTD, entries = through_layers(step, params.layers, x_BTD, remat)
+    return rms_norm(x_BTD, params.final_norm_D.astype(dtype), config.norm_eps), entries
 
 
 def _one_sequence(tokens_BT: jax.Array) -> Packing:

@@ -1,0 +1,1 @@
+"""Kernels of accelerators; each stands behind a function of `models` with a portable path."""

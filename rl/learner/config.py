@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from models.config import ModelConfig
+from models.layout import layers_kept_apart
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 
 
@@ -18,17 +19,19 @@ class TrainerConfig:
     positions, padding included; `logprob_chunk_tokens` of them have logits at a
     time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where rollouts are
     exact up to rounding only; float32 is in full precision on every backend. Master weights
-    are always float32. `remat` computes each layer again in the backward pass instead of
-    keeping what it made: less memory for a third more work; auto is False on a CPU and True
-    elsewhere. An update with a loss or gradient that is not finite is never applied:
-    `on_nonfinite` says whether it stops the run, or is left out and counted.
+    are always float32. `remat` says what the backward pass computes again instead of keeping it:
+    none; layer (or True), all but each layer's input, for a third more work; layer:N, all but the
+    input of every N-th layer, for up to two thirds more work; dots, all but the products with
+    weights. auto is none on a CPU and layer elsewhere. An update with a loss or gradient that is
+    not finite is never applied: `on_nonfinite` says whether it stops the run, or is left out and
+    counted.
     """
 
     inner_updates: int = 1
     minibatches: int = 1
     micro_batch_tokens: int = 8192
     logprob_chunk_tokens: int = 1024
-    remat: bool | Literal["auto"] = "auto"
+    remat: bool | str = "auto"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
@@ -41,6 +44,10 @@ class TrainerConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        try:
+            layers_kept_apart(self.remat_on(is_cpu=True))
+        except ValueError as error:
+            raise ValueError(f"remat: {error}; 'auto', True and False are taken too") from None
         if self.on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {self.on_nonfinite!r}")
         if self.compute_dtype not in ("auto", "float32", "bfloat16"):
@@ -58,12 +65,20 @@ class TrainerConfig:
             return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return jnp.dtype(self.compute_dtype)
 
+    def remat_on(self, is_cpu: bool) -> str:
+        """Return what is computed again there, by a name of `models.remat`."""
+        if self.remat == "auto":
+            return "none" if is_cpu else "layer"
+        if isinstance(self.remat, bool):
+            return "layer" if self.remat else "none"
+        return self.remat
+
     @property
-    def rematerialises(self) -> bool:
-        """True if the backward pass recomputes layers; `auto` asks jax for its backend."""
+    def remat_policy(self) -> str:
+        """What the backward pass computes again; `auto` asks jax for its backend."""
         import jax
 
-        return jax.default_backend() != "cpu" if self.remat == "auto" else self.remat
+        return self.remat_on(jax.default_backend() == "cpu")
 
 
 Schedule = Literal["constant", "linear", "cosine"]

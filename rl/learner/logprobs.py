@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
-from models.layout import RULES
+from models.layout import RULES, logits_axes
 from models.sharding import constrain, replicated
 from models.transformer import Params
 from rl.learner import micro_batches
@@ -34,14 +34,6 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def cast_for_training(params: Params, dtype: Any) -> Params:
-    """As `cast`, without the embedding, whose rows the forward pass rounds.
-
-    So its gradient, a sum over all positions that hold a token, is summed in the master's dtype.
-    """
-    return dataclasses.replace(cast(params, dtype), embedding_VD=params.embedding_VD)
-
-
 def logprobs_and_entropy(
     params: Params, batch: MicroBatch, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
@@ -54,19 +46,23 @@ def logprobs_and_entropy(
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
         recipe.model,
-        cast_for_training(params, dtype),
+        params,
         batch.tokens_BT,
         batch.packing,
-        remat=recipe.trainer.rematerialises,
+        remat=recipe.trainer.remat_policy,
+        dtype=dtype,
     )
     # the head stays in its master's dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
-    head = dataclasses.replace(params, layers=())
+    sizes = jax.sharding.get_abstract_mesh().shape
+    rows_axis, vocab_axis = logits_axes(sizes, recipe.model.vocab_size)
+    head = _head(params, vocab_axis)
 
     def chunk(x: tuple[jax.Array, jax.Array, Processing]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC, processing = x
+        hidden_BCD = constrain(hidden_BCD, rows_axis, None, None)
         logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
-        logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
+        logits_BCV = constrain(logits_BCV, rows_axis, None, vocab_axis)
         processing_BC = processing.broadcast(targets_BC.shape)
         logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, *processing_BC)
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
@@ -75,6 +71,14 @@ def logprobs_and_entropy(
     rows = hidden_BTD, batch.targets_BT, batch.processing_BT
     logprobs_BT, entropy_BT = _map_chunks(chunk, rows, chunk_tokens)
     return logprobs_BT.reshape(-1)[batch.index_EM], entropy_BT.reshape(-1)[batch.index_EM]
+
+
+def _head(params: Params, vocab_axis: str) -> Params:
+    """Return what logits are computed with, as a tied head, laid out by the axis of these."""
+    embed_axis = None if vocab_axis == "logits" else "embed"
+    head_VD = params.embedding_VD if params.head_VD is None else params.head_VD
+    head_VD = constrain(head_VD, vocab_axis, embed_axis)
+    return dataclasses.replace(params, layers=(), embedding_VD=head_VD, head_VD=None)
 
 
 def _map_chunks(

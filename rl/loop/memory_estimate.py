@@ -28,6 +28,7 @@ from models.layout import (
     LONG_ROW_FEED_FORWARD_PARTS,
     LONG_ROW_TOKENS,
     causal_block_tokens,
+    layers_kept_apart,
     rollout_tensor,
     shard_shape,
 )
@@ -109,8 +110,8 @@ def verdict(found: Estimate, devices: Devices) -> str | None:
     total, certain, limit = found.total * ways, found.certain * ways, devices.limit_bytes
     mend = (
         "lower Engine.slots, Sampling.max_new_tokens or Trainer.micro_batch_tokens, set "
-        "Trainer.remat = True, split weights over more devices (Mesh.fsdp, Mesh.tensor), or take "
-        "a smaller policy"
+        "Trainer.remat = 'layer' (or 'layer:4'), split weights over more devices (Mesh.fsdp, "
+        "Mesh.tensor), or take a smaller policy"
     )
     if certain > limit:
         raise ValueError(
@@ -243,21 +244,26 @@ def _training(
     )
     rows, length = shape.rows // mesh.batch, shape.length
     tokens = rows * length
-    remat = not devices.is_cpu if trainer.remat == "auto" else trainer.remat
     is_long = length >= LONG_ROW_TOKENS
     layer = tokens * itemsize * _values_of_layer(model, mesh.tensor, is_long)
     scores = _FLOAT32 * rows * _causal_scores(model, length) // mesh.tensor
-    kept = tokens * itemsize * model.d_model if remat else layer + int(_SCORES_KEPT * scores)
+    remat = trainer.remat_on(devices.is_cpu)
+    kept = model.num_layers * (layer + int(_SCORES_KEPT * scores))
+    if remat != "none":
+        kept = tokens * itemsize * _values_kept(model, mesh.tensor, is_long, remat)
     mask = 0 if is_long else rows * length * length
+    copies = weights * itemsize // _FLOAT32 if itemsize < _FLOAT32 else 0
     whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize) if mesh.batch > 1 else 0
+    if remat != "none":  # weights are rounded and gathered again for each layer's gradient
+        copies, whole = (2 * x // (model.num_layers + 2) for x in (copies, whole))
     chunk_tokens = min(trainer.logprob_chunk_tokens // mesh.batch or 1, tokens)
     logits = _LOGITS_TRAINING * _FLOAT32 * chunk_tokens * model.vocab_size // mesh.tensor
     at_work = layer + int(_SCORES_AT_WORK * scores)
     return {
         "gradients": 2 * weights,  # of all micro-batches so far, and of this one
-        "compute copies": weights * itemsize // _FLOAT32 if itemsize < _FLOAT32 else 0,
+        "compute copies": copies,
         "gathered weights": whole if mesh.sizes["fsdp"] > 1 else 0,
-        "activations": model.num_layers * kept + mask,
+        "activations": kept + mask,
         "a layer's gradient, or logits": max(at_work, logits),
         "loss arrays": _LOSS_ARRAYS * _FLOAT32 * shape.samples * length // mesh.batch,
     }
@@ -341,6 +347,17 @@ def _values_of_layer(model: ModelConfig, tensor: int, is_long: bool = False) -> 
     features = model.d_ff // LONG_ROW_FEED_FORWARD_PARTS if is_long else model.d_ff
     split = 5 * features + (5 * model.num_heads + 8 * model.num_kv_heads) * model.head_dim
     return 5 * model.d_model + split // tensor
+
+
+def _values_kept(model: ModelConfig, tensor: int, is_long: bool, remat: str) -> int:
+    """Values a token that all layers keep for their gradients (models.remat)."""
+    layers, apart = model.num_layers, layers_kept_apart(remat)
+    if remat == "dots":
+        features = 0 if is_long else 2 * model.d_ff  # long rows compute them again in any case
+        split = features + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return layers * (3 * model.d_model + split // tensor)
+    several = apart if apart > 1 else 0  # whose gradients are computed
+    return (-(-layers // apart) + min(several, layers)) * model.d_model
 
 
 def _causal_scores(model: ModelConfig, length: int) -> int:

@@ -24,7 +24,7 @@ class Mend:
 def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[tuple[str, TrainConfig]]:
     """Yield settings that need less memory, each with the configuration; `mesh` by its axes."""
 
-    def changed(section: str, **values: int | bool) -> tuple[str, TrainConfig]:
+    def changed(section: str, **values: int | str) -> tuple[str, TrainConfig]:
         part = dataclasses.replace(getattr(config, section), **values)
         names = [f"--gin.{section.capitalize()}.{field}={x}" for field, x in values.items()]
         return " ".join(names), dataclasses.replace(config, **{section: part})
@@ -33,8 +33,10 @@ def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[tuple[str,
         yield changed("engine", slots=config.engine.slots // 2)
     if config.trainer.micro_batch_tokens > config.longest_tokens:
         yield changed("trainer", micro_batch_tokens=config.trainer.micro_batch_tokens // 2)
-    if config.trainer.remat is False:
-        yield changed("trainer", remat=True)
+    remat = config.trainer.remat_on(is_cpu=False)
+    yield changed("trainer", remat="layer" if remat in ("none", "dots") else "layer:4")
+    if config.engine.pages:
+        yield changed("engine", pages=config.engine.pages // 2)
     if config.trainer.logprob_chunk_tokens > 256:
         yield changed("trainer", logprob_chunk_tokens=config.trainer.logprob_chunk_tokens // 2)
     if config.speculation.enabled and config.engine.max_round_nodes > 2 * config.engine.slots:
@@ -46,6 +48,8 @@ def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[tuple[str,
         yield changed("mesh", data=data, fsdp=fsdp // 2, tensor=2 * tensor)
     elif data % 2 == 0:
         yield changed("mesh", data=data // 2, tensor=2 * tensor)
+    if config.mesh.rollout_tensor != "auto" and config.sched.workers == 1:
+        yield changed("mesh", rollout_tensor=2 * config.mesh.rollout_tensor)
     if config.sched.workers > 1 and config.sched.workers % 2 == 0:
         each = config.sched.devices_per_worker
         yield changed("sched", workers=config.sched.workers // 2, devices_per_worker=2 * each)

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import hf, transformer
-from models.config import MeshConfig, ModelConfig
-from models.sharding import make_mesh
+from models.config import ModelConfig
+from models.sharding import make_mesh, rollout_mesh
 from rl.config.loader import resolve_path
 from rl.engine.engine import Engine
 from rl.learner import critic, trainer
@@ -93,7 +93,7 @@ class RunShapes:
         own, workers = _split(self.config, devices)
         self.apart = not set(own) & set(workers)
         self.mesh = make_mesh(config.mesh, own)
-        self.worker_mesh, alike = _worker_mesh(self.config, self.mesh, workers)
+        self.worker_mesh, alike = _worker_mesh(self.config, model, self.mesh, workers)
         self.workers_of_device = alike
         shape = drafter_shape(self.config, model)
         self.engine = Engine(
@@ -134,7 +134,8 @@ class RunShapes:
 
     @property
     def _shares_weights(self) -> bool:
-        return self.worker_mesh is self.mesh and self.engine.dtype == np.float32
+        same = self.worker_mesh.shape == self.mesh.shape
+        return not self.apart and same and self.engine.dtype == np.float32
 
     # -- programs ----------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class RunShapes:
             kind = f"{name} of the critic" if name in seen else name
             seen.add(name)
             passes = PASSES.get(name, 0)
-            passes += name == "accumulate" and self.recipe.trainer.rematerialises
+            passes += name == "accumulate" and self.config.trainer.remat not in (False, "none")
             yield RunProgram(
                 *(TRAINING, kind, sizes if passes else "", partial(self._in_mesh, call.lower)),
                 *(held.get(name, 0), tokens, tokens if passes else 0, passes),
@@ -267,7 +268,7 @@ def _resolved(config: TrainConfig, *, is_cpu: bool) -> TrainConfig:
     if settings.compute_dtype == "auto":
         changed["compute_dtype"] = "float32" if is_cpu else "bfloat16"
     if settings.remat == "auto":
-        changed["remat"] = not is_cpu
+        changed["remat"] = settings.remat_on(is_cpu)
     return dataclasses.replace(config, trainer=dataclasses.replace(settings, **changed))
 
 
@@ -290,18 +291,18 @@ def _split(config: TrainConfig, devices: Sequence[Any]) -> tuple[list[Any], list
     return [device for trains in own for device in trains], both[0][1]
 
 
-def _worker_mesh(config: TrainConfig, own: Mesh, devices: Sequence[Any]) -> tuple[Mesh, int]:
+def _worker_mesh(
+    config: TrainConfig, model: ModelConfig, own: Mesh, devices: Sequence[Any]
+) -> tuple[Mesh, int]:
     """Return the mesh of one rollout worker, and how many workers share a device."""
     sched, cluster = config.sched, config.cluster
     if cluster.kind != "ray" and sched.workers == 1 and sched.mode == "sync":
         local = cluster.kind == "spmd" and cluster.rollouts == "local"
         first = own.devices.flat[0].process_index
         mine = [d for d in own.devices.flat if d.process_index == first]
-        if not local or len(mine) == own.size:
-            return own, 1
-        tensor = math.gcd(config.mesh.tensor, len(mine))
-        fsdp = math.gcd(config.mesh.fsdp, len(mine) // tensor)
-        return make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), mine), 1
+        chosen = mine if local else list(own.devices.flat)
+        ways, asked = config.mesh.fsdp * config.mesh.tensor, config.mesh.rollout_tensor
+        return rollout_mesh(chosen, model.num_kv_heads, ways, asked), 1
     size, count = sched.devices_per_worker, sched.workers
     if size > 1 and size * count > len(devices):
         raise ValueError(
@@ -310,4 +311,4 @@ def _worker_mesh(config: TrainConfig, own: Mesh, devices: Sequence[Any]) -> tupl
             "target"
         )
     alike = math.ceil(count * size / len(devices))
-    return make_mesh(MeshConfig(data=1, tensor=size), devices[:size]), alike
+    return rollout_mesh(devices[:size], model.num_kv_heads), alike

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from models import hf, layout, sharding, transformer
 from models.config import MeshConfig
+from models.layout import fitting_axes, logits_axes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -90,6 +91,15 @@ def test_logical_axes_map_to_mesh_axes_without_repeats():
             sharding.partition_spec(axes)
     with pytest.raises(KeyError):
         sharding.partition_spec(("no such axis",))
+
+
+def test_logits_are_split_over_all_that_share_the_weights():
+    assert logits_axes({"data": 2, "fsdp": 4, "tensor": 2}, 16) == ("copies", "logits")
+    assert logits_axes({"data": 2, "fsdp": 4, "tensor": 2}, 12) == ("batch", "vocab")
+    assert fitting_axes(
+        {"data": 2, "fsdp": 4, "tensor": 2}, (8, 3, 16), ("copies", None, "logits")
+    )[::2] == ["data", ("tensor", "fsdp")]
+    assert logits_axes({}, 7) == ("copies", "logits"), "without a mesh nothing is split"
 
 
 def test_dimensions_that_do_not_divide_stay_whole(devices):

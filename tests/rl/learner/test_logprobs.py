@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from models import transformer
-from models.config import ModelConfig
+from models.config import MeshConfig, ModelConfig
+from models.sharding import make_mesh, param_shardings
 from rl.learner import logprobs as scoring
 from rl.learner import micro_batches
 from rl.learner.config import TrainerConfig, TrainSpec
@@ -127,7 +129,7 @@ def test_packing_chunking_and_remat_change_neither_value_nor_gradient(configs):
     value, gradient = unpacked(PARAMS, processing_of(configs))
     gradient = flat(gradient)
     # 18 positions for 2 rows of 22: three slices of 8, the last with padding
-    for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat=True)):
+    for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat="layer")):
         other, other_gradient = weighted(PARAMS, packed(TOKENS, configs), recipe=recipe)
         assert float(other) == pytest.approx(float(value), rel=1e-5)
         other_gradient = flat(other_gradient)
@@ -166,6 +168,28 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
     assert largest_array(chunked.jaxpr) < 2 * 160 * 2000 / 4
 
 
+@pytest.mark.parametrize("vocab", [208, 210], ids=["divides", "does not divide"])
+def test_the_vocabulary_is_split_over_all_that_share_the_weights(vocab):
+    """No device has the whole head or its gradient, nor logits of another number than its part."""
+    model = dataclasses.replace(MODEL, vocab_size=vocab, tied_embeddings=False)
+    recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=20))
+    params = transformer.init(model, jax.random.key(0))
+    batch = packed(TOKENS, MIXED)
+    value, gradient = weighted(params, batch, recipe=recipe)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        shardings = param_shardings(mesh, transformer.param_specs(model))
+        split = jax.device_put(params, shardings), scoring.place(batch)
+        step = jax.jit(partial(weighted, recipe=recipe), out_shardings=(None, shardings))
+        compiled = step.lower(*split).compile()
+        other, other_gradient = compiled(*split)
+    assert float(other) == pytest.approx(float(value), rel=1e-5)
+    np.testing.assert_allclose(flat(other_gradient), flat(gradient), rtol=1e-4, atol=1e-4)
+    text, divides = compiled.as_text(), vocab % 4 == 0
+    assert (f"[{vocab // 4},16]" in text, f"[{vocab},16]" in text) == (divides, False)
+    assert f",{vocab // 4 if divides else vocab // 2}]" in text and f",{vocab}]" not in text
+
+
 def test_bfloat16_compute_leaves_gradients_in_float32():
     recipe = recipe_of(compute_dtype="bfloat16", logprob_chunk_tokens=18)
     _, gradient = weighted(PARAMS, packed(TOKENS), recipe=recipe)
@@ -183,10 +207,11 @@ def test_gradients_of_a_frequent_token_and_of_biases_are_summed_in_float32():
     params = transformer.init(QWEN2, jax.random.key(5))
     tokens_BT = np.full((64, 32), 5, np.int32)
 
-    @partial(jax.jit, static_argnames=("dtype", "make"))
+    @partial(jax.jit, static_argnames=("dtype", "at_once"))
     @partial(jax.grad, argnums=0)
-    def of(params, *, dtype, make=scoring.cast_for_training):
-        hidden_BTD = transformer.hidden(QWEN2, make(params, dtype), tokens_BT)
+    def of(params, *, dtype, at_once=False):
+        params = scoring.cast(params, dtype) if at_once else params
+        hidden_BTD = transformer.hidden(QWEN2, params, tokens_BT, dtype=dtype)
         return jnp.sum(hidden_BTD[..., :3].astype(jnp.float32))
 
     def norms(gradient):
@@ -196,7 +221,7 @@ def test_gradients_of_a_frequent_token_and_of_biases_are_summed_in_float32():
 
     wanted = norms(of(params, dtype=jnp.float32))
     np.testing.assert_allclose(norms(of(params, dtype=jnp.bfloat16)), wanted, rtol=0.03)
-    rounded = norms(of(params, dtype=jnp.bfloat16, make=scoring.cast))
+    rounded = norms(of(params, dtype=jnp.bfloat16, at_once=True))
     assert rounded[0] < 0.5 * wanted[0]  # what the test is for
 
 

@@ -106,11 +106,26 @@ def test_long_rows_take_memory_by_their_length_alone():
 
 
 def test_remat_follows_the_backend():
-    assert not setting("Trainer.remat='auto'").trainer.rematerialises, "tests run on a CPU"
+    assert setting("Trainer.remat='auto'").trainer.remat_policy == "none", "tests run on a CPU"
     assert parts("Trainer.remat='auto'") == parts()
     accelerator = Devices(1, None, is_cpu=False, shared=False)
     found = parts("Trainer.remat='auto'", devices=accelerator)
     assert found["activations"] < parts()["activations"] / 4
+    assert found == parts("Trainer.remat=True", devices=accelerator)
+    assert found == parts("Trainer.remat='layer'", devices=accelerator)
+    assert parts("Trainer.remat='none'") == parts("Trainer.remat=False") == parts()
+
+
+def test_more_layers_apart_keep_less():
+    deep = dataclasses.replace(MODEL, num_layers=36)
+
+    def of(remat):
+        return parts(f"Trainer.remat={remat!r}", model=deep)["activations"]
+
+    assert of("none") > 3 * of("dots") > 3 * of("layer") > 5 * of("layer:6")
+    assert of("layer:6") < min(of("layer:2"), of("layer:18"))
+    with pytest.raises(ValueError, match=r"remat: expected .*'layer:N'.*, got 'pairs'; 'auto'"):
+        setting("Trainer.remat='pairs'")
 
 
 def compiled_bytes(lowered):

@@ -1,0 +1,400 @@
+"""Attention over packed rows on a TPU: a Pallas (Mosaic) kernel, forward and backward.
+
+    forward    out = Σ_s e^(score_s − lse) v_s,   lse = log Σ_s e^(score_s)
+    backward   p = e^(score − lse),  δ = Σ_h dout · out,  ds = p (dout vᵀ − δ)
+               dq = ds k / √h,  dk = dsᵀ q / √h,  dv = pᵀ dout
+
+A grid step is a pair of a block of queries and one of keys, for all query heads of a key/value
+head: keys and values are read once for them. Only pairs of which some positions may see each other
+are steps: their list is made from the ranges of prompts and branches of each block, and is
+prefetched as scalars. Scores are held keys first, [S, C], so that what there is one of a query
+(maximum, sum, log-sum-exp) is a row of lanes.
+
+`models.row_attention` is the portable path, which says what is computed. Under a mesh a device
+is to call this with its own rows and heads: no compiler partitions it.
+
+B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks, P pairs of blocks,
+C queries of a block, S keys of one.
+Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two passes backward).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from models.kernels import row_pairs
+
+_NEGATIVE = -1e30  # finite, so that a difference of two is a number
+_LANES = 128
+_BLOCK_TOKENS = 512  # at most; of queries and of keys
+_VMEM_BYTES = 48 * 2**20  # that a kernel may ask for; those since v5e have 64 MiB and more
+_BLOCK_BYTES = 2 * 2**20  # at most, of a block's queries in float32
+_MOST_PAIRS = 2**17  # of all rows: half of the memory of scalars
+_LAST = (((1,), (1,)), ((), ()))  # x · yᵀ
+_PLAIN = (((1,), (0,)), ((), ()))  # x · y
+_FIRST = (((0,), (0,)), ((), ()))  # xᵀ · y
+
+
+def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
+    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None where it does."""
+    (B, T, H, h), K = q_shape, kv_shape[2]
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
+    if h % 8 or h > 2 * _LANES:
+        return f"expected a head size that 8 divides, of at most {2 * _LANES}, got {h}"
+    if H % K:
+        return f"expected heads that {K} key/value heads divide, got {H}"
+    size = block_tokens(T, H // K, h)
+    n = -(-T // size)
+    if B * n * (n + 1) // 2 > _MOST_PAIRS or n >= 2**row_pairs.BLOCK_BITS:
+        return f"expected at most {_MOST_PAIRS} pairs of blocks of {size}, got {B} rows of {T}"
+    return None
+
+
+def block_tokens(num_tokens: int, group: int, head_size: int) -> int:
+    """Return the positions of a block: fewer for many heads of a group, and for short rows."""
+    size = _BLOCK_TOKENS
+    while size > _LANES and 4 * size * group * max(head_size, _LANES) > _BLOCK_BYTES:
+        size //= 2
+    return min(size, -(-num_tokens // _LANES) * _LANES)
+
+
+def forward(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the attention of `models.row_attention.attend_rows`, [B, T, H, h], and lse [B, H, T].
+
+    `lse` is float32: the log of the sum of e^score.
+    """
+    call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
+    q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
+    out, lse = call.run(
+        _forward_kernel,
+        by_query=True,
+        inputs=[(q, "queries"), (k, "keys"), (v, "keys")],
+        outputs=[
+            (jax.ShapeDtypeStruct(q.shape, v.dtype), "queries"),
+            (jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32), "sums"),
+        ],
+        scratch=[
+            pltpu.VMEM((call.G, call.h, call.C), jnp.float32),
+            pltpu.VMEM((call.G, call.C), jnp.float32),
+            pltpu.VMEM((call.G, call.C), jnp.float32),
+        ],
+        products=2,
+    )
+    return call.rows(out), lse.reshape(call.B, -1, lse.shape[-1])[:, :, : call.T]
+
+
+def backward(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+    out_BTHh: jax.Array,
+    lse_BHT: jax.Array,
+    dout_BTHh: jax.Array,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of queries, keys and values, of what `forward` took and gave."""
+    call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
+    q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
+    dout, lse = call.queries(dout_BTHh), call.sums(lse_BHT)
+    inputs = [(q, "queries"), (k, "keys"), (v, "keys"), (dout, "queries"), (lse, "sums")]
+    dq, delta = call.run(
+        _dq_kernel,
+        by_query=True,
+        inputs=[*inputs, (call.queries(out_BTHh), "queries")],
+        outputs=[
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), "queries"),
+            (jax.ShapeDtypeStruct(lse.shape, jnp.float32), "sums"),
+        ],
+        scratch=[pltpu.VMEM((call.G, call.h, call.C), jnp.float32)],
+        products=3,
+    )
+    dk, dv = call.run(
+        _dkv_kernel,
+        by_query=False,
+        inputs=[*inputs, (delta, "sums")],
+        outputs=[(jax.ShapeDtypeStruct(x.shape, x.dtype), "keys") for x in (k, v)],
+        scratch=[pltpu.VMEM((call.C, call.h), jnp.float32)] * 2,
+        products=4,
+    )
+    return call.rows(dq), call.rows(dk), call.rows(dv)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The shapes and the pairs of a call, and how its arrays are laid out for the kernel."""
+
+    B: int
+    T: int
+    K: int
+    G: int
+    h: int
+    C: int
+    prompt_BT: jax.Array  # filled up to whole blocks, as the next
+    branch_BT: jax.Array
+    interpret: Any
+
+    @staticmethod
+    def of(
+        q_BTHh: jax.Array, k_BTKh: jax.Array, prompt_BT: jax.Array, branch_BT: jax.Array, how: Any
+    ) -> _Call:
+        (B, T, H, h), K = q_BTHh.shape, k_BTKh.shape[2]
+        size = block_tokens(T, H // K, h)
+        widths = (0, 0), (0, -T % size)
+        prompt_BT, branch_BT = (
+            jnp.pad(x.astype(jnp.int32), widths) for x in (prompt_BT, branch_BT)
+        )
+        return _Call(B, T, K, H // K, h, size, prompt_BT, branch_BT, how)
+
+    def queries(self, x_BTHh: jax.Array) -> jax.Array:
+        """Return [B, K, G, T, h], T filled up to whole blocks."""
+        x_BHTh = self._filled(x_BTHh.swapaxes(1, 2), 2)
+        return x_BHTh.reshape(self.B, self.K, self.G, *x_BHTh.shape[2:])
+
+    def keys(self, x_BTKh: jax.Array) -> jax.Array:
+        """Return [B, K, T, h], filled up."""
+        return self._filled(x_BTKh.swapaxes(1, 2), 2)
+
+    def sums(self, x_BHT: jax.Array) -> jax.Array:
+        """Return [B, K, G, T], filled up."""
+        x_BHT = self._filled(x_BHT, 2)
+        return x_BHT.reshape(self.B, self.K, self.G, -1)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Return [B, T, H, h] of queries or keys as they are laid out."""
+        x_BHTh = x.reshape(self.B, -1, *x.shape[-2:])
+        return x_BHTh.swapaxes(1, 2)[:, : self.T]
+
+    def _filled(self, x: jax.Array, axis: int) -> jax.Array:
+        over = self.prompt_BT.shape[1] - self.T
+        widths = [(0, over if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths) if over else x
+
+    def _specs(self, at: Callable) -> dict[str, pl.BlockSpec]:
+        """Return the blocks of a step by what an array holds; `at` gives the pair of a step."""
+        G, C, h = self.G, self.C, self.h
+        return {
+            "queries": pl.BlockSpec((1, 1, G, C, h), lambda b, k, *p: (b, k, 0, at(b, *p)[0], 0)),
+            "keys": pl.BlockSpec((1, 1, C, h), lambda b, k, *p: (b, k, at(b, *p)[1], 0)),
+            "sums": pl.BlockSpec((1, 1, G, C), lambda b, k, *p: (b, k, 0, at(b, *p)[0])),
+            "query places": pl.BlockSpec((1, 2, C), lambda b, k, *p: (b, 0, at(b, *p)[0])),
+            "key places": pl.BlockSpec((1, C, 2), lambda b, k, *p: (b, at(b, *p)[1], 0)),
+        }
+
+    def run(
+        self,
+        kernel: Callable,
+        *,
+        by_query: bool,
+        inputs: list[tuple[jax.Array, str]],
+        outputs: list[tuple[jax.ShapeDtypeStruct, str]],
+        scratch: list[Any],
+        products: int,
+    ) -> Any:
+        """Run a kernel over the pairs that see each other, all heads of a key/value head a step."""
+        places = self.prompt_BT, self.branch_BT
+        pair_P, num_B = row_pairs.pair_list(*places, self.C, by_query)
+        P = len(pair_P) // self.B
+
+        def at(b: jax.Array, p: jax.Array, pair_P: Any, num_B: Any) -> tuple[jax.Array, jax.Array]:
+            pair = pair_P[b * P + p]
+            return row_pairs.query_block(pair), row_pairs.key_block(pair)
+
+        specs = self._specs(at)
+        places_B2T, places_BT2 = (jnp.stack(places, axis=axis) for axis in (1, 2))
+        inputs = [(places_B2T, "query places"), (places_BT2, "key places"), *inputs]
+        return pl.pallas_call(
+            partial(kernel, num_pairs=P, group=self.G, scale=self.h**-0.5),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(self.B, self.K, num_B.max()),
+                in_specs=[specs[kind] for _, kind in inputs],
+                out_specs=[specs[kind] for _, kind in outputs],
+                scratch_shapes=scratch,
+            ),
+            out_shape=[shape for shape, _ in outputs],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=_VMEM_BYTES,
+            ),
+            cost_estimate=self._cost(P, products, inputs, outputs),
+            interpret=self.interpret,
+            name=kernel.__name__.strip("_"),
+        )(pair_P, num_B, *(x for x, _ in inputs))
+
+    def _cost(self, num_pairs: int, products: int, inputs: list, outputs: list) -> pl.CostEstimate:
+        """Of rows that are one sequence: every pair is a step, and reads its keys and values."""
+        steps = self.B * self.K * self.G * num_pairs * self.C**2
+        keys = 2 * self.B * self.K * num_pairs * self.C * self.h * outputs[0][0].dtype.itemsize
+        once = sum(x.size * x.dtype.itemsize for x, _ in [*inputs, *outputs])
+        return pl.CostEstimate(
+            flops=2 * products * self.h * steps,
+            transcendentals=steps,
+            bytes_accessed=keys + once,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A grid step: a pair of blocks, or nothing behind the last one of its row.
+
+    `first` and `last` are of the pairs with the block that the results are of.
+    """
+
+    pair: jax.Array
+    is_pair: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+    @staticmethod
+    def of(pair_P: Any, num_B: Any, num_pairs: int, block_of: Callable) -> _Step:
+        b, p = pl.program_id(0), pl.program_id(2)
+        at, num = b * num_pairs + p, num_B[b]
+        block = block_of(pair_P[at])
+        before = block_of(pair_P[jnp.maximum(at - 1, 0)])
+        behind = block_of(pair_P[b * num_pairs + jnp.minimum(p + 1, num_pairs - 1)])
+        first = (p == 0) | (before != block)
+        last = (p == num - 1) | (behind != block)
+        return _Step(pair_P[at], p < num, (p < num) & first, (p < num) & last)
+
+    def meet(self, places: Sequence[Any], each: Callable[[Callable], None]) -> None:
+        """Call `each` with what masks scores [S, C]: nothing where every query sees every key."""
+        is_whole = row_pairs.is_whole(self.pair)
+
+        @pl.when(self.is_pair & is_whole)
+        def _() -> None:
+            each(lambda scores_SC: scores_SC)
+
+        @pl.when(self.is_pair & jnp.logical_not(is_whole))
+        def _() -> None:
+            mask_SC = self._mask(*places)
+            each(lambda scores_SC: jnp.where(mask_SC, scores_SC, _NEGATIVE))
+
+    def _mask(self, of_queries: Any, of_keys: Any) -> jax.Array:
+        """mask[s, c]: query c of the pair may see key s of it."""
+        prompt_1C, branch_1C = of_queries[0, 0:1, :], of_queries[0, 1:2, :]
+        prompt_S1, branch_S1 = of_keys[0, :, 0:1], of_keys[0, :, 1:2]
+        shape = prompt_S1.shape[0], prompt_1C.shape[1]
+        ahead = (row_pairs.key_block(self.pair) - row_pairs.query_block(self.pair)) * shape[0]
+        key_SC, query_SC = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
+        before_SC = key_SC + ahead <= query_SC
+        own_SC = (branch_S1 == 0) | (branch_S1 == branch_1C)
+        return before_SC & (prompt_S1 == prompt_1C) & own_SC
+
+
+def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
+    """A running maximum and sum of each query, as `models.row_attention` keeps them."""
+    pair_P, num_B, *places, q, k, v, out, lse, sum_GhC, top_GC, total_GC = refs
+    step = _Step.of(pair_P, num_B, num_pairs, row_pairs.query_block)
+
+    @pl.when(step.first)
+    def _() -> None:
+        sum_GhC[...] = jnp.zeros_like(sum_GhC)
+        top_GC[...] = jnp.full_like(top_GC, _NEGATIVE)
+        total_GC[...] = jnp.zeros_like(total_GC)
+
+    def each(masked: Callable) -> None:
+        k_Sh, v_Sh = k[0, 0], v[0, 0]
+        for g in range(group):
+            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * scale)
+            top_1C = top_GC[g : g + 1]
+            higher_1C = jnp.maximum(top_1C, scores_SC.max(axis=0, keepdims=True))
+            p_SC, kept_1C = jnp.exp(scores_SC - higher_1C), jnp.exp(top_1C - higher_1C)
+            sum_GhC[g] = sum_GhC[g] * kept_1C + _product(v_Sh, p_SC.astype(v_Sh.dtype), _FIRST)
+            total_GC[g : g + 1] = total_GC[g : g + 1] * kept_1C + p_SC.sum(axis=0, keepdims=True)
+            top_GC[g : g + 1] = higher_1C
+
+    step.meet(places, each)
+
+    @pl.when(step.last)
+    def _() -> None:
+        for g in range(group):
+            out[0, 0, g] = (sum_GhC[g] / total_GC[g : g + 1]).T.astype(out.dtype)
+        lse[0, 0] = top_GC[...] + jnp.log(total_GC[...])
+
+
+def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
+    """Gradients of queries, and δ, which the gradients of keys and values need too."""
+    pair_P, num_B, *places, q, k, v, dout, lse, out, dq, delta, sum_GhC = refs
+    step = _Step.of(pair_P, num_B, num_pairs, row_pairs.query_block)
+
+    @pl.when(step.first)
+    def _() -> None:
+        sum_GhC[...] = jnp.zeros_like(sum_GhC)
+        ones_8h = jnp.ones((8, out.shape[-1]), jnp.float32)  # a sum over lanes, as a row of them
+        for g in range(group):
+            products_Ch = dout[0, 0, g].astype(jnp.float32) * out[0, 0, g].astype(jnp.float32)
+            delta[0, 0, g : g + 1] = _product(ones_8h, products_Ch, _LAST)[:1]
+
+    def each(masked: Callable) -> None:
+        k_Sh, v_Sh = k[0, 0], v[0, 0]
+        for g in range(group):
+            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * scale)
+            p_SC = jnp.exp(scores_SC - lse[0, 0, g : g + 1])
+            dp_SC = _product(v_Sh, dout[0, 0, g], _LAST)
+            ds_SC = (p_SC * (dp_SC - delta[0, 0, g : g + 1])).astype(k_Sh.dtype)
+            sum_GhC[g] += _product(k_Sh, ds_SC, _FIRST)
+
+    step.meet(places, each)
+
+    @pl.when(step.last)
+    def _() -> None:
+        for g in range(group):
+            dq[0, 0, g] = (sum_GhC[g] * scale).T.astype(dq.dtype)
+
+
+def _dkv_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
+    pair_P, num_B, *places, q, k, v, dout, lse, delta, dk, dv, dk_Sh, dv_Sh = refs
+    step = _Step.of(pair_P, num_B, num_pairs, row_pairs.key_block)
+
+    @pl.when(step.first)
+    def _() -> None:
+        dk_Sh[...] = jnp.zeros_like(dk_Sh)
+        dv_Sh[...] = jnp.zeros_like(dv_Sh)
+
+    def each(masked: Callable) -> None:
+        k_Sh, v_Sh = k[0, 0], v[0, 0]
+        for g in range(group):
+            q_Ch, dout_Ch = q[0, 0, g], dout[0, 0, g]
+            p_SC = jnp.exp(masked(_product(k_Sh, q_Ch, _LAST) * scale) - lse[0, 0, g : g + 1])
+            dv_Sh[...] += _product(p_SC.astype(dout_Ch.dtype), dout_Ch, _PLAIN)
+            dp_SC = _product(v_Sh, dout_Ch, _LAST)
+            ds_SC = (p_SC * (dp_SC - delta[0, 0, g : g + 1])).astype(q_Ch.dtype)
+            dk_Sh[...] += _product(ds_SC, q_Ch, _PLAIN)
+
+    step.meet(places, each)
+
+    @pl.when(step.last)
+    def _() -> None:
+        dk[0, 0] = (dk_Sh[...] * scale).astype(dk.dtype)
+        dv[0, 0] = dv_Sh[...].astype(dv.dtype)
+
+
+def _product(x: jax.Array, y: jax.Array, dimensions: Any) -> jax.Array:
+    """Return a product summed in float32, and in full precision where its operands are float32."""
+    return jax.lax.dot_general(
+        x,
+        y,
+        dimensions,
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,88 @@
+"""Which blocks of a packed row see one another, as kernels go through them.
+
+A pair is a block of queries and one of keys. What no position of a pair may see is left out, by the
+ranges of prompts and branches of the two blocks.
+
+B rows, T positions, n blocks of a row, C positions of a block, P pairs of a row: n (n + 1) / 2.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK_BITS = 15  # of a block's number in a list of pairs
+_PADDING = 2**30  # the prompt of padding in ranges: rows are padded at their end
+
+
+def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
+    """Return which block of queries sees something of which block of keys; bool [B, n, n].
+
+    By the ranges of their prompts and branches: a pair that is left out has nothing to see.
+    """
+    B, T = prompt_BT.shape
+    prompt = jnp.where(prompt_BT > 0, prompt_BT, _PADDING).reshape(B, T // size, size)
+    branch = branch_BT.reshape(prompt.shape)
+
+    def overlap(x_BnC: jax.Array) -> jax.Array:
+        low_Bn, high_Bn = x_BnC.min(axis=2), x_BnC.max(axis=2)
+        return (low_Bn[:, :, None] <= high_Bn[:, None]) & (low_Bn[:, None] <= high_Bn[:, :, None])
+
+    shared_Bn = branch.min(axis=2) == 0
+    before_nn = np.tril(np.ones((T // size, T // size), bool))
+    return before_nn & overlap(prompt) & (shared_Bn[:, None] | overlap(branch))
+
+
+def whole_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
+    """Return the pairs of which every query sees every key: they need no mask; bool [B, n, n]."""
+    B, T = prompt_BT.shape
+    prompt, branch = (x.reshape(B, T // size, size) for x in (prompt_BT, branch_BT))
+
+    def same(x_BnC: jax.Array) -> jax.Array:
+        low_Bn, high_Bn = x_BnC.min(axis=2), x_BnC.max(axis=2)
+        of_one_Bn = low_Bn == high_Bn
+        return of_one_Bn[:, :, None] & of_one_Bn[:, None] & (low_Bn[:, :, None] == low_Bn[:, None])
+
+    shared_Bn = branch.max(axis=2) == 0
+    before_nn = np.tril(np.ones((T // size, T // size), bool), -1)
+    return before_nn & same(prompt) & (shared_Bn[:, None] | same(branch))
+
+
+def pair_list(
+    prompt_BT: jax.Array, branch_BT: jax.Array, size: int, by_query: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return the seen pairs of each row, int32 [B · P], and their number, [B].
+
+    `size` divides T. A pair is (query block << 16) + (key block << 1) + whole. They are in order of
+    query blocks, or of key blocks, then of the others; behind the last it is repeated.
+    """
+    seen_Bnn = seen_pairs(prompt_BT, branch_BT, size)
+    whole_Bnn = whole_pairs(prompt_BT, branch_BT, size)
+    query_P, key_P = np.tril_indices(seen_Bnn.shape[1])
+    if not by_query:
+        order = np.lexsort((query_P, key_P))
+        query_P, key_P = query_P[order], key_P[order]
+    seen_BP = seen_Bnn[:, query_P, key_P]
+    pair_P = jnp.asarray((query_P << (BLOCK_BITS + 1)) + (key_P << 1), jnp.int32)
+    pair_BP = pair_P + whole_Bnn[:, query_P, key_P].astype(jnp.int32)
+    num_B = seen_BP.sum(axis=1, dtype=jnp.int32)
+    order_BP = jnp.argsort(~seen_BP, axis=1, stable=True)
+    at_BP = jnp.minimum(jnp.arange(len(query_P)), num_B[:, None] - 1)
+    order_BP = jnp.take_along_axis(order_BP, at_BP, axis=1)
+    return jnp.take_along_axis(pair_BP, order_BP, axis=1).reshape(-1), num_B
+
+
+def query_block(pair: jax.Array) -> jax.Array:
+    """Return the block of queries of a pair in a list."""
+    return pair >> (BLOCK_BITS + 1)
+
+
+def key_block(pair: jax.Array) -> jax.Array:
+    """Return its block of keys."""
+    return (pair >> 1) & (2**BLOCK_BITS - 1)
+
+
+def is_whole(pair: jax.Array) -> jax.Array:
+    """Return whether every query of a pair sees every key of it."""
+    return pair % 2 == 1

@@ -1,0 +1,80 @@
+"""What is computed again changes no gradient, and what is kept is what the name says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+from models import remat, transformer
+from models.config import ModelConfig
+from models.layout import layers_kept_apart
+from models.remat import through_layers
+
+L, B, T = 5, 2, 24
+MODEL = ModelConfig("qwen2", 32, 16, L, 4, 2, 8, 48, qkv_bias=True, tied_embeddings=True)
+NAMES = ["none", "dots", "layer", "layer:1", "layer:2", "layer:5", "layer:9"]
+
+
+@pytest.fixture(scope="module")
+def given():
+    params = transformer.init(MODEL, jax.random.key(0))
+    return params, jax.random.randint(jax.random.key(1), (B, T), 0, 32)
+
+
+@jax.jit(static_argnames="name")
+@jax.value_and_grad
+def found(params, tokens, *, name):
+    return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_values_and_gradients_are_the_same(given, name):
+    for one, other in zip(
+        jax.tree.leaves(found(*given, name=name)),
+        jax.tree.leaves(found(*given, name="none")),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("layer", 5), ("layer:2", 3), ("layer:5", 1)])
+def test_only_inputs_are_kept(capsys, given, name, kept):
+    params, tokens = given
+    print_saved_residuals(lambda p: transformer.hidden(MODEL, p, tokens, remat=name), params)
+    wide = [line for line in capsys.readouterr().out.splitlines() if f"[{B},{T},16]" in line]
+    assert len(wide) == kept + 2, wide  # the last norm keeps two
+
+
+def test_products_with_weights_are_kept_and_no_scores(capsys, given):
+    params, tokens = given
+    kept = {}
+    for name in ("none", "dots"):
+        print_saved_residuals(
+            lambda p, name=name: transformer.hidden(MODEL, p, tokens, remat=name), params
+        )
+        kept[name] = capsys.readouterr().out
+    scores = f"[{B},2,{2 * T},{T}]"
+    assert scores in kept["none"] and scores not in kept["dots"]
+    assert kept["dots"].count(f"[{B},{T},48]") >= L
+
+
+def test_a_layer_that_is_applied_twice_is_noticed(given, monkeypatch):
+    """A planted fault."""
+
+    def twice(step, layers, x, name):
+        return through_layers(step, [*layers[:2], *layers[1:]], x, name)
+
+    monkeypatch.setattr(transformer, "through_layers", twice)
+    params, tokens = given
+    good = jax.jit(lambda p: found.__wrapped__(p, tokens, name="none"))
+    wrong = jax.tree.leaves(found(*given, name="layer")), jax.tree.leaves(good(params))
+    assert max(float(jnp.abs(a - b).max()) for a, b in zip(*wrong, strict=True)) > 1e-3
+
+
+def test_names():
+    assert [layers_kept_apart(name) for name in NAMES] == [0, 0, 1, 1, 2, 5, 9]
+    for name in ("layers", "layer:", "layer:0", "layer:x", "pairs", ""):
+        with pytest.raises(ValueError, match=r"expected 'none', 'dots', 'layer' or 'layer:N'"):
+            layers_kept_apart(name)
+    assert all(f"| {name} |" in remat.__doc__ for name in ("none", "dots", "layer", "layer:N"))
