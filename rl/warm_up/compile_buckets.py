@@ -297,6 +297,16 @@ class Pool:
         spec = RolloutSpec(self.params, self.sampling, self._key())
         return self.reach.drafters[name].drafter_for(self.engine.drafter_context(spec))
 
+    def plain_round(self, B: int) -> Program:
+        """Return rounds without draft tokens of so many slots, the longest."""
+        S = self.engine.round_positions(B)[-1]
+        return Program(decode_rounds, partial(self.decode_arguments, B, S), S)
+
+    def verifying_round(self, B: int, M: int) -> Program:
+        """Return the round of so many slots and nodes, the longest."""
+        S = self.engine.round_positions(B)[-1]
+        return Program(verify_round, partial(self._verify, B, M, S), S)
+
     # -- their arguments ---------------------------------------------------
 
     def _changes(self, B: int, S: int) -> Iterator[tuple[int, int]]:

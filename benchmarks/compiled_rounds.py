@@ -1,0 +1,177 @@
+"""Rounds of Qwen3-8B on TPU v5p, as its own compiler says: nothing runs.
+
+    python -m benchmarks.compiled_rounds --json --output benchmarks/results/compiled_rounds.json
+
+A plain round and one that verifies eight nodes a slot are compiled from shapes for four v5p chips
+(`v5p:2x2x1`), weights and heads split over all of them, bfloat16, 64 slots of 16,384 positions, with
+the cache in pages and in rows. Models of few layers are compiled and figures of all 36 extrapolated,
+linear in the layers; `--layers 36` compiles all. The floor is keys, values and weights read once at
+the makers' bandwidth. `priced` are the bytes that the kernel tells the compiler that it reads and
+writes, of which XLA's seconds are made. Beside them, counted without a device: pages that are
+allocated for live tokens, and programs that run the whole model.
+
+Needs libtpu (`pip install "jax[tpu]"`), no TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from typing import Any
+
+from benchmarks import environment
+from models.config import ModelConfig
+from rl.engine.config import EngineConfig
+from rl.targets import topologies
+from rl.targets.table import parse_target
+from spec.config import SamplingConfig
+
+TARGET, SLOTS, NODES, POSITIONS, PROMPT = "v5p:2x2x1", 64, 512, 16384, 1024
+LAYERS = 36
+MODEL = ModelConfig(
+    *("qwen3", 151936, 4096, LAYERS, 32, 8, 128, 12288), qk_norm=True, max_positions=40960
+)
+CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS)
+FIGURES = ("temporaries_gb", "accessed_gb", "compiler_ms", "gathered_mb")
+
+
+def compiled(cache: str, layers: int, devices: Any) -> dict[str, dict[str, float]]:
+    """Compile both kinds of rounds; return what the compiler says of a chip."""
+    import jax
+    import jax.numpy as jnp
+
+    from models import transformer
+    from models.sharding import rollout_mesh
+    from rl.engine.engine import Engine
+    from rl.targets import hlo
+    from rl.warm_up.compile_buckets import Pool, Reach, lowered
+
+    model = dataclasses.replace(MODEL, num_layers=layers)
+    config = dataclasses.replace(CONFIG, cache=cache)
+    engine = Engine(model, config, mesh=rollout_mesh(devices, 8), dtype=jnp.bfloat16)
+    sampling, found = SamplingConfig(max_new_tokens=POSITIONS - PROMPT), {}
+    with engine.mesh_context(), engine.shapes_only():
+        specs = transformer.param_specs(model)
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
+        pool = Pool(engine, engine.place(shapes), sampling, Reach(SLOTS, PROMPT, speculative=True))
+        rounds = {"plain": pool.plain_round(SLOTS), "verify": pool.verifying_round(SLOTS, NODES)}
+        for name, program in rounds.items():
+            begin = time.monotonic()
+            step = lowered(engine, program).compile()
+            cost, module = step.cost_analysis(), hlo.parse(step.as_text())
+            moved = hlo.collectives_of(module)
+            found[name] = {
+                "temporaries_gb": step.memory_analysis().temp_size_in_bytes / 1e9,
+                "accessed_gb": cost["bytes accessed"] / 1e9,
+                "compiler_ms": 1e3 * cost["optimal_seconds"],
+                "gathered_mb": sum(x.num_bytes for k, x in moved.items() if "gather" in k) / 1e6,
+                "kernels": sum(hlo.kernels_of(module).values()),
+                "compile_s": round(time.monotonic() - begin),
+            }
+    return found
+
+
+def extrapolated(few: dict[str, float], more: dict[str, float], a: int, b: int) -> dict[str, float]:
+    """Return the figures of all layers, by those of two models."""
+    steps = (LAYERS - a) / (b - a)
+    return {name: few[name] + (more[name] - few[name]) * steps for name in FIGURES}
+
+
+def floor_ms() -> float:
+    """Milliseconds in which a chip reads its keys, values and weights once."""
+    from models.params import leaves, param_specs
+
+    target = parse_target(TARGET)
+    assert target.kind.figures is not None
+    numbers = sum(math.prod(spec.shape) for spec in leaves(param_specs(MODEL)))
+    numbers -= MODEL.vocab_size * MODEL.d_model  # an embedding is looked up
+    keys = 2 * LAYERS * MODEL.num_kv_heads * MODEL.head_dim * SLOTS * POSITIONS
+    return 1e3 * 2 * (numbers + keys) / target.count / target.kind.figures.bytes_per_s
+
+
+def priced_ratio() -> float:
+    """Bytes that the kernel prices for a round of eight nodes a slot, against a plain one."""
+    heads, kv_heads = MODEL.num_heads // 4, MODEL.num_kv_heads // 4
+    width = min(CONFIG.max_nodes, 2 * NODES // SLOTS)  # nodes of a slot, padded
+
+    def priced(nodes: int) -> int:
+        rows = SLOTS * nodes * heads
+        pages = 2 * SLOTS * POSITIONS * kv_heads * MODEL.head_dim * 2
+        return pages + rows * MODEL.head_dim * 2 + rows * (MODEL.head_dim + 2) * 4
+
+    return priced(width) / priced(1)
+
+
+def allocation() -> dict[str, float]:
+    """Positions that are allocated for one row of 16k tokens and 255 of 2k, by live tokens."""
+    from rl.engine.page_table import PageTable
+
+    lengths, T = [16384] + [2048] * 255, 128
+    pages = PageTable(256, 16384 // T, 256 * 16384 // T, T)
+    for slot, tokens in enumerate(lengths):
+        assert pages.reserve(slot, tokens + CONFIG.rounds_per_fetch - 1)
+    live = sum(lengths)
+    return {
+        "pages": round(int(pages.held_B.sum()) * T / live, 3),
+        "rows": round(256 * 16384 / live, 3),
+    }
+
+
+def whole_model_programs() -> dict[str, int]:
+    """Programs that run the whole model, of 256 slots of 18k tokens with drafts."""
+    from rl.engine.engine import Engine
+    from rl.warm_up.compile_buckets import Reach, num_whole_model
+
+    sampling, reach = SamplingConfig(max_new_tokens=16384), Reach(256, 2048, speculative=True)
+    settings = {name: EngineConfig(slots=256, cache=name) for name in ("rows", "pages")}
+    return {n: num_whole_model(Engine(MODEL, c), sampling, reach) for n, c in settings.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    environment.add_output_flags(parser)
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--caches", nargs="*", default=["pages", "rows"])
+    arguments = parser.parse_args()
+    target = parse_target(TARGET)
+    topologies.prepare(target)
+    devices = topologies.devices_of(target)
+    floor, rounds = floor_ms(), {}
+    for cache in arguments.caches:
+        found = {layers: compiled(cache, layers, devices) for layers in arguments.layers}
+        first, last = arguments.layers[0], arguments.layers[-1]
+        for name in ("plain", "verify"):
+            whole = {key: found[last][name][key] for key in FIGURES}
+            if last != LAYERS:
+                whole = extrapolated(found[first][name], found[last][name], first, last)
+            rounds[f"{cache}, {name}"] = {
+                **{key: round(value, 3) for key, value in whole.items()},
+                "layers_compiled": {layers: each[name] for layers, each in found.items()},
+            }
+    result: dict[str, Any] = {
+        **environment.record("benchmarks.compiled_rounds", ("jax", "jaxlib", "libtpu")),
+        "kind": "compiled",
+        "target": TARGET,
+        "slots": SLOTS,
+        "nodes": NODES,
+        "positions": POSITIONS,
+        "layers": LAYERS,
+        "floor_ms": round(floor, 3),
+        "priced_ratio": round(priced_ratio(), 3),
+        "allocated": allocation(),
+        "whole_model_programs": whole_model_programs(),
+        "rounds": rounds,
+    }
+    for cache in arguments.caches:
+        plain, verify = (rounds[f"{cache}, {name}"]["compiler_ms"] for name in ("plain", "verify"))
+        result[f"{cache}_verify_ratio"] = round(verify / plain, 3)
+        result[f"{cache}_floor_ratio"] = round(plain / floor, 3)
+    environment.show(result, arguments, {name: result[name] for name in result if "ratio" in name})
+
+
+if __name__ == "__main__":
+    main()
