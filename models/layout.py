@@ -64,9 +64,9 @@ def shard_shape(
     return tuple(n // _ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
 
 
-def batch_ways(sizes: Mapping[str, int]) -> int:
-    """Return how many ways a mesh splits a batch; `sizes` by mesh axis."""
-    return _ways(sizes, RULES["batch"])
+def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
+    """Return how many ways a mesh splits a logical axis; `sizes` by mesh axis."""
+    return _ways(sizes, RULES[axis])
 
 
 def rollout_tensor(

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import MeshConfig
-from models.layout import AXES, Entry, fitting_axes, mesh_axes, rollout_tensor
+from models.layout import AXES, Entry, axis_ways, fitting_axes, mesh_axes, rollout_tensor
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -103,6 +103,12 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
 def _is_here(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def ways_in_use(axis: str) -> int:
+    """Return how many ways the mesh that is set splits a logical axis; 1 where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else axis_ways(mesh.shape, axis)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

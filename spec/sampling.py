@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.sharding import constrain, ways_in_use
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
@@ -178,8 +179,11 @@ def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]
     """
     V = mass_V.shape[-1]
     W = block_tokens(V)
-    padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % W)]
+    # as many blocks for each part of the vocabulary: else every device would gather all of it
+    padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % (W * ways_in_use("vocab")))]
     mass_CW = jnp.pad(mass_V, padding).reshape(*mass_V.shape[:-1], -1, W)
+    rows = ("batch", *[None] * mass_V.ndim)[: mass_V.ndim - 1]
+    mass_CW = constrain(mass_CW, *rows, "vocab", None)
     mass_C = jnp.sum(mass_CW, axis=-1)
     upto_C = jnp.cumsum(mass_C, axis=-1)
     total = upto_C[..., -1]

@@ -60,7 +60,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
         if self.mesh is not None:
-            self.config = self.config.over(layout.batch_ways(self.mesh.shape))
+            self.config = self.config.over(layout.axis_ways(self.mesh.shape, "batch"))
         # each of which runs the same rounds, from the same requests
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
