@@ -126,8 +126,8 @@ def _is_here(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def ways(axis: str) -> int:
-    """Return how many ways a logical axis is split on the mesh that is set; 1 without one."""
+def ways_in_use(axis: str) -> int:
+    """Return how many ways the mesh that is set splits a logical axis; 1 where there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else axis_ways(mesh.shape, axis)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import sharding
+from models.sharding import constrain, ways_in_use
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
@@ -175,15 +175,15 @@ def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]
     Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
     additions in sequence instead of V. Each has a uniform of its own: one for both would leave
     the second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens.
-    A token of mass 0 is never drawn. Devices that share out the vocabulary have equal numbers of
-    blocks: none has to have the whole of it.
+    A token of mass 0 is never drawn.
     """
     V = mass_V.shape[-1]
     W = block_tokens(V)
-    padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % (W * sharding.ways("vocab")))]
+    # as many blocks for each part of the vocabulary: else every device would gather all of it
+    padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % (W * ways_in_use("vocab")))]
     mass_CW = jnp.pad(mass_V, padding).reshape(*mass_V.shape[:-1], -1, W)
-    if mass_V.ndim == 2:
-        mass_CW = sharding.constrain(mass_CW, "batch", "vocab", None)
+    rows = ("batch", *[None] * mass_V.ndim)[: mass_V.ndim - 1]
+    mass_CW = constrain(mass_CW, *rows, "vocab", None)
     mass_C = jnp.sum(mass_CW, axis=-1)
     upto_C = jnp.cumsum(mass_C, axis=-1)
     total = upto_C[..., -1]

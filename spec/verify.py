@@ -23,8 +23,7 @@ from models import transformer
 from models.attention import Chunks, Trees
 from models.config import ModelConfig
 from models.kv_cache import Entries, Pending
-from models.sharding import constrain, replicated
-from models.sharding import ways as axis_ways
+from models.sharding import constrain, replicated, ways_in_use
 from models.transformer import Cached
 from spec import nodes as packed_nodes
 from spec import sampling
@@ -218,7 +217,7 @@ def _draw(
     inputs = hidden_MD, of_nodes, of_slots, depth_M
     if parts == 1:
         return _draw_part(params, hidden_MD, of_nodes, of_slots, depth_M, scheme)
-    ways = axis_ways("batch")  # each device has some of its nodes in every part
+    ways = ways_in_use("batch")  # each device has some of its nodes in every part
 
     def cut(x_M: jax.Array) -> jax.Array:
         x = x_M.reshape(ways, parts, -1, *x_M.shape[1:]).swapaxes(0, 1)
@@ -236,7 +235,7 @@ def _draw(
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
     """Return in how many parts the logits of nodes are computed: as few as are small enough."""
-    nodes, vocab = num_nodes // axis_ways("batch"), vocab_size // axis_ways("vocab")
+    nodes, vocab = num_nodes // ways_in_use("batch"), vocab_size // ways_in_use("vocab")
     least = max(1, -(-nodes * vocab // LOGITS_AT_ONCE))
     return next((n for n in range(least, 2 * least) if nodes % n == 0), 1)
 

@@ -16,8 +16,8 @@ from spec.config import SamplingConfig
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
 
 # Of 24 tokens at most all activations, and the rows of chunks, are smaller than its weights; the
-# logits of one token, whole, are not.
-MODEL = ModelConfig("qwen3", 32_768, 128, 1, 16, 8, 128, 2048, qk_norm=True, max_positions=64)
+# logits of one token, whole, are not. Its 135 blocks of tokens do not divide, as real ones do not.
+MODEL = ModelConfig("qwen3", 34_560, 128, 1, 16, 8, 128, 2048, qk_norm=True, max_positions=64)
 CONFIG = EngineConfig(
     slots=4, min_slots=4, min_positions=32, max_nodes=4, prefill_rows=2, prefill_chunk_tokens=4
 )
