@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from models.transformer import Params, param_specs
 from rl import packing
@@ -51,7 +52,7 @@ class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
     `sampling` is the distribution of responses that do not name their own, `shape` that of all
-    micro-batches, `reference` the policy of the KL term.
+    micro-batches, `reference` the policy of the KL term, in the dtype of products.
     """
 
     recipe: TrainSpec
@@ -115,8 +116,8 @@ def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
     steps = []
     for network, trained in _networks(state):
         steps += gradient_accumulation.lower(trained, *rest, network=network, recipe=recipe)
-    if _rescores(recipe):
-        steps.append(logprobs.token_logprobs.lower(state.params, plain, recipe=recipe))
+    for params in _scored(state.params, recipe, _shapes_in):
+        steps.append(logprobs.token_logprobs.lower(params, plain, recipe=recipe))
     if state.critic:
         steps.append(critic.token_values.lower(state.critic.params, plain, recipe=recipe))
     return steps
@@ -128,8 +129,8 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
     The one given is donated.
     """
     plain, *rest = _nothing(state, shape)
-    if _rescores(recipe):
-        in_turn(logprobs.token_logprobs(state.params, plain, recipe=recipe))
+    for params in _scored(state.params, recipe, cast_params):
+        in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
     if state.critic:
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: its step is read by the others, and then donated
@@ -139,8 +140,22 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
     return _joined(unchanged[::-1])
 
 
-def _rescores(recipe: TrainSpec) -> bool:
-    return recipe.algorithm.needs_reference or recipe.recomputes_old
+def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Params]) -> list[Any]:
+    """Return what samples are scored with: the policy before its updates, and the reference."""
+    found = [params] if recipe.recomputes_old else []
+    if recipe.algorithm.needs_reference and not (found and recipe.trainer.dtype == jnp.float32):
+        found.append(cast(params, recipe.trainer.dtype))
+    return found
+
+
+def _shapes_in(params: Params, dtype: Any) -> Params:
+    """Return the shapes of `cast_params`."""
+
+    def one(p: Any) -> jax.ShapeDtypeStruct:
+        where = p.sharding if isinstance(p.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(p.shape, dtype, sharding=where)
+
+    return jax.tree.map(one, params)
 
 
 def _nothing(state: TrainState, shape: Shape) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
