@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+import sys
 import time
 from typing import Any
 
@@ -52,14 +53,7 @@ class Program:
         return cls(int(layers), int(tokens), remat, portable)
 
 
-DEFAULT = (
-    "2/16384/layer",
-    "4/16384/layer",
-    "36/16384/layer:6",
-    "2/32768/layer",
-    "4/32768/layer",
-    "36/32768/layer:6",
-)
+DEFAULT = ("36/16384/layer:6", "36/32768/layer:6", "4/16384/layer", "4/32768/layer")
 
 
 def lowered(program: Program, devices: Any) -> Any:
@@ -158,7 +152,10 @@ def main() -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TARGET).devices
     programs = [Program.of(text) for text in arguments.programs]
     programs += [Program.of(text, portable=True) for text in arguments.portable]
-    rows = [compiled_row(program, devices) for program in programs]
+    rows = []
+    for program in programs:
+        rows.append(compiled_row(program, devices))
+        print(rows[-1], file=sys.stderr, flush=True)
     result = environment.record("benchmarks.compiled_training", ("jax", "jaxlib", "libtpu"))
     result |= {"kind": "compiled", "target": TARGET, "model": "Qwen3-8B", "fsdp": CHIPS}
     for tokens, goal_gb in GOALS_GB.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import optax
 
@@ -14,16 +16,19 @@ def clipped_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     max_grad_norm: float | None,
+    first_moment: Any = None,
 ) -> optax.GradientTransformation:
     """Clip by the global norm (None: not at all), then AdamW; vectors (norms, biases) do not decay.
 
-    `learning_rate` is a function of the steps taken before.
+    `learning_rate` is a function of the steps taken before. `first_moment` is the dtype that the
+    mean of gradients is kept in, by default the weights'.
     """
     adamw = optax.adamw(
         learning_rate,
         b1=b1,
         b2=b2,
         eps=eps,
+        mu_dtype=first_moment,
         weight_decay=weight_decay,
         mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
     )

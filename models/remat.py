@@ -9,18 +9,70 @@
 
 While the gradients of N layers are computed the inputs of these N are there too. With L layers
 √L as N keeps the fewest.
+
+Gradients of layers can be added to totals as they come (`adding`): a compiler would leave these
+sums to the end of the backward pass, and so keep the gradients of all layers beside the totals.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from models.layout import layers_kept_apart
+from models.params import Layer
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adding:
+    """A weight whose gradient is to be total + gradient.
+
+    `mark` is 0, a float32 scalar. Its gradient is the number of values of the weight's own
+    gradient that are NaN or infinite.
+    """
+
+    weight: Any
+    total: Any
+    mark: Any
+
+
+def adding(weights: Any, totals: Any, marks: Any) -> Any:
+    """Return weights whose gradients are added to `totals` as they come, with `marks` (`Adding`).
+
+    Those of layers do so in `through_layers`, the others are returned as arrays. The totals get no
+    gradient of their own.
+    """
+    tree = jax.tree.map(Adding, weights, totals, marks)
+    of_layer = lambda x: isinstance(x, Layer | Adding)  # noqa: E731
+    return jax.tree.map(lambda x: x if isinstance(x, Layer) else _added(x), tree, is_leaf=of_layer)
+
+
+@jax.custom_vjp
+def _added_one(weight: jax.Array, total: jax.Array, mark: jax.Array) -> jax.Array:
+    return weight
+
+
+def _added_bwd(total: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    return total + gradient, None, jnp.sum(~jnp.isfinite(gradient), dtype=jnp.float32)
+
+
+_added_one.defvjp(lambda weight, total, mark: (weight, total), _added_bwd)
+
+
+def _added(tree: Any) -> Any:
+    """Return a tree with the weights of its `Adding` in their places."""
+
+    def one(x: Any) -> Any:
+        return _added_one(x.weight, x.total, x.mark) if isinstance(x, Adding) else x
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Adding))
 
 
 def through_layers(
@@ -31,12 +83,16 @@ def through_layers(
     Raises ValueError for a name that is none of the table's.
     """
     apart = layers_kept_apart(remat)
-    apply = step
+
+    def plain(layer: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
+        return step(_added(layer), x_BTD)
+
+    apply: Step = plain
     if remat == "dots":
         products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        apply = _at_once(jax.checkpoint(step, policy=products))
+        apply = _at_once(jax.checkpoint(plain, policy=products))
     elif apart:
-        apply = _at_once(jax.checkpoint(step))
+        apply = _at_once(jax.checkpoint(plain))
 
     def through(layers: Sequence[Any], x_BTD: jax.Array) -> tuple[jax.Array, list[Any]]:
         found = []
@@ -69,6 +125,12 @@ def _tied(layers: Any, x_BTD: jax.Array) -> tuple[Any, jax.Array]:
     return layers, x_BTD
 
 
-_tied.defvjp(
-    lambda *inputs: (inputs, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
-)
+def _tied_bwd(_: None, gradients: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+    def without_total(x: Any) -> Any:
+        return dataclasses.replace(x, total=None) if isinstance(x, Adding) else x
+
+    known = jax.tree.map(without_total, gradients, is_leaf=lambda x: isinstance(x, Adding))
+    return jax.lax.optimization_barrier(known)
+
+
+_tied.defvjp(lambda *inputs: (inputs, None), _tied_bwd)

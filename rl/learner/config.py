@@ -86,7 +86,11 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off."""
+    """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off.
+
+    `first_moment` is what the mean of gradients is kept in: bfloat16 takes two bytes a weight less.
+    The mean of their squares, which `b2` moves by a thousandth, stays float32.
+    """
 
     learning_rate: float = 1e-6
     schedule: Schedule = "constant"
@@ -96,6 +100,7 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+    first_moment: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if not self.learning_rate >= 0:
@@ -114,6 +119,10 @@ class OptimizerConfig:
             )
         if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
             raise ValueError(f"b1 and b2 must be in [0, 1), got {self.b1} and {self.b2}")
+        if self.first_moment not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"first_moment must be 'float32' or 'bfloat16', got {self.first_moment!r}"
+            )
         if not self.eps > 0:
             raise ValueError(f"eps must be positive, got {self.eps}")
 

@@ -19,6 +19,7 @@ import optax
 
 from models import sharding
 from models.config import ModelConfig
+from models.remat import adding
 from models.sharding import constrain, replicated
 from rl.learner import losses
 from rl.learner.config import OptimizerConfig, TrainSpec
@@ -145,12 +146,14 @@ def accumulate(
 ) -> tuple[Accumulator, Health]:
     """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
 
-    def loss_of(params: Any) -> Any:
+    def loss_of(params: Any, marks: Any) -> Any:
+        params = adding(params, accumulator.gradients, marks)
         return network.loss(params, batch, scalars, recipe)
 
-    gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients)]))
-    total = jax.tree.map(jnp.add, accumulator.gradients, gradients)
+    marks = jax.tree.map(lambda _: jnp.float32(0), params)
+    gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
+    (total, not_finite), (statistics, finite_B) = gradients(params, marks)
+    finite = sum(jax.tree.leaves(not_finite)) == 0
     statistics = losses.add_statistics(accumulator.statistics, statistics)
     health = replicated(Health(finite_B, finite))
     return Accumulator(network.constrain(recipe, total), replicated(statistics)), health

@@ -90,6 +90,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         eps=config.eps,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
+        first_moment=jnp.dtype(config.first_moment),
     )
 
 

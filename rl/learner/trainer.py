@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from models.transformer import Params, param_specs
 from rl import packing
@@ -52,7 +53,7 @@ class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
     `sampling` is the distribution of responses that do not name their own, `shape` that of all
-    micro-batches, `reference` the policy of the KL term.
+    micro-batches, `reference` the policy of the KL term, in the dtype of products.
     """
 
     recipe: TrainSpec
@@ -130,8 +131,8 @@ def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
     for network, trained in _networks(state):
         found += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
     static = {"recipe": recipe}
-    if _rescores(recipe):
-        found.append(Call(logprobs.token_logprobs, (state.params, plain), static))
+    for params in _scored(state.params, recipe, _shapes_in):
+        found.append(Call(logprobs.token_logprobs, (params, plain), static))
     if state.critic:
         found.append(Call(critic.token_values, (state.critic.params, plain), static))
     return found
@@ -143,8 +144,8 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
     The one given is donated.
     """
     plain, *rest = _nothing(state, shape)
-    if _rescores(recipe):
-        in_turn(logprobs.token_logprobs(state.params, plain, recipe=recipe))
+    for params in _scored(state.params, recipe, cast_params):
+        in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
     if state.critic:
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: its step is read by the others, and then donated
@@ -154,8 +155,22 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
     return _joined(unchanged[::-1])
 
 
-def _rescores(recipe: TrainSpec) -> bool:
-    return recipe.algorithm.needs_reference or recipe.recomputes_old
+def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Params]) -> list[Any]:
+    """Return what samples are scored with: the policy before its updates, and the reference."""
+    found = [params] if recipe.recomputes_old else []
+    if recipe.algorithm.needs_reference and not (found and recipe.trainer.dtype == jnp.float32):
+        found.append(cast(params, recipe.trainer.dtype))
+    return found
+
+
+def _shapes_in(params: Params, dtype: Any) -> Params:
+    """Return the shapes of `cast_params`."""
+
+    def one(p: Any) -> jax.ShapeDtypeStruct:
+        where = p.sharding if isinstance(p.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(p.shape, dtype, sharding=where)
+
+    return jax.tree.map(one, params)
 
 
 def _nothing(

@@ -75,7 +75,7 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
     """The memory of one device, of those that hold most."""
     itemsize = _itemsize(config, devices)
     trainer, workers = _meshes(config, model, devices)
-    stays = _state(config, model, trainer)
+    stays = _state(config, model, trainer, itemsize)
     training = _training(config, model, trainer, itemsize, devices)
     rollouts = _rollouts(config, model, workers, itemsize)
     own = devices.count // devices.processes
@@ -224,12 +224,14 @@ def _weights(model: ModelConfig, mesh: _Mesh, itemsize: int) -> int:
     )
 
 
-def _state(config: TrainConfig, model: ModelConfig, mesh: _Mesh) -> dict[str, int]:
+def _state(config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int) -> dict[str, int]:
     weights = _weights(model, mesh, _FLOAT32)
+    reference = _weights(model, mesh, itemsize)
+    halved = config.optimizer.first_moment == "bfloat16"
     return {
         "master weights": weights,
-        "Adam moments": 2 * weights,
-        "reference policy": weights if config.algorithm.needs_reference else 0,
+        "Adam moments": weights + (weights // 2 if halved else weights),
+        "reference policy": reference if config.algorithm.needs_reference else 0,
         "critic": 4 * weights if config.algorithm.resolved.needs_critic else 0,
     }
 
@@ -254,13 +256,15 @@ def _training(
     mask = 0 if is_long else rows * length * length
     copies = weights * itemsize // _FLOAT32 if itemsize < _FLOAT32 else 0
     whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize) if mesh.batch > 1 else 0
-    if remat != "none":  # weights are rounded and gathered again for each layer's gradient
-        copies, whole = (2 * x // (model.num_layers + 2) for x in (copies, whole))
+    gradients = weights  # of this micro-batch, beside those of all so far
+    if remat != "none":  # weights are rounded and gathered, and gradients added, layer by layer
+        parts = model.num_layers + 2
+        copies, whole, gradients = (2 * x // parts for x in (copies, whole, gradients))
     chunk_tokens = min(trainer.logprob_chunk_tokens // mesh.batch or 1, tokens)
     logits = _LOGITS_TRAINING * _FLOAT32 * chunk_tokens * model.vocab_size // mesh.tensor
     at_work = layer + int(_SCORES_AT_WORK * scores)
     return {
-        "gradients": 2 * weights,  # of all micro-batches so far, and of this one
+        "gradients": weights + gradients,
         "compute copies": copies,
         "gathered weights": whole if mesh.sizes["fsdp"] > 1 else 0,
         "activations": kept + mask,

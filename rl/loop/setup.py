@@ -18,6 +18,7 @@ from models import hf
 from models.config import ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh, rollout_mesh
+from models.transformer import Params
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.data.prompts import DataOrder
@@ -244,12 +245,18 @@ def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Le
     """Load the policy and lay out the training state."""
     recipe = experiment.recipe(config, inputs.model)
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
-    reference = jax.tree.map(jnp.copy, params) if config.algorithm.needs_reference else None
+    reference = _reference(params, recipe) if config.algorithm.needs_reference else None
     values = critic.init(params, recipe) if config.algorithm.resolved.needs_critic else None
     state = init_state(params, make_optimizer(config.optimizer, recipe.total_steps))
     shape = trainer.batch_shape(recipe, config.longest_tokens)
     learner = Learner(recipe, shape, config.sampling, config.run.seed, reference)
     return learner, dataclasses.replace(state, critic=values)
+
+
+def _reference(params: Params, recipe: TrainSpec) -> Params:
+    """Return a copy in the dtype of products, to which its weights would be rounded in any case."""
+    found = trainer.cast_params(params, recipe.trainer.dtype)
+    return jax.tree.map(jnp.copy, found) if found is params else found
 
 
 def _engine(

@@ -1,5 +1,7 @@
 """What is computed again changes no gradient, and what is kept is what the name says."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,3 +80,32 @@ def test_names():
         with pytest.raises(ValueError, match=r"expected 'none', 'dots', 'layer' or 'layer:N'"):
             layers_kept_apart(name)
     assert all(f"| {name} |" in remat.__doc__ for name in ("none", "dots", "layer", "layer:N"))
+
+
+@pytest.mark.parametrize("name", ["none", "layer", "layer:2"])
+def test_gradients_are_added_to_totals_as_they_come(given, name):
+    params, tokens = given
+    totals = jax.tree.map(lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), params)
+    marks = jax.tree.map(lambda _: jnp.float32(0), params)
+
+    @jax.jit
+    def added(params, totals, tokens):
+        def loss(params, marks):
+            params = remat.adding(params, totals, marks)
+            return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(params, marks)
+
+    total, not_finite = added(params, totals, tokens)
+    wanted = jax.tree.map(jnp.add, totals, found(params, tokens, name="none")[1])
+    for one, other in zip(jax.tree.leaves(total), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert sum(map(float, jax.tree.leaves(not_finite))) == 0
+    # what is not finite of a gradient is counted, what a total had is not
+    infinite = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), totals)
+    assert sum(map(float, jax.tree.leaves(added(params, infinite, tokens)[1]))) == 0
+    layers = list(params.layers)
+    layers[1] = dataclasses.replace(layers[1], down_DF=layers[1].down_DF.at[0, 0].set(jnp.nan))
+    broken = dataclasses.replace(params, layers=tuple(layers))
+    _, not_finite = added(broken, totals, tokens)
+    assert float(not_finite.layers[1].down_DF) > 0 and float(not_finite.embedding_VD) > 0

@@ -1,7 +1,7 @@
 """Waiting requests, and what each round asks about their prompts."""
 
 from rl.engine.waiting_queue import WaitingQueue
-from rl.trajectory import Request
+from rl.trajectory import PartialRequest, Request
 
 
 class Prompt(tuple):
@@ -23,9 +23,21 @@ def test_prompts_are_those_of_the_requests_that_wait():
     waiting.add(order)
     while len(waiting):
         assert set(waiting.prompts) == {r.prompt_ids for r in order}
-        assert [p.request for p in waiting.take_new(3)] == order[:3]
+        first = waiting.first(3)
+        assert waiting.take(len(first)) == first
+        assert [p.request for p in first] == order[:3]
         order = order[3:]
-    assert not waiting.prompts and not waiting.take_new(3)
+    assert not waiting.prompts and not waiting.first(3)
+
+
+def test_what_was_brought_comes_before_what_waits_from_the_start():
+    waiting, brought = WaitingQueue(), [PartialRequest(r) for r in requests(2)]
+    waiting.add(requests(3))
+    waiting.add_sourced(brought)
+    assert waiting.first(5) == brought
+    assert waiting.take(1) == brought[:1] and waiting.first(5) == brought[1:]
+    waiting.take(1)
+    assert [p.request for p in waiting.first(5)] == requests(3)
 
 
 def test_rounds_do_not_hash_the_prompts_that_wait():
@@ -35,5 +47,5 @@ def test_rounds_do_not_hash_the_prompts_that_wait():
     for _ in range(100):
         assert (3, 7) in waiting.prompts and (1000, 7) not in waiting.prompts
     assert Prompt.hashed == 0
-    waiting.take_new(10)
+    waiting.take(len(waiting.first(10)))
     assert Prompt.hashed < 100

@@ -388,6 +388,28 @@ def test_old_and_reference_logprobs_are_each_policys_own(warm):
     assert np.max(np.abs(old[0] - reference[0])) > 1e-3
 
 
+def test_a_reference_in_the_dtype_of_products_is_scored_alike_and_compiled_before():
+    recipe = dataclasses.replace(
+        RECIPE,
+        algorithm=AlgorithmConfig(kl_coefficient=0.1),
+        trainer=TrainerConfig(micro_batch_tokens=64, compute_dtype="bfloat16"),
+    )
+    shape = trainer.batch_shape(recipe, 48)
+    whole = transformer.init(MODEL, jax.random.key(0))
+    half = trainer.cast_params(whole, jnp.bfloat16)
+    state = trainer.warm_up(fresh_state(recipe), shape, recipe=recipe)
+    batch, advantages = some_trajectories(), some_advantages()
+    COMPILED.clear()
+    run(state, batch, advantages, recipe=recipe, shape=shape, reference=half)
+    assert COMPILED == []
+    samples = micro_batches.select(batch, advantages)
+    for one, other in zip(
+        *(scoring.sample_logprobs(params, samples, shape, recipe) for params in (whole, half)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_missing_reference_is_an_error(warm):
     with pytest.raises(ValueError, match="needs a reference policy"):
         batch = some_trajectories()
@@ -482,6 +504,28 @@ def test_only_matrices_decay():
     np.testing.assert_array_equal(changes["vector"], 0)
 
 
+def test_a_first_moment_in_bfloat16_takes_the_same_way():
+    target = jax.random.normal(jax.random.key(0), (8, 8))
+
+    def distance(first_moment):
+        config = OptimizerConfig(learning_rate=0.05, first_moment=first_moment)
+        optimizer = make_optimizer(config, 60)
+        params = {"w": jnp.zeros((8, 8))}
+        state = optimizer.init(params)
+        for _ in range(60):
+            gradients = jax.tree.map(lambda w: w - target, params)
+            changes, state = jitted(optimizer, gradients, state, params)
+            params = jax.tree.map(jnp.add, params, changes)
+        assert params["w"].dtype == jnp.float32
+        kept = sorted(str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (8, 8))
+        return kept, float(jnp.linalg.norm(params["w"] - target))
+
+    jitted = jax.jit(lambda optimizer, *rest: optimizer.update(*rest), static_argnums=0)
+    (kept, whole), (kept_halved, halved) = distance("float32"), distance("bfloat16")
+    assert (kept, kept_halved) == (["float32", "float32"], ["bfloat16", "float32"])
+    assert 0 < abs(halved - whole) < 0.05 * whole < 0.05 * float(jnp.linalg.norm(target))
+
+
 def test_the_gradient_is_clipped_by_its_norm():
     # with b1 = b2 = 0 Adam would hide the scale: compare the moment that it keeps
     params = {"w": jnp.zeros((1, 2))}
@@ -500,6 +544,8 @@ def test_the_gradient_is_clipped_by_its_norm():
         (OptimizerConfig, {"schedule": "step"}),
         (OptimizerConfig, {"max_grad_norm": 0.0}),
         (OptimizerConfig, {"eps": 0.0}),
+        (OptimizerConfig, {"first_moment": "int8"}),
+        (TrainerConfig, {"remat": "layer:0"}),
     ],
 )
 def test_bad_settings_are_refused(config, bad):

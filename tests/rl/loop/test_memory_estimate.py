@@ -51,6 +51,10 @@ def test_arrays_that_exist_for_certain_are_counted_exactly():
     weights = 4 * num_params(MODEL)
     assert found["master weights"] == found["reference policy"] == weights
     assert found["Adam moments"] == found["gradients"] == 2 * weights
+    halved = parts("Optimizer.first_moment='bfloat16'")
+    assert halved["Adam moments"] == 1.5 * weights
+    added = parts("Trainer.remat='layer'")["gradients"]
+    assert added == weights + 2 * (weights // 4), "of two layers, and of the rest"
     assert found["rollout weights"] == 0, "the master weights serve"
     cache = jax.eval_shape(lambda: kv_cache.init(MODEL, 16, 256, jnp.float32))
     assert found["KV cache"] == sum(4 * x.size for x in jax.tree.leaves(cache))
