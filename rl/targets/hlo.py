@@ -134,8 +134,8 @@ def parse(text: str) -> Module:
             current.append(_instruction(match[1], match[2], "ROOT " in line[: match.start(2)]))
     if not entry:
         raise ValueError("expected a program with an entry, got a text without one")
-    header, _, _ = text.partition("\n")
-    return Module(computations, entry, frozenset(map(int, _DONATED.findall(header))))
+    first_line, _, _ = text.partition("\n")
+    return Module(computations, entry, frozenset(map(int, _DONATED.findall(first_line))))
 
 
 def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
