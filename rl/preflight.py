@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rl.runtime.progress import say
 from rl.targets import topologies
 from rl.targets.table import Target, parse_target
 
+DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
 
 
@@ -50,8 +52,9 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = parse_command_line(parser, argv, TrainConfig)
     try:
         target = parse_target(args.target)
-        config = load(TrainConfig, args.gin_file, overrides)
-        model = policy_shape(config.policy.directory, args.gin_file)
+        files = args.gin_file or [DEFAULT_CONFIG]
+        config = load(TrainConfig, files, overrides)
+        model = policy_shape(config.policy.directory, files)
         check_sections(config, model)
         validate(config.reward)
         topologies.prepare(target)
@@ -73,7 +76,7 @@ def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
     return hf.shape(next((folder for folder in places if folder.exists()), policy))
 
 
-def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: object) -> int:
+def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: Namespace) -> int:
     from rl.targets import mends, report
     from rl.targets.fitting import Fitting
 
@@ -83,8 +86,8 @@ def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: ob
     fitting = Fitting(
         target,
         topologies.devices_of(target),
-        wanted=args.programs,  # type: ignore[attr-defined]
-        whole=args.layers == "all",  # type: ignore[attr-defined]
+        wanted=args.programs,
+        whole=args.layers == "all",
         told=told,
     )
     fit = fitting.fit(config, model)
@@ -94,7 +97,7 @@ def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: ob
         helps = mends.tried(fitting, fit, config, model, lambda f: say(f"trying {f}", sys.stderr))
         say(f"error: {report.refusal(fit, helps)}", sys.stderr)
     say("policy, tokenizer and task files are not read: python -m rl.train --dry_run does")
-    if args.json:  # type: ignore[attr-defined]
+    if args.json:
         say(json.dumps(report.as_json(fit, helps)))
     return 0 if fit.fits else EXIT_USAGE
 

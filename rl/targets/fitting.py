@@ -110,12 +110,17 @@ class Fitting:
             depths,
         )
 
-    def again(self, before: Fit, config: TrainConfig, model: ModelConfig) -> Fit:
+    def again(
+        self, before: Fit, config: TrainConfig, model: ModelConfig, *, compiles: bool = True
+    ) -> Fit:
         """Return the fit of a changed configuration: only the program at the peak is compiled.
 
-        Others count as before. Raises ValueError where the configuration cannot run.
+        Others count as before, and so does that one unless it `compiles`. Raises ValueError where
+        the configuration cannot run.
         """
         run, peak = self._run(config, model), before.peak[2]
+        if not compiles:
+            return dataclasses.replace(before, held=run.held())
         kind = peak.program.part, peak.program.kind
         programs = run.programs()
         chosen = [

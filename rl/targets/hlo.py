@@ -21,6 +21,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_DONATED = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 COLLECTIVES = (
@@ -40,12 +41,16 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation; `type_text` is that of its result, `rest` its attributes."""
+    """One line of a computation; `type_text` is that of its result, `rest` its attributes.
+
+    `inside` is what stands in its parentheses: operands, or a parameter's number.
+    """
 
     name: str
     type_text: str
     opcode: str
     operands: tuple[str, ...]
+    inside: str
     rest: str
     is_root: bool
 
@@ -85,10 +90,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """The computations of a program by name, and that which is run."""
+    """The computations of a program by name, and that which is run.
+
+    `donated` are the numbers of the parameters whose memory results may take.
+    """
 
     computations: dict[str, list[Instruction]]
     entry: str
+    donated: frozenset[int] = frozenset()
 
     def run(self) -> Iterator[tuple[int, Instruction, Callable[[str], Instruction]]]:
         """Yield (how often, instruction, its computation's instructions by name) of all that runs.
@@ -125,7 +134,8 @@ def parse(text: str) -> Module:
             current.append(_instruction(match[1], match[2], "ROOT " in line[: match.start(2)]))
     if not entry:
         raise ValueError("expected a program with an entry, got a text without one")
-    return Module(computations, entry)
+    first_line, _, _ = text.partition("\n")
+    return Module(computations, entry, frozenset(map(int, _DONATED.findall(first_line))))
 
 
 def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
@@ -133,8 +143,9 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     type_text, rest = rest[:end], rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
     last = _closing(rest, len(opcode))
-    operands = tuple(_OPERAND.findall(rest[len(opcode) : last]))
-    return Instruction(name, type_text, opcode, operands, rest[last + 1 :], is_root)
+    inside = rest[len(opcode) + 1 : last]
+    operands = tuple(_OPERAND.findall(inside))
+    return Instruction(name, type_text, opcode, operands, inside, rest[last + 1 :], is_root)
 
 
 def _closing(text: str, first: int) -> int:
@@ -197,13 +208,22 @@ def collectives_of(module: Module) -> dict[str, Moved]:
     return found
 
 
+# custom calls that compute nothing: memory, views, marks
+BOOKKEEPING = {
+    *("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "ZeroCrop", "Sharding"),
+    *("PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked"),
+}
+
+
 def kernels_of(module: Module) -> dict[str, int]:
-    """Return the custom calls of a program by name, with how often they run."""
+    """Return the kernels that a program calls, by name, with how often they run."""
     found = collections.Counter[str]()
     for times, one, _ in module.run():
         if one.opcode != "custom-call":
             continue
         target = one.quoted("custom_call_target")
+        if target in BOOKKEEPING:
+            continue
         name = one.quoted("kernel_name") or one.op_name.rpartition("/")[2]
         kernel = target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "triton_kernel_call")
         found[f"{target} {name}" if kernel and name else target] += times

@@ -3,7 +3,7 @@
 A walk over the instructions in the order in which they run: an array lives from where it is made
 to where it is last read. Results stand in the place of an operand of their size that is not read
 later, as XLA has them wherever it can, so that the sum is close to what the compiler gives, not
-equal to it. Arguments live all the time.
+equal to it. Arguments live all the time but for those that are donated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,19 @@ from rl.targets.hlo import Array, Instruction, Module
 
 # what gives its operand under another name
 SAME = {"bitcast", "optimization-barrier", "all-reduce-done", "while", "reshape"}
-SECOND = {"all-gather-done", "collective-permute-done", "async-done", "async-update"}
+COPIES = {"copy", "copy-start", "convert", "transpose", "slice-start"}
+SECOND = {
+    "slice-done",
+    "dynamic-slice-done",
+    "dynamic-update-slice-done",
+    "all-gather-done",
+    "collective-permute-done",
+    "async-done",
+    "async-update",
+}
 # whose results never lie where an operand did
 APART = {"copy", "dot", "convolution", "custom-call", "transpose", "gather", "reduce", "all-gather"}
+VIEWS = {"ConcatBitcast", "AssumeGatherIndicesInBound"}  # custom calls
 NO_MEMORY = {"constant", "partition-id", "replica-id", "iota", "after-all"}
 
 
@@ -57,7 +67,7 @@ def largest_live(module: Module, most: int = 8) -> tuple[int, list[Live]]:
 def _peak(module: Module, name: str, *, is_entry: bool) -> tuple[int, list[tuple[str, Array]]]:
     """Return the bytes at the peak of a computation, and the arrays there with their names."""
     body = module.computations.get(name, [])
-    storages = _storages(body, is_entry)
+    storages = _storages(body, module.donated if is_entry else None)
     inner: dict[int, tuple[int, list[tuple[str, Array]]]] = {}
     for at, one in enumerate(body):
         if one.opcode == "fusion" or not one.called:
@@ -82,9 +92,9 @@ def _bytes(found: tuple[int, list[tuple[str, Array]]]) -> int:
     return found[0]
 
 
-def _storages(body: list[Instruction], is_entry: bool) -> list[_Storage]:
+def _storages(body: list[Instruction], donated: frozenset[int] | None) -> list[_Storage]:
     """Return the memory that a computation's own arrays take, from its first to its last use."""
-    values = _Values(body, is_entry)
+    values = _Values(body, donated)
     merged: dict[int, int] = {}  # a storage, and that whose place it takes
 
     def place(one: int) -> int:
@@ -112,13 +122,17 @@ def _storages(body: list[Instruction], is_entry: bool) -> list[_Storage]:
 
 
 class _Values:
-    """The parts of each instruction's result: numbers of storages, nested as its tuples are."""
+    """The parts of each instruction's result: numbers of storages, nested as its tuples are.
 
-    def __init__(self, body: list[Instruction], is_entry: bool) -> None:
+    Parameters have storages of their own in the entry, where some are `donated`.
+    """
+
+    def __init__(self, body: list[Instruction], donated: frozenset[int] | None) -> None:
         self.storages: list[_Storage] = []
         self.made: dict[int, list[int]] = {}  # by instruction, whose operands may give the place
-        self._body, self._is_entry = body, is_entry
+        self._body, self._donated = body, donated
         self._of: dict[str, Any] = {}
+        self._num_arrays = {one.name: len(one.arrays) for one in body}
         for at, one in enumerate(body):
             for name in one.operands:
                 for storage in self.flat(name):
@@ -135,9 +149,12 @@ class _Values:
     def _value(self, at: int, one: Instruction) -> Any:
         given = [self._of.get(name, []) for name in one.operands]
         if one.opcode == "parameter":
-            return self._new(at, one, len(self._body)) if self._is_entry else []
-        if one.opcode in SAME and given:
-            return given[0]
+            if self._donated is None:
+                return []  # what it is given is counted where it is called
+            given_up = int(one.inside) in self._donated
+            return self._new(at, one, at if given_up else len(self._body))
+        if (one.opcode in SAME or one.quoted("custom_call_target") in VIEWS) and given:
+            return given[0] if len(given) == 1 else [x for value in given for x in _flat(value)]
         if one.opcode == "tuple":
             return given
         if one.opcode == "get-tuple-element":
@@ -155,9 +172,9 @@ class _Values:
     def _new(self, at: int, one: Instruction, last: int) -> Any:
         """Return new storages for the result's arrays, in a tuple's order."""
         numbers, first = [], 0 if one.opcode == "parameter" else at
+        name = one.op_name or self._name_of(one)
         for array in one.arrays:
             numbers.append(len(self.storages))
-            name = one.op_name or one.name
             self.storages.append(_Storage(array, name, first, last))
         if one.opcode != "parameter":
             self.made[at] = list(numbers)
@@ -165,20 +182,27 @@ class _Values:
             return self._started(one, numbers)
         return numbers if one.type_text.startswith("(") else numbers[0] if numbers else []
 
+    def _name_of(self, one: Instruction) -> str:
+        """Return a name for what the source program does not name: of what it is made from."""
+        given = [s for operand in one.operands for s in self.flat(operand)]
+        if not given or one.opcode not in COPIES:
+            return one.name
+        return f"copy of {self.storages[given[0]].name.removeprefix('copy of ')}"
+
     def _started(self, one: Instruction, numbers: list[int]) -> Any:
         """Return the value of what runs beside others: its operands, or copies of them, and more.
 
         A copy names its result first, the others their operands.
         """
         given = [self._of.get(name, []) for name in one.operands]
-        count = sum(len(_flat(value)) for value in given)
+        count = sum(self._num_arrays.get(name, 0) for name in one.operands)
         own = numbers[:1] if one.opcode == "copy-start" else numbers[count:]
         for number in set(numbers) - set(own):
             storage = self.storages[number]
             storage.array = dataclasses.replace(storage.array, num_bytes=0)
         if one.opcode == "copy-start":
             return own
-        return [given, own[0] if len(own) == 1 else own]
+        return [given, own[0] if own else []]
 
 
 def _flat(value: Any) -> list[int]:

@@ -8,8 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from models.config import MeshConfig, ModelConfig
 from rl.loop.experiment import TrainConfig
 from rl.targets.fitting import Fit, Fitting
+from rl.targets.run_shapes import ROLLOUTS, TRAINING
 
 MOST = 3
+MOST_COMPILED = 5  # of settings that change the program at the peak
+# Sections that change programs of one part alone.
+OF_ONE_PART = {"engine": (ROLLOUTS,), "sched": (ROLLOUTS,), "trainer": (TRAINING,)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A setting as a flag, the configuration with it, and the parts whose programs it changes."""
+
+    flag: str
+    config: TrainConfig
+    parts: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +34,14 @@ class Mend:
     peak_bytes: int
 
 
-def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield settings that need less memory, each with the configuration; `mesh` by its axes."""
+def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[Candidate]:
+    """Yield settings that need less memory; `mesh` are the devices along its axes."""
 
-    def changed(section: str, **values: int | str) -> tuple[str, TrainConfig]:
+    def changed(section: str, **values: int | str) -> Candidate:
         part = dataclasses.replace(getattr(config, section), **values)
         names = [f"--gin.{section.capitalize()}.{field}={x}" for field, x in values.items()]
-        return " ".join(names), dataclasses.replace(config, **{section: part})
+        parts = OF_ONE_PART.get(section, (TRAINING, ROLLOUTS))
+        return Candidate(" ".join(names), dataclasses.replace(config, **{section: part}), parts)
 
     if config.engine.slots // 2 >= config.engine.min_slots:
         yield changed("engine", slots=config.engine.slots // 2)
@@ -65,15 +79,20 @@ def tried(
 ) -> list[Mend]:
     """Return the settings that save most, the best first; settings that cannot run are left out."""
     found = []
-    for flag, changed in candidates(config, _sizes(config.mesh, fitting.target.count)):
-        told(flag)
+    compiled = 0
+    for one in candidates(config, _sizes(config.mesh, fitting.target.count)):
+        compiles = before.peak[2].program.part in one.parts
+        if compiles and compiled == MOST_COMPILED:
+            continue
+        compiled += compiles
+        told(one.flag)
         try:
-            after = fitting.again(before, changed, model)
+            after = fitting.again(before, one.config, model, compiles=compiles)
         except ValueError:
             continue  # heads that do not divide, say
         saved = before.peak_bytes - after.peak_bytes
         if saved > 0:
-            found.append(Mend(flag, saved, after.peak_bytes))
+            found.append(Mend(one.flag, saved, after.peak_bytes))
     return best(found)
 
 

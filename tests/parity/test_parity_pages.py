@@ -1,4 +1,4 @@
-"""A cache in pages gives the tokens of one in rows: alone, with drafts, short of pages, on meshes."""
+"""A cache in pages gives the tokens of one in rows: alone, drafted, short of pages, on meshes."""
 
 import dataclasses
 

@@ -114,7 +114,7 @@ def test_pages_are_counted_and_what_a_slot_has_stays(ways, operations):
             model[a], model[b] = model[b], model[a]
         held = [pages.pages_BN[s, : pages.held_B[s]].tolist() for s in range(6)]
         assert held == [model[s] for s in range(6)]
-        users = np.bincount(sum(held, []), minlength=num_pages)
+        users = np.bincount([page for some in held for page in some], minlength=num_pages)
         np.testing.assert_array_equal(users, pages.users_P)
         free = [p for part in range(ways) for p in pages._free[part]]
         assert sorted(free) == np.nonzero(users == 0)[0].tolist()

@@ -8,7 +8,7 @@ import pytest
 from models import transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import fitting_sharding, make_mesh
-from rl.learner import critic, trainer
+from rl.learner import critic, gradient_accumulation, logprobs, micro_batches, trainer
 from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.optimizer import init_state, make_optimizer, state_shapes
@@ -46,10 +46,18 @@ def test_steps_of_shapes_are_those_of_the_state(sizes):
 def judge():
     state, shapes = both_states()
     assert jax.tree.structure(state) == jax.tree.structure(shapes)
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
-        assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
-        assert y.sharding is None or x.sharding == y.sharding
     shape = trainer.batch_shape(RECIPE, 48)
+    batch, static = micro_batches.empty(shape), {"network": trainer.POLICY, "recipe": RECIPE}
+    pairs = (
+        (state, shapes),
+        (gradient_accumulation.start(**static), gradient_accumulation.empty_shapes(**static)),
+        (logprobs.place(batch), logprobs.placed_shapes(batch)),
+    )
+    for array, bare in pairs:
+        for x, y in zip(jax.tree.leaves(array), jax.tree.leaves(bare), strict=True):
+            assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
+            # spelt as jit spells it, else calls do not find what was compiled
+            assert y.sharding is None or x.sharding == y.sharding
     found, wanted = (trainer.lowered(s, shape, recipe=RECIPE) for s in (shapes, state))
     assert [x.as_text() for x in found] == [x.as_text() for x in wanted]
     assert len(found) == 3 + 3 + 2  # of each network, and what scores under it

@@ -125,11 +125,16 @@ def test_settings_are_tried_and_the_best_are_named(compiled):
     flags = [flag.removeprefix("--gin.") for flag in found[0].flag.split(" ")]
     changed = load(TrainConfig, [], [*FLAGS, *flags])
     assert worker.again(before, changed, MODEL).peak_bytes == found[0].peak_bytes
+    # what does not change the program at the peak compiles nothing
+    compiled.clear()
+    worker.again(before, changed, MODEL, compiles=False)
+    assert not compiled
 
 
 def test_candidates_keep_the_number_of_devices():
     config = load(TrainConfig, [], [*FLAGS, "Mesh.data=2", "Mesh.fsdp=2", "Mesh.tensor=3"])
-    changed = [c.mesh for _, c in candidates(config, {"data": 2, "fsdp": 2, "tensor": 3})]
+    sizes = {"data": 2, "fsdp": 2, "tensor": 3}
+    changed = [one.config.mesh for one in candidates(config, sizes)]
     assert {m.data * m.fsdp * m.tensor for m in changed} == {12} and len(set(changed)) == 3
 
 

@@ -58,6 +58,7 @@ def test_kernels_are_named_by_their_operation():
     assert kernels_of(parse(TEXT)) == {"tpu_custom_call pallas_call": 1}
     named = TEXT.replace('"tpu_custom_call"', '"Sort"')
     assert kernels_of(parse(named)) == {"Sort": 1}
+    assert kernels_of(parse(TEXT.replace('"tpu_custom_call"', '"AllocateBuffer"'))) == {}
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,18 @@ def test_what_runs_beside_others_counts_once():
     assert peak == 256 + 8  # the copy lies beside the core
 
 
+def test_results_take_the_place_of_donated_arguments():
+    lines = "%b = f32[64]{0} add(%a, %a)", "ROOT %c = f32[64]{0} multiply(%b, %b)"
+    assert live(*lines)[0] == 2 * 256
+    header = "HloModule jit_f, input_output_alias={ {}: (0, {}, may-alias) }\n\n"
+    assert live(*lines, before=header)[0] == 256
+
+
+def test_copies_have_the_name_of_what_they_copy():
+    _, found = live("%c = f32[64]{0} copy(%a)", "ROOT %d = f32[2]{0} dot(%c)")
+    assert [one.name for one in found] == ["params.a", "copy of params.a", "d"]
+
+
 def test_names_that_differ_in_numbers_count_together():
     lines = [
         f'%b.{i} = f32[10]{{0}} dot(%a), metadata={{op_name="layers[{i}].up"}}' for i in (0, 1)
