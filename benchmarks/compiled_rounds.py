@@ -3,12 +3,12 @@
     python -m benchmarks.compiled_rounds --json --output benchmarks/results/compiled_rounds.json
 
 A plain round and one that verifies eight nodes a slot are compiled from shapes for four v5p chips
-(`v5p:2x2x1`), weights and heads split over all of them, bfloat16, 64 slots of 16,384 positions, with
-the cache in pages and in rows. Models of few layers are compiled and figures of all 36 extrapolated,
-linear in the layers; `--layers 36` compiles all. The floor is keys, values and weights read once at
-the makers' bandwidth. `priced` are the bytes that the kernel tells the compiler that it reads and
-writes, of which XLA's seconds are made. Beside them, counted without a device: pages that are
-allocated for live tokens, and programs that run the whole model.
+(`v5p:2x2x1`), weights and heads split over all of them, bfloat16, 64 slots of 16,384 positions,
+with the cache in pages and in rows. Models of few layers are compiled and figures of all 36
+extrapolated, linear in the layers; `--layers 36` compiles all. The floor is keys, values and
+weights read once at the makers' bandwidth. `priced_ratio` is of the bytes that the kernel tells the
+compiler that it reads and writes. Beside them, counted without a device: pages that are allocated
+for live tokens, and programs that run the whole model.
 
 Needs libtpu (`pip install "jax[tpu]"`), no TPU.
 """

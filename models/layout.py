@@ -33,6 +33,7 @@ LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
 LONG_ROW_TOKENS = 4096
 LONG_ROW_BLOCK_TOKENS = 512  # of queries, and of keys
 LONG_ROW_FEED_FORWARD_PARTS = 4
+PAGE_BLOCK_POSITIONS = 512  # of a slot, that attention to pages reads at a time without a kernel
 
 
 def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import NEGATIVE, PartialSoftmax, partial_attention
+from models.layout import PAGE_BLOCK_POSITIONS
 
-BLOCK_POSITIONS = 512  # of a slot, that the portable path reads at a time
 KERNEL_NODES = 64  # of a slot, that a kernel takes at a time
 
 
@@ -92,7 +92,7 @@ def _portable(
     B, W, H, h = q_BWHh.shape
     P, K, T, _ = keys_PKTh.shape
     N = table_BN.shape[1]
-    C = max(1, min(N, BLOCK_POSITIONS // T))
+    C = max(1, min(N, PAGE_BLOCK_POSITIONS // T))
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -N % C)))
 
     def step(i: jax.Array, so_far: PartialSoftmax) -> PartialSoftmax:

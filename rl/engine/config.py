@@ -73,6 +73,31 @@ class EngineConfig:
         )
         return dataclasses.replace(self, slots=slots, min_slots=min_slots, prefill_rows=rows)
 
+    def is_paged(self, is_cpu: bool) -> bool:
+        """Return whether the cache is pages on such devices."""
+        return self.cache == "pages" or (self.cache == "auto" and not is_cpu)
+
+    def slot_pages(self, longest_tokens: int) -> int:
+        """Return the most pages of a slot."""
+        return -(-longest_tokens // self.page_tokens)
+
+    def num_pages(self, num_slots: int, longest_tokens: int, batch_ways: int = 1) -> int:
+        """Return the pages of a cache, as many for each way that slots are split over.
+
+        Each way has one more than a slot can need at least: a shared prompt may end inside a page.
+        Raises ValueError where `pages` are fewer.
+        """
+        most, ways = self.slot_pages(longest_tokens), batch_ways
+        if not self.pages:
+            return ways * max(most + 1, -(-num_slots // ways) * most)
+        if self.pages // ways <= most:
+            raise ValueError(
+                f"expected Engine.pages of at least {ways * (most + 1)}, for a request of "
+                f"{longest_tokens} tokens in pages of {self.page_tokens} in each of {ways} part(s) "
+                f"of the devices, got {self.pages}: raise it, or lower Sampling.max_new_tokens"
+            )
+        return self.pages // ways * ways
+
     @property
     def chunk_tokens(self) -> int:
         """The tokens of a prompt that a round computes; as many positions are in every bucket."""

@@ -79,9 +79,8 @@ class ModelRunner:
         """Whether the cache is pages; "auto" asks for the kind of the devices."""
         if self.config.cache != "auto":
             return self.config.cache == "pages"
-        if self.mesh is not None:
-            return self.mesh.devices.flat[0].platform != "cpu"
-        return (self.device or jax.devices()[0]).platform != "cpu"
+        first = self.device if self.mesh is None else self.mesh.devices.flat[0]
+        return self.config.is_paged((first or jax.devices()[0]).platform == "cpu")
 
     @property
     def batch_ways(self) -> int:
@@ -89,28 +88,18 @@ class ModelRunner:
         return 1 if self.mesh is None else layout.axis_ways(self.mesh.shape, "batch")
 
     @property
-    def slot_pages(self) -> int:
-        """The most pages of a slot."""
-        return -(-self.longest_tokens // self.config.page_tokens)
-
-    @property
     def num_pages(self) -> int:
-        """The pages of the cache: of each part of the devices one more than a slot has at least.
+        """The pages of the cache. Raises ValueError where the longest request does not fit."""
+        slots = max(self.most_slots, self.config.slot_bucket(1))
+        return self.config.num_pages(slots, self.longest_tokens, self.batch_ways)
 
-        Raises ValueError where the settings have less.
-        """
-        ways, least = self.batch_ways, self.slot_pages + 1
-        if not self.config.pages:
-            slots = -(-max(self.most_slots, self.config.slot_bucket(1)) // ways)
-            return ways * max(least, slots * self.slot_pages)
-        if self.config.pages // ways < least:
-            raise ValueError(
-                f"expected Engine.pages of at least {ways * least}, for a request of "
-                f"{self.longest_tokens} tokens in pages of {self.config.page_tokens} in each of "
-                f"{ways} part(s) of the devices, got {self.config.pages}: raise it, or lower "
-                "Sampling.max_new_tokens"
-            )
-        return self.config.pages // ways * ways
+    def kv_tokens(self, num_slots: int, longest_tokens: int) -> int:
+        """Return how many positions so many requests can hold together, however they share them."""
+        most = num_slots * longest_tokens
+        if not (self.is_paged and self.config.pages):
+            return most
+        pages = self.config.num_pages(num_slots, longest_tokens, self.batch_ways)
+        return max(longest_tokens, min(most, (pages - num_slots) * self.config.page_tokens))
 
     def empty_cache(self, num_slots: int, num_positions: int) -> Cache:
         """Return an empty cache on these devices, never whole on one of several."""
@@ -210,7 +199,7 @@ class ModelRunner:
         Attention to pages goes as far as a slot has positions: there is one.
         """
         if self.is_paged:
-            return [self.slot_pages * self.config.page_tokens]
+            return [self.config.slot_pages(self.longest_tokens) * self.config.page_tokens]
         return self.position_sizes(num_slots)
 
     def slots_for(self, num_requests: int) -> int:

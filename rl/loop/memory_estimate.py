@@ -27,6 +27,7 @@ from models.layout import (
     LONG_ROW_BLOCK_TOKENS,
     LONG_ROW_FEED_FORWARD_PARTS,
     LONG_ROW_TOKENS,
+    PAGE_BLOCK_POSITIONS,
     causal_block_tokens,
     layers_kept_apart,
     rollout_tensor,
@@ -77,7 +78,7 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
     trainer, workers = _meshes(config, model, devices)
     stays = _state(config, model, trainer, itemsize)
     training = _training(config, model, trainer, itemsize, devices)
-    rollouts = _rollouts(config, model, workers, itemsize)
+    rollouts = _rollouts(config, model, workers, itemsize, devices.is_cpu)
     own = devices.count // devices.processes
     needed = trainer.count + devices.processes * workers.count
     apart = config.sched.beside_training and needed <= devices.count
@@ -274,7 +275,7 @@ def _training(
 
 
 def _rollouts(
-    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int
+    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, is_cpu: bool
 ) -> dict[str, int]:
     """The bytes of a rollout: its largest buckets of slots, positions and nodes."""
     engine = config.engine.over(mesh.batch)
@@ -282,6 +283,12 @@ def _rollouts(
     longest_tokens = config.longest_prompt_tokens + config.sampling.max_new_tokens
     positions = engine.position_sizes(longest_tokens)[-1]
     cache = _cache(config, model, mesh, slots, positions, itemsize)
+    gathered = _cache(config, model, mesh, engine.prefill_rows, positions, itemsize)
+    grows, gathered = cache // model.num_layers, mesh.batch * gathered // model.num_layers
+    if engine.is_paged(is_cpu):  # attention reads a block of positions at a time
+        pages = engine.num_pages(slots, longest_tokens, mesh.batch)
+        cache = _cache(config, model, mesh, pages, engine.page_tokens, itemsize)
+        positions, grows, gathered = min(positions, PAGE_BLOCK_POSITIONS), 0, 0
     nodes = (
         engine.most_nodes(slots) if config.speculation.enabled or config.reuse.enabled else slots
     )
@@ -292,12 +299,13 @@ def _rollouts(
     passes = {
         "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),
         "prompts": _pass(model, mesh, itemsize, _shard(beside, mesh.batch), 1, seen)
+        + gathered
         + _prompts(config, model, mesh, itemsize, positions),
     }
     return {
         "rollout weights": _weights(model, mesh, itemsize),
         "KV cache": cache,
-        "a layer of the cache, as it grows": cache // model.num_layers,
+        "a layer of the cache, as it grows": grows,
         "a round, or prompts": max(passes.values()),
     }
 
@@ -318,15 +326,14 @@ def _cache(
 def _prompts(
     config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, positions: int
 ) -> int:
-    """A round's chunks of prompts: their entries, and the rows that a layer gathers."""
+    """A round's chunks of prompts, but for the rows that a layer gathers: their entries, a pass."""
     engine, whole = config.engine.over(mesh.batch), _Mesh(mesh.sizes | {"data": 1})
     rows, chunk = engine.prefill_rows, engine.chunk_tokens
-    # every copy of the weights has the entries and the rows of all chunks
+    # every copy of the weights has the entries of all chunks
     entries = _cache(config, model, whole, rows, chunk, itemsize)
-    gathered = _cache(config, model, whole, rows, positions, itemsize) // model.num_layers
     seen = positions + rows * chunk
     chunks = _pass(model, mesh, itemsize, _shard(rows, mesh.batch), chunk, seen, logits=False)
-    return entries + gathered + chunks
+    return entries + chunks
 
 
 def _pass(

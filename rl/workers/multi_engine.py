@@ -153,8 +153,10 @@ class MultiEngine:
                 f"a request may come to {longest_tokens} positions, prompt and response, and a "
                 f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
             )
+        # that its cache holds whole pages of, whoever has them
+        held = self.engines[0].kv_tokens(slots, longest_tokens)
         size = WorkerLimits(
-            kv_tokens=config.kv_tokens or slots * longest_tokens,
+            kv_tokens=config.kv_tokens or held,
             max_requests=slots,
             longest_tokens=longest_tokens,
             pool_bytes=config.pool_bytes,
