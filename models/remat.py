@@ -1,4 +1,4 @@
-"""What the forward pass keeps of its layers, and what the backward pass computes again.
+"""Rematerialisation: what is kept of the layers for the backward pass, and what it computes again.
 
 | name | kept | computed again |
 |---|---|---|

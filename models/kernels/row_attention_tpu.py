@@ -242,7 +242,7 @@ class _Call:
         )(pair_P, num_B, *(x for x, _ in inputs))
 
     def _cost(self, num_pairs: int, products: int, inputs: list, outputs: list) -> pl.CostEstimate:
-        """Of rows that are one sequence: every pair is a step, and reads its keys and values."""
+        """Return the cost of rows that are one sequence: every pair is a step with keys to read."""
         steps = self.B * self.K * self.G * num_pairs * self.C**2
         keys = 2 * self.B * self.K * num_pairs * self.C * self.h * outputs[0][0].dtype.itemsize
         once = sum(x.size * x.dtype.itemsize for x, _ in [*inputs, *outputs])

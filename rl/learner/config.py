@@ -75,7 +75,7 @@ class TrainerConfig:
 
     @property
     def remat_policy(self) -> str:
-        """What the backward pass computes again; `auto` asks jax for its backend."""
+        """Return what the backward pass computes again; `auto` asks jax for its backend."""
         import jax
 
         return self.remat_on(jax.default_backend() == "cpu")

@@ -496,6 +496,7 @@ TEXTS = {
     *("Speculation.budget", "Reuse.mode", "Reuse.schedule", "Algorithm.correction"),
     *("Metrics.wandb_project", "Ablation.variants", "Eval.sets", "Eval.best_by"),
     *("Sampling.stop", "Sampling.by_task", "Task.chat_template_kwargs"),
+    "Trainer.remat",
     *("Cluster.coordinator", "Cluster.address"),
 }
 
