@@ -160,39 +160,39 @@ class Fitting:
     ) -> Iterator[Measured]:
         """Yield the chosen programs with their figures; several are compiled at a time."""
         compiled = [programs[i] for i in chosen]
-        if depths is None:
-            found = [figures for (figures,) in self._compiled([compiled])]
-        else:
+        asked: list[list[RunProgram]] = [[one] for one in compiled]
+        if depths is not None:
             shallow = []
             for layers in depths:
                 run = self._run(config, dataclasses.replace(model, num_layers=layers))
-                others = run.programs()
-                assert [x.name for x in others] == [x.name for x in programs], "layers alone"
-                shallow.append([others[i] for i in chosen])
-            found = [
-                extrapolated(few, more, depths, model.num_layers)
-                for few, more in self._compiled(shallow)
+                shallow.append(run.programs())
+                assert [x.name for x in shallow[-1]] == [x.name for x in programs], "layers alone"
+            asked = [
+                [others[i] for others in shallow] if programs[i].is_deep else [programs[i]]
+                for i in chosen
             ]
+        found = [
+            extrapolated(figures[0], figures[1], depths, model.num_layers)
+            if depths is not None and len(figures) > 1
+            else figures[0]
+            for figures in self._compiled(asked)
+        ]
         params = num_params(model) - model.vocab_size * model.d_model  # an embedding is looked up
         if model.tied_embeddings:
             params += model.vocab_size * model.d_model
         for program, figures in zip(compiled, found, strict=True):
             yield Measured(program, figures, roofline_s(program, figures, self.target, params))
 
-    def _compiled(self, depths: Sequence[Sequence[RunProgram]]) -> list[list[Figures]]:
-        """Return the figures of each program at each depth; those of most tokens come first."""
-        chosen, done = depths[0], 0
-        jobs = [(i, d) for i in range(len(chosen)) for d in range(len(depths))]
-        jobs.sort(key=lambda job: (-chosen[job[0]].tokens * chosen[job[0]].passes, -job[1]))
-        found: list[list[Figures]] = [[Figures()] * len(depths) for _ in chosen]
+    def _compiled(self, asked: Sequence[Sequence[RunProgram]]) -> list[list[Figures]]:
+        """Return the figures of each program at its depths; those of most tokens come first."""
+        jobs = [(i, d) for i, depths in enumerate(asked) for d in range(len(depths))]
+        jobs.sort(key=lambda job: (-asked[job[0]][0].tokens * asked[job[0]][0].passes, -job[1]))
+        found = [[Figures()] * len(depths) for depths in asked]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            asked = [
-                (i, d, pool.submit(compiled_figures, depths[d][i], self.target)) for i, d in jobs
-            ]
-            for i, d, future in asked:
+            futures = [pool.submit(compiled_figures, asked[i][d], self.target) for i, d in jobs]
+            for done, ((i, d), future) in enumerate(zip(jobs, futures, strict=True), start=1):
                 found[i][d] = future.result()
-                done += 1
-                self._told(chosen[i].name, done, len(jobs))
+                self._told(asked[i][d].name, done, len(jobs))
         return found
 
 

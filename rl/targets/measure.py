@@ -2,8 +2,9 @@
 
     needed by a program = arguments + outputs − aliases + temporaries     (bytes of one device)
 
-Programs of a deep model may be compiled at two smaller depths instead: every figure is linear in
-the number of layers but for what XLA decides differently, so that
+Programs that run a deep model may be compiled at two smaller depths instead: every figure is
+linear in the number of layers but for what XLA decides differently (where memory is short it orders
+a program by that), so that
 
     figure(L) = figure(a) + (figure(b) − figure(a)) · (L − a) / (b − a)
 """

@@ -75,6 +75,11 @@ class RunProgram:
     passes: int = 1
 
     @property
+    def is_deep(self) -> bool:
+        """Return whether compiling takes long because of its layers."""
+        return self.part == TRAINING or self.tokens > 0
+
+    @property
     def name(self) -> str:
         return f"{self.kind}, {self.sizes}" if self.sizes else self.kind
 

@@ -89,7 +89,9 @@ def fitted(*flags, target=TARGET, model=MODEL, **options):
 
 def test_deep_models_are_compiled_at_two_depths(compiled):
     _, _, found = fitted()
-    assert found.depths == (2, 4) and len(compiled) == 2 * len(found.measured)
+    deep = sum(one.program.is_deep for one in found.measured)
+    assert 0 < deep < len(found.measured)  # what moves rows compiles fast, and is compiled whole
+    assert found.depths == (2, 4) and len(compiled) == deep + len(found.measured)
     compiled.clear()
     _, _, whole = fitted(whole=True)
     assert whole.depths is None and len(compiled) == len(whole.measured)
