@@ -1,0 +1,79 @@
+"""Whether the configurations for real models fit their devices, by `python -m rl.preflight`.
+
+    python -m benchmarks.preflights --json --output benchmarks/results/preflights.json
+
+Each is compiled with the compiler of its devices, none of which is needed: libtpu for TPUs (`pip
+install "jax[tpu]"`), the CUDA plug-in for H100 (`jax[cuda12]` or `[cuda13]`). Nothing runs. Figures
+are of the fullest device: its peak by what it has, and what stays there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from benchmarks import environment
+
+TARGETS = {
+    "qwen3_0.6b_h100": "h100:1x1x1",
+    "qwen3_1.7b_8xh100": "h100:1x1x8",
+    "qwen3_8b_8xh100": "h100:1x1x8",
+    "qwen3_8b_v5e64": "v5e:8x8",
+    "qwen3_8b_v6e16": "v6e:4x4",
+    "qwen3_32b_v5p64": "v5p:2x4x4",
+}
+GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurations say
+
+
+def preflight(name: str, target: str) -> dict[str, Any]:
+    """Return what a preflight says of a configuration, and the seconds that it took."""
+    command = [sys.executable, "-m", "rl.preflight", "--json", f"--target={target}"]
+    command.append(f"--gin_file=configs/real/{name}.gin")
+    given = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": GPU_SHARE}
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=given, check=False)
+    took_s = time.monotonic() - began
+    if done.returncode not in (0, 2) or not done.stdout.strip().endswith("}"):
+        raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    kept = ("fits", "peak_bytes", "device_bytes", "programs", "whole_model_programs", "held_bytes")
+    compiled = {one["name"]: one for one in found["compiled"]}
+    return {
+        "target": target,
+        **{key: found[key] for key in kept},
+        "share": round(found["peak_bytes"] / found["device_bytes"], 3),
+        "seconds": round(took_s),
+        "peak_program": found["peak_program"],
+        "temporaries_gb": {n: round(x["temporary_bytes"] / 1e9, 3) for n, x in compiled.items()},
+        "helps": [one["flag"] for one in found["helps"]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    environment.add_output_flags(parser)
+    parser.add_argument("--configurations", nargs="*", default=list(TARGETS))
+    arguments = parser.parse_args()
+    found = {name: preflight(name, TARGETS[name]) for name in arguments.configurations}
+    result = {
+        **environment.record("benchmarks.preflights", ("jax", "jaxlib", "libtpu")),
+        "kind": "compiled",
+        "gpu_share": GPU_SHARE,
+        "configurations": found,
+        "all_fit": all(one["fits"] for one in found.values()),
+        "largest_share": max(one["share"] for one in found.values()),
+    }
+    environment.show(
+        result, arguments, {name: f"{x['share']:.0%}, {x['seconds']} s" for name, x in found.items()}
+    )
+
+
+if __name__ == "__main__":
+    main()
