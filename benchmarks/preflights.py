@@ -70,9 +70,8 @@ def main() -> None:
         "all_fit": all(one["fits"] for one in found.values()),
         "largest_share": max(one["share"] for one in found.values()),
     }
-    environment.show(
-        result, arguments, {name: f"{x['share']:.0%}, {x['seconds']} s" for name, x in found.items()}
-    )
+    figures = {name: f"{x['share']:.0%}, {x['seconds']} s" for name, x in found.items()}
+    environment.show(result, arguments, figures)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def put_entries(
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How pages are split over the mesh that is set: by its batch axes, and by heads."""
+    """The axes of the mesh that is set over which pages, and their heads, are split."""
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()

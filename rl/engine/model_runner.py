@@ -76,7 +76,7 @@ class ModelRunner:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the cache is pages; "auto" asks for the kind of the devices."""
+        """Return whether the cache is pages; "auto" asks for the kind of the devices."""
         if self.config.cache != "auto":
             return self.config.cache == "pages"
         first = self.device if self.mesh is None else self.mesh.devices.flat[0]

@@ -42,11 +42,12 @@ def test_what_stays_is_counted_by_hand():
 
 def test_a_cpu_computes_in_float32_and_the_master_weights_serve():
     run = run_of(is_cpu=True)
-    assert run.config.trainer.compute_dtype == "float32" and run.config.trainer.remat is False
+    assert run.config.trainer.compute_dtype == "float32" and run.config.trainer.remat == "none"
     assert run.held()[ROLLOUTS]["rollout weights"] == 0
     assert not [one for one in run.programs() if one.kind == "weights for rollouts"]
     other = run_of()
-    assert other.config.trainer.compute_dtype == "bfloat16" and other.config.trainer.remat is True
+    assert other.config.trainer.compute_dtype == "bfloat16"
+    assert other.config.trainer.remat == "layer"
 
 
 def test_programs_are_those_of_training_and_rollouts():
