@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import environment
@@ -93,15 +94,33 @@ def floor_ms() -> float:
 
 def priced_ratio() -> float:
     """Bytes that the kernel prices for a round of eight nodes a slot, against a plain one."""
-    heads, kv_heads = MODEL.num_heads // 4, MODEL.num_kv_heads // 4
-    width = min(CONFIG.max_nodes, 2 * NODES // SLOTS)  # nodes of a slot, padded
+    import jax
+    import jax.numpy as jnp
+
+    from models.kernels.page_attention_tpu import attend_pages
+
+    heads, kv_heads, h, T = MODEL.num_heads // 4, MODEL.num_kv_heads // 4, MODEL.head_dim, 128
+    pages = jax.ShapeDtypeStruct((SLOTS * POSITIONS // T, kv_heads, T, h), jnp.bfloat16)
+    tables = (SLOTS, POSITIONS // T), (SLOTS,)
 
     def priced(nodes: int) -> int:
-        rows = SLOTS * nodes * heads
-        pages = 2 * SLOTS * POSITIONS * kv_heads * MODEL.head_dim * 2
-        return pages + rows * MODEL.head_dim * 2 + rows * (MODEL.head_dim + 2) * 4
+        q = jax.ShapeDtypeStruct((SLOTS, nodes, heads, h), jnp.bfloat16)
+        held = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables)
+        calls = _equations(jax.make_jaxpr(attend_pages)(q, pages, pages, *held).jaxpr)
+        return sum(call.params["cost_estimate"].bytes_accessed for call in calls)
 
+    width = min(CONFIG.max_nodes, 2 * NODES // SLOTS)  # nodes of a slot, padded
     return priced(width) / priced(1)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the calls of kernels, wherever they are."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+        for inner in equation.params.values():
+            if hasattr(inner, "jaxpr") and equation.primitive.name != "pallas_call":
+                yield from _equations(inner.jaxpr)
 
 
 def allocation() -> dict[str, float]:
