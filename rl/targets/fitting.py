@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from models.config import ModelConfig
+from models.layout import layers_kept_apart
 from models.params import num_params
 from rl.loop.experiment import TrainConfig
 from rl.targets.measure import Figures, Measured, compiled_figures, extrapolated, roofline_s
@@ -160,22 +161,22 @@ class Fitting:
     ) -> Iterator[Measured]:
         """Yield the chosen programs with their figures; several are compiled at a time."""
         compiled = [programs[i] for i in chosen]
-        asked: list[list[RunProgram]] = [[one] for one in compiled]
-        if depths is not None:
-            shallow = []
-            for layers in depths:
-                run = self._run(config, dataclasses.replace(model, num_layers=layers))
-                shallow.append(run.programs())
-                assert [x.name for x in shallow[-1]] == [x.name for x in programs], "layers alone"
-            asked = [
-                [others[i] for others in shallow] if programs[i].is_deep else [programs[i]]
-                for i in chosen
-            ]
+        apart = layers_kept_apart(config.trainer.remat_on(self.target.is_cpu))
+        depths_of = [_depths_of(one, depths, apart, model.num_layers) for one in compiled]
+        shallow: dict[int, list[RunProgram]] = {model.num_layers: list(programs)}
+        for layers in {layers for some in depths_of for layers in some} - shallow.keys():
+            run = self._run(config, dataclasses.replace(model, num_layers=layers))
+            shallow[layers] = run.programs()
+            assert [x.name for x in shallow[layers]] == [x.name for x in programs], "layers alone"
+        asked = [
+            [shallow[layers][i] for layers in some]
+            for i, some in zip(chosen, depths_of, strict=True)
+        ]
         found = [
-            extrapolated(figures[0], figures[1], depths, model.num_layers)
-            if depths is not None and len(figures) > 1
+            extrapolated(figures[0], figures[1], some, model.num_layers)
+            if len(some) > 1
             else figures[0]
-            for figures in self._compiled(asked)
+            for figures, some in zip(self._compiled(asked), depths_of, strict=True)
         ]
         params = num_params(model) - model.vocab_size * model.d_model  # an embedding is looked up
         if model.tied_embeddings:
@@ -194,6 +195,20 @@ class Fitting:
                 found[i][d] = future.result()
                 self._told(asked[i][d].name, done, len(jobs))
         return found
+
+
+def _depths_of(
+    program: RunProgram, depths: tuple[int, int] | None, layers_apart: int, num_layers: int
+) -> tuple[int, ...]:
+    """Return the layers that a program is compiled with: one or two depths.
+
+    A gradient that keeps every N-th layer's input is linear in N layers.
+    """
+    if depths is None or not program.is_deep:
+        return (num_layers,)
+    if program.kind.startswith("accumulate") and layers_apart > 1:
+        depths = layers_apart, 2 * layers_apart
+    return (num_layers,) if num_layers <= depths[1] else depths
 
 
 def largest_of_kinds(programs: Sequence[RunProgram]) -> list[int]:

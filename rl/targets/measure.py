@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.targets.hlo import Moved, collectives_of, kernels_of, parse
@@ -116,7 +116,7 @@ def _needed(error: Exception) -> int | None:
     return None
 
 
-def extrapolated(few: Figures, more: Figures, depths: tuple[int, int], layers: int) -> Figures:
+def extrapolated(few: Figures, more: Figures, depths: Sequence[int], layers: int) -> Figures:
     """Return the figures of a program of so many layers from those of two smaller depths."""
     ways = (layers - depths[0]) / (depths[1] - depths[0])
 

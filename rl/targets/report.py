@@ -25,7 +25,10 @@ def lines_of(fit: Fit) -> Iterator[str]:
     )
     if fit.depths is not None:
         a, b = fit.depths
-        yield f"figures are extrapolated from models of {a} and {b} layers (--layers=all: none are)"
+        yield (
+            f"figures are extrapolated from models of {a} and {b} layers (--layers=all: none are), "
+            "those of gradients under Trainer.remat=layer:N from N and 2N"
+        )
     yield ""
     yield from _table(fit.measured)
     yield ""
