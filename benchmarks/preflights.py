@@ -61,7 +61,9 @@ def main() -> None:
     environment.add_output_flags(parser)
     parser.add_argument("--configurations", nargs="*", default=list(TARGETS))
     arguments = parser.parse_args()
-    found = {name: preflight(name, TARGETS[name]) for name in arguments.configurations}
+    # rows of results are paths with dots
+    names = {name.replace(".", "_"): name for name in arguments.configurations}
+    found = {key: preflight(name, TARGETS[name]) for key, name in names.items()}
     result = {
         **environment.record("benchmarks.preflights", ("jax", "jaxlib", "libtpu")),
         "kind": "compiled",
