@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from models.attention import precision_of
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
+from models.loops import scan_after
 
 FEW_ROWS = 64  # of inputs; more go through the ordinary product
 
@@ -75,12 +76,14 @@ def _feed_forward_in_parts(
     of a part lie apart by that number, so that each shard of them has as many in every part.
     """
 
-    def add(y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def add(inputs: tuple, y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        (x,) = inputs
         gate_GD, up_GD, down_GD = weights
         return y + linear(_inner(x, gate_GD, up_GD), down_GD.T, jnp.float32), None
 
     weights = _cut(gate_FD, parts), _cut(up_FD, parts), _cut(down_DF.T, parts)
-    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), weights)[0].astype(x.dtype)
+    total = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return scan_after(add, total, weights, x)[0].astype(x.dtype)
 
 
 def _parts_fwd(x: jax.Array, *rest: Any) -> tuple[jax.Array, tuple]:
@@ -91,7 +94,10 @@ def _parts_fwd(x: jax.Array, *rest: Any) -> tuple[jax.Array, tuple]:
 def _parts_bwd(parts: int, kept: tuple, dy: jax.Array) -> tuple:
     x, gate_FD, up_FD, down_DF = kept
 
-    def add(dx: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+    def add(
+        inputs: tuple, dx: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple]:
+        x, dy = inputs
         gate_GD, up_GD, down_GD = weights
         inner, of_inputs = jax.vjp(_inner, x, gate_GD, up_GD)
         _, of_product = jax.vjp(lambda inner, down_GD: linear(inner, down_GD.T), inner, down_GD)
@@ -100,7 +106,8 @@ def _parts_bwd(parts: int, kept: tuple, dy: jax.Array) -> tuple:
         return dx + dx_part.astype(jnp.float32), (*rest, ddown_GD)
 
     weights = _cut(gate_FD, parts), _cut(up_FD, parts), _cut(down_DF.T, parts)
-    dx, gradients = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), weights)
+    total = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    dx, gradients = scan_after(add, total, weights, x, dy)
     dgate_FD, dup_FD, ddown_FD = (g.swapaxes(0, 1).reshape(gate_FD.shape) for g in gradients)
     return dx.astype(x.dtype), dgate_FD, dup_FD, ddown_FD.T
 

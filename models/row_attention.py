@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 
 from models.attention import NEGATIVE, Packing, may_see, precision_of
 from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
+from models.loops import scan_after
 
 Axes = tuple[str | None, ...]
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
@@ -186,10 +187,12 @@ def _forward_by_blocks(
     branch_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs, [B, T, H, h], and the log of each sum, [B, H, T]: the portable path."""
-    blocks = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT)
-    n, B, K, G, C, h = blocks.q.shape
+    given = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT)
+    n, B, K, G, C, h = given.q.shape
 
-    def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_queries(inputs: tuple, _: tuple, i: jax.Array) -> tuple[tuple, tuple]:
+        (blocks,) = inputs
+
         def meet(j: jax.Array, carry: tuple) -> tuple:
             out, top, total = carry
             scores = blocks.scores(i, j)
@@ -201,9 +204,9 @@ def _forward_by_blocks(
         none = jnp.zeros((B, K, G, C, h), jnp.float32), jnp.full((B, K, G, C), NEGATIVE)
         start = *none, jnp.zeros((B, K, G, C), jnp.float32)
         out, top, total = jax.lax.fori_loop(0, i + 1, partial(_where_seen, blocks, i, meet), start)
-        return (out / total[..., None]).astype(v_BTKh.dtype), top + jnp.log(total)
+        return (), ((out / total[..., None]).astype(v_BTKh.dtype), top + jnp.log(total))
 
-    out_nBKGCh, lse_nBKGC = jax.lax.map(of_queries, jnp.arange(n))
+    _, (out_nBKGCh, lse_nBKGC) = scan_after(of_queries, (), jnp.arange(n), given)
     lse_BTH1 = _rows(lse_nBKGC[..., None], (*q_BTHh.shape[:3], 1))
     return _rows(out_nBKGCh, q_BTHh.shape), lse_BTH1[..., 0].swapaxes(1, 2)
 
@@ -219,14 +222,16 @@ def _backward_by_blocks(
     dout_BTHh: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values: the portable path."""
-    blocks, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT), k_BTKh.shape[2]
-    n, scale = len(blocks.q), q_BTHh.shape[-1] ** -0.5
+    given, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT), k_BTKh.shape[2]
+    n, scale = len(given.q), q_BTHh.shape[-1] ** -0.5
     lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None]), K)
-    dout = _by_head(_cut(dout_BTHh), K)
+    dout_by_head = _by_head(_cut(dout_BTHh), K)
     products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
     delta = _by_head(_cut(products_BTH1), K)
 
-    def of_queries(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
+    def of_queries(inputs: tuple, carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
+        blocks, dout = inputs
+
         def meet(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv = carry
             p = jnp.exp(blocks.scores(i, j) - lse[i])
@@ -242,8 +247,8 @@ def _backward_by_blocks(
         dq, dk, dv = jax.lax.fori_loop(0, i + 1, looped, (none, *carry))
         return (dk, dv), (dq * scale).astype(q_BTHh.dtype)
 
-    none = jnp.zeros(blocks.k.shape, jnp.float32)
-    (dk, dv), dq = jax.lax.scan(of_queries, (none, none), jnp.arange(n))
+    total = jax.ShapeDtypeStruct(given.k.shape, jnp.float32)
+    (dk, dv), dq = scan_after(of_queries, (total, total), jnp.arange(n), given, dout_by_head)
     dk = (dk * scale).astype(k_BTKh.dtype)[:, :, :, None]
     dv = dv.astype(v_BTKh.dtype)[:, :, :, None]
     return _rows(dq, q_BTHh.shape), _rows(dk, k_BTKh.shape), _rows(dv, v_BTKh.shape)
