@@ -54,8 +54,8 @@ def run_part(part: str, size: str, deadline_s: float) -> dict[str, Any]:
         printed, errors = process.communicate(timeout=ENDING_S)
         status, why = "cut", f"not done within {deadline_s:g} s"
     if status == "done" and process.returncode:
-        last = errors.strip().splitlines() or [f"exit status {process.returncode}"]
-        status, why = "failed", last[-1]
+        said = [line for line in errors.splitlines() if "Error" in line and line[:1].strip()]
+        status, why = "failed", said[-1] if said else f"exit status {process.returncode}"
         print(errors, file=sys.stderr)
     lines = [line for line in printed.splitlines(keepends=True) if line.endswith("\n")]
     found: dict[str, Any] = {"status": status, "deadline_s": deadline_s}

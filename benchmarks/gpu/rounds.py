@@ -8,6 +8,8 @@ are those that the plain rounds draw, so that both emit the same tokens (up to r
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -103,22 +105,37 @@ def _filled(cache: PagedCache) -> PagedCache:
 
 
 def _broadcast(page: jax.Array, pages: jax.Array) -> jax.Array:
-    return jnp.zeros_like(pages) + page
+    return jnp.broadcast_to(page, pages.shape)
 
 
-_repeat = jax.jit(_broadcast, donate_argnums=1)
+# without `keep_unused` the pages would not be donated: there is no room for them twice
+_repeat = jax.jit(_broadcast, donate_argnums=1, keep_unused=True)
 
 
 def floor_s(size: Size, live: int) -> float | None:
     """Return the seconds in which the device reads weights, keys and values once."""
-    device, model = accelerator(), size.model
-    if device is None:
-        return None
+    device = accelerator()
+    return None if device is None else num_bytes(size, live) / device.bytes_per_s
+
+
+def num_bytes(size: Size, live: int) -> int:
+    """Return the bytes of the weights, and of keys and values of all live positions."""
+    model = size.model
     kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size.slots * live
-    return (num_weights(model) + kv) * size.itemsize / device.bytes_per_s
+    return (num_weights(model) + kv) * size.itemsize
 
 
 def rows(size: Size) -> Rows:
+    device_bytes = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    for live in size.live_positions:
+        if (needed := 1.05 * num_bytes(size, live)) > device_bytes:  # pages are whole
+            why = f"expected {needed / 1e9:.0f} GB, got {device_bytes / 1e9:.0f} GB of the device"
+            yield {"live_positions": live, "not_run": f"{why}; mend: a device with more memory"}
+            size = dataclasses.replace(
+                size, live_positions=tuple(n for n in size.live_positions if n != live)
+            )
+    if not size.live_positions:
+        return
     bench = Bench(size)
     for live in size.live_positions:
         tokens_BN = bench.plain(live)

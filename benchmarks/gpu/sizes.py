@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ QWEN3_0_6B = ModelConfig(
     max_positions=40960,
 )
 TINY_POLICY = ModelConfig(
-    *("qwen3", 64, 32, 2, 2, 1, 16, 64), qk_norm=True, tied_embeddings=True, max_positions=512
+    *("qwen3", 64, 32, 1, 2, 1, 16, 64), qk_norm=True, tied_embeddings=True, max_positions=512
 )
 
 
@@ -115,13 +116,14 @@ SIZES = {
 
 
 def accelerator() -> Accelerator | None:
-    """Return the figures of the device that jax computes on, found by its name, if they are known.
+    """Return the figures of the device that jax computes on, if they are known."""
+    return figures_of(jax.devices()[0].device_kind)
 
-    "NVIDIA H100 80GB HBM3" is H100; of names that fit the longest counts.
-    """
-    kind = jax.devices()[0].device_kind
-    names = sorted((name for name in ACCELERATORS if name in kind), key=len)
-    return ACCELERATORS[names[-1]] if names else None
+
+def figures_of(kind: str) -> Accelerator | None:
+    """Return the figures of a device by what jax names it: "NVIDIA H100 80GB HBM3" is H100."""
+    found = [device for name, device in ACCELERATORS.items() if re.search(rf"\b{name}\b", kind)]
+    return found[0] if found else None
 
 
 def num_weights(model: ModelConfig) -> int:
@@ -152,7 +154,7 @@ def in_turns(kinds: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
     assert repeats >= 5, "medians of at least five"
     seconds = {name: np.zeros(repeats + 2) for name in kinds}
     for turn in range(repeats + 2):
-        for name in list(kinds)[:: 1 if turn % 2 else -1]:
+        for name in list(kinds)[:: -1 if turn % 2 else 1]:
             seconds[name][turn] = kinds[name]()
     return {name: taken_T[2:] for name, taken_T in seconds.items()}
 

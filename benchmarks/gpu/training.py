@@ -31,6 +31,7 @@ from rl.learner import micro_batches
 from rl.learner.config import TrainerConfig, TrainSpec
 from rl.learner.gradient_accumulation import StepScalars, accumulate, apply, inspect, start
 from rl.learner.logprobs import place
+from rl.learner.losses import normaliser_of
 from rl.learner.micro_batches import Packed, TrainSample
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import POLICY, batch_shape
@@ -104,7 +105,10 @@ class Bench:
         """Make a step; returns the norm of its gradient, and keeps the new state."""
         static: Any = {"network": POLICY, "recipe": self.recipes[remat]}
         tokens = sum(s.trajectory.num_tokens for s in self.samples)
-        scalars = StepScalars(np.float32(tokens), np.float32(tokens), np.bool_(True))
+        aggregation = self.recipes[remat].algorithm.resolved.aggregation
+        limits = sum(s.sampling.max_new_tokens for s in self.samples)
+        normaliser = normaliser_of(tokens, len(self.samples), aggregation, limits)
+        scalars = StepScalars(np.float32(normaliser), np.float32(tokens), np.bool_(True))
         total = start(**static)
         for batch in self.batches:
             total, _ = accumulate(self.state.params, total, batch, scalars, **static)
