@@ -141,7 +141,7 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
-    compiled = first_programs.num_whole_model(config, model)
+    compiled = first_programs.num_whole_model(config, model, is_cpu=there.is_cpu)
     say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
     needed = memory_estimate.estimate(config, model, there)
     for part, size in [*needed.parts.items(), ("total, of one device", needed.total)]:

@@ -63,11 +63,12 @@ def device_generation() -> str:
 def is_hopper() -> bool:
     """Return whether programs are compiled for an NVIDIA GPU of compute capability 9.
 
-    It is that of the mesh in use (`jax.set_mesh`), or of the default device.
+    It is that of the mesh in use (`jax.set_mesh`), or of the default device. A GPU without a name
+    is one that only a compiler knows (rl.targets), which are Hoppers.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return any(name in kind for name in HOPPERS)
+    return not kind or any(name in kind for name in HOPPERS)
 
 
 def page_tiles(

@@ -153,8 +153,9 @@ class MultiEngine:
                 f"a request may come to {longest_tokens} positions, prompt and response, and a "
                 f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
             )
-        # that its cache holds whole pages of, whoever has them
-        held = self.engines[0].kv_tokens(slots, longest_tokens)
+        held, first = slots * longest_tokens, self.engines[0]
+        if first.config.pages:  # a cache may hold less
+            held = first.kv_tokens(slots, longest_tokens)
         size = WorkerLimits(
             kv_tokens=config.kv_tokens or held,
             max_requests=slots,

@@ -37,6 +37,7 @@ ACCELERATORS = {
     for device in (
         Accelerator("H100", 989e12, 3.35e12, 80e9, 64e9, 450e9),
         Accelerator("H800", 989e12, 3.35e12, 80e9, 64e9, 200e9),
+        Accelerator("H200", 989e12, 4.8e12, 141e9, 64e9, 450e9),
         Accelerator("A100", 312e12, 2.04e12, 80e9, 32e9, 300e9),
         Accelerator("B200", 2250e12, 8.0e12, 192e9, 64e9, 900e9),
         Accelerator("RTX 5090", 210e12, 1.79e12, 32e9, 64e9, 64e9),

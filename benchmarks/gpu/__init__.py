@@ -1,0 +1,1 @@
+"""All rows that need a GPU, in one command: `python -m benchmarks.gpu` (`__main__.py`)."""

@@ -1,0 +1,172 @@
+"""The GPU benchmark at its tiny size: the same work on both sides, and what it refuses or cuts."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.environment import ROOT
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import kernels, rollouts, rounds, training
+from benchmarks.gpu.sizes import SIZES, figures_of, in_turns, num_weights
+from rl.learner import micro_batches
+from rl.learner.trainer import batch_shape
+
+TINY = SIZES["tiny"]
+
+
+def rows_of(part):
+    """The rows, as they are once they have been through the pipe of their process."""
+    rows = [json.loads(json.dumps(row)) for row in gpu.part_rows(part, "tiny")]
+    assert all(row["repeats"] >= 5 and row["ms"] > 0 for row in rows if part != "flips")
+    return rows
+
+
+def command(*flags, **settings):
+    run = [sys.executable, "-m", "benchmarks.gpu", *flags]
+    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120, **settings)
+
+
+def test_plain_and_verified_rounds_emit_the_same_tokens():
+    rows = rows_of("rounds")
+    assert [(r["round"], r["live_positions"]) for r in rows] == [
+        (name, live) for live in TINY.live_positions for name in ("plain", "verify")
+    ]
+    for plain, verify in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["tokens"] == verify["tokens"] == TINY.slots * TINY.node_count
+        assert verify["tokens_that_differ"] == 0
+        assert verify["nodes"] == TINY.node_count * plain["nodes"]
+
+
+def test_all_paths_of_attention_compute_the_same():
+    rows = rows_of("kernels")
+    assert {r["how"] for r in rows} == {"ours", "portable", "xla"}
+    assert {r["attention"] for r in rows} == {"pages", "rows"}
+    assert max(r["difference_to_portable"] for r in rows) < 1e-5
+    assert not any(r["kernel"] for r in rows), "a CPU has none"
+
+
+def test_a_difference_is_seen():
+    x = np.array([1.0, -4.0, 2.0], np.float32)
+    assert kernels.difference([x], [x]) == 0
+    assert kernels.difference([x + np.array([0, 0, 0.5])], [x]) == pytest.approx(0.125)
+
+
+def test_speculative_rollouts_have_the_tokens_of_plain_ones_and_are_called_synthetic():
+    plain, speculative = rows_of("rollouts")
+    assert plain["tokens"] == speculative["tokens"] > 0
+    assert plain["tokens_that_differ"] == speculative["tokens_that_differ"] == 0
+    assert speculative["synthetic"] is True and speculative["acceptance"] == rollouts.ACCEPTANCE
+
+
+def test_tokens_that_differ_are_counted():
+    @dataclasses.dataclass
+    class Answer:
+        request_id: int
+        response_ids: np.ndarray
+
+    plain = {0: np.array([1, 2, 3]), 1: np.array([4, 5])}
+    other = [Answer(0, np.array([1, 9, 3])), Answer(1, np.array([4, 5, 6]))]
+    assert rollouts.tokens_that_differ(plain, other) == 2
+
+
+def test_a_gradient_step_has_one_gradient_whatever_is_kept():
+    layer, dots = rows_of("training")
+    assert layer["gradient_norm"] == pytest.approx(dots["gradient_norm"], rel=1e-4)
+    assert layer["gradient_norm"] > 0
+    assert layer["tokens"] == dots["tokens"] and layer["operations"] == dots["operations"]
+
+
+def test_operations_of_a_step_by_hand():
+    made, model = training.samples(TINY), TINY.model
+    # two rows of 64: a prompt of 4, three of which are shared, and four responses of 15
+    shape = batch_shape(training.TrainSpec(model), TINY.row_tokens)
+    used = sum(p.used_positions for p in micro_batches.micro_batches(made, shape))
+    assert used == 2 * (3 + 4 * 15)
+    head = 64 * 32
+    layer = 32 * 16 * (2 + 1 + 1) + 2 * 16 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 16
+    assert num_weights(model) == head + layer + 32
+    pairs = 2 * (6 + 4 * (15 * 3 + 15 * 16 / 2))
+    expected = 6 * ((layer + 32) * used + head * 2 * 4 * 15) + 12 * 1 * 2 * 16 * pairs
+    assert training.operations(model, made, used) == expected
+
+
+def test_flips_are_counted_in_both_types():
+    rows = rows_of("flips")
+    assert {(r["dtype"], r["measure"]) for r in rows} == {
+        (dtype, measure)
+        for dtype in ("float32", "bfloat16")
+        for measure in ("drafted", f"forced_{TINY.node_count}")
+    }
+    assert all(r["tokens"] > 0 for r in rows)
+    assert not any(r.get("flips") for r in rows if r["dtype"] == "float32")
+
+
+def test_devices_are_found_by_their_name():
+    found = {kind: figures_of(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
+    names = [device and device.name for device in found.values()]
+    assert names == ["H100", "H200", None]
+
+
+def test_kinds_take_turns_and_the_first_two_do_not_count():
+    order = []
+    kinds = {name: lambda n=name: order.append(n) or float(len(order)) for name in "ab"}
+    seconds = in_turns(kinds, 5)
+    assert "".join(order) == "abba" * 3 + "ab"
+    assert seconds["a"].tolist() == [5, 8, 9, 12, 13]
+
+
+def test_all_parts_end_within_nine_minutes():
+    assert sum(gpu.DEADLINES_S.values()) <= 9 * 60 - 20, "20 s to start and to write"
+    assert set(gpu.DEADLINES_S) == set(gpu.PARTS)
+
+
+def test_the_real_size_is_refused_without_a_gpu(capsys, monkeypatch):
+    assert jax.devices()[0].platform == "cpu"
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert gpu.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("expected a GPU") and "got cpu; mend: " in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_command_writes_the_rows_of_a_part_and_says_what_was_cut(tmp_path):
+    output = tmp_path / "gpu.json"
+    flags = "--size", "tiny", "--output", str(output), "--json"
+    done = command("--parts", "training", *flags)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert result == json.loads(done.stdout)
+    assert {"command", "commit", "device", "versions", "date"} <= set(result)
+    part = result["parts"]["training"]
+    assert part["status"] == "done" and [r["remat"] for r in part["rows"]] == ["layer", "dots"]
+    cut = command("--parts", "training", "flips", "--deadline_s", "0.01", *flags)
+    assert cut.returncode == 1
+    parts = json.loads(output.read_text())["parts"]
+    assert [(p["status"], p["why"]) for p in parts.values()] == [
+        ("cut", "not done within 0.01 s")
+    ] * 2
+
+
+def test_rows_that_came_before_a_failure_are_kept(monkeypatch):
+    script = "import sys; print('{\"a\": 1}'); print('{\"b\"', end=''); raise KeyError('planted')"
+    python = sys.executable
+    popen = subprocess.Popen
+    planted = lambda command, **rest: popen([python, "-c", script], **rest)  # noqa: E731
+    monkeypatch.setattr(gpu.subprocess, "Popen", planted)
+    found = gpu.run_part("rounds", "tiny", 60)
+    assert (found["status"], found["why"]) == ("failed", "KeyError: 'planted'")
+    assert found["rows"] == [{"a": 1}]
+
+
+def test_pages_are_filled_in_place():
+    bench = rounds.Bench(dataclasses.replace(TINY, live_positions=(16,)))
+    cache = bench.engine.full_cache(TINY.slots, 32)
+    filled = rounds._filled(cache)
+    assert all(x.is_deleted() for x in (*cache.keys, *cache.values)), "no room for them twice"
+    assert float(abs(filled.keys[0]).max()) > 0
