@@ -102,8 +102,8 @@ def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> compile_bucket
 
 def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:
     """Return how many programs of rollouts run the whole policy; opens no device."""
-    cache = "pages" if config.engine.is_paged(is_cpu) else "rows"
-    settings = dataclasses.replace(config.engine, cache=cache)
+    is_paged = config.engine.is_paged(is_cpu)
+    settings = dataclasses.replace(config.engine, cache="pages" if is_paged else "rows")
     runner, reach = Engine(model, settings), rollout_reach(config)
     return compile_buckets.num_whole_model(runner, config.sampling, reach)
 

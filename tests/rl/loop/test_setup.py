@@ -27,7 +27,7 @@ MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
 
 def count(*overrides):
     config = load(TrainConfig, [DEFAULT], overrides)
-    return num_whole_model(config, open_policy(config.policy.directory)[1])
+    return num_whole_model(config, open_policy(config.policy.directory)[1], is_cpu=True)
 
 
 def test_the_default_run_drafts_and_compiles_few_programs_of_the_whole_policy():
