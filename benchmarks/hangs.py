@@ -112,6 +112,7 @@ class StandIn:
     where: ClassVar[str] = "nowhere"
     is_ready: ClassVar[bool] = True
     may_return: ClassVar[bool] = False
+    makes_shapes: ClassVar[bool] = False
     clock: ClassVar[Callable[[], float]] = time.monotonic
 
     def abandoned(self) -> StandIn:
