@@ -225,12 +225,18 @@ def attend_chunks(
     return _joined(of_prefix, own).astype(v_TCKh.dtype)
 
 
-def _joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
-    """The softmax over the keys of both."""
+def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
+    """Return the softmax over the keys of both."""
     top = jnp.maximum(one.top, other.top)
     of_one, of_other = jnp.exp(one.top - top), jnp.exp(other.top - top)
     total = one.total * of_one + other.total * of_other
-    return (one.out * of_one + other.out * of_other) / total
+    return PartialSoftmax(one.out * of_one + other.out * of_other, top, total)
+
+
+def _joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
+    """The attention over the keys of both."""
+    both = merged(one, other)
+    return both.out / both.total
 
 
 def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> PartialSoftmax:

@@ -42,7 +42,7 @@ def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:
     Raises ValueError where two dimensions would use the same mesh axis.
     """
     entries = [None if axis is None else RULES[axis] for axis in axes]
-    used = [name for entry in entries for name in _names(entry)]
+    used = [name for entry in entries for name in entry_names(entry)]
     if len(used) != len(set(used)):
         raise ValueError(f"logical axes {tuple(axes)} map to {entries}: a mesh axis is used twice")
     return entries
@@ -53,7 +53,7 @@ def fitting_axes(
 ) -> list[Entry]:
     """Return `mesh_axes` without those that do not divide their dimension; `sizes` by mesh axis."""
     return [
-        entry if (ways := _ways(sizes, entry)) > 1 and size % ways == 0 else None
+        entry if (ways := entry_ways(sizes, entry)) > 1 and size % ways == 0 else None
         for size, entry in zip(shape, mesh_axes(axes), strict=True)
     ]
 
@@ -63,7 +63,7 @@ def shard_shape(
 ) -> tuple[int, ...]:
     """Return what one device holds of an array, on a mesh of these sizes by axis."""
     entries = fitting_axes(sizes, shape, axes)
-    return tuple(n // _ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
+    return tuple(n // entry_ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
 
 
 def rollout_tensor(
@@ -102,7 +102,7 @@ def causal_block_tokens(num_tokens: int) -> int:
 
 def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
     """Return how many ways a mesh splits a logical axis; `sizes` by mesh axis."""
-    return _ways(sizes, RULES[axis])
+    return entry_ways(sizes, RULES[axis])
 
 
 def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
@@ -112,7 +112,7 @@ def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
     each has that part of the head and of its gradient alone. Where it does not divide, each has its
     own rows, and under fsdp the whole head.
     """
-    ways = _ways(sizes, RULES["logits"]) if sizes else 1
+    ways = entry_ways(sizes, RULES["logits"]) if sizes else 1
     return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
 
 
@@ -129,9 +129,11 @@ def layers_kept_apart(remat: str) -> int:
     return int(number or 1)
 
 
-def _names(entry: Entry) -> tuple[str, ...]:
+def entry_names(entry: Entry) -> tuple[str, ...]:
+    """Return the mesh axes of one dimension."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-def _ways(sizes: Mapping[str, int], entry: Entry) -> int:
-    return math.prod(sizes[name] for name in _names(entry))
+def entry_ways(sizes: Mapping[str, int], entry: Entry) -> int:
+    """Return how many ways a dimension is split; `sizes` by mesh axis."""
+    return math.prod(sizes[name] for name in entry_names(entry))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.attention import NEGATIVE, PartialSoftmax, partial_attention
+from models.attention import NEGATIVE, PartialSoftmax, merged, partial_attention
 from models.layout import PAGE_BLOCK_POSITIONS
 
 KERNEL_NODES = 64  # of a slot, that a kernel takes at a time
@@ -102,8 +102,7 @@ def _portable(
         v_BKSh = v_BCKTh.transpose(0, 2, 1, 3, 4).reshape(B, K, C * T, h)
         seen_BS = i * C * T + jnp.arange(C * T) < length_B[:, None]
         mask_BWS = jnp.broadcast_to(seen_BS[:, None], (B, W, C * T))
-        found = partial_attention(q_BWHh, k_BKhS, v_BKSh, mask_BWS)
-        return _sum(so_far, found, jnp.any(seen_BS, axis=1))
+        return merged(so_far, partial_attention(q_BWHh, k_BKhS, v_BKSh, mask_BWS))
 
     none = PartialSoftmax(
         jnp.zeros((B, W, H, h), jnp.float32),
@@ -111,15 +110,8 @@ def _portable(
         jnp.zeros((B, W, H, 1), jnp.float32),
     )
     blocks = (jnp.max(length_B) + C * T - 1) // (C * T)
-    return jax.lax.fori_loop(0, blocks, step, none)
-
-
-def _sum(one: PartialSoftmax, other: PartialSoftmax, counts_B: jax.Array) -> PartialSoftmax:
-    """The softmax over the keys of both; `other` counts where `counts_B`."""
-    counts_B111 = counts_B[:, None, None, None]
-    top = jnp.where(counts_B111, jnp.maximum(one.top, other.top), one.top)
-    of_one = jnp.exp(one.top - top)
-    of_other = jnp.where(counts_B111, jnp.exp(other.top - top), 0)
+    found = jax.lax.fori_loop(0, blocks, step, none)
+    some_B111 = (length_B > 0)[:, None, None, None]  # where nothing is seen all keys weigh the same
     return PartialSoftmax(
-        one.out * of_one + other.out * of_other, top, one.total * of_one + other.total * of_other
+        jnp.where(some_B111, found.out, 0), found.top, jnp.where(some_B111, found.total, 0)
     )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -27,11 +26,9 @@ from jax.sharding import PartitionSpec
 from models.attention import PartialSoftmax
 from models.config import ModelConfig
 from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
-from models.layout import CACHE_AXES, FEATURE_AXES, RULES
+from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
 from models.page_attention import attend_pages
 from models.sharding import fitting_spec
-
-BATCH = RULES["batch"]  # the mesh axes that slots, and so pages, are split over
 
 
 @jax.tree_util.register_dataclass
@@ -289,10 +286,7 @@ class _Split:
             return _Split()
         spec: list[Any] = [*fitting_spec(mesh.shape, pages_PKTh.shape, CACHE_AXES), None, None]
         batch, heads = spec[:2]
-        ways = 1
-        for name in _names(batch):
-            ways *= mesh.shape[name]
-        return _Split(_names(batch), _names(heads), ways)
+        return _Split(entry_names(batch), entry_names(heads), entry_ways(mesh.shape, batch))
 
     def spec(self, batch: int | None = None, heads: int | None = None) -> PartitionSpec:
         """The specification of an array that has these axes at these dimensions."""
@@ -318,44 +312,7 @@ class _Split:
         return jnp.where((own >= 0) & (own < num_here), own, -1)
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-@partial(jax.jit, donate_argnames="cache")
-def copy_pages(cache: PagedCache, source_X: jax.Array, target_X: jax.Array) -> PagedCache:
-    """Copy page `source[x]` to page `target[x]`; a target of −1 is padding."""
-
-    def one(pages: jax.Array, kind: Kind) -> jax.Array:
-        new = jnp.take(pages, jnp.maximum(source_X, 0), axis=0)
-        target = jnp.where(target_X < 0, len(pages), target_X)
-        return pin(pages.at[target].set(new, mode="drop"), kind)
-
-    return _each(one, cache)
-
-
-@partial(jax.jit, donate_argnames="cache")
-def insert_pages(cache: PagedCache, new: PagedCache, target_X: jax.Array) -> PagedCache:
-    """Write page x of `new` to page `target[x]`; a target of −1 is padding."""
-
-    def one(pages: jax.Array, new: jax.Array, kind: Kind) -> jax.Array:
-        target = jnp.where(target_X < 0, len(pages), target_X)
-        return pin(pages.at[target].set(new.astype(pages.dtype), mode="drop"), kind)
-
-    return _each(one, cache, new)
-
-
-@jax.jit
-def read_pages(cache: PagedCache, page_X: jax.Array) -> PagedCache:
-    """Return copies of pages, and no table."""
-
-    def one(pages: jax.Array, kind: Kind) -> jax.Array:
-        return pin(jnp.take(pages, jnp.maximum(page_X, 0), axis=0), kind)
-
-    return _each(one, cache)
-
-
-def _each(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
+def map_pages(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
     """Map `one(pages, *those of the others, kind)` over all arrays of pages."""
 
     def each(name: str, kind: Kind) -> tuple[jax.Array, ...]:

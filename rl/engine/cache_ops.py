@@ -16,7 +16,7 @@ import numpy as np
 from models import kv_cache
 from models.attention import Chunks
 from models.kv_cache import Entries, Kind, KVCache, map_arrays
-from models.paged_cache import Cache, PagedCache
+from models.paged_cache import Cache, PagedCache, map_pages
 from models.sharding import constrain, replicated
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
@@ -141,6 +141,39 @@ def copy_states(
     place_2, size = jnp.stack([row, start]), (1, 1, num_tokens, W)
     states_TW = jax.lax.gather(features_B1SW, place_2, dims, size, mode="clip")
     return constrain(states_TW, None, "features")
+
+
+@partial(jax.jit, donate_argnames="cache")
+def copy_pages(cache: PagedCache, source_X: jax.Array, target_X: jax.Array) -> PagedCache:
+    """Copy page `source[x]` to page `target[x]`; a target of −1 is padding."""
+
+    def one(pages: jax.Array, kind: Kind) -> jax.Array:
+        new = jnp.take(pages, jnp.maximum(source_X, 0), axis=0)
+        target = jnp.where(target_X < 0, len(pages), target_X)
+        return kv_cache.pin(pages.at[target].set(new, mode="drop"), kind)
+
+    return map_pages(one, cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def insert_pages(cache: PagedCache, new: PagedCache, target_X: jax.Array) -> PagedCache:
+    """Write page x of `new` to page `target[x]`; a target of −1 is padding."""
+
+    def one(pages: jax.Array, new: jax.Array, kind: Kind) -> jax.Array:
+        target = jnp.where(target_X < 0, len(pages), target_X)
+        return kv_cache.pin(pages.at[target].set(new.astype(pages.dtype), mode="drop"), kind)
+
+    return map_pages(one, cache, new)
+
+
+@jax.jit
+def read_pages(cache: PagedCache, page_X: jax.Array) -> PagedCache:
+    """Return copies of pages, and no table."""
+
+    def one(pages: jax.Array, kind: Kind) -> jax.Array:
+        return kv_cache.pin(jnp.take(pages, jnp.maximum(page_X, 0), axis=0), kind)
+
+    return map_pages(one, cache)
 
 
 @jax.jit

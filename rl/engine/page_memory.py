@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import numpy as np
 
-from models import kv_cache, paged_cache
+from models import kv_cache
 from models.paged_cache import PagedCache
 from rl.engine import cache_ops, preemption
 from rl.engine.model_runner import ModelRunner
@@ -229,7 +229,7 @@ class PageMemory:
         cache, table_BN = self.held, self.held.table_BN
         for places in _parts(moved, cache_ops.PAGES_AT_ONCE):
             source_X, target_X = (self._runner.put(x) for x in places)
-            cache = paged_cache.copy_pages(_tableless(cache), source_X, target_X)
+            cache = cache_ops.copy_pages(_tableless(cache), source_X, target_X)
         self.cache = dataclasses.replace(cache, table_BN=table_BN)
         return found
 
@@ -258,7 +258,7 @@ class PageMemory:
                 some = pages[first : first + cache_ops.PAGES_AT_ONCE]
                 new = cache_ops.pages_of_host(kv, first, self._pages.page_tokens)
                 new = jax.tree.map(lambda x: runner.put_kv(x, kv_cache.VALUES), new)
-                cache = paged_cache.insert_pages(cache, new, runner.put(_padded(some)))
+                cache = cache_ops.insert_pages(cache, new, runner.put(_padded(some)))
         self.cache = dataclasses.replace(cache, table_BN=table_BN)
 
     def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
@@ -269,7 +269,7 @@ class PageMemory:
             parts = []
             for first in range(0, len(pages), cache_ops.PAGES_AT_ONCE):
                 some = self._runner.put(_padded(pages[first : first + cache_ops.PAGES_AT_ONCE]))
-                read = paged_cache.read_pages(cache, some)
+                read = cache_ops.read_pages(cache, some)
                 parts.append(jax.tree.map(self._runner.readable, read))
             found.append(cache_ops.host_of_pages(jax.device_get(parts), tokens, cache))
         return found

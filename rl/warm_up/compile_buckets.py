@@ -228,13 +228,13 @@ class Pool:
                     yield self._resize(name, (B, S), change, kind)
 
         if self.engine.is_paged:
-            yield Program(paged_cache.copy_pages, self._copy_pages)
+            yield Program(cache_ops.copy_pages, self._copy_pages)
 
     def moves(self) -> Iterator[Program]:
         """Yield how rows leave for the host and come back, and how a batch grows again."""
         if self.engine.is_paged:
-            yield Program(paged_cache.insert_pages, self._insert_pages)
-            yield Program(paged_cache.read_pages, self._read_pages)
+            yield Program(cache_ops.insert_pages, self._insert_pages)
+            yield Program(cache_ops.read_pages, self._read_pages)
             if self.engine.spans_processes:
                 for name, _ in self.kinds:
                     yield Program(cache_ops.gathered, partial(self._gathered_pages, name))

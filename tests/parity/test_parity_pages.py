@@ -10,9 +10,9 @@ from parity_model import MODEL, ONE_SIZE, SAMPLINGS, STEP_KEY, TOLERANCE, differ
 from test_parity_learned import Keeps, learned, out_of_step
 from tiny_team import assert_same_tokens, play
 
-from models import paged_cache
 from models.config import MeshConfig
 from models.sharding import make_mesh
+from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.engine.page_table import PageTable
 from rl.engine.rollout_spec import RolloutSpec
@@ -135,12 +135,12 @@ def test_pages_released_while_others_have_them_are_found(golden, rollout, monkey
 def test_keys_from_the_host_in_other_pages_are_found(monkeypatch):
     alone = {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
     config = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
-    insert = paged_cache.insert_pages
+    insert = cache_ops.insert_pages
 
     def elsewhere(cache, new, target_X):
         return insert(cache, jax.tree.map(lambda x: x[::-1], new), target_X)
 
-    monkeypatch.setattr(paged_cache, "insert_pages", elsewhere)
+    monkeypatch.setattr(cache_ops, "insert_pages", elsewhere)
     team = tiny_team.workers([Engine(tiny_team.MODEL, config) for _ in range(2)], 2, chunk=2)
     with pytest.raises(AssertionError):
         assert_same_tokens(play(team), alone)
