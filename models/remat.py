@@ -50,8 +50,11 @@ def adding(weights: Any, totals: Any, marks: Any) -> Any:
     gradient of their own.
     """
     tree = jax.tree.map(Adding, weights, totals, marks)
-    of_layer = lambda x: isinstance(x, Layer | Adding)  # noqa: E731
-    return jax.tree.map(lambda x: x if isinstance(x, Layer) else _added(x), tree, is_leaf=of_layer)
+
+    def is_apart(x: Any) -> bool:
+        return isinstance(x, Layer | Adding)
+
+    return jax.tree.map(lambda x: x if isinstance(x, Layer) else _added(x), tree, is_leaf=is_apart)
 
 
 @jax.custom_vjp

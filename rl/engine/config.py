@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 from spec.buckets import bucket, buckets
 
 POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
 PART_MULTIPLE = 32  # and the others
 POSITION_PARTS = (8, 2)  # of the last bucket: the others
-CACHES = ("auto", "rows", "pages")
+CacheKind = Literal["auto", "rows", "pages"]
 MOST_PAIRS = 12  # of slots and positions
 
 
@@ -50,7 +50,7 @@ class EngineConfig:
     max_round_nodes: int = 1024
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
-    cache: Literal["auto", "rows", "pages"] = "auto"
+    cache: CacheKind = "auto"
     page_tokens: int = 128
     pages: int = 0
 
@@ -59,8 +59,9 @@ class EngineConfig:
             value, least = getattr(self, field.name), 0 if field.name == "pages" else 1
             if field.name != "cache" and value < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
-        if self.cache not in CACHES:
-            raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
+        kinds = get_args(CacheKind)
+        if self.cache not in kinds:
+            raise ValueError(f"cache must be one of {', '.join(kinds)}, got {self.cache!r}")
 
     def over(self, batch_ways: int) -> Self:
         """Return the settings of an engine whose slots are split so many ways.

@@ -108,10 +108,14 @@ def compile_programs(
 
 def run_once(engine: Engine, programs: Sequence[Program]) -> None:
     """Run each compiled program on slots at rest."""
+
+    def run(program: Program) -> None:  # what it is given is gone before the next one's is made
+        args, kwargs = program.arguments()
+        jax.block_until_ready(program.step(*args, **kwargs))
+
     with engine.mesh_context():
         for program in programs:
-            args, kwargs = program.arguments()
-            jax.block_until_ready(program.step(*args, **kwargs))
+            run(program)
 
 
 def prepare(
@@ -325,14 +329,18 @@ class Pool:
     def _key(self) -> jax.Array:
         return self.engine.made(step_key, 0, 0)
 
-    def decode_arguments(self, B: int, S: int) -> Arguments:
-        """Return the arguments of `decode_rounds` for slots at rest."""
+    def at_rest(self, B: int) -> tuple[Any, Any, Any]:
+        """Return what rounds take behind a cache, for slots at rest: pending, slots, end tokens."""
         engine = self.engine
         stop_E = engine.put(padded_ids((*engine.model.eos_token_ids, *self.sampling.stop_ids)))
-        slots = self.engine.made(cache_ops.make_slots, *self._make_slots(B)[0])
-        state = engine.empty_cache(B, S), engine.empty_pending(B), slots
-        args = self.params, *state, stop_E, np.int32(1), np.int32(1)
-        return args, engine.decode_options(self.sampling.draw)
+        slots = engine.made(cache_ops.make_slots, *self._make_slots(B)[0])
+        return engine.empty_pending(B), slots, stop_E
+
+    def decode_arguments(self, B: int, S: int) -> Arguments:
+        """Return the arguments of `decode_rounds` for slots at rest."""
+        cache, rest = self.engine.empty_cache(B, S), self.at_rest(B)
+        args = self.params, cache, *rest, np.int32(1), np.int32(1)
+        return args, self.engine.decode_options(self.sampling.draw)
 
     def _join_slots(self, B: int) -> Arguments:
         arguments, none = self._make_slots(B)

@@ -131,6 +131,7 @@ def measure(
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
+            rounds = None  # its cache is gone before there is another
             rounds = _Rounds(engine, spec, B, S)
             tries = [(M, rounds.seconds(M)) for M in sizes * (REPEATS + 1)]
             seconds |= {(B, M, S): taken_s for M, taken_s in _medians(tries).items()}

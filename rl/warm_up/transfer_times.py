@@ -6,22 +6,19 @@ the two is faster (RhymeRL recomputes, Seer copies).
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from models import transformer
+from models import kv_cache, transformer
 from models.paged_cache import Cache
 from rl.cluster.processes import ALONE, Processes
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
-from rl.engine.page_memory import PageMemory
-from rl.engine.row_memory import RowMemory
 from rl.engine.slot_cache import open_memory
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import HostKv
@@ -51,25 +48,39 @@ def measure(
     seconds, pool = {}, compile_buckets.Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
-        sizes = engine.position_sizes(B) if engine.is_paged else pool.positions
-        for tokens in (S - 1 for S in sizes):
-            kv, memory = _host_kv(engine, tokens), open_memory(engine)
-            memory.reset(B)
-            memory.room_for((), [(kv, 0)], SlotTable(B, 1))
-            copied = partial(_copied, memory, kv)
-            computed = partial(_computed, memory, pool, tokens)
-            seconds[tokens] = _timed(engine, copied), _timed(engine, computed)
+        most = engine.round_positions(B)[-1]
+        for S in engine.position_sizes(B) if engine.is_paged else pool.positions:
+            tokens = min(S, most) - 1
+            seconds[tokens] = _seconds(pool, B, tokens)
     times = moves_of_first(MoveTimes(seconds), processes)
     if processes.is_first:
         write_moves(path, times)
     return times
 
 
+def _seconds(pool: compile_buckets.Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
+    """The seconds of a copy and of the passes, of so many tokens, in a memory of their own."""
+    engine = pool.engine
+    memory, kv = open_memory(engine), _host_kv(engine, num_tokens)
+    memory.reset(num_slots)
+    memory.room_for((), [(kv, 0)], SlotTable(num_slots, 1))
+
+    def copied() -> Cache:
+        memory.insert([(kv, 0)])
+        return memory.held
+
+    def computed() -> Cache:
+        memory.cache = recomputed(pool, memory.held, num_tokens)
+        return memory.held
+
+    return _timed(engine, copied), _timed(engine, computed)
+
+
 def recomputed(pool: compile_buckets.Pool, cache: Cache, num_tokens: int) -> Cache:
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
     B, S, C = cache.num_slots, cache.num_positions, engine.config.chunk_tokens
-    (params, _, pending, slots, stop_E, _), options = pool.prompt_arguments(B, S)
+    (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.draw)
     chunks_TX = engine.no_chunks()
     for first in range(0, num_tokens, len(chunks_TX) * C):
         starts = range(first, num_tokens, C)[: len(chunks_TX)]
@@ -77,7 +88,7 @@ def recomputed(pool: compile_buckets.Pool, cache: Cache, num_tokens: int) -> Cac
         chunks_TX[: len(starts), :2] = [(0, min(start, S - C)) for start in starts]
         chunks = engine.argument(chunks_TX.copy())
         cache, pending, slots, _, entries = decode_beside_chunks(
-            params, cache, pending, slots, stop_E, chunks, **options
+            pool.params, cache, pending, slots, stop_E, chunks, **options
         )
         cache = cache_ops.write_chunks(cache, entries, chunks)
     return cache
@@ -85,20 +96,13 @@ def recomputed(pool: compile_buckets.Pool, cache: Cache, num_tokens: int) -> Cac
 
 def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
     """Zeroed keys and values of so many tokens, on the host."""
-    rows = dataclasses.replace(engine, config=dataclasses.replace(engine.config, cache="rows"))
-    with rows.shapes_only():
-        shapes = rows.empty_cache(1, num_tokens)
-    return HostKv(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
 
+    def zeros(shape: Sequence[int], dtype: Any, axes: object = None) -> np.ndarray:
+        return np.zeros(shape, dtype)
 
-def _copied(memory: RowMemory | PageMemory, kv: HostKv) -> Cache:
-    memory.insert([(kv, 0)])
-    return memory.held
-
-
-def _computed(memory: RowMemory | PageMemory, pool: compile_buckets.Pool, num_tokens: int) -> Cache:
-    memory.cache = recomputed(pool, memory.held, num_tokens)
-    return memory.held
+    kept = engine.dtype, engine.feature_layers
+    rows = kv_cache.init(engine.model, 1, num_tokens, *kept, zeros)
+    return HostKv(jax.tree.map(lambda x: x[0], rows))
 
 
 def _timed(engine: Engine, move: Callable[[], Cache]) -> float:

@@ -1,0 +1,56 @@
+"""A warm-up has one cache of pages at a time: on an accelerator there is no memory for two."""
+
+import dataclasses
+
+import jax
+import pytest
+import tiny_team
+
+from rl.engine.engine import Engine
+from rl.warm_up import compile_buckets, round_times, transfer_times
+from rl.warm_up.compile_buckets import Pool, Reach, round_buckets
+
+CONFIG = dataclasses.replace(tiny_team.CONFIG, min_slots=2, cache="pages", page_tokens=4)
+REACH = Reach(max_requests=4, max_prompt_tokens=16, speculative=True, moves=True)
+
+
+class Counting(Engine):
+    """Notes how many arrays of pages there are where a cache is made."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.found = []
+
+    def empty_cache(self, num_slots, num_positions):
+        if not self.makes_shapes:
+            shape = self.num_pages, self.model.num_kv_heads, CONFIG.page_tokens, self.model.head_dim
+            self.found.append(sum(x.shape == shape for x in jax.live_arrays()))
+        return super().empty_cache(num_slots, num_positions)
+
+
+@pytest.fixture
+def engine():
+    return Counting(tiny_team.MODEL, CONFIG)
+
+
+def test_programs_are_run_on_one_cache_after_the_other(engine):
+    compile_buckets.warm_up(engine, tiny_team.PARAMS, tiny_team.SAMPLING, REACH)
+    assert len(engine.found) > 5 and set(engine.found) == {0}
+
+
+def test_rounds_and_moves_are_timed_on_one_cache_after_the_other(engine, tmp_path):
+    given = engine, tiny_team.PARAMS, tiny_team.SAMPLING
+    buckets = list(round_buckets(engine, tiny_team.SAMPLING, REACH))
+    assert {B for B, _, _ in buckets} == {2, 4}
+    assert len(round_times.measure(*given, buckets).rounds) == len(buckets)
+    moves = transfer_times.measure(*given, REACH, tmp_path / "moves")
+    most = engine.round_positions(4)[-1]
+    assert moves.seconds and all(tokens < most for tokens in moves.seconds)
+    assert len(engine.found) > 2 and set(engine.found) == {0}
+
+
+def test_a_cache_that_is_kept_meanwhile_is_found(engine):
+    pool = Pool(engine, tiny_team.PARAMS, tiny_team.SAMPLING, REACH)
+    kept = engine.empty_cache(4, 4)
+    pool.decode_arguments(4, 4)
+    assert kept and engine.found[-1] > 0
