@@ -47,7 +47,8 @@ def compiled(cache: str, layers: int, devices: Any) -> dict[str, dict[str, float
     from models.sharding import rollout_mesh
     from rl.engine.engine import Engine
     from rl.targets import hlo
-    from rl.warm_up.compile_buckets import Pool, Reach, lowered
+    from rl.warm_up.compile_buckets import lowered
+    from rl.warm_up.rollout_programs import Pool, Reach
 
     model = dataclasses.replace(MODEL, num_layers=layers)
     config = dataclasses.replace(CONFIG, cache=cache)
@@ -141,7 +142,8 @@ def allocation() -> dict[str, float]:
 def whole_model_programs() -> dict[str, int]:
     """Programs that run the whole model, of 256 slots of 18k tokens with drafts."""
     from rl.engine.engine import Engine
-    from rl.warm_up.compile_buckets import Reach, num_whole_model
+    from rl.warm_up.compile_buckets import num_whole_model
+    from rl.warm_up.rollout_programs import Reach
 
     sampling, reach = SamplingConfig(max_new_tokens=16384), Reach(256, 2048, speculative=True)
     settings = {name: EngineConfig(slots=256, cache=name) for name in ("rows", "pages")}

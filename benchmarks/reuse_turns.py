@@ -30,7 +30,7 @@ from rl.loop.experiment import TrainConfig, open_inputs
 from rl.loop.generation import System
 from rl.metrics.writer import Timings
 from rl.trajectory import Request, Trajectory
-from rl.warm_up import compile_buckets
+from rl.warm_up.rollout_programs import Reach, round_buckets
 from sched.simulator.roofline import Instance
 
 PRICED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
@@ -46,8 +46,8 @@ class Turns:
             system.config,
         )
         rollout = self._config.rollout
-        reach = compile_buckets.Reach(rollout.num_requests, rollout.max_prompt_tokens)
-        buckets = compile_buckets.round_buckets(self._engine, self._config.sampling, reach)
+        reach = Reach(rollout.num_requests, rollout.max_prompt_tokens)
+        buckets = round_buckets(self._engine, self._config.sampling, reach)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
         self._drafts: DrafterFactory = no_drafts
         phase = self._speculation.drafter_factory

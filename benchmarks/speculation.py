@@ -33,6 +33,7 @@ from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from rl.warm_up import compile_buckets, round_times
+from rl.warm_up.rollout_programs import Reach, round_buckets
 from sched.simulator.roofline import Instance
 from spec.buckets import widest_tree
 from spec.budget.budget import Budget, DraftDecision
@@ -76,9 +77,9 @@ def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     jax.clear_caches()
     engine = Engine(workload.model, config)
     longest = max(len(r.prompt_ids) for r in workload.requests)
-    reach = compile_buckets.Reach(len(workload.requests), longest, speculative=True)
+    reach = Reach(len(workload.requests), longest, speculative=True)
     compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
-    buckets = list(compile_buckets.round_buckets(engine, workload.sampling, reach))
+    buckets = list(round_buckets(engine, workload.sampling, reach))
     times = round_times.measure(engine, workload.params, workload.sampling, buckets)
     return Bench(workload, engine, times, buckets)
 

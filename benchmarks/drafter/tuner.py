@@ -32,6 +32,7 @@ from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets
+from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
 from spec.budget.bandit import Strategy
 from spec.budget.bandit_budget import BanditBudget, strategies
@@ -89,7 +90,7 @@ class _Ground:
         )
         trainer.run_steps(TRAINING_STEPS, trainer.context(self.engine, params))
         trainer.publish()
-        reach = compile_buckets.Reach(
+        reach = Reach(
             PROMPTS * GROUP,
             max(map(len, self.prompts)),
             speculative=True,

@@ -18,6 +18,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.trajectory import Trajectory
 from rl.warm_up import compile_buckets, round_times
+from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.goodput import Goodput
 from spec.sampling import step_key
 
@@ -48,9 +49,9 @@ def rows(size: Size) -> Rows:
         page_tokens=size.page_tokens,
     )
     engine = Engine(size.model, config, dtype=size.dtype)
-    reach = compile_buckets.Reach(size.slots, size.prompt_tokens, speculative=True)
+    reach = Reach(size.slots, size.prompt_tokens, speculative=True)
     compile_buckets.warm_up(engine, params, work.sampling, reach)
-    buckets = list(compile_buckets.round_buckets(engine, work.sampling, reach))
+    buckets = list(round_buckets(engine, work.sampling, reach))
     times = round_times.measure(engine, params, work.sampling, buckets)
     plain: dict[int, np.ndarray] = {}
     done: list[Trajectory] = []

@@ -24,6 +24,7 @@ from rl.engine.stats import speculation_metrics
 from rl.speculation.reuse import COUPLED_STEP
 from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets, round_times
+from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.goodput import Goodput
 from spec.budget.union import DrafterUnion
 from spec.config import Draw
@@ -96,10 +97,10 @@ def _phases(ground: Ground) -> tuple[dict[str, Phase], Engine]:
     engine = Engine(ground.model, config)
     longest = max(len(q.prompt_ids) for q in ground.questions)
     plain_requests = ground.requests()
-    reach = compile_buckets.Reach(len(plain_requests), longest, speculative=True, reuse=True)
+    reach = Reach(len(plain_requests), longest, speculative=True, reuse=True)
     for draw in DRAWS:
         compile_buckets.warm_up(engine, params, ground.sampling(draw), reach)
-    buckets = list(compile_buckets.round_buckets(engine, ground.sampling(), reach))
+    buckets = list(round_buckets(engine, ground.sampling(), reach))
     times = round_times.measure(engine, params, ground.sampling(), buckets)
     store = RolloutCache()
     keys = {g: str(g) for g in range(len(ground.questions))}

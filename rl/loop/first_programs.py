@@ -30,6 +30,7 @@ from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.longer_buckets import LongerBuckets
+from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach, round_buckets
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine
 from sched.simulator.measured_costs import MeasuredCosts
@@ -41,7 +42,7 @@ from spec.config import SamplingConfig
 from spec.sampling import step_key
 
 
-def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
+def _node_sizes(config: TrainConfig) -> NodeSizes | None:
     """The numbers of nodes that rounds can have, by slots; None: all.
 
     A bandit has one for each range of batch sizes, so that fewer programs are kept.
@@ -62,7 +63,7 @@ def _no_nodes(num_slots: int) -> set[int]:
     return set()
 
 
-def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
+def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     """Decisions for rounds in which one drafter alone drafts, on the device, by its name."""
     longest = config.engine.max_nodes - 1
     asked = {LEARNED: longest, MODEL: min(config.draft_model.max_depth, longest)}
@@ -86,10 +87,10 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
-def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> compile_buckets.Reach:
+def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> Reach:
     """Return what a process's rollouts can reach, but for drafters on the device."""
     beside = config.sched.beside_training  # evaluated on another engine
-    return compile_buckets.Reach(
+    return Reach(
         shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
         config.rollout.max_prompt_tokens if beside else config.longest_prompt_tokens,
         speculative=config.speculation.enabled,
@@ -113,7 +114,7 @@ def longer_buckets(
     weights: Params,
     sampling: SamplingConfig,
     speculation: Speculation,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     watch: Watch,
     told: Callable[[str, int, int], None],
     sign: Callable[[], object],
@@ -129,7 +130,7 @@ def longer_buckets(
         told("longer responses", done, total)
         sign()
 
-    pool = compile_buckets.Pool(engine, engine.place(weights), sampling, reach)
+    pool = Pool(engine, engine.place(weights), sampling, reach)
     return LongerBuckets(pool, watch, told_later)
 
 
@@ -146,7 +147,7 @@ def warm_up(
     engine: RolloutEngine,
     weights: Params,
     speculation: Speculation,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     kept: Kept,
     told: OnCompiled,
     training: Sequence[Any],
@@ -209,7 +210,7 @@ def warm_up_drafting(
     weights: Params,
     drafting: DraftingWorkers,
     speculation: Speculation,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     costs: Costs,
     told: OnCompiled,
 ) -> None:
@@ -238,12 +239,12 @@ def _prepare_drafting(
     engine: MultiEngine,
     weights: Params,
     drafting: DraftingWorkers,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     told: OnCompiled,
 ) -> float:
     """Compile what both kinds of workers run for drafts; return a draft token's seconds."""
     for one in engine.engines:
-        buckets = compile_buckets.round_buckets(one, sampling, reach)
+        buckets = round_buckets(one, sampling, reach)
         sizes = sorted({(B, S) for B, _, S in buckets})
         compile_buckets.prepare(one, drafting.maker.reading(one, sizes), told)
     spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
@@ -269,9 +270,7 @@ def warm_up_evaluation(
     reached = reached if engine.engines[0].longest_tokens else 0
     if not num_requests or (reached and slots(num_requests) <= slots(reached)):
         return
-    reach = compile_buckets.Reach(
-        num_requests, config.longest_prompt_tokens, moves=isinstance(engine, MultiEngine)
-    )
+    reach = Reach(num_requests, config.longest_prompt_tokens, moves=isinstance(engine, MultiEngine))
 
     def compile_here() -> None:
         for one in engine.engines:

@@ -33,6 +33,7 @@ from rl.runtime.waits import POLL_S
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
+from rl.warm_up.rollout_programs import Reach
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine
 from sched.simulator.measured_costs import MeasuredCosts
@@ -217,7 +218,7 @@ def drafters_of(config: TrainConfig, drafter: AnyDrafter | None) -> Drafters:
 def bounds(
     config: TrainConfig,
     inputs: Inputs,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     drafter: AnyDrafter | None = None,
 ) -> Compile:
     """Return what workers compile: what rollouts reach, evaluations that they answer, and what

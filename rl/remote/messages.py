@@ -107,7 +107,7 @@ class Has:
 
 @dataclasses.dataclass(frozen=True)
 class Compile:
-    """The bounds of the rollouts to come (`rl.warm_up.compile_buckets.Reach`).
+    """The bounds of the rollouts to come (`rl.warm_up.rollout_programs.Reach`).
 
     `nodes` are the sizes of rounds by slots; None: all. `alone` has the rounds in which one drafter
     on the device drafts for nobody else, by its name and slots: nodes, and draft tokens of a tree.

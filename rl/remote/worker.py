@@ -41,6 +41,7 @@ from rl.remote.worker_run import WorkerRun, check_kv
 from rl.speculation.sources import HISTORY_RULES, Speculation
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.weights.pieces import names_of
 from rl.weights.subscriber import Subscriber
@@ -200,12 +201,12 @@ class WorkerProgram(MessageProgram):
     def _newest(self) -> Any:
         return self._params(max(self._weights, default=0))
 
-    def _reach(self) -> compile_buckets.Reach:
+    def _reach(self) -> Reach:
         bounds = self._compiled
         if bounds is None:
             raise WireError("expected Compile first")
         nodes = bounds.nodes
-        return compile_buckets.Reach(
+        return Reach(
             bounds.max_requests,
             bounds.max_prompt_tokens,
             speculative=bounds.speculative,

@@ -1,7 +1,7 @@
 """A run on a target's devices, as shapes: what it holds between programs, and its programs.
 
 Nothing is computed here and no weight is read. Programs are those that the run itself lowers:
-`rl.learner.trainer.calls`, `rl.warm_up.compile_buckets.Pool`.
+`rl.learner.trainer.calls`, `rl.warm_up.Pool`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
-from rl.warm_up.compile_buckets import WHOLE_MODEL
+from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program
 from rl.workers.multi_engine import split_devices
 from spec.budget.config import LEARNED, MODEL
 from spec.eagle import model as eagle
@@ -185,11 +185,11 @@ class RunShapes:
             shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
             reach = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
             settings = engine, engine.place(shapes), self.config.sampling, reach
-            for program in compile_buckets.Pool(*settings).programs():
+            for program in Pool(*settings).programs():
                 found.append(self._of_rollouts(program))
         return found
 
-    def _of_rollouts(self, program: compile_buckets.Program) -> tuple[RunProgram, dict[str, int]]:
+    def _of_rollouts(self, program: Program) -> tuple[RunProgram, dict[str, int]]:
         args, options = program.arguments()
         step = program.step
         given = dict(zip(inspect.signature(step).parameters, args, strict=False))
@@ -208,7 +208,7 @@ class RunShapes:
         )
         return one, held
 
-    def _lowered(self, program: compile_buckets.Program) -> Any:
+    def _lowered(self, program: Program) -> Any:
         with self.engine.mesh_context():
             return compile_buckets.lowered(self.engine, program)
 

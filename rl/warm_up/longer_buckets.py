@@ -18,7 +18,7 @@ from rl.cluster.processes import ALONE, Processes
 from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.runtime.signals import COMPILING, Watch
 from rl.warm_up import compile_buckets, round_times
-from rl.warm_up.compile_buckets import Pool
+from rl.warm_up.rollout_programs import Pool
 from spec.round_times import RoundTimes
 
 

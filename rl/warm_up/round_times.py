@@ -23,8 +23,8 @@ from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
 from rl.trajectory import PartialRequest, Request
-from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
+from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
@@ -44,7 +44,7 @@ def load_or_measure(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     most_positions: int | None = None,
     *,
     processes: Processes = ALONE,
@@ -58,7 +58,7 @@ def load_or_measure(
     All `processes` of a mesh call it, and get process 0's table: that of its file, or its
     measurement, for which all run the same rounds.
     """
-    buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
+    buckets = list(round_buckets(engine, sampling, reach))
     made_for = _made_for(engine, buckets, reach.drafters)
     kept = _kept(path, made_for, processes)
     if kept is not None:
@@ -92,13 +92,13 @@ def complete(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     most_positions: int,
     *,
     processes: Processes = ALONE,
 ) -> None:
     """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
-    buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
+    buckets = list(round_buckets(engine, sampling, reach))
     made_for = _made_for(engine, buckets, reach.drafters)
     if _kept(path, made_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > most_positions]

@@ -22,8 +22,8 @@ from rl.engine.engine import Engine
 from rl.engine.slot_cache import open_memory
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import HostKv
-from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
+from rl.warm_up.rollout_programs import Pool, Reach
 from spec.config import SamplingConfig
 from spec.verify import decode_beside_chunks
 
@@ -34,7 +34,7 @@ def measure(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
-    reach: compile_buckets.Reach,
+    reach: Reach,
     path: Path,
     *,
     processes: Processes = ALONE,
@@ -45,7 +45,7 @@ def measure(
     kept in `path`, for `rl.warm_up.measured_run.read_moves`. The `processes` of a mesh
     measure together; the times are process 0's.
     """
-    seconds, pool = {}, compile_buckets.Pool(engine, params, sampling, reach)
+    seconds, pool = {}, Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
         most = engine.round_positions(B)[-1]
@@ -58,7 +58,7 @@ def measure(
     return times
 
 
-def _seconds(pool: compile_buckets.Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
+def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
     """The seconds of a copy and of the passes, of so many tokens, in a memory of their own."""
     engine = pool.engine
     memory, kv = open_memory(engine), _host_kv(engine, num_tokens)
@@ -76,7 +76,7 @@ def _seconds(pool: compile_buckets.Pool, num_slots: int, num_tokens: int) -> tup
     return _timed(engine, copied), _timed(engine, computed)
 
 
-def recomputed(pool: compile_buckets.Pool, cache: Cache, num_tokens: int) -> Cache:
+def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
     B, S, C = cache.num_slots, cache.num_positions, engine.config.chunk_tokens

@@ -27,6 +27,7 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request
 from rl.warm_up import compile_buckets, round_times
+from rl.warm_up.rollout_programs import Reach
 from spec.budget.budget import FixedBudget, SeeingBudget, equal_trees
 from spec.budget.config import LEARNED
 from spec.config import SamplingConfig
@@ -236,7 +237,7 @@ def warmed_up(worker, processes, path):
     """Compile and time what rollouts can reach; return the table, and whether it was written."""
     drafters = {LEARNED: worker.learned_drafter}
     alone = {LEARNED: lambda num_slots: [equal_trees(3, [16], num_slots)]}
-    reach = compile_buckets.Reach(9, 9, True, True, drafters=drafters, alone=alone)
+    reach = Reach(9, 9, True, True, drafters=drafters, alone=alone)
     settings = worker.engine, worker.spec.params, SAMPLING, reach
     programs = compile_buckets.warm_up(*settings)
     own = round_times.load_or_measure(path, *settings, processes=processes)

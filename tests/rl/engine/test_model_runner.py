@@ -12,14 +12,14 @@ from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.warm_up import compile_buckets
+from rl.warm_up.rollout_programs import Pool, Reach
 from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.sampling import step_key
-from spec.verify import decode_beside_chunks, settle
+from spec.verify import decode_beside_chunks, decode_rounds, settle
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 MESHES = {
@@ -95,8 +95,8 @@ def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
 
 
 def test_rows_stay_in_shards_however_they_are_filled(engine, params):
-    reach = compile_buckets.Reach(8, 8)
-    pool = compile_buckets.Pool(engine, params, SamplingConfig(), reach)
+    reach = Reach(8, 8)
+    pool = Pool(engine, params, SamplingConfig(), reach)
     with engine.mesh_context():
         args, options = pool.prompt_arguments(8, 32)
         cache, _, _, _, entries = decode_beside_chunks(*args, **options)
@@ -128,8 +128,8 @@ def test_steps_are_lowered_without_a_cache(engine, params):
             assert {type(x) for x in jax.tree.leaves(engine.empty_cache(B, S))} == {
                 jax.ShapeDtypeStruct
             }
-        reach = compile_buckets.Reach(8, 8)
-        pool = compile_buckets.Pool(engine, params, SamplingConfig(), reach)
+        reach = Reach(8, 8)
+        pool = Pool(engine, params, SamplingConfig(), reach)
         args, options = pool.decode_arguments(8, 32)
-        cache_steps_lowered = compile_buckets.decode_rounds.lower(*args, **options)
+        cache_steps_lowered = decode_rounds.lower(*args, **options)
     assert cache_steps_lowered.compile()

@@ -10,7 +10,7 @@ from models.config import MeshConfig, ModelConfig
 from models.sharding import constrain, fitting_sharding, make_mesh, param_shardings
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from rl.warm_up.compile_buckets import Pool, Reach
+from rl.warm_up.rollout_programs import Pool, Reach
 from spec.config import SamplingConfig
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")

@@ -16,7 +16,7 @@ from rl.loop import setup
 from rl.loop.experiment import TrainConfig, open_policy
 from rl.loop.first_programs import drafted_alone, num_whole_model
 from rl.warm_up import compile_buckets
-from rl.warm_up.compile_buckets import Reach
+from rl.warm_up.rollout_programs import Reach
 from spec.budget.budget import FixedBudget, best_trees, equal_trees
 from spec.config import SamplingConfig
 

@@ -17,7 +17,8 @@ from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import PerRunner
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.warm_up.compile_buckets import WHOLE_MODEL, Pool, Reach, lowered
+from rl.warm_up.compile_buckets import lowered
+from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Reach
 from spec.budget.budget import equal_trees
 from spec.config import SamplingConfig
 from spec.draft_cache.drafting import catch_up, draft

@@ -15,8 +15,8 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.signals import COMPILING, Watch
 from rl.trajectory import Request
 from rl.warm_up import round_times
-from rl.warm_up.compile_buckets import Pool, Reach
 from rl.warm_up.longer_buckets import LongerBuckets, first_positions
+from rl.warm_up.rollout_programs import Pool, Reach
 from spec.config import SamplingConfig
 from spec.sampling import step_key
 

@@ -10,7 +10,7 @@ from rl.engine.engine import Engine
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.simulation.compare import play
 from rl.simulation.config import SimulateRun
-from rl.warm_up import compile_buckets, round_times, transfer_times
+from rl.warm_up import round_times, transfer_times
 from rl.warm_up.measured_run import (
     MoveTimes,
     read_moves,
@@ -19,6 +19,7 @@ from rl.warm_up.measured_run import (
     write_moves,
     write_rounds,
 )
+from rl.warm_up.rollout_programs import Reach
 from spec.round_times import RoundTimes
 
 TIMES = RoundTimes(
@@ -95,7 +96,7 @@ def test_a_folder_that_the_real_writers_wrote_can_be_simulated(tmp_path):
     now = iter(range(10**6))
     engine = Engine(tiny_team.MODEL, tiny_team.CONFIG, clock=lambda: 0.5 * next(now))
     path = tmp_path / ROUNDS_FILE
-    reach = compile_buckets.Reach(max_requests=2, max_prompt_tokens=8)
+    reach = Reach(max_requests=2, max_prompt_tokens=8)
     times = round_times.load_or_measure(path, engine, tiny_team.PARAMS, tiny_team.SAMPLING, reach)
     policy = tiny_team.PARAMS, tiny_team.SAMPLING
     transfer_times.measure(engine, *policy, reach, tmp_path / MOVES_FILE)

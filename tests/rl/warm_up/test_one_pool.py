@@ -8,7 +8,7 @@ import tiny_team
 
 from rl.engine.engine import Engine
 from rl.warm_up import compile_buckets, round_times, transfer_times
-from rl.warm_up.compile_buckets import Pool, Reach, round_buckets
+from rl.warm_up.rollout_programs import Pool, Reach, round_buckets
 
 CONFIG = dataclasses.replace(tiny_team.CONFIG, min_slots=2, cache="pages", page_tokens=4)
 REACH = Reach(max_requests=4, max_prompt_tokens=16, speculative=True, moves=True)

@@ -12,7 +12,8 @@ from models import transformer
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from rl.warm_up import compile_buckets, round_times
+from rl.warm_up import round_times
+from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.config import SamplingConfig
 
 MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
@@ -21,7 +22,7 @@ CONFIG = EngineConfig(
     prefill_rows=1,
 )  # fmt: skip
 SAMPLING = SamplingConfig(max_new_tokens=8)
-REACH = compile_buckets.Reach(max_requests=2, max_prompt_tokens=8)
+REACH = Reach(max_requests=2, max_prompt_tokens=8)
 
 
 def ticking(step_s=1.0):
@@ -37,7 +38,7 @@ def params():
 
 def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
     engine = Engine(MODEL, CONFIG, clock=ticking())
-    buckets = list(compile_buckets.round_buckets(engine, SAMPLING, REACH))
+    buckets = list(round_buckets(engine, SAMPLING, REACH))
     assert buckets == [(2, 2, 16), (2, 4, 16)]
     times = round_times.measure(engine, params, SAMPLING, buckets)
     assert times(2, 4, 16) == 1.0 and times(2, 2, 16) == 1.0 / CONFIG.rounds_per_fetch
@@ -79,6 +80,6 @@ def test_a_damaged_file_is_named(params, tmp_path, text):
 
 def test_measuring_leaves_the_engine_as_it_was(params):
     engine = Engine(MODEL, CONFIG)
-    buckets = list(compile_buckets.round_buckets(engine, SAMPLING, REACH))
+    buckets = list(round_buckets(engine, SAMPLING, REACH))
     round_times.measure(engine, params, SAMPLING, buckets)
     assert engine.stats.fetches == 0 and not np.any(engine._rows.table.busy_B)

@@ -8,8 +8,8 @@ from tiny_team import PARAMS, assert_same_tokens, play, starts
 
 from rl.engine.engine import Engine
 from rl.warm_up import transfer_times
-from rl.warm_up.compile_buckets import Reach
 from rl.warm_up.measured_run import read_moves
+from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.transfer_times import MoveTimes, measure
 from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine
