@@ -33,8 +33,9 @@ from sched.simulator.roofline import Instance
 from spec import sampling
 from spec.buckets import widest_tree
 from spec.drafter import Drafts, no_drafts
+from spec.drawn import by_slot, unpack
 from spec.nodes import pack
-from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
+from spec.verify import Slots, decode_rounds, verify_round
 
 ROUNDS = 8  # of a call of plain ones, and of two halves in turns
 MAX_NODES = 32  # of a slot

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numba
 import numpy as np
 
 from models import transformer
@@ -27,6 +26,7 @@ from models.sharding import constrain, replicated, ways_in_use
 from models.transformer import Cached
 from spec import nodes as packed_nodes
 from spec import sampling
+from spec.drawn import Drawn, pack
 from spec.nodes import Nodes
 
 
@@ -53,70 +53,8 @@ class Slots:
         return replicated(self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """Draws of a round at each node; those of `emitted_M` are the slots' next tokens.
-
-    At nodes of `kept_M` the given token was kept in place of the draw. `of_chunks` are the entries
-    of the chunks' tokens, if the round has chunks.
-    """
-
-    tokens_M: jax.Array
-    logprobs_M: jax.Array
-    emitted_M: jax.Array
-    kept_M: jax.Array
-    of_chunks: Entries | None
-
-
 LOGITS_AT_ONCE = 2**23  # of a device: 32 MiB, of which some five copies exist
 NO_TOKEN = -2  # which no node has
-DRAWN, KEPT = 1, 2  # what an emitted token is; 0 where none is emitted
-
-
-def pack(drawn: Drawn) -> jax.Array:
-    """Pack for one transfer: tokens, bits of log-probs, `DRAWN` or `KEPT`; int32 [3, M]."""
-    bits_M = jax.lax.bitcast_convert_type(drawn.logprobs_M.astype(jnp.float32), jnp.int32)
-    kind_M = jnp.where(drawn.emitted_M, jnp.where(drawn.kept_M, KEPT, DRAWN), 0)
-    return jnp.stack([drawn.tokens_M, bits_M, kind_M])
-
-
-def unpack(packed: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens, log-probs, kinds) on the host; waits for the device."""
-    tokens, bits, kind = np.asarray(packed)
-    return tokens, bits.view(np.float32), kind
-
-
-def by_slot(
-    tokens_M: np.ndarray,
-    logprobs_M: np.ndarray,
-    kind_M: np.ndarray,
-    slots_M: np.ndarray,
-    num_slots: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_BN, logprobs_BN, count_B, kept_B): each slot's emitted tokens in their order.
-
-    The first `kept_B` were given and kept. Nodes are sorted by slot, and those on a path by depth.
-    """
-    return _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots)
-
-
-@numba.njit(cache=True, nogil=True)
-def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
-    count_B, kept_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
-    for m in range(len(slots_M)):
-        if kind_M[m]:
-            count_B[slots_M[m]] += 1
-    size = num_slots, max(1, count_B.max())
-    tokens_BN, logprobs_BN = np.zeros(size, np.int32), np.zeros(size, np.float32)
-    count_B[:] = 0
-    for m in range(len(slots_M)):
-        if kind_M[m]:
-            b = slots_M[m]
-            tokens_BN[b, count_B[b]], logprobs_BN[b, count_B[b]] = tokens_M[m], logprobs_M[m]
-            count_B[b] += 1
-            kept_B[b] += kind_M[m] == KEPT
-    return tokens_BN, logprobs_BN, count_B, kept_B
 
 
 def walk(
@@ -179,7 +117,9 @@ def verify(
     hidden_MD, entries = transformer.hidden_of_nodes(
         config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
     )
-    tokens_M, logprobs_M, kept_M = _draw(params, hidden_MD, nodes, of_slots, depth_M, scheme)
+    tokens_M, logprobs_M, kept_M = _draw(
+        params, _Undrawn(hidden_MD, nodes, of_slots, depth_M), scheme
+    )
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     if trees is None:
         emitted_M = room_B > 0
@@ -198,13 +138,17 @@ def verify(
     return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, kept_M, of_chunks)
 
 
+class _Undrawn(NamedTuple):
+    """What the draws of M nodes depend on; `of_slots` are those of the nodes' slots."""
+
+    hidden_MD: jax.Array
+    nodes: Nodes
+    of_slots: Slots
+    depth_M: jax.Array
+
+
 def _draw(
-    params: transformer.Params,
-    hidden_MD: jax.Array,
-    nodes: Nodes,
-    of_slots: Slots,
-    depth_M: jax.Array,
-    scheme: sampling.Draw,
+    params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the token behind each node, its log-probability, and whether it was given; [M] each.
 
@@ -212,11 +156,10 @@ def _draw(
     if that is −∞. Logits of many nodes are computed in parts, each of `LOGITS_AT_ONCE` a device at
     most where the nodes divide.
     """
-    of_nodes = dataclasses.replace(nodes, chunks=None)
-    parts = _parts(len(hidden_MD), len(transformer.head_weight(params)))
-    inputs = hidden_MD, of_nodes, of_slots, depth_M
+    undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
+    parts = _parts(len(undrawn.hidden_MD), len(transformer.head_weight(params)))
     if parts == 1:
-        return _draw_part(params, hidden_MD, of_nodes, of_slots, depth_M, scheme)
+        return _draw_part(params, undrawn, scheme)
     ways = ways_in_use("batch")  # each device has some of its nodes in every part
 
     def cut(x_M: jax.Array) -> jax.Array:
@@ -226,11 +169,8 @@ def _draw(
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(parts, ways, -1).swapaxes(0, 1).reshape(-1)
 
-    def part(x: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        hidden_MD, nodes, of_slots, depth_M = x
-        return _draw_part(params, hidden_MD, nodes, of_slots, depth_M, scheme)
-
-    return jax.tree.map(joined, jax.lax.map(part, jax.tree.map(cut, inputs)))
+    found = jax.lax.map(lambda part: _draw_part(params, part, scheme), jax.tree.map(cut, undrawn))
+    return jax.tree.map(joined, found)
 
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
@@ -241,13 +181,9 @@ def _parts(num_nodes: int, vocab_size: int) -> int:
 
 
 def _draw_part(
-    params: transformer.Params,
-    hidden_MD: jax.Array,
-    nodes: Nodes,
-    of_slots: Slots,
-    depth_M: jax.Array,
-    scheme: sampling.Draw,
+    params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    hidden_MD, nodes, of_slots, depth_M = undrawn
     logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
     temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
@@ -297,7 +233,7 @@ def decode(
         )
         of_chunks = entries.take(np.s_[:], cache.values[0].dtype)
     roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
-    tokens_B, logprobs_B, kept_B = _draw(params, hidden_BD, roots, slots, depth_B, scheme)
+    tokens_B, logprobs_B, kept_B = _draw(params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme)
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
     return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, of_chunks)

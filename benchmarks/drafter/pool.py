@@ -35,7 +35,7 @@ from rl.engine.ending import padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
-from spec import verify
+from spec import drawn, verify
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
 from spec.config import SamplingConfig
@@ -98,7 +98,7 @@ def fused_round(
     cache, pending, slots, out = verify.verify(
         config, params, cache, pending, slots, nodes, stop_E, search.scheme, M + 1
     )
-    return cache, pending, slots, searched, verify.pack(out)
+    return cache, pending, slots, searched, drawn.pack(out)
 
 
 @dataclasses.dataclass(frozen=True)

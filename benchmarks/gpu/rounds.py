@@ -32,8 +32,9 @@ from models.paged_cache import PagedCache
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from spec.drafter import no_drafts
+from spec.drawn import by_slot, unpack
 from spec.nodes import pack
-from spec.verify import by_slot, decode_rounds, unpack, verify_round
+from spec.verify import decode_rounds, verify_round
 
 
 class Bench:

@@ -21,8 +21,9 @@ from rl.engine.stats import EngineStats
 from spec.budget.budget import DraftDecision
 from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots
+from spec.drawn import by_slot, unpack
 from spec.nodes import pack
-from spec.verify import Slots, by_slot, decode_beside_chunks, decode_rounds, unpack, verify_round
+from spec.verify import Slots, decode_beside_chunks, decode_rounds, verify_round
 
 T = TypeVar("T")
 

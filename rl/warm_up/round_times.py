@@ -28,12 +28,13 @@ from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
+from spec.drawn import by_slot, unpack
 from spec.nodes import pack
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
-from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
+from spec.verify import Slots, decode_rounds, verify_round
 
 REPEATS = 7
 LEAST_SECONDS = 1e-9

@@ -17,7 +17,8 @@ from models import kv_cache
 from models.kv_cache import KVCache, Pending
 from models.sharding import replicated
 from spec.draft_cache.tables import Ends, unpack_ends
-from spec.verify import Drawn, Slots
+from spec.drawn import Drawn
+from spec.verify import Slots
 
 Given = tuple[Any, tuple[Any, ...]]  # constants, and the policy's states (`StateSource`)
 

@@ -27,8 +27,9 @@ from spec import sampling
 from spec.draft_cache.drafting import Brought, Drafting, Found
 from spec.draft_cache.tables import Ends, unpack_ends
 from spec.drafter import PADDING, Drafts, Source
+from spec.drawn import by_slot, pack
 from spec.nodes import NO_PARENT
-from spec.verify import Slots, by_slot, pack, verify
+from spec.verify import Slots, verify
 
 
 class Shape(NamedTuple):

@@ -151,7 +151,7 @@ def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES):
             nodes_3M = ROOTS_3B if propose is None else packed(*propose(batch, turn))
             cache, pending, slots, out = kernel(params, cache, pending, slots, nodes_3M, scheme)
             drawn = (np.asarray(x) for x in (out.tokens_M, out.logprobs_M, out.emitted_M))
-            got_BN, _, count_B, _ = verify.by_slot(*drawn, nodes_3M[1], B)
+            got_BN, _, count_B, _ = drawn.by_slot(*drawn, nodes_3M[1], B)
             for j in range(min(got_BN.shape[1], LENGTH)):
                 at = np.flatnonzero((count_B > j) & (emitted_B + j < LENGTH))
                 tokens_BT[at, emitted_B[at] + j] = got_BN[at, j]

@@ -14,14 +14,12 @@ from models.kv_cache import KVCache
 from spec import nodes as packed_nodes
 from spec.config import SamplingConfig
 from spec.drafter import PADDING, no_drafts
+from spec.drawn import DRAWN, KEPT, by_slot
 from spec.nodes import Nodes
 from spec.sampling import Processing
 from spec.verify import (
-    DRAWN,
-    KEPT,
     Slots,
     _advance,
-    by_slot,
     decode_beside_chunks,
     decode_rounds,
     settle,

@@ -12,7 +12,7 @@ from benchmarks.drafter.pool import Footprint, Programs
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from rl.engine import cache_ops
-from spec import verify
+from spec import drawn, verify
 from spec.budget.bandit import Strategy
 from spec.budget.config import BanditConfig
 from spec.draft_cache import drafting
@@ -149,8 +149,8 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
         **engine.verify_options("cdf", B, nodes_5M.shape[1]),
     )
     slots_M = np.repeat(np.arange(B), chosen.verify_tokens + 1)
-    tokens_BN, logprobs_BN, count_B, _ = verify.by_slot(*verify.unpack(fused), slots_M, B)
-    wanted = verify.by_slot(*verify.unpack(apart), nodes_5M[1], B)
+    tokens_BN, logprobs_BN, count_B, _ = drawn.by_slot(*drawn.unpack(fused), slots_M, B)
+    wanted = drawn.by_slot(*drawn.unpack(apart), nodes_5M[1], B)
     assert count_B.tolist() == wanted[2].tolist()
     assert count_B.min() >= 1 and count_B.max() >= 3, "drafts of drafts were accepted"
     valid_BN = np.arange(tokens_BN.shape[1]) < count_B[:, None]
