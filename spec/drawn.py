@@ -1,4 +1,4 @@
-"""What a round draws, and how it comes to the host: one transfer, then the tokens of each slot.
+"""The draws of a round, and their way to the host: one transfer, then the tokens of each slot.
 
 M nodes, B slots, N tokens of a slot.
 """

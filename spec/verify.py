@@ -139,7 +139,7 @@ def verify(
 
 
 class _Undrawn(NamedTuple):
-    """What the draws of M nodes depend on; `of_slots` are those of the nodes' slots."""
+    """The inputs of the draws of M nodes; `of_slots` are those of their slots."""
 
     hidden_MD: jax.Array
     nodes: Nodes
