@@ -21,6 +21,7 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from spec import sampling, verify
 from spec.drafter import PADDING
+from spec.drawn import by_slot
 from spec.nodes import Nodes
 from spec.verify import Slots
 
@@ -150,8 +151,8 @@ def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES):
         for turn in range(LENGTH):
             nodes_3M = ROOTS_3B if propose is None else packed(*propose(batch, turn))
             cache, pending, slots, out = kernel(params, cache, pending, slots, nodes_3M, scheme)
-            drawn = (np.asarray(x) for x in (out.tokens_M, out.logprobs_M, out.emitted_M))
-            got_BN, _, count_B, _ = drawn.by_slot(*drawn, nodes_3M[1], B)
+            found = (np.asarray(x) for x in (out.tokens_M, out.logprobs_M, out.emitted_M))
+            got_BN, _, count_B, _ = by_slot(*found, nodes_3M[1], B)
             for j in range(min(got_BN.shape[1], LENGTH)):
                 at = np.flatnonzero((count_B > j) & (emitted_B + j < LENGTH))
                 tokens_BT[at, emitted_B[at] + j] = got_BN[at, j]
