@@ -2,8 +2,10 @@
 
 It says whether the run fits, of which arrays its memory consists, and what would help, without the
 devices and without the policy's weights: a folder with config.json is enough, and the shipped
-configurations bring theirs. Targets: v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts,
-devices), cpu:8. Exit status as of `python -m rl.train --dry_run`: 0 where it fits, 2 where not.
+configurations bring theirs. Sizes of "auto" (Engine.slots, Engine.pages and
+Trainer.micro_batch_tokens) are found, and printed as lines of a configuration. Targets: v5p:2x2x4,
+v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts, devices), cpu:8. Exit status as of
+`python -m rl.train --dry_run`: 0 where it fits, 2 where not.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
 
 
 def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: Namespace) -> int:
-    from rl.targets import mends, report
+    from rl.targets import mends, report, sizes
     from rl.targets.fitting import Fitting
 
     def told(name: str, done: int, total: int) -> None:
@@ -90,15 +92,19 @@ def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: Na
         whole=args.layers == "all",
         told=told,
     )
+    found = dict[str, int]()
+    if config.open_sizes:
+        found = sizes.find(fitting, config, model)
+        config = config.with_sizes(found)
     fit = fitting.fit(config, model)
-    say("\n".join(report.lines_of(fit)))
+    say("\n".join([*report.lines_of(fit), *report.lines_of_sizes(found)]))
     helps: list[mends.Mend] = []
     if not fit.fits:
         helps = mends.tried(fitting, fit, config, model, lambda f: say(f"trying {f}", sys.stderr))
         say(f"error: {report.refusal(fit, helps)}", sys.stderr)
     say("policy, tokenizer and task files are not read: python -m rl.train --dry_run does")
     if args.json:
-        say(json.dumps(report.as_json(fit, helps)))
+        say(json.dumps(report.as_json(fit, helps) | {"sizes": found}))
     return 0 if fit.fits else EXIT_USAGE
 
 

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = parse_command_line(parser, argv, TrainConfig)
     try:
         config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
+        _refuse_open_sizes_of_several(config)
         if config.cluster.kind != "spmd":
             devices.refuse_several_processes()
         changes = [] if before is None else run_folder.changes(before, config)
@@ -70,6 +71,14 @@ def main(argv: Sequence[str]) -> int:
             sys.stderr,
         )
         return 0
+    if config.open_sizes:
+        from rl.targets import sizes
+
+        try:
+            config = config.with_sizes(sizes.find_here(config, inputs.model))
+        except ValueError as error:
+            say(f"error: {error}", sys.stderr)
+            return EXIT_USAGE
     if config.cluster.num_trainers > 1:
         from rl.loop.launch import launch
 
@@ -93,8 +102,8 @@ def _resolve(
                 f"--resume: expected a run in {folder}, found no config.gin there; name the run "
                 "with --gin.Run.directory=…"
             )
-        config = load(TrainConfig, [saved, *files], overrides)
-        return _in_directory(config, folder), load(TrainConfig, [saved])
+        config, before = load(TrainConfig, [saved, *files], overrides), load(TrainConfig, [saved])
+        return _in_directory(config.with_sizes_of(before), folder), before
     if not config.run.directory:
         if config.cluster.kind == "spmd":
             raise ConfigError(
@@ -103,6 +112,15 @@ def _resolve(
             )
         config = _in_directory(config, _free_folder(name))
     return config, None
+
+
+def _refuse_open_sizes_of_several(config: TrainConfig) -> None:
+    """Raise ConfigError for sizes of "auto" where several processes would each find theirs."""
+    if config.open_sizes and config.cluster.kind != "local":
+        raise ConfigError(
+            f"{', '.join(config.open_sizes)}: expected numbers where Cluster.kind is "
+            f"{config.cluster.kind!r}, got 'auto': python -m rl.preflight --target=… finds them"
+        )
 
 
 def _in_directory(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -141,6 +159,10 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
+    if config.open_sizes:
+        say(f"# open          {', '.join(config.open_sizes)}: found when it runs, by what fits")
+        say("# ok            all is checked but Mesh and memory, which are looked at when it runs")
+        return 0
     compiled = first_programs.num_whole_model(config, model, is_cpu=there.is_cpu)
     say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
     needed = memory_estimate.estimate(config, model, there)

@@ -97,7 +97,7 @@ class ModelAhead(AheadMaker):
         return FreeRunning(drafter, *_size(engine))
 
     def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
-        rows, found = engine.config.slots, list[Program]()
+        rows, found = engine.config.max_slots, list[Program]()
         with engine.mesh_context():
             for S in engine.position_sizes(rows):
                 drafter = self._drafter(engine, rollout)
@@ -138,7 +138,7 @@ class LearnedAhead(AheadMaker):
         return LearnedTrees(drafter, states, *size, most_nodes=_tree_nodes(engine))
 
     def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
-        rows, states = engine.config.slots, self._states(engine)
+        rows, states = engine.config.max_slots, self._states(engine)
         with engine.mesh_context():
             found = [*states.programs()]
             drafter = self._drafter(engine, rollout, states)
@@ -147,7 +147,7 @@ class LearnedAhead(AheadMaker):
         return found
 
     def _states(self, engine: Engine) -> StateRows:
-        return StateRows(engine, engine.config.slots, self.learned.config.hidden_width)
+        return StateRows(engine, engine.config.max_slots, self.learned.config.hidden_width)
 
     def _drafter(self, engine: Engine, rollout: DraftedRollout, states: StateRows) -> EagleDrafter:
         shared = jax.tree.map(engine.put, rollout.shared)
@@ -180,7 +180,7 @@ def draft_seconds(
 
     Those of a whole block by its window: rows at rest take as long as others.
     """
-    rows, prompt = engine.config.slots, np.zeros(1, np.int32)
+    rows, prompt = engine.config.max_slots, np.zeros(1, np.int32)
     plan, none = DraftPlan(most_window), np.zeros(0, np.int32)
     with engine.mesh_context():
         ahead = maker.ahead(engine, rollout)
@@ -195,7 +195,7 @@ def draft_seconds(
 
 
 def _size(engine: Engine) -> tuple[int, int]:
-    return engine.config.slots, engine.longest_tokens
+    return engine.config.max_slots, engine.longest_tokens
 
 
 def _tree_nodes(engine: Engine) -> int:

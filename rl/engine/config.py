@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal, Self, get_args
 
+from rl.runtime.open_sizes import found_size
 from spec.buckets import bucket, buckets
 
 POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
@@ -32,7 +33,8 @@ class EngineConfig:
     `cache` is "rows", one of the longest request's length for each slot, or "pages" of
     `page_tokens` positions, of which a request has as many as it has tokens; "auto": rows on CPUs.
     There are `pages` of them in all (0: as many as all slots can need); where they lack, the newest
-    requests wait and are computed again.
+    requests wait and are computed again. `slots` and `pages` of "auto" are found by what the
+    programs of the run need of a device's memory (`rl.targets.sizes`).
     """
 
     RETIRED: ClassVar = {
@@ -42,7 +44,7 @@ class EngineConfig:
         "verify_row_tokens": 768,
     }
 
-    slots: int = 64
+    slots: int | Literal["auto"] = 64
     min_slots: int = 4
     min_positions: int = 64
     rounds_per_fetch: int = 16
@@ -52,16 +54,21 @@ class EngineConfig:
     prefill_chunk_tokens: int = 512
     cache: CacheKind = "auto"
     page_tokens: int = 128
-    pages: int = 0
+    pages: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name == "pages" else 1
-            if field.name != "cache" and value < least:
+            if isinstance(value, int) and value < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
         kinds = get_args(CacheKind)
         if self.cache not in kinds:
             raise ValueError(f"cache must be one of {', '.join(kinds)}, got {self.cache!r}")
+
+    @property
+    def max_slots(self) -> int:
+        """The most slots. Raises ValueError where they are not found yet."""
+        return found_size("Engine.slots", self.slots)
 
     def over(self, batch_ways: int) -> Self:
         """Return the settings of an engine whose slots are split so many ways.
@@ -70,7 +77,7 @@ class EngineConfig:
         """
         slots, min_slots, rows = (
             _rounded_up(size, batch_ways)
-            for size in (self.slots, self.min_slots, self.prefill_rows)
+            for size in (self.max_slots, self.min_slots, self.prefill_rows)
         )
         return dataclasses.replace(self, slots=slots, min_slots=min_slots, prefill_rows=rows)
 
@@ -89,15 +96,16 @@ class EngineConfig:
         Raises ValueError where `pages` are fewer.
         """
         most, ways = self.slot_pages(longest_tokens), batch_ways
-        if not self.pages:
+        pages = found_size("Engine.pages", self.pages)
+        if not pages:
             return ways * max(most + 1, -(-num_slots // ways) * most)
-        if self.pages // ways <= most:
+        if pages // ways <= most:
             raise ValueError(
                 f"expected Engine.pages of at least {ways * (most + 1)}, for a request of "
                 f"{longest_tokens} tokens in pages of {self.page_tokens} in each of {ways} part(s) "
-                f"of the devices, got {self.pages}: raise it, or lower Sampling.max_new_tokens"
+                f"of the devices, got {pages}: raise it, or lower Sampling.max_new_tokens"
             )
-        return self.pages // ways * ways
+        return pages // ways * ways
 
     @property
     def chunk_tokens(self) -> int:
@@ -106,7 +114,7 @@ class EngineConfig:
 
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""
-        return bucket(num_requests, self.min_slots, max(self.slots, self.min_slots))
+        return bucket(num_requests, self.min_slots, max(self.max_slots, self.min_slots))
 
     def position_sizes(self, longest_tokens: int) -> list[int]:
         """Return the buckets of cache positions, smallest first, for requests of `longest_tokens`.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from models.config import ModelConfig
 from models.layout import layers_kept_apart
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from rl.runtime.open_sizes import AUTO, found_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,21 +16,21 @@ class TrainerConfig:
     """Settings of the update: optimizer steps of a batch, and their use of the device.
 
     A batch is gone through `inner_updates` times, in `minibatches` optimizer steps
-    each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens`
-    positions, padding included; `logprob_chunk_tokens` of them have logits at a
-    time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where rollouts are
-    exact up to rounding only; float32 is in full precision on every backend. Master weights
-    are always float32. `remat` says what the backward pass computes again instead of keeping it:
-    none; layer (or True), all but each layer's input, for a third more work; layer:N, all but the
-    input of every N-th layer, for up to two thirds more work; dots, all but the products with
-    weights. auto is none on a CPU and layer elsewhere. An update with a loss or gradient that is
-    not finite is never applied: `on_nonfinite` says whether it stops the run, or is left out and
-    counted.
+    each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding
+    included ("auto": as many as fit, `rl.targets.sizes`); `logprob_chunk_tokens` of them have
+    logits at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where
+    rollouts are exact up to rounding only; float32 is in full precision on every backend. Master
+    weights are always float32. `remat` says what the backward pass computes again instead of
+    keeping it: none; layer (or True), all but each layer's input, for a third more work; layer:N,
+    all but the input of every N-th layer, for up to two thirds more work; dots, all but the
+    products with weights. auto is none on a CPU and layer elsewhere. An update with a loss or
+    gradient that is not finite is never applied: `on_nonfinite` says whether it stops the run, or
+    is left out and counted.
     """
 
     inner_updates: int = 1
     minibatches: int = 1
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int | Literal["auto"] = 8192
     logprob_chunk_tokens: int = 1024
     remat: bool | str = "auto"
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -42,7 +43,7 @@ class TrainerConfig:
             "micro_batch_tokens",
             "logprob_chunk_tokens",
         ):
-            if getattr(self, field) < 1:
+            if getattr(self, field) != AUTO and getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         try:
             layers_kept_apart(self.remat_on(is_cpu=True))
@@ -54,6 +55,11 @@ class TrainerConfig:
             raise ValueError(
                 f"compute_dtype must be 'auto', 'float32' or 'bfloat16', got {self.compute_dtype!r}"
             )
+
+    @property
+    def positions_of_micro_batch(self) -> int:
+        """About how many a micro-batch has. Raises ValueError where they are not found yet."""
+        return found_size("Trainer.micro_batch_tokens", self.micro_batch_tokens)
 
     @property
     def dtype(self) -> Any:

@@ -100,7 +100,7 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
     `max_tokens` bounds prompt and response together.
     """
     return packing.batch_shape(
-        recipe.trainer.micro_batch_tokens, max_tokens, row_multiple=logprobs.batch_ways()
+        recipe.trainer.positions_of_micro_batch, max_tokens, row_multiple=logprobs.batch_ways()
     )
 
 

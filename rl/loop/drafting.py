@@ -28,7 +28,7 @@ def make_planner(config: TrainConfig) -> Planner:
     settings, sched, most = config.drafting, config.sched, config.engine.max_nodes - 1
     deepest = {MODEL: config.draft_model.max_depth, LEARNED: config.drafter.max_depth}
     longest = min(deepest.get(settings.drafter, MOST_WINDOW), most)
-    requests = min(config.rollout.num_requests, sched.workers * config.engine.slots)
+    requests = min(config.rollout.num_requests, sched.workers * config.engine.max_slots)
     return Planner(settings, sched.workers, requests, settings.window or longest)
 
 

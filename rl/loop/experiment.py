@@ -10,7 +10,9 @@ import functools
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Self
 
 from models import hf, tokenizer
 from models.config import MeshConfig, ModelConfig
@@ -30,12 +32,16 @@ from rl.loop import config_checks
 from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
+from rl.runtime.open_sizes import AUTO
 from rl.runtime.waits import HANG_LIMIT_S
 from rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig, check_coupling
 from rl.workers.config import SchedConfig
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
+
+# Settings that may be "auto": `rl.targets.sizes` finds numbers by a device's memory.
+SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +137,28 @@ class TrainConfig:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+
+    @property
+    def open_sizes(self) -> tuple[str, ...]:
+        """The settings of `SIZES` that are "auto"."""
+        return tuple(name for name in SIZES if self._size(name) == AUTO)
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Self:
+        """Return the configuration with these numbers for settings of `SIZES`."""
+        changed = self
+        for name, size in sizes.items():
+            section, field = name.lower().split(".")
+            part = dataclasses.replace(getattr(changed, section), **{field: size})
+            changed = dataclasses.replace(changed, **{section: part})
+        return changed
+
+    def with_sizes_of(self, before: TrainConfig) -> Self:
+        """Return the configuration with the sizes of an earlier one where its own are "auto"."""
+        return self.with_sizes({name: before._size(name) for name in self.open_sizes})
+
+    def _size(self, name: str) -> Any:
+        section, field = name.lower().split(".")
+        return getattr(getattr(self, section), field)
 
     @property
     def draft_model_folder(self) -> Path | None:

@@ -243,7 +243,7 @@ def _training(
     """The bytes of a micro-batch, the state aside."""
     trainer, weights = config.trainer, _weights(model, mesh, _FLOAT32)
     shape = packing.batch_shape(
-        trainer.micro_batch_tokens, config.longest_tokens, row_multiple=mesh.batch
+        trainer.positions_of_micro_batch, config.longest_tokens, row_multiple=mesh.batch
     )
     rows, length = shape.rows // mesh.batch, shape.length
     tokens = rows * length

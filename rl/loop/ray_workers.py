@@ -226,7 +226,7 @@ def bounds(
     """
     options, spot = config.drafter, drafter is not None and drafter.spot is not None
     slots = config.engine
-    sizes = buckets(slots.slot_bucket(slots.slots), slots.slot_bucket(1))
+    sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
     most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
     evaluates = not config.sched.beside_training
     return Compile(

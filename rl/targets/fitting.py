@@ -94,8 +94,8 @@ class Fitting:
         self._wanted, self._whole, self._told = wanted, whole, told
 
     def fit(self, config: TrainConfig, model: ModelConfig) -> Fit:
-        """Compile, and return what the run needs."""
-        run = self._run(config, model)
+        """Compile, and return what the run needs. No size may be left open."""
+        run = self.shapes(config, model)
         self._check_state(run)
         programs = run.programs()
         every = list(range(len(programs)))
@@ -119,7 +119,7 @@ class Fitting:
         Others count as before, and so does that one unless it `compiles`. Raises ValueError where
         the configuration cannot run.
         """
-        run, peak = self._run(config, model), before.peak[2]
+        run, peak = self.shapes(config, model), before.peak[2]
         if not compiles:
             return dataclasses.replace(before, held=run.held())
         kind = peak.program.part, peak.program.kind
@@ -131,7 +131,8 @@ class Fitting:
         new = self._measured(config, model, programs, chosen, before.depths)
         return dataclasses.replace(before, held=run.held(), measured=(*new, *rest))
 
-    def _run(self, config: TrainConfig, model: ModelConfig) -> RunShapes:
+    def shapes(self, config: TrainConfig, model: ModelConfig) -> RunShapes:
+        """Return the run on the target's devices, of which nothing is compiled yet."""
         return RunShapes(config, model, self._devices, is_cpu=self.target.is_cpu)
 
     def _check_state(self, run: RunShapes) -> None:
@@ -165,7 +166,7 @@ class Fitting:
         depths_of = [_depths_of(one, depths, apart, model.num_layers) for one in compiled]
         shallow: dict[int, list[RunProgram]] = {model.num_layers: list(programs)}
         for layers in {layers for some in depths_of for layers in some} - shallow.keys():
-            run = self._run(config, dataclasses.replace(model, num_layers=layers))
+            run = self.shapes(config, dataclasses.replace(model, num_layers=layers))
             shallow[layers] = run.programs()
             assert [x.name for x in shallow[layers]] == [x.name for x in programs], "layers alone"
         asked = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from models.config import MeshConfig, ModelConfig
 from rl.loop.experiment import TrainConfig
+from rl.runtime.open_sizes import found_size
 from rl.targets.fitting import Fit, Fitting
 from rl.targets.run_shapes import ROLLOUTS, TRAINING
 
@@ -43,17 +44,18 @@ def candidates(config: TrainConfig, mesh: dict[str, int]) -> Iterator[Candidate]
         parts = OF_ONE_PART.get(section, (TRAINING, ROLLOUTS))
         return Candidate(" ".join(names), dataclasses.replace(config, **{section: part}), parts)
 
-    if config.engine.slots // 2 >= config.engine.min_slots:
-        yield changed("engine", slots=config.engine.slots // 2)
-    if config.trainer.micro_batch_tokens > config.longest_tokens:
-        yield changed("trainer", micro_batch_tokens=config.trainer.micro_batch_tokens // 2)
+    slots, tokens = config.engine.max_slots, config.trainer.positions_of_micro_batch
+    if slots // 2 >= config.engine.min_slots:
+        yield changed("engine", slots=slots // 2)
+    if tokens > config.longest_tokens:
+        yield changed("trainer", micro_batch_tokens=tokens // 2)
     remat = config.trainer.remat_on(is_cpu=False)
     yield changed("trainer", remat="layer" if remat in ("none", "dots") else "layer:4")
     if config.engine.pages:
-        yield changed("engine", pages=config.engine.pages // 2)
+        yield changed("engine", pages=found_size("Engine.pages", config.engine.pages) // 2)
     if config.trainer.logprob_chunk_tokens > 256:
         yield changed("trainer", logprob_chunk_tokens=config.trainer.logprob_chunk_tokens // 2)
-    if config.speculation.enabled and config.engine.max_round_nodes > 2 * config.engine.slots:
+    if config.speculation.enabled and config.engine.max_round_nodes > 2 * slots:
         yield changed("engine", max_round_nodes=config.engine.max_round_nodes // 2)
     data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
     if data % 2 == 0:

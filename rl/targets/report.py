@@ -52,6 +52,14 @@ def lines_of(fit: Fit) -> Iterator[str]:
     yield f"{'fits' if fit.fits else 'does not fit'}: {_gb(peak_bytes)} GB, {share:.0%} of a device"
 
 
+def lines_of_sizes(found: Mapping[str, int]) -> Iterator[str]:
+    """Yield the sizes that were found, as lines of a configuration."""
+    if found:
+        yield "found, where the configuration says 'auto':"
+    for name, size in found.items():
+        yield f"{name} = {size}"
+
+
 def _table(measured: Sequence[Measured]) -> Iterator[str]:
     width = max(len(one.program.name) for one in measured)
     sizes = f"{{:{width}s}} {{:>10s}} {{:>11s}} {{:>8s}} {{:>20s}} {{:>10s}} {{:>10s}}"

@@ -63,6 +63,7 @@ class Target:
     name: str
     kind: Kind
     topology: str
+    known_bytes: int | None = None  # a device's memory, where it is there to be asked
 
     @property
     def count(self) -> int:
@@ -79,6 +80,8 @@ class Target:
 
         On a GPU JAX takes three quarters of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else.
         """
+        if self.known_bytes is not None:
+            return self.known_bytes
         if self.kind.figures is None:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.count
         share = 1.0

@@ -10,7 +10,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from rl.targets.table import Target
+from rl.targets.table import Kind, Target
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 INSTALL = {
@@ -38,6 +38,13 @@ def prepare(target: Target, environ: MutableMapping[str, str] = os.environ) -> N
         environ["TPU_ACCELERATOR_TYPE"] = f"{target.kind.slice_name}-{cores}"
         environ["TPU_WORKER_HOSTNAMES"] = "localhost"
         environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nothing is run on a device
+
+
+def attached(devices: Sequence[Any], device_bytes: int) -> Target:
+    """Return the target that these devices of the process are, each with so much memory."""
+    family = devices[0].platform
+    kind = Kind("cuda" if family == "gpu" else family, axes=1)
+    return Target(f"{family}:{len(devices)}", kind, str(len(devices)), device_bytes)
 
 
 def devices_of(target: Target) -> Sequence[Any]:

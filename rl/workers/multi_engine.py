@@ -147,7 +147,7 @@ class MultiEngine:
         spot: IdleWork | None,
         steps_apart: bool = False,
     ) -> WorkerGroup:
-        config, slots = self.config, min(self.engines[0].config.slots, max_requests)
+        config, slots = self.config, min(self.engines[0].config.max_slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
             raise ValueError(
                 f"a request may come to {longest_tokens} positions, prompt and response, and a "
