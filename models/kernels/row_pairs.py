@@ -73,6 +73,20 @@ def pair_list(
     return jnp.take_along_axis(pair_BP, order_BP, axis=1).reshape(-1), num_B
 
 
+def block_bounds(
+    prompt_BT: jax.Array, branch_BT: jax.Array, size: int, by_query: bool
+) -> jax.Array:
+    """Return where the pairs of each block begin and end in `pair_list`; int32 [B · (n + 1)].
+
+    Those of block i of row b are from place b (n + 1) + i to the next. Blocks are those of queries,
+    or of keys, as the list is ordered.
+    """
+    num_Bn = seen_pairs(prompt_BT, branch_BT, size).sum(axis=2 if by_query else 1, dtype=jnp.int32)
+    B, n = num_Bn.shape
+    bound_BX = jnp.pad(jnp.cumsum(num_Bn, axis=1), ((0, 0), (1, 0)))
+    return (bound_BX + n * (n + 1) // 2 * jnp.arange(B, dtype=jnp.int32)[:, None]).reshape(-1)
+
+
 def query_block(pair: jax.Array) -> jax.Array:
     """Return the block of queries of a pair in a list."""
     return pair >> (BLOCK_BITS + 1)

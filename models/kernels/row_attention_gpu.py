@@ -1,0 +1,381 @@
+"""Attention over packed rows on a Hopper GPU: a Pallas (Mosaic GPU) kernel, forward and backward.
+
+    forward    out = Σ_s e^(score_s − lse) v_s,   lse = log Σ_s e^(score_s)
+    backward   p = e^(score − lse),  δ = Σ_h dout · out,  ds = p (dout vᵀ − δ)
+               dq = ds k / √h,  dk = dsᵀ q / √h,  dv = pᵀ dout
+
+A thread block is one warp group. Forward and for dq it has a block of queries of one head, and goes
+through the blocks of keys that these see; for dk and dv it has a block of keys, and goes through
+the blocks of queries that see them, of all heads of the key/value head. Blocks come by TMA into
+several buffers: while one is computed, the next ones are on their way. Which blocks see one another
+is a list that is made from the ranges of prompts and branches (`models.kernels.row_pairs`).
+
+`models.row_attention` is the portable path, which says what is computed. Under a mesh a device
+is to call this with its own rows and heads: no compiler partitions it.
+
+B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks of a row, X pairs of
+blocks of all rows, C queries of a block, S keys of one, D buffers.
+Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two passes backward).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from models.kernels import row_pairs
+from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
+
+_NEGATIVE = -1e30  # finite, so that a difference of two is a number
+_BLOCK_TOKENS = ROWS  # of queries and of keys
+_BUFFERS = 2  # two thread blocks fit a processor's shared memory
+_MOST_PAIRS = 2**24  # of all rows: a list of 64 MiB
+_LOG2_E = math.log2(math.e)  # softmax in powers of 2, which the hardware has
+
+
+def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
+    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None where it does."""
+    (B, T, H, h), K = q_shape, kv_shape[2]
+    if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):  # tensor cores multiply float32 as TF32
+        return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    if h not in (64, 128):
+        return f"expected a head size of 64 or 128, got {h}"
+    if H % K:
+        return f"expected heads that {K} key/value heads divide, got {H}"
+    n = -(-T // _BLOCK_TOKENS)
+    if B * n * (n + 1) // 2 > _MOST_PAIRS:
+        return f"expected at most {_MOST_PAIRS} pairs of {_BLOCK_TOKENS}, got {B} rows of {T}"
+    return None
+
+
+def forward(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the attention of `models.row_attention.attend_rows`, [B, T, H, h], and lse [B, H, T].
+
+    `lse` is float32: the log of the sum of e^score.
+    """
+    sizes = _Sizes.of(q_BTHh, k_BTKh)
+    q, k, v, *places = (sizes.filled(x) for x in (q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT))
+    out, lse = _run(
+        _forward_kernel,
+        sizes,
+        places,
+        inputs=(q, k, v),
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, v.dtype),
+            jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+        ),
+        scratch=sizes.scratch(kept=1, moving=2),
+        interpret=interpret,
+    )
+    return out[:, : sizes.num_tokens], lse[:, :, : sizes.num_tokens]
+
+
+def backward(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+    out_BTHh: jax.Array,
+    lse_BHT: jax.Array,
+    dout_BTHh: jax.Array,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of queries, keys and values, of what `forward` took and gave."""
+    sizes = _Sizes.of(q_BTHh, k_BTKh)
+    products_BTHh = dout_BTHh.astype(jnp.float32) * out_BTHh.astype(jnp.float32)
+    delta_BHT = products_BTHh.sum(axis=-1).swapaxes(1, 2)
+    q, k, v, dout, *places = (
+        sizes.filled(x) for x in (q_BTHh, k_BTKh, v_BTKh, dout_BTHh, prompt_BT, branch_BT)
+    )
+    sums = [sizes.filled(x, axis=2) for x in (lse_BHT, delta_BHT)]
+    run = partial(_run, places=places, inputs=(q, k, v, dout, *sums), interpret=interpret)
+    (dq,) = run(
+        _dq_kernel,
+        sizes,
+        outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        scratch=sizes.scratch(kept=2, moving=2),
+    )
+    dk, dv = run(
+        _dkv_kernel,
+        dataclasses.replace(sizes, by_query=False),
+        outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
+        scratch=sizes.scratch(kept=2, moving=2, moving_sums=2),
+    )
+    return tuple(x[:, : sizes.num_tokens] for x in (dq, dk, dv))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a call; `by_query` where a thread block has a block of queries, not of keys."""
+
+    num_rows: int
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    by_query: bool = True
+
+    @staticmethod
+    def of(q_BTHh: jax.Array, k_BTKh: jax.Array) -> _Sizes:
+        B, T, H, h = q_BTHh.shape
+        return _Sizes(B, T, H, k_BTKh.shape[2], h)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // _BLOCK_TOKENS)
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def filled(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Return an array whose axis of positions is filled up to whole blocks."""
+        over = -self.num_tokens % _BLOCK_TOKENS
+        return jnp.pad(x, [(0, over if i == axis else 0) for i in range(x.ndim)]) if over else x
+
+    def scratch(self, kept: int, moving: int, moving_sums: int = 0) -> tuple:
+        """Return shared memory and barriers of what is copied once, and of what is for each pair.
+
+        The latter has buffers. Sums are one number of each position.
+        """
+        D, C, h = _BUFFERS, _BLOCK_TOKENS, self.head_dim
+        sums = plgpu.SMEM((D, C), jnp.float32)
+        buffers = *[shared_tiles(D, C, h)] * moving, *[sums] * moving_sums
+        once = tuple((shared_tiles(C, h), plgpu.Barrier()) for _ in range(kept))
+        return once, tuple((buffer, plgpu.Barrier(num_barriers=D)) for buffer in buffers)
+
+
+def _run(
+    kernel: Callable,
+    sizes: _Sizes,
+    places: Sequence[jax.Array],
+    *,
+    inputs: Sequence[jax.Array],
+    outputs: tuple[jax.ShapeDtypeStruct, ...],
+    scratch: tuple,
+    interpret: Any,
+) -> Any:
+    """Run a kernel for each block of queries and head, or block of keys and key/value head."""
+    prompt_BT, branch_BT = (x.astype(jnp.int32) for x in places)
+    pairs = prompt_BT, branch_BT, _BLOCK_TOKENS, sizes.by_query
+    pair_X, _ = row_pairs.pair_list(*pairs)
+    num_heads = sizes.num_heads if sizes.by_query else sizes.num_kv_heads
+    return plgpu.kernel(
+        partial(kernel, sizes, WarpGroup(bool(interpret))),
+        out_type=outputs,
+        scratch_types=scratch,
+        grid=(num_heads, sizes.num_blocks, sizes.num_rows),
+        grid_names=("head", "block", "row"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name=f"row_attention{kernel.__name__.removesuffix('_kernel')}",
+    )(pair_X, row_pairs.block_bounds(*pairs), prompt_BT, branch_BT, *inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The block and head of a thread block, and the pairs that it goes through."""
+
+    sizes: _Sizes
+    registers: WarpGroup
+    pair_X: Any
+    prompt_BT: Any
+    branch_BT: Any
+    row: jax.Array
+    head: jax.Array
+    block: jax.Array
+    first: jax.Array  # of its pairs in the list
+    num_steps: jax.Array  # a pair is one of each head of the group where the block is one of keys
+
+    @staticmethod
+    def of(sizes: _Sizes, registers: WarpGroup, pair_X: Any, bound_X: Any, *places: Any) -> _Block:
+        head, block, row = (jax.lax.axis_index(x) for x in ("head", "block", "row"))
+        n = sizes.num_blocks
+        if sizes.by_query:
+            block = n - 1 - block  # those of the most pairs begin first
+        first = bound_X[row * (n + 1) + block]
+        num_pairs = bound_X[row * (n + 1) + block + 1] - first
+        num_steps = num_pairs if sizes.by_query else num_pairs * sizes.group
+        return _Block(sizes, registers, pair_X, *places, row, head, block, first, num_steps)
+
+    def at(self, x: Any, block: jax.Array | None = None, head: jax.Array | None = None) -> Any:
+        """Return a block of [B, T, H, h], or of sums [B, H, T]; by default the own one."""
+        head = self.head if head is None else head
+        tokens = _tokens(self.block if block is None else block)
+        return x.at[self.row, tokens, head] if len(x.shape) == 4 else x.at[self.row, head, tokens]
+
+    def step(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return a step's pair, and block and head of what moves."""
+        G = self.sizes.group
+        if self.sizes.by_query:
+            pair = self.pair_X[self.first + step]
+            return pair, row_pairs.key_block(pair), jax.lax.div(self.head, G)
+        pair = self.pair_X[self.first + jax.lax.div(step, G)]
+        return pair, row_pairs.query_block(pair), self.head * G + jax.lax.rem(step, G)
+
+    def fold(
+        self, kept: Sequence[tuple], moving: Sequence[tuple], each: Callable, start: tuple
+    ) -> tuple:
+        """Fold `each` over the steps: it is given the pair, `ready` and what was found so far.
+
+        `kept` and `moving` are (array, shared memory, barrier); `ready(i)` waits for the block of
+        the i-th moving one.
+        """
+
+        def fetch(step: jax.Array) -> None:
+            @pl.when(step < self.num_steps)
+            def _() -> None:
+                _, block, head = self.step(step)
+                buffer = jax.lax.rem(step, _BUFFERS)
+                for x, to, barrier in moving:
+                    x = self.at(x, block, head)
+                    plgpu.copy_gmem_to_smem(x, to.at[buffer], barrier.at[buffer])
+
+        def body(step: jax.Array, carry: tuple) -> tuple:
+            buffer = jax.lax.rem(step, _BUFFERS)
+
+            def ready(i: int) -> Any:
+                _, to, barrier = moving[i]
+                plgpu.barrier_wait(barrier.at[buffer])
+                return to.at[buffer]
+
+            carry = each(self.step(step)[0], ready, carry)
+            fetch(step + _BUFFERS)
+            return carry
+
+        for x, to, barrier in kept:
+            plgpu.copy_gmem_to_smem(self.at(x), to, barrier)
+        for step in range(_BUFFERS):
+            fetch(jnp.int32(step))
+        for *_, barrier in kept:
+            plgpu.barrier_wait(barrier)
+        return jax.lax.fori_loop(0, self.num_steps, body, start)
+
+    def scores(self, pair: jax.Array, rows: Any, columns: Any) -> jax.Array:
+        """Return log2 of e^score of a pair, very negative where a query may not see a key.
+
+        Rows are queries and columns keys, or the other way where the own block is one of keys.
+        """
+        products = self.registers.product(rows, columns, transposed=True)
+        scores = products * (self.sizes.scale * _LOG2_E)
+        masked = partial(self._masked, pair)
+        return jax.lax.cond(row_pairs.is_whole(pair), lambda scores: scores, masked, scores)
+
+    def _masked(self, pair: jax.Array, scores: jax.Array) -> jax.Array:
+        of_query, of_key = (0, 1) if self.sizes.by_query else (1, 0)
+        query, key = row_pairs.query_block(pair), row_pairs.key_block(pair)
+
+        def along(places_BT: Any, block: jax.Array, axis: int) -> jax.Array:
+            places = self.registers.along(places_BT.at[self.row, _tokens(block)], axis)
+            return jax.lax.broadcast_in_dim(places, scores.shape, [axis])
+
+        position_of = partial(self.registers.positions, scores.shape)
+        before = position_of(of_key) + (key - query) * _BLOCK_TOKENS <= position_of(of_query)
+        same = along(self.prompt_BT, key, of_key) == along(self.prompt_BT, query, of_query)
+        branch = along(self.branch_BT, key, of_key)
+        own = (branch == 0) | (branch == along(self.branch_BT, query, of_query))
+        return jnp.where(before & same & own, scores, _NEGATIVE)
+
+
+def _tokens(block: jax.Array) -> Any:
+    """Return the positions of a block in its row."""
+    return pl.ds(block * _BLOCK_TOKENS, _BLOCK_TOKENS)
+
+
+def _with(arrays: Sequence[Any], scratch: Sequence[tuple]) -> list[tuple]:
+    """Return arrays with the shared memory and the barriers of each."""
+    return [(x, *memory) for x, memory in zip(arrays, scratch, strict=True)]
+
+
+def _across(x: jax.Array, columns: int) -> jax.Array:
+    """Return [R, j] of numbers by row."""
+    return jax.lax.broadcast_in_dim(x, (len(x), columns), [0])
+
+
+def _down(x: jax.Array) -> jax.Array:
+    """Return [C, C] of numbers by column."""
+    return jax.lax.broadcast_in_dim(x, (len(x), len(x)), [1])
+
+
+def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
+    """A running maximum and sum of each query, as `models.row_attention` keeps them."""
+    *lists, q, k, v, out, lse, kept, moving = refs
+    block, C, h = _Block.of(sizes, registers, *lists), _BLOCK_TOKENS, sizes.head_dim
+    ((q_Ch, _),) = kept
+
+    def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
+        sum_Ch, top_C, total_C = carry
+        scores_CS = block.scores(pair, q_Ch, ready(0))
+        higher_C = jnp.maximum(top_C, scores_CS.max(axis=1))
+        p_CS, kept_C = jnp.exp2(scores_CS - _across(higher_C, C)), jnp.exp2(top_C - higher_C)
+        total_C = total_C * kept_C + p_CS.sum(axis=1)
+        sum_Ch = sum_Ch * _across(kept_C, h)
+        return registers.add_product(sum_Ch, p_CS.astype(v.dtype), ready(1)), higher_C, total_C
+
+    start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), _NEGATIVE), ((C,), 0.0)))
+    sum_Ch, top_C, total_C = block.fold(_with([q], kept), _with([k, v], moving), each, start)
+    block.at(out)[...] = (sum_Ch / _across(total_C, h)).astype(out.dtype)
+    block.at(lse)[...] = top_C / _LOG2_E + jnp.log(total_C)
+
+
+def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
+    *lists, q, k, v, dout, lse, delta, dq, kept, moving = refs
+    block, C, h = _Block.of(sizes, registers, *lists), _BLOCK_TOKENS, sizes.head_dim
+    (q_Ch, _), (dout_Ch, _) = kept
+    lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
+    lse_C = lse_C * _LOG2_E
+
+    def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
+        k_Sh = ready(0)
+        p_CS = jnp.exp2(block.scores(pair, q_Ch, k_Sh) - _across(lse_C, C))
+        dp_CS = registers.product(dout_Ch, ready(1), transposed=True)
+        ds_CS = p_CS * (dp_CS - _across(delta_C, C))
+        return (registers.add_product(carry[0], ds_CS.astype(k.dtype), k_Sh),)
+
+    start = (registers.full((C, h), 0.0),)
+    (dq_Ch,) = block.fold(_with([q, dout], kept), _with([k, v], moving), each, start)
+    block.at(dq)[...] = (dq_Ch * sizes.scale).astype(dq.dtype)
+
+
+def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
+    """Scores are held keys first: weights are then what a product of the tensor cores takes."""
+    *lists, q, k, v, dout, lse, delta, dk, dv, kept, moving = refs
+    block, S, h = _Block.of(sizes, registers, *lists), _BLOCK_TOKENS, sizes.head_dim
+    (k_Sh, _), (v_Sh, _) = kept
+
+    def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
+        dk_Sh, dv_Sh = carry
+        q_Ch, dout_Ch, *sums = (ready(i) for i in range(4))
+        lse_C, delta_C = (registers.along(x, axis=1) for x in sums)
+        p_SC = jnp.exp2(block.scores(pair, k_Sh, q_Ch) - _down(lse_C * _LOG2_E))
+        dv_Sh = registers.add_product(dv_Sh, p_SC.astype(dout.dtype), dout_Ch)
+        dp_SC = registers.product(v_Sh, dout_Ch, transposed=True)
+        ds_SC = p_SC * (dp_SC - _down(delta_C))
+        return registers.add_product(dk_Sh, ds_SC.astype(q.dtype), q_Ch), dv_Sh
+
+    copied = _with([k, v], kept), _with([q, dout, lse, delta], moving)
+    dk_Sh, dv_Sh = block.fold(*copied, each, (registers.full((S, h), 0.0),) * 2)
+    block.at(dk)[...] = (dk_Sh * sizes.scale).astype(dk.dtype)
+    block.at(dv)[...] = dv_Sh.astype(dv.dtype)

@@ -1,0 +1,78 @@
+"""What a warp group of a Hopper GPU computes with: tiles in registers, and their products.
+
+Jax's interpreter of Mosaic GPU knows neither layouts of registers nor transposed operands; there
+plain arrays take their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # the least that a warp group multiplies
+SWIZZLE_BYTES = 128
+
+
+def shared_tiles(*shape: int) -> Any:
+    """Return bfloat16 matrices in shared memory, as copies write and products read them."""
+    layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 2))
+    return plgpu.SMEM(
+        shape, jnp.bfloat16, transforms=(layout, plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpGroup:
+    """A warp group, or the interpreter in its place."""
+
+    interpreted: bool
+
+    def laid_out(self, x: jax.Array) -> jax.Array:
+        """Return numbers as registers hold a product's result: [R, j], or by row, [R]."""
+        layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
+
+    def along(self, ref: Any, axis: int) -> jax.Array:
+        """Load one number for each row (axis 0) or column (1) of a product's result."""
+        if self.interpreted:
+            return ref[...]
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        return plgpu.load(ref, (), layout=layout, optimized=False)  # of memory outside the chip too
+
+    def full(self, shape: tuple[int, ...], number: float) -> jax.Array:
+        """Return the same float32 number everywhere, [R, j] or by row, [R]."""
+        return self.laid_out(jnp.full(shape, number, jnp.float32))
+
+    def positions(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Return the row or column of each number of a product's result."""
+        if self.interpreted:
+            return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+    def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
+        """Multiply an array, or one in shared memory, with one in shared memory; float32 [R, j]."""
+        if self.interpreted:
+            y_ij = y_ref[...].T if transposed else y_ref[...]
+            return jnp.dot(x_Ri[...], y_ij, preferred_element_type=jnp.float32)
+        y_ref = plgpu.transpose_ref(y_ref, (1, 0)) if transposed else y_ref
+
+        def multiply(sum_Rj: Any) -> jax.Array:
+            plgpu.wgmma(sum_Rj, x_Ri, y_ref)
+            return sum_Rj[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((x_Ri.shape[0], y_ref.shape[1]), jnp.float32))
+
+    def add_product(self, sum_Rj: jax.Array, x_Ri: jax.Array, y_ref: Any) -> jax.Array:
+        """Return sum + x · y, summed in the registers of the sum."""
+        if self.interpreted:
+            return sum_Rj + self.product(x_Ri, y_ref)
+
+        def multiply(sum_ref: Any) -> None:
+            plgpu.wgmma(sum_ref, x_Ri, y_ref)
+
+        return pl.run_state(multiply)(plgpu.ACC.init(sum_Rj))
