@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.kernels.tiles import GpuPageTiles, gpu_page_tiles
+from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
 
 NEGATIVE = -1e30  # the top of a slot without positions, as in models.attention
-ROWS = 64  # of one product of a warp group
-SWIZZLE_BYTES = 128
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
@@ -78,7 +77,7 @@ def attend_pages(
     q_BKnRh = _row_tiles(q_BWHh, K)
     n = q_BKnRh.shape[2]
     tiles = tiles or gpu_page_tiles(B * K * n, N, T, h)
-    call = _Call(B, K, n, h, T, N, tiles, bool(interpret))
+    call = _Call(B, K, n, h, T, N, tiles, WarpGroup(bool(interpret)))
     varying = jax.typeof(q_BWHh).manual_axis_type  # under shard_map results vary as queries do
     shape = tiles.parts, B, K, n, ROWS
     found = plgpu.kernel(
@@ -114,34 +113,7 @@ class _Call:
     page_tokens: int
     max_pages: int
     tiles: GpuPageTiles
-    interpreted: bool
-
-    def laid_out(self, x: jax.Array) -> jax.Array:
-        """Return numbers by row, or by row and column, in the registers of a product's result.
-
-        The interpreter knows no registers.
-        """
-        layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
-        return x if self.interpreted else plgpu.layout_cast(x, layout)
-
-    def positions(self, shape: tuple[int, int], axis: int) -> jax.Array:
-        """Return the row or column of each number of a product's result."""
-        if self.interpreted:
-            return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-
-    def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
-        """Multiply an array, or one in shared memory, with one in shared memory."""
-        if self.interpreted:
-            y_ij = y_ref[...].T if transposed else y_ref[...]
-            return jnp.dot(x_Ri[...], y_ij, preferred_element_type=jnp.float32)
-        y_ref = plgpu.transpose_ref(y_ref, (1, 0)) if transposed else y_ref
-
-        def multiply(sum_Rj: Any) -> jax.Array:
-            plgpu.wgmma(sum_Rj, x_Ri, y_ref)
-            return sum_Rj[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, y_ref.shape[1]), jnp.float32))
+    registers: WarpGroup
 
     def clear(self, values_Th: Any, live: jax.Array) -> None:
         """Set values behind the live ones to 0: a weight of 0 times what is no number is none."""
@@ -150,21 +122,15 @@ class _Call:
         def _() -> None:
             for i, j in itertools.product(*(range(0, n, ROWS) for n in values_Th.shape)):
                 some_RR = values_Th.at[i : i + ROWS, j : j + ROWS]
-                is_live_RR = i + self.positions(some_RR.shape, axis=0) < live
-                some_RR[...] = jnp.where(is_live_RR, self.laid_out(some_RR[...]), 0)
+                is_live_RR = i + self.registers.positions(some_RR.shape, axis=0) < live
+                some_RR[...] = jnp.where(is_live_RR, self.registers.laid_out(some_RR[...]), 0)
             plgpu.commit_smem()
 
     def scratch(self) -> list[Any]:
         """Return queries, keys and values in shared memory, and barriers of copies."""
         D, T, h = self.tiles.buffers, self.page_tokens, self.head_dim
-
-        def shared(*shape: int) -> Any:
-            layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 2))
-            transforms = (layout, plgpu.SwizzleTransform(SWIZZLE_BYTES))
-            return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-
         barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
-        return [shared(ROWS, h), shared(D, T, h), shared(D, T, h), *barriers]
+        return [shared_tiles(ROWS, h), *[shared_tiles(D, T, h)] * 2, *barriers]
 
 
 def _kernel(
@@ -212,19 +178,16 @@ def _kernel(
         buffer = jax.lax.rem(step, D)
         live = length - (first + step) * T
         plgpu.barrier_wait(of_keys.at[buffer])
-        scores_RT = call.product(q_Rh, keys_DTh.at[buffer], transposed=True) * h**-0.5
+        scores_RT = call.registers.product(q_Rh, keys_DTh.at[buffer], transposed=True) * h**-0.5
         weights_RT, (out_Rh, top_R, total_R) = _softmax(call, scores_RT, live, carry)
         plgpu.barrier_wait(of_values.at[buffer])
         call.clear(values_DTh.at[buffer], live)
-        new_Rh = call.product(weights_RT.astype(jnp.bfloat16), values_DTh.at[buffer])
+        new_Rh = call.registers.product(weights_RT.astype(jnp.bfloat16), values_DTh.at[buffer])
         fetch(step + D)
         return out_Rh + new_Rh, top_R, total_R
 
-    start = (
-        call.laid_out(jnp.zeros((ROWS, h), jnp.float32)),
-        call.laid_out(jnp.full((ROWS,), NEGATIVE, jnp.float32)),
-        call.laid_out(jnp.zeros((ROWS,), jnp.float32)),
-    )
+    numbers = ((ROWS, h), 0.0), ((ROWS,), NEGATIVE), ((ROWS,), 0.0)
+    start = tuple(call.registers.full(*x) for x in numbers)
     found = jax.lax.fori_loop(0, steps, of_page, start)
     for to, x in zip((out_ref, top_ref, total_ref), found, strict=True):
         to[part, slot, head, tile] = x
@@ -235,7 +198,7 @@ def _softmax(
 ) -> tuple[jax.Array, tuple]:
     """Return the weights of a page of which `live` positions count, and what was found so far."""
     out_Rh, old_R, total_R = carry
-    position_RT = call.positions(scores_RT.shape, axis=1)
+    position_RT = call.registers.positions(scores_RT.shape, axis=1)
     scores_RT = jnp.where(position_RT < live, scores_RT, NEGATIVE)
     top_R = jnp.maximum(old_R, scores_RT.max(axis=1))
     weights_RT = jnp.exp(scores_RT - jax.lax.broadcast_in_dim(top_R, scores_RT.shape, [0]))

@@ -273,6 +273,15 @@ class _Block:
             plgpu.barrier_wait(barrier)
         return jax.lax.fori_loop(0, self.num_steps, body, start)
 
+    def write(self, results: Sequence[tuple]) -> None:
+        """Write (array, shared memory that is free by now, result in registers)."""
+        for x, tile, result in results:
+            tile[...] = result.astype(x.dtype)
+        plgpu.commit_smem()
+        for x, tile, _ in results:
+            plgpu.copy_smem_to_gmem(tile, self.at(x))
+        plgpu.wait_smem_to_gmem(0)
+
     def scores(self, pair: jax.Array, rows: Any, columns: Any) -> jax.Array:
         """Return log2 of e^score of a pair, very negative where a query may not see a key.
 
@@ -336,7 +345,7 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
     start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), _NEGATIVE), ((C,), 0.0)))
     sum_Ch, top_C, total_C = block.fold(_with([q], kept), _with([k, v], moving), each, start)
-    block.at(out)[...] = (sum_Ch / _across(total_C, h)).astype(out.dtype)
+    block.write([(out, q_Ch, sum_Ch / _across(total_C, h))])
     block.at(lse)[...] = top_C / _LOG2_E + jnp.log(total_C)
 
 
@@ -356,7 +365,7 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
     start = (registers.full((C, h), 0.0),)
     (dq_Ch,) = block.fold(_with([q, dout], kept), _with([k, v], moving), each, start)
-    block.at(dq)[...] = (dq_Ch * sizes.scale).astype(dq.dtype)
+    block.write([(dq, q_Ch, dq_Ch * sizes.scale)])
 
 
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
@@ -369,6 +378,7 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         dk_Sh, dv_Sh = carry
         q_Ch, dout_Ch, *sums = (ready(i) for i in range(4))
         lse_C, delta_C = (registers.along(x, axis=1) for x in sums)
+        plgpu.commit_smem()  # before copies write there again
         p_SC = jnp.exp2(block.scores(pair, k_Sh, q_Ch) - _down(lse_C * _LOG2_E))
         dv_Sh = registers.add_product(dv_Sh, p_SC.astype(dout.dtype), dout_Ch)
         dp_SC = registers.product(v_Sh, dout_Ch, transposed=True)
@@ -377,5 +387,4 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
     copied = _with([k, v], kept), _with([q, dout, lse, delta], moving)
     dk_Sh, dv_Sh = block.fold(*copied, each, (registers.full((S, h), 0.0),) * 2)
-    block.at(dk)[...] = (dk_Sh * sizes.scale).astype(dk.dtype)
-    block.at(dv)[...] = dv_Sh.astype(dv.dtype)
+    block.write([(dk, k_Sh, dk_Sh * sizes.scale), (dv, v_Sh, dv_Sh)])

@@ -7,6 +7,7 @@ plain arrays take their place.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # the least that a warp group multiplies
 SWIZZLE_BYTES = 128
+_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax < 0.12
 
 
 def shared_tiles(*shape: int) -> Any:
@@ -42,7 +44,7 @@ class WarpGroup:
         if self.interpreted:
             return ref[...]
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        return plgpu.load(ref, (), layout=layout, optimized=False)  # of memory outside the chip too
+        return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)
 
     def full(self, shape: tuple[int, ...], number: float) -> jax.Array:
         """Return the same float32 number everywhere, [R, j] or by row, [R]."""
@@ -57,8 +59,9 @@ class WarpGroup:
     def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
         """Multiply an array, or one in shared memory, with one in shared memory; float32 [R, j]."""
         if self.interpreted:
-            y_ij = y_ref[...].T if transposed else y_ref[...]
-            return jnp.dot(x_Ri[...], y_ij, preferred_element_type=jnp.float32)
+            x_Ri, y_ij = x_Ri[...], y_ref[...].T if transposed else y_ref[...]
+            plgpu.commit_smem()  # products of tensor cores read as copies do
+            return jnp.dot(x_Ri, y_ij, preferred_element_type=jnp.float32)
         y_ref = plgpu.transpose_ref(y_ref, (1, 0)) if transposed else y_ref
 
         def multiply(sum_Rj: Any) -> jax.Array:
