@@ -2,9 +2,9 @@
 
 Blocks of queries meet the blocks of keys before them; a pair of which no position may see the other
 is skipped. Forward, each block of queries keeps a running maximum and sum of its softmax; backward,
-the scores are computed again: no scores of a whole row ever exist. On a TPU a kernel does this
-(`models.kernels.row_attention_tpu`) where it takes the heads and the length; elsewhere the portable
-path below, which says what is computed.
+the scores are computed again: no scores of a whole row ever exist. On TPUs and Hopper GPUs kernels
+do this (`models.kernels`) where they take the heads and the length; elsewhere the portable path
+below, which says what is computed.
 
     forward    out = Σ_s e^(score_s − top) v_s / Σ_s e^(score_s − top),   lse = top + log Σ
     backward   p = e^(score − lse),  δ = Σ_h dout · out
@@ -30,6 +30,7 @@ from models.attention import NEGATIVE, Packing, may_see, precision_of
 from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
 from models.loops import scan_after
 
+PLATFORMS = ("tpu", "cuda")  # that have kernels
 Axes = tuple[str | None, ...]
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
 _KEY_AXES = ("batch", None, "kv_heads", None)
@@ -60,10 +61,7 @@ def _attend_fwd(
 def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
     q_BTHh, k_BTKh, v_BTKh, packing, *rest = kept
     inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT, *rest, dout_BTHh
-    if why_portable(q_BTHh, k_BTKh) is not None:
-        return *_backward_by_blocks(*inputs), None
-    found = jax.lax.platform_dependent(*inputs, tpu=_backward_on_tpu, default=_backward_by_blocks)
-    return *found, None
+    return *_where_taken(_backward_by_kernel, _backward_by_blocks, inputs), None
 
 
 attend_rows.defvjp(_attend_fwd, _attend_bwd)
@@ -74,42 +72,58 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs, [B, T, H, h], and the log of each sum, float32 [B, H, T]."""
     inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT
-    if why_portable(q_BTHh, k_BTKh) is not None:
-        return _forward_by_blocks(*inputs)
-    return jax.lax.platform_dependent(*inputs, tpu=_forward_on_tpu, default=_forward_by_blocks)
+    return _where_taken(_forward_by_kernel, _forward_by_blocks, inputs)
 
 
-def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array) -> str | None:
-    """Return why the portable path is taken on every backend; None where a TPU has its kernel.
+def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
+    """Call `by_kernel` on the platforms that have one which takes the inputs, else `by_blocks`."""
+    paths = {
+        platform: partial(by_kernel, platform)
+        for platform in PLATFORMS
+        if why_portable(*inputs[:2], platform) is None
+    }
+    if not paths:
+        return by_blocks(*inputs)
+    return jax.lax.platform_dependent(*inputs, **paths, default=by_blocks)
+
+
+def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
+    """Return why the portable path is taken on a platform; None where that has its kernel.
 
     Under the mesh in use a device has its own rows and heads.
     """
-    from models.kernels import row_attention_tpu  # Pallas takes a second to import
+    from models.kernels.tiles import is_hopper
 
     sizes = jax.sharding.get_abstract_mesh().shape
     ways = sizes.get("tensor", 1)
     if k_BTKh.shape[2] % ways:
         return f"expected key/value heads that {ways} devices divide, got {k_BTKh.shape[2]}"
+    if platform == "cuda" and not is_hopper():
+        return "expected a GPU of compute capability 9, got another one or none"
     q_shape, kv_shape = q_BTHh.shape, k_BTKh.shape
     if sizes:
         q_shape = shard_shape(sizes, q_shape, _QUERY_AXES)
         kv_shape = shard_shape(sizes, kv_shape, _KEY_AXES)
-    return row_attention_tpu.takes(q_shape, kv_shape, q_BTHh.dtype)
+    return _kernel_of(platform).takes(q_shape, kv_shape, q_BTHh.dtype)
 
 
-def _forward_on_tpu(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    from models.kernels import row_attention_tpu
+def _kernel_of(platform: str) -> Any:
+    from models.kernels import row_attention_gpu, row_attention_tpu  # Pallas: a second to import
 
+    return {"tpu": row_attention_tpu, "cuda": row_attention_gpu}[platform]
+
+
+def _forward_by_kernel(platform: str, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     B, T, H, _ = inputs[0].shape
     results = (inputs[0].shape, _QUERY_AXES), ((B, H, T), _SUM_AXES)
-    return _by_device(row_attention_tpu.forward, inputs, _FORWARD_AXES, results)
+    return _by_device(_kernel_of(platform).forward, inputs, _FORWARD_AXES, results)
 
 
-def _backward_on_tpu(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    from models.kernels import row_attention_tpu
-
+def _backward_by_kernel(
+    platform: str, *inputs: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     results = tuple((x.shape, axes) for x, axes in zip(inputs[:3], _BACKWARD_AXES, strict=False))
-    return _by_device(row_attention_tpu.backward, inputs, _BACKWARD_AXES, results)
+    return _by_device(_kernel_of(platform).backward, inputs, _BACKWARD_AXES, results)
 
 
 def _by_device(

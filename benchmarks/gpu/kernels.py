@@ -135,7 +135,7 @@ def _compiled_rows(inputs: Any, how: str, backward: bool) -> tuple[bool, Callabl
     usual = row_attention.why_portable
     jax.clear_caches()  # of what was traced with the other path
     if how == "portable":
-        row_attention.why_portable = lambda q, k: PORTABLE
+        row_attention.why_portable = lambda *_: PORTABLE
     try:
         lowered = of_rows.lower(*inputs, how=how, backward=backward)
     finally:

@@ -52,7 +52,8 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
         return f"expected heads that {K} key/value heads divide, got {H}"
     n = -(-T // _BLOCK_TOKENS)
     if B * n * (n + 1) // 2 > _MOST_PAIRS:
-        return f"expected at most {_MOST_PAIRS} pairs of {_BLOCK_TOKENS}, got {B} rows of {T}"
+        blocks = f"{_MOST_PAIRS} pairs of blocks of {_BLOCK_TOKENS}"
+        return f"expected at most {blocks}, got {B} rows of {T}"
     return None
 
 
@@ -186,8 +187,8 @@ def _run(
         partial(kernel, sizes, WarpGroup(bool(interpret))),
         out_type=outputs,
         scratch_types=scratch,
-        grid=(num_heads, sizes.num_blocks, sizes.num_rows),
-        grid_names=("head", "block", "row"),
+        grid=(sizes.num_rows, num_heads, sizes.num_blocks),  # blocks of a head run side by side
+        grid_names=("row", "head", "block"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name=f"row_attention{kernel.__name__.removesuffix('_kernel')}",

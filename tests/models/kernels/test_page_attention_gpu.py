@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from gpu_interpreter import finding_races, has_races
 from jax.sharding import AbstractDevice, AbstractMesh
 from page_reference import arrays, assert_close, h, only_live, reference
 
@@ -22,9 +21,9 @@ TOLERANCE = 2e-2
 
 
 def simulate(q, k, v, table, lengths, tiles):
-    params = InterpretGPUParams(detect_races=True)
-    found = attend_pages(q, k, v, table, np.asarray(lengths), tiles=tiles, interpret=params)
-    return jax.block_until_ready(found), interpreter.get_races().races_found
+    interpret = finding_races()
+    found = attend_pages(q, k, v, table, np.asarray(lengths), tiles=tiles, interpret=interpret)
+    return jax.block_until_ready(found), has_races()
 
 
 @pytest.mark.parametrize(
