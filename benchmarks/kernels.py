@@ -16,7 +16,12 @@ import numpy as np
 
 from benchmarks import environment
 from models.attention import may_see
-from models.kernels import page_attention_gpu, page_attention_tpu, row_attention_tpu
+from models.kernels import (
+    page_attention_gpu,
+    page_attention_tpu,
+    row_attention_gpu,
+    row_attention_tpu,
+)
 
 HEAD = 128
 # nodes, query heads of a key/value head, key/value heads, positions of a page, pages of a slot
@@ -66,7 +71,7 @@ def _pages(q: Any, k: Any, v: Any, table_BN: np.ndarray, length_B: np.ndarray) -
     return out, top, total
 
 
-def row_errors(dtype: Any) -> float:
+def row_errors(kernel: Any, dtype: Any, interpret: Any) -> float:
     """The largest error of attention over packed rows and of its three gradients."""
     worst = 0.0
     for T, H, K in ROWS:
@@ -80,9 +85,9 @@ def row_errors(dtype: Any) -> float:
         branch[1, T // 4 :] = 1 + np.arange(T - T // 4) // 37
         prompt[1, T - 9 :], branch[1, T - 9 :] = 0, 0  # padding
         places = jnp.asarray(prompt), jnp.asarray(branch)
-        out, lse = row_attention_tpu.forward(q, k, v, *places, interpret=True)
+        out, lse = kernel.forward(q, k, v, *places, interpret=interpret)
         rest = (q, k, v, *places, out, lse, dout)
-        found = out, *row_attention_tpu.backward(*rest, interpret=True)
+        found = out, *kernel.backward(*rest, interpret=interpret)
         worst = max(worst, *map(_error, found, _rows(q, k, v, dout, *places)))
     return worst
 
@@ -133,8 +138,9 @@ def main() -> None:
         "pages_tpu_float32": page_errors(page_attention_tpu.attend_pages, jnp.float32, True),
         "pages_tpu_bfloat16": page_errors(page_attention_tpu.attend_pages, jnp.bfloat16, True),
         "pages_gpu_bfloat16": page_errors(page_attention_gpu.attend_pages, jnp.bfloat16, gpu),
-        "rows_tpu_float32": row_errors(jnp.float32),
-        "rows_tpu_bfloat16": row_errors(jnp.bfloat16),
+        "rows_tpu_float32": row_errors(row_attention_tpu, jnp.float32, True),
+        "rows_tpu_bfloat16": row_errors(row_attention_tpu, jnp.bfloat16, True),
+        "rows_gpu_bfloat16": row_errors(row_attention_gpu, jnp.bfloat16, gpu),
     }
     result = {
         **environment.record("benchmarks.kernels", ("jax", "jaxlib")),

@@ -80,7 +80,7 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
     paths = {
         platform: partial(by_kernel, platform)
         for platform in PLATFORMS
-        if why_portable(*inputs[:2], platform) is None
+        if why_portable(inputs[0], inputs[1], platform) is None
     }
     if not paths:
         return by_blocks(*inputs)

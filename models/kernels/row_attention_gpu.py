@@ -211,7 +211,8 @@ class _Block:
     num_steps: jax.Array  # a pair is one of each head of the group where the block is one of keys
 
     @staticmethod
-    def of(sizes: _Sizes, registers: WarpGroup, pair_X: Any, bound_X: Any, *places: Any) -> _Block:
+    def of(sizes: _Sizes, registers: WarpGroup, lists: Sequence[Any]) -> _Block:
+        pair_X, bound_X, prompt_BT, branch_BT = lists
         head, block, row = (jax.lax.axis_index(x) for x in ("head", "block", "row"))
         n = sizes.num_blocks
         if sizes.by_query:
@@ -219,7 +220,8 @@ class _Block:
         first = bound_X[row * (n + 1) + block]
         num_pairs = bound_X[row * (n + 1) + block + 1] - first
         num_steps = num_pairs if sizes.by_query else num_pairs * sizes.group
-        return _Block(sizes, registers, pair_X, *places, row, head, block, first, num_steps)
+        place = row, head, block
+        return _Block(sizes, registers, pair_X, prompt_BT, branch_BT, *place, first, num_steps)
 
     def at(self, x: Any, block: jax.Array | None = None, head: jax.Array | None = None) -> Any:
         """Return a block of [B, T, H, h], or of sums [B, H, T]; by default the own one."""
@@ -294,6 +296,7 @@ class _Block:
         return jax.lax.cond(row_pairs.is_whole(pair), lambda scores: scores, masked, scores)
 
     def _masked(self, pair: jax.Array, scores: jax.Array) -> jax.Array:
+        """Mask scores: a query sees keys before it of its prompt, shared or of its response."""
         of_query, of_key = (0, 1) if self.sizes.by_query else (1, 0)
         query, key = row_pairs.query_block(pair), row_pairs.key_block(pair)
 
@@ -332,7 +335,7 @@ def _down(x: jax.Array) -> jax.Array:
 def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """A running maximum and sum of each query, as `models.row_attention` keeps them."""
     *lists, q, k, v, out, lse, kept, moving = refs
-    block, C, h = _Block.of(sizes, registers, *lists), _BLOCK_TOKENS, sizes.head_dim
+    block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     ((q_Ch, _),) = kept
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
@@ -351,8 +354,9 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
 
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
+    """Gradients of queries."""
     *lists, q, k, v, dout, lse, delta, dq, kept, moving = refs
-    block, C, h = _Block.of(sizes, registers, *lists), _BLOCK_TOKENS, sizes.head_dim
+    block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (q_Ch, _), (dout_Ch, _) = kept
     lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
     lse_C = lse_C * _LOG2_E
@@ -370,9 +374,11 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
 
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
-    """Scores are held keys first: weights are then what a product of the tensor cores takes."""
+    """Gradients of keys and values. Scores are held keys first: tensor cores take no transposed
+    operand from registers.
+    """
     *lists, q, k, v, dout, lse, delta, dk, dv, kept, moving = refs
-    block, S, h = _Block.of(sizes, registers, *lists), _BLOCK_TOKENS, sizes.head_dim
+    block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (k_Sh, _), (v_Sh, _) = kept
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:

@@ -1,4 +1,4 @@
-"""What a warp group of a Hopper GPU computes with: tiles in registers, and their products.
+"""Tiles in the registers of a Hopper GPU's warp group, and their products on tensor cores.
 
 Jax's interpreter of Mosaic GPU knows neither layouts of registers nor transposed operands; there
 plain arrays take their place.
@@ -40,11 +40,14 @@ class WarpGroup:
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
     def along(self, ref: Any, axis: int) -> jax.Array:
-        """Load one number for each row (axis 0) or column (1) of a product's result."""
+        """Load one number for each row (axis 0) or column (1) of a product's result.
+
+        From shared memory or from that of the device.
+        """
         if self.interpreted:
             return ref[...]
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)
+        return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)  # few bytes
 
     def full(self, shape: tuple[int, ...], number: float) -> jax.Array:
         """Return the same float32 number everywhere, [R, j] or by row, [R]."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import finding_races, has_races
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from row_reference import inputs, largest_error, packed, reference
 
 from models import row_attention
@@ -107,7 +107,9 @@ def lowered(device, dtype, sizes=(), axes=()):
         packing = Packing(prompt, prompt, branch)
         return row_attention.attend_rows(q, k, v, packing).astype(jnp.float32).sum()
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, axes, abstract_device=device)):
+    auto = (AxisType.Auto,) * len(axes)
+    mesh = AbstractMesh(sizes, axes, axis_types=auto, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
         return jax.export.export(
             jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
             platforms=["cuda"],
