@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks import environment
 from models.attention import may_see
 from models.kernels import (
+    page_append_tpu,
     page_attention_gpu,
     page_attention_tpu,
     row_attention_gpu,
@@ -69,6 +70,30 @@ def _pages(q: Any, k: Any, v: Any, table_BN: np.ndarray, length_B: np.ndarray) -
         total[b] = weights.sum(axis=-1, keepdims=True)
         out[b] = np.einsum("whs,shd->whd", weights, v_SHh[:length])
     return out, top, total
+
+
+def append_errors(dtype: Any) -> float:
+    """The largest error of attention that writes each slot's entry first, and of the pages."""
+    worst = 0.0
+    for _, G, K, T, N in (*PAGES, LONG):
+        rng = np.random.default_rng(0)
+        lengths = np.array([0, N * T, max(1, N * T - T // 2 - 1), 1], np.int32)
+        B, P = len(lengths), 4 * N + 2
+        q, k, v, new_k, new_v = (
+            jnp.asarray(rng.normal(size=size), dtype)
+            for size in ((B, 1, K * G, HEAD), *[(P, K, T, HEAD)] * 2, *[(B, K, HEAD)] * 2)
+        )
+        table_BN = rng.permutation(P)[: B * N].reshape(B, N).astype(np.int32)
+        given = q, new_k, new_v, k, v, table_BN, lengths
+        out, keys, values = page_append_tpu.append_and_attend(*given, interpret=True)
+        slots = np.flatnonzero(lengths)
+        last = lengths[slots] - 1
+        place = table_BN[slots, last // T], slice(None), last % T
+        k, v = k.at[place].set(new_k[slots]), v.at[place].set(new_v[slots])
+        sums, _, total = _pages(q, k, v, table_BN, lengths)
+        worst = max(worst, _error(out, sums / np.where(total > 0, total, 1)))
+        assert (keys[place] == k[place]).all() and (values[place] == v[place]).all()
+    return worst
 
 
 def row_errors(kernel: Any, dtype: Any, interpret: Any) -> float:
@@ -137,6 +162,8 @@ def main() -> None:
     figures = {
         "pages_tpu_float32": page_errors(page_attention_tpu.attend_pages, jnp.float32, True),
         "pages_tpu_bfloat16": page_errors(page_attention_tpu.attend_pages, jnp.bfloat16, True),
+        "append_tpu_float32": append_errors(jnp.float32),
+        "append_tpu_bfloat16": append_errors(jnp.bfloat16),
         "pages_gpu_bfloat16": page_errors(page_attention_gpu.attend_pages, jnp.bfloat16, gpu),
         "rows_tpu_float32": row_errors(row_attention_tpu, jnp.float32, True),
         "rows_tpu_bfloat16": row_errors(row_attention_tpu, jnp.bfloat16, True),

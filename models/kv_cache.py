@@ -67,9 +67,17 @@ class Rows:
         keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
         return Rows(keys, pin(write_values(self.values_BKSh, v_BNKh, start_B)))
 
-    def attend(self, q_BNHh: jax.Array, start_B: jax.Array, mask_BNS: jax.Array) -> jax.Array:
-        """Attend from N nodes of each row, the first at position `start`, where the mask allows."""
-        return attend(q_BNHh, self.keys_BKhS, self.values_BKSh, mask_BNS)
+    def append_and_attend(
+        self,
+        q_BNHh: jax.Array,
+        k_BNKh: jax.Array,
+        v_BNKh: jax.Array,
+        start_B: jax.Array,
+        mask_BNS: jax.Array,
+    ) -> tuple[Rows, jax.Array]:
+        """Write N entries of each row from `start` on, and attend from their nodes by the mask."""
+        held = self.written(k_BNKh, v_BNKh, start_B)
+        return held, attend(q_BNHh, held.keys_BKhS, held.values_BKSh, mask_BNS)
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """Attention from nodes of slots to the pages that hold their positions.
 
-TPUs and Hopper GPUs have kernels (`models.kernels`). The portable path, which is their reference,
+TPUs and Hopper GPUs have kernels (`models.kernels`); that of decoding writes the slots' new entries
+too, on TPUs. The portable path, which is their reference,
 reads a few pages of every slot at a time and keeps a running maximum and sum, as far as the longest
 slot has positions.
 
@@ -39,6 +40,70 @@ def attend_pages(
     if not paths:
         return _portable(*inputs)
     return PartialSoftmax(*jax.lax.platform_dependent(*inputs, **paths, default=_as_tuple))
+
+
+def append_and_attend(
+    q_B1Hh: jax.Array,
+    k_BKh: jax.Array,
+    v_BKh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    position_B: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write an entry of each slot, and attend from its node to all positions up to it.
+
+    Returns attention of the pages' dtype, [B, 1, H, h], keys and values. Slots without a page at
+    their position write nothing and get 0. As `attend_pages`, it serves one device.
+    """
+    (P, _, T, h), dtype = keys_PKTh.shape, keys_PKTh.dtype
+    place = place_of(table_BN, jnp.arange(len(position_B)), position_B, keys_PKTh)
+    length_B = jnp.where(place[0] < P, position_B + 1, 0)
+    new = (x.astype(dtype) for x in (q_B1Hh, k_BKh, v_BKh))
+    inputs = *new, keys_PKTh, values_PKTh, table_BN, length_B
+
+    def apart(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,  # type: ignore[no-untyped-def]
+        table_BN: jax.Array,
+        length_B: jax.Array,
+    ):
+        keys, values = write_entries(keys, k, *place), write_entries(values, v, *place)
+        found = attend_pages(q, keys, values, table_BN, length_B)
+        out = jnp.where(found.total > 0, found.out / found.total, 0)
+        return out.astype(dtype), keys, values
+
+    from models.kernels import page_append_tpu, page_attention_tpu
+
+    if page_attention_tpu.takes(h, T, dtype) is not None:
+        return apart(*inputs)
+    fused = page_append_tpu.append_and_attend
+    return jax.lax.platform_dependent(*inputs, tpu=fused, default=apart)
+
+
+def place_of(
+    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, pages_PKTh: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the page and the position in it of positions of slots; page P where there is none."""
+    (B, N), (P, _, T, _) = table_BN.shape, pages_PKTh.shape
+    nth_X = position_X // T
+    inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
+    page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
+    return jnp.where(inside_X & (page_X >= 0), page_X, P), position_X % T
+
+
+def write_entries(
+    pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array
+) -> jax.Array:
+    """Write entries to (page, position in it); those of a page that is not there are dropped."""
+    own_X = jnp.where(page_X < 0, len(pages_PKTh), page_X)
+    # an index for the heads too: TPUs would copy all pages to write windows across them
+    head_K = jnp.arange(pages_PKTh.shape[1])
+    at = pages_PKTh.at[own_X[:, None], head_K, offset_X[:, None]]
+    return at.set(new_XKh.astype(pages_PKTh.dtype), mode="drop")
 
 
 def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

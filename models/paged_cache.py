@@ -27,7 +27,7 @@ from models.attention import PartialSoftmax
 from models.config import ModelConfig
 from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
-from models.page_attention import attend_pages
+from models.page_attention import append_and_attend, attend_pages, place_of, write_entries
 from models.sharding import fitting_spec
 
 
@@ -72,24 +72,42 @@ class Pages:
         table_TN = jnp.take(self.table_BN, slot_T, axis=0)
         return dataclasses.replace(self, table_BN=table_TN, anywhere=True)
 
-    def written(self, k_B1Kh: jax.Array, v_B1Kh: jax.Array, start_B: jax.Array) -> Pages:
-        """Write one entry of each slot at `start`; none where that lies behind the slot's pages."""
-        place = place_of(self.table_BN, jnp.arange(len(start_B)), start_B, self.keys_PKTh)
-        keys = put_entries(self.keys_PKTh, k_B1Kh[:, 0], place)
-        return dataclasses.replace(
-            self, keys_PKTh=keys, values_PKTh=put_entries(self.values_PKTh, v_B1Kh[:, 0], place)
-        )
+    def append_and_attend(
+        self,
+        q_B1Hh: jax.Array,
+        k_B1Kh: jax.Array,
+        v_B1Kh: jax.Array,
+        start_B: jax.Array,
+        mask: jax.Array | None,
+    ) -> tuple[Pages, jax.Array]:
+        """Write an entry of each slot at `start`, and attend from its node to all up to it.
 
-    def attend(self, q_B1Hh: jax.Array, start_B: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Attend from a node of each slot, at position `start`, to all up to its own.
-
-        0 where that lies behind the slot's pages.
+        Slots without a page there write nothing, and get 0.
         """
         assert mask is None, "a slot's node sees all positions up to its own"
-        most = self.table_BN.shape[1] * self.keys_PKTh.shape[2]
-        found = self.of_prefix(q_B1Hh, jnp.where(start_B < most, start_B + 1, 0))
-        out = jnp.where(found.total > 0, found.out / found.total, 0)
-        return out.astype(self.values_PKTh.dtype)
+        assert not self.anywhere, "slots are written on their own part of a mesh"
+        split = _Split.of_pages(self.keys_PKTh)
+        pages, queries = split.spec(batch=0, heads=1), split.spec(batch=0, heads=2)
+        of_slot = split.spec(batch=0)
+
+        def local(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            keys: jax.Array,
+            values: jax.Array,  # type: ignore[no-untyped-def]
+            table: jax.Array,
+            start: jax.Array,
+        ):
+            own = split.own(table, len(keys))
+            return append_and_attend(q, k, v, keys, values, own, start)
+
+        inputs = queries, pages, pages, pages, pages, of_slot, of_slot
+        out, keys, values = split.mapped(local, inputs, (queries, pages, pages))(
+            *(q_B1Hh, k_B1Kh[:, 0], v_B1Kh[:, 0], self.keys_PKTh, self.values_PKTh),
+            *(self.table_BN, start_B),
+        )
+        return dataclasses.replace(self, keys_PKTh=pin(keys), values_PKTh=pin(values)), out
 
 
 @jax.tree_util.register_dataclass
@@ -237,17 +255,6 @@ def init(
     return PagedCache(keys, values, features, table_BN, feature_layers or ())
 
 
-def place_of(
-    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, pages_PKTh: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the page and the position in it of positions of slots; page P where there is none."""
-    (B, N), (P, _, T, _) = table_BN.shape, pages_PKTh.shape
-    nth_X = position_X // T
-    inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
-    page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
-    return jnp.where(inside_X & (page_X >= 0), page_X, P), position_X % T
-
-
 def put_entries(
     pages_PKTh: jax.Array,
     new_XKh: jax.Array,
@@ -260,12 +267,7 @@ def put_entries(
     pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
 
     def local(pages: jax.Array, new: jax.Array, page_X: jax.Array, offset_X: jax.Array):  # type: ignore[no-untyped-def]
-        own_X = split.own(page_X, len(pages))
-        own_X = jnp.where(own_X < 0, len(pages), own_X)
-        # an index for the heads too: TPUs would copy all pages to write windows across them
-        head_K = jnp.arange(pages.shape[1])
-        at = pages.at[own_X[:, None], head_K, offset_X[:, None]]
-        return at.set(new.astype(pages.dtype), mode="drop")
+        return write_entries(pages, new, split.own(page_X, len(pages)), offset_X)
 
     write = split.mapped(local, (pages, new, PartitionSpec(), PartitionSpec()), pages)
     return pin(write(pages_PKTh, new_XKh, page_X, offset_X), kind)

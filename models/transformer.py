@@ -353,9 +353,9 @@ def _cached_layer(
     B = len(start_B)
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
-        held = cached.written(k_XNKh[:B], v_XNKh[:B], start_B)
+        nodes = q_XNHh[:B], k_XNKh[:B], v_XNKh[:B]
+        held, out_BNHh = cached.append_and_attend(*nodes, start_B, mask_BNS)
         seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
-        out_BNHh = held.attend(q_XNHh[:B], start_B, mask_BNS)
         if chunks is None:
             return out_BNHh
         q_XHh, k_XKh, v_XKh = (x[B:, 0] for x in (q_XNHh, k_XNKh, v_XNKh))

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from page_reference import B, arrays, assert_close, h, only_live, reference
 
-from models.kernels import page_attention_tpu
+from models.kernels import page_attention_tpu, page_blocks
 from models.kernels.page_attention_tpu import attend_pages, takes
 from models.kernels.tiles import PageTiles
 
@@ -124,26 +124,26 @@ def test_two_cores_share_the_slots():
 
 
 def test_a_product_that_does_not_wait_is_found(monkeypatch):
-    each_page = page_attention_tpu._Pages._each_page
+    each_page = page_blocks.Blocks._each_page
 
     def no_wait(self, left, do):
         if do.__name__ == "start":
             each_page(self, left, do)
 
-    monkeypatch.setattr(page_attention_tpu._Pages, "_each_page", no_wait)
+    monkeypatch.setattr(page_blocks.Blocks, "_each_page", no_wait)
     q, k, v, table = arrays(1, 1, 1, 128, 1, jnp.float32)
     assert simulate(q, k, v, table, (128, 0, 0), PageTiles(1, 2), "eager")[1]
 
 
 def test_a_copy_into_the_buffer_that_is_read_is_found(monkeypatch):
     """A planted fault: as many blocks are on their way as there are buffers."""
-    begin = page_attention_tpu._Pages.begin
+    begin = page_blocks.Blocks.begin
 
     def too_many(self, first_slot):
         begin(self, first_slot)
         self.fetch()
 
-    monkeypatch.setattr(page_attention_tpu._Pages, "begin", too_many)
+    monkeypatch.setattr(page_blocks.Blocks, "begin", too_many)
     q, k, v, table = arrays(1, 1, 1, 128, 3, jnp.float32)
     lengths = (384, 384, 384)
     found, _ = simulate(q, k, v, table, lengths, PageTiles(1, 2), "on_wait")
@@ -182,7 +182,7 @@ def test_it_lowers_for_every_generation(generation, sizes):
 def test_the_compiler_is_told_what_a_call_reads():
     full = lowered(DEVICES["v5e"])
     fewer = lowered(DEVICES["v5e"], priced_positions=100)
-    slots, K, rows = B * 2, 2, 16
+    slots, K, rows = B * 2, 2, 4
     for text, positions in ((full, 16 * 128), (fewer, 100)):
         pages = 2 * positions * h * 2
         bytes_accessed = slots * K * (pages + rows * (h * 2 + h * 4 + 128 * 4))

@@ -1,0 +1,215 @@
+"""Shared by TPU kernels of attention to pages: the sizes of a call, and pages on their way.
+
+Slots are taken in turn. A slot's pages come from HBM in blocks, each into one of several buffers.
+Shapes are those of `page_attention_tpu`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from models.kernels.tiles import PageTiles, device_generation, page_tiles
+
+LANES = 128
+VMEM_BYTES = 16 << 20  # what a kernel gets without asking
+ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes of a call."""
+
+    num_slots: int
+    num_kv_heads: int
+    num_rows: int
+    head_dim: int
+    page_tokens: int
+    max_pages: int
+    tiles: PageTiles
+    dtype: jnp.dtype
+
+    @property
+    def num_cores(self) -> int:
+        """Return how many cores share the slots; a device of a v4 or v5p has two."""
+        cores = (pltpu.get_tpu_info().num_cores or 1) if pltpu.is_tpu_device() else 1
+        return cores if self.num_slots % cores == 0 else 1
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.num_cores, self.num_slots // self.num_cores
+
+    def of_slot(self, *shape: int) -> pl.BlockSpec:
+        """The part of an array that belongs to the slot in turn, whose number is its first axis."""
+        each, rest = self.grid[1], (0,) * len(shape)
+        return pl.BlockSpec((1, *shape), lambda core, i, *_: (core * each + i, *rest))
+
+    @property
+    def scratch(self) -> list[Any]:
+        """Buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores."""
+        sums = pltpu.VMEM((self.num_kv_heads, self.num_rows, LANES), jnp.float32)
+        buffers = pltpu.VMEM(self.buffer_shape, self.dtype)
+        state, copied = pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((self.tiles.buffers,))
+        return [buffers, buffers, sums, sums, state, copied]
+
+    @property
+    def compiler_params(self) -> Any:
+        return pltpu.CompilerParams(
+            # Slots of one core follow one another: what the next one needs is on its way.
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes),
+            # The pages that a table names exist: checks would double the work of starting a copy.
+            disable_bounds_checks=True,
+        )
+
+    @property
+    def block_tokens(self) -> int:
+        return self.tiles.block_pages * self.page_tokens
+
+    @property
+    def buffer_shape(self) -> tuple[int, ...]:
+        pages = self.tiles.buffers, self.tiles.block_pages
+        return (*pages, self.num_kv_heads, self.page_tokens, self.head_dim)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Return what the kernel may need: buffers, queries, results and scores.
+
+        The pipeline has queries and results twice.
+        """
+        K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
+        buffers = 2 * math.prod(self.buffer_shape) * itemsize
+        slot = K * X * (2 * h * itemsize + 2 * h * 4 + 4 * LANES * 4)
+        scores = 3 * min(K, 4) * X * self.block_tokens * 4
+        return buffers + slot + scores
+
+    def cost(self, priced_positions: int | None) -> pl.CostEstimate:
+        """Price a call for the compiler: an upper bound, of full tables, unless told otherwise."""
+        S = self.max_pages * self.page_tokens if priced_positions is None else priced_positions
+        h, itemsize = self.head_dim, self.dtype.itemsize
+        heads = self.num_slots * self.num_kv_heads
+        rows_bytes = self.num_rows * (h * itemsize + h * 4 + LANES * 4)
+        return pl.CostEstimate(
+            flops=4 * heads * self.num_rows * S * h,
+            transcendentals=heads * self.num_rows * S,
+            bytes_accessed=heads * (2 * S * h * itemsize + rows_bytes),
+        )
+
+
+def call_of(
+    q_BKXh: jax.Array, keys_PKTh: jax.Array, max_pages: int, tiles: PageTiles | None
+) -> Call:
+    """Return the sizes of a call with these queries; tiles are the table's, where not given."""
+    (B, K, X, h), T = q_BKXh.shape, keys_PKTh.shape[2]
+    if tiles is None:
+        tiles = page_tiles(device_generation(), h, q_BKXh.dtype.itemsize, T, K, X)
+    assert tiles.block_pages * T % LANES == 0 and tiles.buffers >= 2
+    return Call(B, K, X, h, T, max_pages, tiles, q_BKXh.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of a core's slots, as they go through the buffers.
+
+    Scalars in `state`: the slot and block to fetch next, how many blocks were fetched, and taken.
+    """
+
+    call: Call
+    end: jax.Array
+    table_X: Any
+    length_B: Any
+    sources: tuple[Any, Any]
+    buffers: tuple[Any, Any]
+    semaphores: Any
+    state: Any
+
+    def begin(self, first_slot: jax.Array) -> None:
+        """Fetch as many blocks as may be on their way while one is computed."""
+        self.state[0] = self._live_slot(first_slot)
+        for place in (1, 2, 3):
+            self.state[place] = 0
+        ahead = self.call.tiles.buffers - 1
+        jax.lax.fori_loop(0, ahead, lambda i, _: self.fetch(), None)
+
+    def num_pages(self, slot: jax.Array) -> jax.Array:
+        return pl.cdiv(self.length_B[slot], self.call.page_tokens)
+
+    def num_blocks(self, slot: jax.Array) -> jax.Array:
+        return pl.cdiv(self.length_B[slot], self.call.block_tokens)
+
+    def fetch(self) -> None:
+        """Start to copy the next block of this core, if there is one, into the next buffer."""
+        slot, block, fetched = self.state[0], self.state[1], self.state[2]
+
+        @pl.when(slot < self.end)
+        def _() -> None:
+            first = block * self.call.tiles.block_pages
+            buffer = jax.lax.rem(fetched, self.call.tiles.buffers)
+
+            def start(i: jax.Array, _: None) -> None:
+                page = self.table_X[slot * self.call.max_pages + first + i]
+                for copy in self._copies(page, buffer, i):
+                    copy.start()
+
+            self._each_page(self.num_pages(slot) - first, start)
+            is_last = block + 1 == self.num_blocks(slot)
+            self.state[0] = jax.lax.select(is_last, self._live_slot(slot + 1), slot)
+            self.state[1] = jax.lax.select(is_last, 0, block + 1)
+            self.state[2] = fetched + 1
+
+    def take(self, live: jax.Array) -> jax.Array:
+        """Wait for the next block, of `live` positions; return its buffer.
+
+        Values behind the live ones become 0: a weight of 0 times what is no number is none.
+        """
+        taken = self.state[3]
+        self.state[3] = taken + 1
+        buffer = jax.lax.rem(taken, self.call.tiles.buffers)
+
+        def wait(i: jax.Array, _: None) -> None:
+            for copy in self._copies(0, buffer, i):
+                copy.wait()
+
+        self._each_page(pl.cdiv(live, self.call.page_tokens), wait)
+
+        @pl.when(live < self.call.block_tokens)
+        def _() -> None:
+            self._clear(buffer, live)
+
+        return buffer
+
+    def _live_slot(self, slot: jax.Array) -> jax.Array:
+        """Return the first slot from here on that has positions, or the end."""
+
+        def is_empty(slot: jax.Array) -> jax.Array:
+            length = self.length_B[jnp.minimum(slot, self.call.num_slots - 1)]
+            return (slot < self.end) & (length == 0)
+
+        return jax.lax.while_loop(is_empty, lambda slot: slot + 1, slot)
+
+    def _each_page(self, left: jax.Array, do: Callable[..., None]) -> None:
+        """Do it for the pages of a block, of which `left` are left."""
+        jax.lax.fori_loop(0, jnp.minimum(left, self.call.tiles.block_pages), do, None)
+
+    def _copies(self, page: Any, buffer: jax.Array, i: Any) -> list[Any]:
+        return [
+            pltpu.make_async_copy(source.at[page], to.at[buffer, i], self.semaphores.at[buffer])
+            for source, to in zip(self.sources, self.buffers, strict=True)
+        ]
+
+    def _clear(self, buffer: jax.Array, live: jax.Array) -> None:
+        T, values = self.call.page_tokens, self.buffers[1]
+
+        def page(i: jax.Array, _: None) -> None:
+            old_KTh = values[buffer, i]
+            position_KTh = i * T + jax.lax.broadcasted_iota(jnp.int32, old_KTh.shape, 1)
+            values[buffer, i] = jnp.where(position_KTh < live, old_KTh, 0).astype(old_KTh.dtype)
+
+        jax.lax.fori_loop(jax.lax.div(live, T), self.call.tiles.block_pages, page, None)

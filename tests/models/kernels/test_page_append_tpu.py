@@ -1,0 +1,137 @@
+"""The TPU kernel that writes an entry and attends to it, interpreted, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+from page_reference import B, arrays, h, only_live, reference
+
+from models.kernels import page_append_tpu
+from models.kernels.page_append_tpu import append_and_attend
+from models.kernels.tiles import PageTiles
+from models.page_attention import append_and_attend as with_any_path
+
+NO_PAGE = 2**30  # the simulator raises where it is read
+BOTH = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
+)
+
+
+def entries(K, dtype, num_slots=B):
+    rng = np.random.default_rng(7)
+    return (jnp.asarray(rng.normal(size=(num_slots, K, h)), dtype) for _ in range(2))
+
+
+def written(pages, new, table, lengths):
+    """The pages with each slot's entry at its last position."""
+    pages, T = np.array(pages), pages.shape[2]
+    for b, length in enumerate(lengths):
+        if length:
+            pages[table[b, (length - 1) // T], :, (length - 1) % T] = np.asarray(new[b])
+    return pages
+
+
+def wanted(q, k, v, keys, values, table, lengths):
+    keys, values = written(keys, k, table, lengths), written(values, v, table, lengths)
+    out, _, total = reference(q, keys, values, table, lengths)
+    return np.where(total > 0, out / np.where(total > 0, total, 1), 0), keys, values
+
+
+def assert_same(found, expected, tolerance, table, lengths):
+    """Attention, and pages but for what lies behind the entries in theirs, which is of nobody."""
+    out, *pages = found
+    P, _, T, _ = expected[1].shape
+    dead = np.zeros((P, T), bool)
+    for b, length in enumerate(lengths):
+        if length:
+            dead[table[b, (length - 1) // T], (length - 1) % T + 1 :] = True
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), expected[0], rtol=0, atol=tolerance * np.abs(expected[0]).max()
+    )
+    for x, y in zip(pages, expected[1:], strict=True):
+        of_somebody = ~dead[:, None, :, None]
+        np.testing.assert_array_equal(np.asarray(x) * of_somebody, y * of_somebody)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("G", "K", "T", "N", "tiles"),
+    [(1, 1, 128, 1, PageTiles(1, 2)), (4, 2, 64, 5, PageTiles(2, 2)), (4, 1, 64, 6, None)],
+)
+def test_entries_are_written_and_attended_to(G, K, T, N, tiles, dtype, tolerance):
+    q, keys, values, table = arrays(1, G, K, T, N, dtype)
+    k, v = entries(K, dtype)
+    call = jax.jit(lambda *args: append_and_attend(*args, tiles=tiles, interpret=True))
+    full = N * T
+    for lengths in ((0, 1, full), (T, min(T + 1, full), full - 1), (17, 16, 0), (0, 0, 0)):
+        given = q, k, v, keys, values
+        found = call(*given, only_live(table, lengths, T), np.asarray(lengths))
+        assert_same(found, wanted(*given, table, lengths), tolerance, table, lengths)
+
+
+@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+@pytest.mark.parametrize("tiles", [PageTiles(2, 2), PageTiles(2, 3)], ids=str)
+def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
+    lengths = (65, 0, 320)
+    q, keys, values, table = arrays(1, 2, 2, 64, 5, jnp.float32)
+    given = q, *entries(2, jnp.float32), keys, values
+    pages = only_live(table, lengths, 64, NO_PAGE)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=copies)
+    found = append_and_attend(*given, pages, jnp.asarray(lengths), tiles=tiles, interpret=params)
+    found = jax.block_until_ready(found)
+    assert not interpreter.races.races_found
+    assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
+
+
+def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
+    """A planted fault: its copy may be late, and the next block comes into the buffer."""
+    monkeypatch.setattr(page_append_tpu._Entry, "end", lambda self, slot, buffer: None)
+    lengths = (64, 64, 64)
+    q, keys, values, table = arrays(1, 1, 1, 64, 2, jnp.float32)
+    given = q, *entries(1, jnp.float32), keys, values
+    params = pltpu.InterpretParams(dma_execution_mode="on_wait")
+    tiles, held = PageTiles(2, 2), jnp.asarray(lengths)
+    found = append_and_attend(*given, table, held, tiles=tiles, interpret=params)
+    with pytest.raises(AssertionError):
+        assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def test_large_tables_are_attended_to_in_parts(monkeypatch):
+    q, keys, values, table = arrays(1, 2, 1, 64, 3, jnp.float32)
+    given, lengths = (q, *entries(1, jnp.float32), keys, values), (64, 192, 100)
+    monkeypatch.setattr(page_append_tpu, "TABLE_BYTES", 3 * 4)
+    found = jax.jit(lambda *args: append_and_attend(*args, tiles=PageTiles(2, 2), interpret=True))(
+        *given, table, np.asarray(lengths)
+    )
+    assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
+
+
+@BOTH
+def test_the_portable_path_says_the_same(dtype, tolerance):
+    """Slots without a page at their position, or behind all, write nothing and get 0."""
+    q, keys, values, table = arrays(1, 4, 2, 64, 5, dtype)
+    k, v = entries(2, dtype)
+    lengths = (65, 0, 320)
+    table[1, 1] = -1
+    found = jax.jit(with_any_path)(q, k, v, keys, values, table, np.asarray([64, 64, 319]))
+    assert_same(found, wanted(q, k, v, keys, values, table, lengths), tolerance, table, lengths)
+    found = jax.jit(with_any_path)(q, k, v, keys, values, table, np.asarray([320, -1, 5]))
+    assert_same(found, wanted(q, k, v, keys, values, table, (0, 0, 6)), tolerance, table, (0, 0, 6))
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5p", "TPU v6 lite"])
+@pytest.mark.parametrize(("dtype", "T"), [(jnp.bfloat16, 128), (jnp.float32, 64)])
+def test_it_lowers_for_every_generation_and_writes_in_place(kind, dtype, T):
+    K, N, P = 2, 16, 99
+    shapes = (2 * B, 1, 4 * K, h), *[(2 * B, K, h)] * 2, *[(P, K, T, h)] * 2
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    args += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2 * B, N), (2 * B,))]
+    device = AbstractDevice(kind, 2 if kind == "TPU v5p" else 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        exported = jax.export.export(jax.jit(append_and_attend), platforms=["tpu"])(*args)
+    text = exported.mlir_module()
+    assert "tpu_custom_call" in text and "output_operand_alias" in text
