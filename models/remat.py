@@ -8,7 +8,7 @@
 | layer:N | the input of every N-th layer | each layer, all but the last of N twice |
 
 While the gradients of N layers are computed the inputs of these N are there too. With L layers
-√L as N keeps the fewest.
+√L as N keeps the fewest. Inputs are kept in parts over `tensor`, and gathered for their layers.
 
 Gradients of layers can be added to totals as they come (`adding`): a compiler would leave these
 sums to the end of the backward pass, and so keep the gradients of all layers beside the totals.
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from models.layout import layers_kept_apart
 from models.params import Layer
+from models.sharding import constrain
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
@@ -93,9 +94,9 @@ def through_layers(
     apply: Step = plain
     if remat == "dots":
         products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        apply = _at_once(jax.checkpoint(plain, policy=products))
+        apply = _at_once(_kept_in_parts(plain, policy=products))
     elif apart:
-        apply = _at_once(jax.checkpoint(plain))
+        apply = _at_once(_kept_in_parts(plain))
 
     def through(layers: Sequence[Any], x_BTD: jax.Array) -> tuple[jax.Array, list[Any]]:
         found = []
@@ -106,12 +107,22 @@ def through_layers(
 
     if apart < 2:
         return through(layers, x_BTD)
-    several = _at_once(jax.checkpoint(through))
+    several = _at_once(_kept_in_parts(through))
     all_found = []
     for i in range(0, len(layers), apart):
         x_BTD, found = several(tuple(layers[i : i + apart]), x_BTD)
         all_found += found
     return x_BTD, all_found
+
+
+def _kept_in_parts(step: Step, **options: Any) -> Step:
+    """Return layers under `jax.checkpoint`, whose kept input is split over `tensor` as well."""
+
+    def whole(layers: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
+        return step(layers, constrain(x_BTD, "batch", None, None))
+
+    kept = jax.checkpoint(whole, **options)
+    return lambda layers, x_BTD: kept(layers, constrain(x_BTD, "batch", None, "features"))
 
 
 def _at_once(step: Step) -> Step:

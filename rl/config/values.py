@@ -8,6 +8,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+AUTO: Literal["auto"] = "auto"  # a size that `rl.targets.sizes` finds
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where, why and the mend."""
@@ -51,6 +53,16 @@ def coerce(value: Any, hint: Any) -> Any:
             "Literal, `T | None` or `tuple[T, ...]`"
         )
     raise Mismatch
+
+
+def found_size(name: str, size: int | Literal["auto"]) -> int:
+    """Return a size that may be "auto". Raises ValueError where nobody has found a number."""
+    if size == AUTO:
+        raise ValueError(
+            f"{name}: expected a number, got {AUTO!r}, for which python -m rl.preflight and "
+            "python -m rl.train, as one process, find one: write the number that preflight finds"
+        )
+    return size
 
 
 def has_half_a_pair(text: str) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from models.config import ModelConfig
 from models.layout import layers_kept_apart
+from rl.config.values import AUTO, found_size
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
-from rl.runtime.open_sizes import AUTO, found_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from models.tokenizer import Tokenizer
 from rl.checkpoint.config import CheckpointConfig
 from rl.cluster.config import ClusterConfig
 from rl.config.loader import resolve_path
+from rl.config.values import AUTO
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
@@ -32,7 +33,6 @@ from rl.loop import config_checks
 from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
-from rl.runtime.open_sizes import AUTO
 from rl.runtime.waits import HANG_LIMIT_S
 from rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig, check_coupling
 from rl.workers.config import SchedConfig

@@ -363,12 +363,13 @@ def _values_of_layer(model: ModelConfig, tensor: int, is_long: bool = False) -> 
 def _values_kept(model: ModelConfig, tensor: int, is_long: bool, remat: str) -> int:
     """Values a token that all layers keep for their gradients (models.remat)."""
     layers, apart = model.num_layers, layers_kept_apart(remat)
+    inputs = _shard(model.d_model, tensor)
     if remat == "dots":
         features = 0 if is_long else 2 * model.d_ff  # long rows compute them again in any case
         split = features + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        return layers * (3 * model.d_model + split // tensor)
+        return layers * (inputs + 2 * model.d_model + split // tensor)
     several = apart if apart > 1 else 0  # whose gradients are computed
-    return (-(-layers // apart) + min(several, layers)) * model.d_model
+    return (-(-layers // apart) + min(several, layers)) * inputs
 
 
 def _causal_scores(model: ModelConfig, length: int) -> int:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from models.config import MeshConfig, ModelConfig
+from rl.config.values import found_size
 from rl.loop.experiment import TrainConfig
-from rl.runtime.open_sizes import found_size
 from rl.targets.fitting import Fit, Fitting
 from rl.targets.run_shapes import ROLLOUTS, TRAINING
 

@@ -9,9 +9,10 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from models import remat, transformer
-from models.config import ModelConfig
+from models.config import MeshConfig, ModelConfig
 from models.layout import layers_kept_apart
 from models.remat import through_layers
+from models.sharding import make_mesh
 
 L, B, T = 5, 2, 24
 MODEL = ModelConfig("qwen2", 32, 16, L, 4, 2, 8, 48, qkv_bias=True, tied_embeddings=True)
@@ -63,15 +64,32 @@ def test_products_with_weights_are_kept_and_no_scores(capsys, given):
 
 def test_a_layer_that_is_applied_twice_is_noticed(given, monkeypatch):
     """A planted fault."""
+    right = jax.tree.leaves(found(*given, name="layer"))
 
     def twice(step, layers, x, name):
         return through_layers(step, [*layers[:2], *layers[1:]], x, name)
 
     monkeypatch.setattr(transformer, "through_layers", twice)
     params, tokens = given
-    good = jax.jit(lambda p: found.__wrapped__(p, tokens, name="none"))
-    wrong = jax.tree.leaves(found(*given, name="layer")), jax.tree.leaves(good(params))
-    assert max(float(jnp.abs(a - b).max()) for a, b in zip(*wrong, strict=True)) > 1e-3
+    wrong = jax.jit(lambda p: found.__wrapped__(p, tokens, name="layer"))(params)
+    pairs = zip(right, jax.tree.leaves(wrong), strict=True)
+    assert max(float(jnp.abs(a - b).max()) for a, b in pairs) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "kept"), [("layer", 5), ("layer:2", 3)])
+def test_what_is_kept_is_split_over_tensor(given, name, kept):
+    """And gathered again for the layer: gradients are the same."""
+    params, tokens = given
+    wanted = jax.tree.leaves(found(params, tokens, name="none"))
+    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=2), jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda p, t: found.__wrapped__(p, t, name=name))
+        jaxpr = jax.make_jaxpr(lambda p: transformer.hidden(MODEL, p, tokens, remat=name))(params)
+        got = jax.tree.leaves(step(params, tokens))
+    pins = [e.params["sharding"].spec for e in jaxpr.eqns if "constraint" in e.primitive.name]
+    assert sum("tensor" in spec for spec in pins) == kept
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_names():
