@@ -1,4 +1,4 @@
-"""Plain and history rollouts against another checkout: `python -m benchmarks.before_after`.
+"""Rollouts and updates against another checkout: `python -m benchmarks.before_after`.
 
 One process a checkout, kept alive, with the code that lies in its folder; both run this script's
 commands on the same questions, noise and policy and take turns, so that only one computes at a
@@ -6,6 +6,9 @@ time. A ratio is that checkout's seconds over ours in one turn; the median of th
 Each budget decides by the seconds that its own checkout's rounds take. Tokens are compared with
 the other's plain ones: where they differ the work does too. A change of the noise changes all
 tokens, so pick it onto the other checkout first (`git cherry-pick`).
+
+Updates are those of `python -m rl.train` with its default configuration, one run of each checkout
+in a turn: the median of its steps but the first, by its own metrics.
 """
 
 from __future__ import annotations
@@ -136,8 +139,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     finally:
         for child in children:
             child.close()
-    return {f"{r['way']}_ratio": r["ratio"] for r in rows} | {
-        "reached": all(r["ratio"] >= EXPECTED for r in rows),
+    ratios = {r["way"]: r["ratio"] for r in rows}
+    trained = dict[str, Any]()
+    if arguments.runs:
+        trained = updates([arguments.before.resolve(), ROOT], arguments.runs, arguments.steps)
+        ratios["update"] = trained["ratio"]
+    return {f"{way}_ratio": ratio for way, ratio in ratios.items()} | {
+        "reached": all(ratio >= EXPECTED for ratio in ratios.values()),
+        "updates": trained,
         "differing_responses": sum(sum(r["differing_responses"]) for r in rows),
         "rows": rows,
     }
@@ -166,6 +175,41 @@ def row(
     }
 
 
+def updates(checkouts: list[Path], repeats: int, steps: int) -> dict[str, Any]:
+    """The ratio of the seconds of updates, of runs in turns."""
+    turns = []
+    for turn in range(repeats):
+        order = checkouts if turn % 2 == 0 else checkouts[::-1]
+        taken = {checkout: update_s(checkout, steps) for checkout in order}
+        turns.append((taken[checkouts[0]], taken[checkouts[1]]))
+    ratios = [before_s / after_s for before_s, after_s in turns]
+    found = {
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(r, 3) for r in ratios],
+        "after_s": round(statistics.median(after_s for _, after_s in turns), 3),
+    }
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
+def update_s(checkout: Path, steps: int) -> float:
+    """Median seconds of a run's updates, the first left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        flags = f"--gin.Run.directory={run}", f"--gin.Run.steps={steps}", "--gin.Eval.num_prompts=0"
+        subprocess.run(
+            [sys.executable, "-P", "-m", "rl.train", *flags],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            capture_output=True,
+            check=True,
+        )
+        rows = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
+        found = [row["time/update"] for row in rows if "time/update" in row]
+    assert len(found) == steps
+    return statistics.median(found[1:])
+
+
 def last_commits(checkout: Path) -> list[str]:
     """Hash and subject of the newest two commits: a change may be picked onto an old one."""
     command = ["git", "log", "-2", "--format=%h %s"]
@@ -181,6 +225,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group_size", type=int, default=8)
     parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5, help="of rl.train by each; 0: none")
+    parser.add_argument("--steps", type=int, default=8, help="of such a run")
     if sys.argv[1:] == ["--serve"]:
         Rollouts().serve()
         return 0
