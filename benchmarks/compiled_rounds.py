@@ -14,8 +14,9 @@ more than once; and itemized, one instruction after the other: the cycles that t
 estimates for a fusion, kernels and copies ahead by their bytes at the makers' bandwidth,
 collectives by theirs. Both branches of a condition count, and what is done once in 16 rounds.
 
-Beside them, counted without a device: pages that are allocated for live tokens, and programs that
-run the whole model.
+Beside them, counted without a device: pages that are allocated for live tokens, programs that run
+the whole model, and arguments of rounds and of training of a MiB and more that every chip has whole
+(`gathered_mb` are the results of gathers in a round: positions and draws, no weights).
 
 Needs libtpu (`pip install "jax[tpu]"`), no TPU.
 """
@@ -106,6 +107,32 @@ def extrapolated(few: dict[str, float], more: dict[str, float], a: int, b: int) 
     """Return the figures of all layers, by those of two models."""
     steps = (LAYERS - a) / (b - a)
     return {name: few[name] + (more[name] - few[name]) * steps for name in FIGURES}
+
+
+def whole_arrays(cache: str, devices: Any) -> int:
+    """Count arrays of a MiB and more that lie whole on each of several devices.
+
+    They are arguments of all programs of rollouts and the training state, weights over two ways of
+    fsdp and two of tensor.
+    """
+    import jax
+
+    from rl.config.loader import load
+    from rl.loop.experiment import TrainConfig
+    from rl.targets.run_shapes import RunShapes
+
+    flags = "Mesh.data=1", "Mesh.fsdp=2", "Mesh.tensor=2", f"Engine.cache='{cache}'"
+    config = load(TrainConfig, ["configs/real/qwen3_8b_8xh100.gin"], flags)
+    run = RunShapes(config, dataclasses.replace(MODEL, num_layers=2), devices, is_cpu=False)
+    held = jax.tree.leaves((run.state, [program.arguments() for program in run.of_rollouts()]))
+    shapes = [x for x in held if isinstance(x, jax.ShapeDtypeStruct)]
+    assert any(x.sharding is not None and not x.sharding.is_fully_replicated for x in shapes)
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize >= 2**20
+        and (x.sharding is None or x.sharding.is_fully_replicated)
+        for x in shapes
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
 
 
 def floor_ms() -> float:
@@ -212,6 +239,7 @@ def main() -> None:
         "priced_ratio": round(priced_ratio(), 3),
         "allocated": counted,
         "whole_model_programs": whole_model_programs(),
+        "whole_arrays": {cache: whole_arrays(cache, devices) for cache in arguments.caches},
         "rounds": rounds,
     }
     for cache in arguments.caches:

@@ -1,10 +1,12 @@
 """Whether the configurations for real models fit their devices, by `python -m rl.preflight`.
 
     python -m benchmarks.preflights --json --output benchmarks/results/preflights.json
+    python -m benchmarks.preflights --configurations --auto qwen3_8b_8xh100 --json --output …
 
 Each is compiled with the compiler of its devices, none of which is needed: libtpu for TPUs (`pip
 install "jax[tpu]"`), the CUDA plug-in for H100 (`jax[cuda12]` or `[cuda13]`). Nothing runs. Figures
-are of the fullest device: its peak by what it has, and what stays there.
+are of the fullest device: its peak by what it has, and what stays there. Configurations
+of `--auto` have their slots, pages and micro-batches found.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ TARGETS = {
     "qwen3_8b_v6e16": "v6e:4x4",
     "qwen3_32b_v5p64": "v5p:2x4x4",
 }
+AUTO = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurations say
 
 
-def preflight(name: str, target: str) -> dict[str, Any]:
+def preflight(name: str, *flags: str) -> dict[str, Any]:
     """Return what a preflight says of a configuration, and the seconds that it took."""
+    target = TARGETS[name]
     command = [sys.executable, "-m", "rl.preflight", "--json", f"--target={target}"]
-    command.append(f"--gin_file=configs/real/{name}.gin")
+    command += [f"--gin_file=configs/real/{name}.gin", *flags]
     given = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": GPU_SHARE}
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, env=given, check=False)
@@ -41,7 +45,8 @@ def preflight(name: str, target: str) -> dict[str, Any]:
     if done.returncode not in (0, 2) or not done.stdout.strip().endswith("}"):
         raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    kept = ("fits", "peak_bytes", "device_bytes", "programs", "whole_model_programs", "held_bytes")
+    kept = ("sizes", "fits", "peak_bytes", "device_bytes", "programs")
+    kept += ("whole_model_programs", "held_bytes")
     compiled = {one["name"]: one for one in found["compiled"]}
     return {
         "target": target,
@@ -60,19 +65,22 @@ def main() -> None:
     )
     environment.add_output_flags(parser)
     parser.add_argument("--configurations", nargs="*", default=list(TARGETS))
+    parser.add_argument("--auto", nargs="*", default=[])
     arguments = parser.parse_args()
     # rows of results are paths with dots
     names = {name.replace(".", "_"): name for name in arguments.configurations}
-    found = {key: preflight(name, TARGETS[name]) for key, name in names.items()}
+    found = {key: preflight(name) for key, name in names.items()}
+    flags = [f"--gin.{size}='auto'" for size in AUTO]
+    sized = {name.replace(".", "_"): preflight(name, *flags) for name in arguments.auto}
     result = {
         **environment.record("benchmarks.preflights", ("jax", "jaxlib", "libtpu")),
         "kind": "compiled",
         "gpu_share": GPU_SHARE,
         "configurations": found,
-        "all_fit": all(one["fits"] for one in found.values()),
-        "largest_share": max(one["share"] for one in found.values()),
+        "auto": sized,
+        "all_fit": all(one["fits"] for one in (found | sized).values()),
     }
-    figures = {name: f"{x['share']:.0%}, {x['seconds']} s" for name, x in found.items()}
+    figures = {name: f"{x['share']:.0%}, {x['seconds']} s" for name, x in (found | sized).items()}
     environment.show(result, arguments, figures)
 
 

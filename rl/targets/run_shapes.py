@@ -179,15 +179,16 @@ class RunShapes:
     @cached_property
     def _rollouts(self) -> list[tuple[RunProgram, dict[str, int]]]:
         """The programs of rollouts, each with what it is given that stays, by name."""
-        engine, found = self.engine, []
-        specs = transformer.param_specs(self.model)
+        return [self._of_rollouts(program) for program in self.of_rollouts()]
+
+    def of_rollouts(self) -> Iterator[Program]:
+        """Yield the engine's programs; as each is yielded, arguments are shapes on its mesh."""
+        engine, specs = self.engine, transformer.param_specs(self.model)
         with engine.mesh_context(), engine.shapes_only():
             shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
             reach = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
             settings = engine, engine.place(shapes), self.config.sampling, reach
-            for program in Pool(*settings).programs():
-                found.append(self._of_rollouts(program))
-        return found
+            yield from Pool(*settings).programs()
 
     def _of_rollouts(self, program: Program) -> tuple[RunProgram, dict[str, int]]:
         args, options = program.arguments()
