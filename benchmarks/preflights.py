@@ -45,11 +45,11 @@ def preflight(name: str, *flags: str) -> dict[str, Any]:
     if done.returncode not in (0, 2) or not done.stdout.strip().endswith("}"):
         raise RuntimeError(f"{name}: {done.stderr.strip()[-2000:]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    kept = ("sizes", "fits", "peak_bytes", "device_bytes", "programs")
-    kept += ("whole_model_programs", "held_bytes")
+    kept = ("fits", "peak_bytes", "device_bytes", "programs", "whole_model_programs", "held_bytes")
     compiled = {one["name"]: one for one in found["compiled"]}
     return {
         "target": target,
+        "sizes": {row_key(size): found["sizes"][size] for size in found["sizes"]},
         **{key: found[key] for key in kept},
         "share": round(found["peak_bytes"] / found["device_bytes"], 3),
         "seconds": round(took_s),
@@ -57,6 +57,11 @@ def preflight(name: str, *flags: str) -> dict[str, Any]:
         "temporaries_gb": {n: round(x["temporary_bytes"] / 1e9, 3) for n, x in compiled.items()},
         "helps": [one["flag"] for one in found["helps"]],
     }
+
+
+def row_key(name: str) -> str:
+    """Return a name as a key in results, where a dot parts the keys of a path."""
+    return name.replace(".", "_")
 
 
 def main() -> None:
@@ -67,11 +72,9 @@ def main() -> None:
     parser.add_argument("--configurations", nargs="*", default=list(TARGETS))
     parser.add_argument("--auto", nargs="*", default=[])
     arguments = parser.parse_args()
-    # rows of results are paths with dots
-    names = {name.replace(".", "_"): name for name in arguments.configurations}
-    found = {key: preflight(name) for key, name in names.items()}
+    found = {row_key(name): preflight(name) for name in arguments.configurations}
     flags = [f"--gin.{size}='auto'" for size in AUTO]
-    sized = {name.replace(".", "_"): preflight(name, *flags) for name in arguments.auto}
+    sized = {row_key(name): preflight(name, *flags) for name in arguments.auto}
     result = {
         **environment.record("benchmarks.preflights", ("jax", "jaxlib", "libtpu")),
         "kind": "compiled",
