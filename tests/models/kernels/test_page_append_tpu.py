@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
+from kernel_interpreters import finding_races, has_races_on_tpu
 from page_reference import B, arrays, h, only_live, reference
 
 from models.kernels import page_append_tpu
@@ -79,10 +79,10 @@ def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
     q, keys, values, table = arrays(1, 2, 2, 64, 5, jnp.float32)
     given = q, *entries(2, jnp.float32), keys, values
     pages = only_live(table, lengths, 64, NO_PAGE)
-    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=copies)
+    params = finding_races(pltpu.InterpretParams, dma_execution_mode=copies)
     found = append_and_attend(*given, pages, jnp.asarray(lengths), tiles=tiles, interpret=params)
     found = jax.block_until_ready(found)
-    assert not interpreter.races.races_found
+    assert not has_races_on_tpu()
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 

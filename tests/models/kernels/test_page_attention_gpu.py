@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import finding_races, has_races
 from jax.sharding import AbstractDevice, AbstractMesh
+from kernel_interpreters import finding_races, has_races
 from page_reference import arrays, assert_close, h, only_live, reference
 
 from models.kernels import page_attention_gpu

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+from kernel_interpreters import finding_races, has_races_on_tpu
 from page_reference import B, arrays, assert_close, h, only_live, reference
 
 from models.kernels import page_attention_tpu, page_blocks
@@ -95,11 +95,11 @@ def test_large_tables_are_attended_to_in_parts(monkeypatch):
 
 
 def simulate(q, k, v, table, lengths, tiles, copies, num_cores=1):
-    params = pltpu.InterpretParams(
-        detect_races=True, dma_execution_mode=copies, num_cores_or_threads=num_cores
+    params = finding_races(
+        pltpu.InterpretParams, dma_execution_mode=copies, num_cores_or_threads=num_cores
     )
     found = attend_pages(q, k, v, table, jnp.asarray(lengths), tiles=tiles, interpret=params)
-    return jax.block_until_ready(found), interpreter.races.races_found
+    return jax.block_until_ready(found), has_races_on_tpu()
 
 
 @pytest.mark.parametrize("copies", ["eager", "on_wait"])

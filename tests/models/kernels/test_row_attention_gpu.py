@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import finding_races, has_races
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from kernel_interpreters import finding_races, has_races
 from row_reference import inputs, largest_error, packed, reference
 
 from models import row_attention
