@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels --json --output benchmarks/results/kernels.json
 
-Odd shapes, lengths of nothing and of all, one page and thousands of positions. Errors are the
+Odd shapes, lengths of nothing and of all, one page and thousands. Errors are the
 largest of an array, relative to its largest value.
 """
 
@@ -28,6 +28,7 @@ HEAD = 128
 # nodes, query heads of a key/value head, key/value heads, positions of a page, pages of a slot
 PAGES = ((1, 4, 2, 64, 3), (5, 1, 1, 128, 2), (16, 4, 1, 128, 5), (3, 2, 2, 128, 1))
 LONG = (2, 4, 1, 128, 40)  # 5,120 positions
+LONGEST = (1, 4, 1, 64, 2048)  # 131,072 positions: for interpreters of TPU kernels alone
 # tokens of a row, query heads, key/value heads
 ROWS = ((200, 4, 2), (384, 2, 1))
 GOALS = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -36,8 +37,8 @@ GOALS = {"float32": 1e-5, "bfloat16": 2e-2}
 def page_errors(kernel: Any, dtype: Any, interpret: Any) -> float:
     """The largest error of attention to pages, over all shapes and lengths."""
     worst = 0.0
-    for shape in (*PAGES, LONG):
-        W, G, K, T, N = shape
+    longest = () if kernel is page_attention_gpu.attend_pages else (LONGEST,)
+    for W, G, K, T, N in (*PAGES, LONG, *longest):
         rng = np.random.default_rng(0)
         lengths = np.array([0, N * T, max(1, N * T - T // 2 - 1), 1], np.int32)
         B, P = len(lengths), 4 * N + 2
@@ -75,7 +76,7 @@ def _pages(q: Any, k: Any, v: Any, table_BN: np.ndarray, length_B: np.ndarray) -
 def append_errors(dtype: Any) -> float:
     """The largest error of attention that writes each slot's entry first, and of the pages."""
     worst = 0.0
-    for _, G, K, T, N in (*PAGES, LONG):
+    for _, G, K, T, N in (*PAGES, LONG, LONGEST):
         rng = np.random.default_rng(0)
         lengths = np.array([0, N * T, max(1, N * T - T // 2 - 1), 1], np.int32)
         B, P = len(lengths), 4 * N + 2
