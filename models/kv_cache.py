@@ -62,11 +62,6 @@ class Rows:
         """Return copies of the rows of these slots."""
         return Rows(*(jnp.take(x, slot_T, axis=0) for x in (self.keys_BKhS, self.values_BKSh)))
 
-    def written(self, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array) -> Rows:
-        """Write N entries of each row, as `write_keys` and `write_values` do."""
-        keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
-        return Rows(keys, pin(write_values(self.values_BKSh, v_BNKh, start_B)))
-
     def append_and_attend(
         self,
         q_BNHh: jax.Array,
@@ -76,8 +71,9 @@ class Rows:
         mask_BNS: jax.Array,
     ) -> tuple[Rows, jax.Array]:
         """Write N entries of each row from `start` on, and attend from their nodes by the mask."""
-        held = self.written(k_BNKh, v_BNKh, start_B)
-        return held, attend(q_BNHh, held.keys_BKhS, held.values_BKSh, mask_BNS)
+        keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
+        values = pin(write_values(self.values_BKSh, v_BNKh, start_B))
+        return Rows(keys, values), attend(q_BNHh, keys, values, mask_BNS)
 
 
 @jax.tree_util.register_dataclass

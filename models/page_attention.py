@@ -62,15 +62,8 @@ def append_and_attend(
     new = (x.astype(dtype) for x in (q_B1Hh, k_BKh, v_BKh))
     inputs = *new, keys_PKTh, values_PKTh, table_BN, length_B
 
-    def apart(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,  # type: ignore[no-untyped-def]
-        table_BN: jax.Array,
-        length_B: jax.Array,
-    ):
+    def apart(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v, keys, values, table_BN, length_B = inputs
         keys, values = write_entries(keys, k, *place), write_entries(values, v, *place)
         found = attend_pages(q, keys, values, table_BN, length_B)
         out = jnp.where(found.total > 0, found.out / found.total, 0)

@@ -90,17 +90,10 @@ class Pages:
         pages, queries = split.spec(batch=0, heads=1), split.spec(batch=0, heads=2)
         of_slot = split.spec(batch=0)
 
-        def local(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            keys: jax.Array,
-            values: jax.Array,  # type: ignore[no-untyped-def]
-            table: jax.Array,
-            start: jax.Array,
-        ):
-            own = split.own(table, len(keys))
-            return append_and_attend(q, k, v, keys, values, own, start)
+        def local(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            q, k, v, keys, values, table_BN, start_B = inputs
+            own_BN = split.own(table_BN, len(keys))
+            return append_and_attend(q, k, v, keys, values, own_BN, start_B)
 
         inputs = queries, pages, pages, pages, pages, of_slot, of_slot
         out, keys, values = split.mapped(local, inputs, (queries, pages, pages))(

@@ -67,47 +67,20 @@ def append_and_attend(
         return jnp.concatenate(outs), keys_PKTh, values_PKTh
     q_BKXh = rows_by_head(q_B1Hh, K)
     call = call_of(q_BKXh, keys_PKTh, N, tiles)
-    out_BKXh, keys, values = _pallas_call(call, q_BKXh, keys_PKTh, interpret, priced_positions)(
-        table_BN.reshape(-1).astype(jnp.int32),
-        jnp.minimum(length_B, N * T).astype(jnp.int32),
-        q_BKXh,
-        k_BKh[:, :, None],
-        v_BKh[:, :, None],
-        keys_PKTh,
-        values_PKTh,
+    rows, entry = call.of_slot(*q_BKXh.shape[1:]), call.of_slot(K, 1, h)
+    stays = [(ANYWHERE, keys_PKTh), (ANYWHERE, values_PKTh)]
+    out_BKXh, keys, values = call.run(
+        partial(_kernel, call),
+        (table_BN, length_B),
+        [(rows, q_BKXh), (entry, k_BKh[:, :, None]), (entry, v_BKh[:, :, None]), *stays],
+        [(spec, x.shape, x.dtype) for spec, x in ((rows, q_BKXh), *stays)],
+        in_place={3: 1, 4: 2},
+        scratch=[pltpu.VMEM(q_BKXh.shape[1:], jnp.float32), pltpu.SemaphoreType.DMA],
+        name="page_append",
+        interpret=interpret,
+        priced_positions=priced_positions,
     )
     return heads_of_rows(out_BKXh, 1, H), keys, values
-
-
-def _pallas_call(
-    call: Call, q_BKXh: jax.Array, pages: jax.Array, interpret: Any, priced_positions: int | None
-) -> Any:
-    K, X, h = call.num_kv_heads, call.num_rows, call.head_dim
-    rows, entry = call.of_slot(K, X, h), call.of_slot(K, 1, h)
-    varying = jax.typeof(q_BKXh).manual_axis_type  # under shard_map results vary as queries do
-    return pl.pallas_call(
-        partial(_kernel, call),
-        out_shape=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
-            for x in (q_BKXh, pages, pages)
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=call.grid,
-            in_specs=[rows, entry, entry, ANYWHERE, ANYWHERE],
-            out_specs=(rows, ANYWHERE, ANYWHERE),
-            scratch_shapes=[
-                *call.scratch,
-                pltpu.VMEM((K, X, h), jnp.float32),
-                pltpu.SemaphoreType.DMA,
-            ],
-        ),
-        input_output_aliases={5: 1, 6: 2},
-        compiler_params=call.compiler_params,
-        cost_estimate=call.cost(priced_positions),
-        interpret=interpret,
-        name="page_append",
-    )
 
 
 def _kernel(
@@ -161,9 +134,9 @@ class _Entry:
 
     def _row_and_tiles(self, slot: jax.Array, buffer: jax.Array) -> tuple[jax.Array, list[Any]]:
         """Return the entry's row in its tile, and the tile in the buffers of keys and values."""
-        page, first, row = self._place(slot)
-        nth = jax.lax.rem(page, self.call.tiles.block_pages)
-        return row, [x.at[buffer, nth, :, pl.ds(first, self._rows)] for x in self.buffers]
+        nth, first, row = self._place(slot)
+        page = jax.lax.rem(nth, self.call.tiles.block_pages)  # of the block
+        return row, [x.at[buffer, page, :, pl.ds(first, self._rows)] for x in self.buffers]
 
     def _copies(self, slot: jax.Array, buffer: jax.Array) -> list[Any]:
         nth, first, _ = self._place(slot)

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels.page_blocks import ANYWHERE, LANES, Blocks, Call, call_of
 from models.kernels.tiles import PageTiles
@@ -85,41 +84,18 @@ def attend_pages(
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
     q_BKXh = rows_by_head(q_BWHh, K)
     call = call_of(q_BKXh, keys_PKTh, N, tiles)
-    out_BKXh, sums_BKXl = _pallas_call(call, q_BKXh, interpret, priced_positions)(
-        table_BN.reshape(-1).astype(jnp.int32),
-        jnp.minimum(length_B, N * T).astype(jnp.int32),
-        q_BKXh,
-        keys_PKTh,
-        values_PKTh,
+    rows, sums = (call.of_slot(K, q_BKXh.shape[2], width) for width in (h, LANES))
+    out_BKXh, sums_BKXl = call.run(
+        partial(_kernel, call),
+        (table_BN, length_B),
+        [(rows, q_BKXh), (ANYWHERE, keys_PKTh), (ANYWHERE, values_PKTh)],
+        [(spec, (B, *spec.block_shape[1:]), jnp.float32) for spec in (rows, sums)],
+        name="page_attention",
+        interpret=interpret,
+        priced_positions=priced_positions,
     )
     sums_BWHl = heads_of_rows(sums_BKXl[..., :2], W, H)
     return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
-
-
-def _pallas_call(
-    call: Call, q_BKXh: jax.Array, interpret: Any, priced_positions: int | None
-) -> Any:
-    B, K, X, h = call.num_slots, call.num_kv_heads, call.num_rows, call.head_dim
-    rows, sums, pages = call.of_slot(K, X, h), call.of_slot(K, X, LANES), ANYWHERE
-    varying = jax.typeof(q_BKXh).manual_axis_type  # under shard_map results vary as queries do
-    return pl.pallas_call(
-        partial(_kernel, call),
-        out_shape=tuple(
-            jax.ShapeDtypeStruct((B, K, X, width), jnp.float32, manual_axis_type=varying)
-            for width in (h, LANES)
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=call.grid,
-            in_specs=[rows, pages, pages],
-            out_specs=(rows, sums),
-            scratch_shapes=call.scratch,
-        ),
-        compiler_params=call.compiler_params,
-        cost_estimate=call.cost(priced_positions),
-        interpret=interpret,
-        name="page_attention",
-    )
 
 
 def _kernel(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,23 +51,58 @@ class Call:
         each, rest = self.grid[1], (0,) * len(shape)
         return pl.BlockSpec((1, *shape), lambda core, i, *_: (core * each + i, *rest))
 
-    @property
-    def scratch(self) -> list[Any]:
-        """Buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores."""
+    def run(
+        self,
+        kernel: Callable[..., None],
+        table_and_length: tuple[jax.Array, jax.Array],
+        inputs: Sequence[tuple[pl.BlockSpec, jax.Array]],
+        results: Sequence[tuple[pl.BlockSpec, Sequence[int], Any]],
+        *,
+        in_place: Mapping[int, int] | None = None,
+        scratch: Sequence[Any] = (),
+        name: str,
+        interpret: Any,
+        priced_positions: int | None,
+    ) -> Any:
+        """Run a kernel for each slot, the first of its `inputs` being queries.
+
+        It is given the table, the lengths, inputs, results (specification, shape, dtype), then the
+        scratch: buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores,
+        and what `scratch` adds. `in_place` are inputs that become results.
+        """
+        table_BN, length_B = table_and_length
+        most = self.max_pages * self.page_tokens
+        varying = jax.typeof(inputs[0][1]).manual_axis_type  # under shard_map, as queries do
         sums = pltpu.VMEM((self.num_kv_heads, self.num_rows, LANES), jnp.float32)
         buffers = pltpu.VMEM(self.buffer_shape, self.dtype)
         state, copied = pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((self.tiles.buffers,))
-        return [buffers, buffers, sums, sums, state, copied]
-
-    @property
-    def compiler_params(self) -> Any:
-        return pltpu.CompilerParams(
-            # Slots of one core follow one another: what the next one needs is on its way.
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes),
-            # The pages that a table names exist: checks would double the work of starting a copy.
-            disable_bounds_checks=True,
+        call = pl.pallas_call(
+            kernel,
+            out_shape=tuple(
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+                for _, shape, dtype in results
+            ),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=self.grid,
+                in_specs=[spec for spec, _ in inputs],
+                out_specs=tuple(spec for spec, *_ in results),
+                scratch_shapes=[buffers, buffers, sums, sums, state, copied, *scratch],
+            ),
+            input_output_aliases={2 + i: to for i, to in (in_place or {}).items()},
+            compiler_params=pltpu.CompilerParams(
+                # Slots of one core follow one another: what the next one needs is on its way.
+                dimension_semantics=("parallel", "arbitrary"),
+                vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes),
+                # Pages that a table names exist: checks would double the work of starting a copy.
+                disable_bounds_checks=True,
+            ),
+            cost_estimate=self.cost(priced_positions),
+            interpret=interpret,
+            name=name,
         )
+        tables = table_BN.reshape(-1), jnp.minimum(length_B, most)
+        return call(*(x.astype(jnp.int32) for x in tables), *(x for _, x in inputs))
 
     @property
     def block_tokens(self) -> int:
