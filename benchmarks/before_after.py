@@ -21,8 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
@@ -120,7 +123,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "slots": arguments.slots,
     }
     children = [Child(arguments.before.resolve()), Child(ROOT)]
-    before, after = children  # in this order in every turn's seconds
+    before = children[0]
     try:
         for child in children:
             child.ask("prepare", **size)
@@ -128,11 +131,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         wanted = before.ask("tokens")["tokens"]
         rows = []
         for way in WAYS:
-            turns = []
-            for turn in range(arguments.repeats):
-                order = children if turn % 2 == 0 else children[::-1]
-                taken = {child: child.ask("run", way=way)["seconds"] for child in order}
-                turns.append((taken[before], taken[after]))
+            turns = in_turns(
+                children,
+                arguments.repeats,
+                lambda child, way=way: child.ask("run", way=way)["seconds"],
+            )
             got = [child.ask("tokens")["tokens"] for child in children]
             rows.append(row(way, turns, wanted, got))
             print(rows[-1], file=sys.stderr, flush=True)
@@ -175,13 +178,21 @@ def row(
     }
 
 
-def updates(checkouts: list[Path], repeats: int, steps: int) -> dict[str, Any]:
-    """The ratio of the seconds of updates, of runs in turns."""
+def in_turns(
+    both: Sequence[T], repeats: int, seconds: Callable[[T], float]
+) -> list[tuple[float, float]]:
+    """Return the seconds of (before, after) in each turn; the first to run alternates."""
     turns = []
     for turn in range(repeats):
-        order = checkouts if turn % 2 == 0 else checkouts[::-1]
-        taken = {checkout: update_s(checkout, steps) for checkout in order}
-        turns.append((taken[checkouts[0]], taken[checkouts[1]]))
+        taken = [seconds(one) for one in (both if turn % 2 == 0 else both[::-1])]
+        before_s, after_s = taken if turn % 2 == 0 else taken[::-1]
+        turns.append((before_s, after_s))
+    return turns
+
+
+def updates(checkouts: list[Path], repeats: int, steps: int) -> dict[str, Any]:
+    """The ratio of the seconds of updates, of runs in turns."""
+    turns = in_turns(checkouts, repeats, lambda checkout: update_s(checkout, steps))
     ratios = [before_s / after_s for before_s, after_s in turns]
     found = {
         "ratio": round(statistics.median(ratios), 4),

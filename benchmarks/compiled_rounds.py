@@ -243,12 +243,10 @@ def main() -> None:
         "rounds": rounds,
     }
     for cache in arguments.caches:
-        plain, verify = (rounds[f"{cache}, {name}"]["compiler_ms"] for name in ("plain", "verify"))
-        result[f"{cache}_verify_ratio"] = round(verify / plain, 3)
-        result[f"{cache}_floor_ratio"] = round(plain / floor, 3)
-        plain, verify = (rounds[f"{cache}, {name}"]["itemized_ms"] for name in ("plain", "verify"))
-        result[f"{cache}_verify_itemized_ratio"] = round(verify / plain, 3)
-        result[f"{cache}_floor_itemized_ratio"] = round(plain / floor, 3)
+        for seconds, ratio in (("compiler_ms", "ratio"), ("itemized_ms", "itemized_ratio")):
+            plain, verify = (rounds[f"{cache}, {name}"][seconds] for name in ("plain", "verify"))
+            result[f"{cache}_verify_{ratio}"] = round(verify / plain, 3)
+            result[f"{cache}_floor_{ratio}"] = round(plain / floor, 3)
     environment.show(result, arguments, {name: result[name] for name in result if "ratio" in name})
 
 

@@ -38,18 +38,24 @@ def page_errors(kernel: Any, dtype: Any, interpret: Any) -> float:
     """The largest error of attention to pages, over all shapes and lengths."""
     worst = 0.0
     longest = () if kernel is page_attention_gpu.attend_pages else (LONGEST,)
-    for W, G, K, T, N in (*PAGES, LONG, *longest):
-        rng = np.random.default_rng(0)
-        lengths = np.array([0, N * T, max(1, N * T - T // 2 - 1), 1], np.int32)
-        B, P = len(lengths), 4 * N + 2
-        q, k, v = (
-            jnp.asarray(rng.normal(size=size), dtype)
-            for size in ((B, W, K * G, HEAD), (P, K, T, HEAD), (P, K, T, HEAD))
-        )
-        table_BN = rng.permutation(P)[: B * N].reshape(B, N).astype(np.int32)
+    for shape in (*PAGES, LONG, *longest):
+        q, k, v, table_BN, lengths = _slots(*shape, dtype)
         found = kernel(q, k, v, table_BN, lengths, interpret=interpret)
         worst = max(worst, *map(_error, found, _pages(q, k, v, table_BN, lengths)))
     return worst
+
+
+def _slots(W: int, G: int, K: int, T: int, N: int, dtype: Any) -> tuple:
+    """Return queries, pages, a table of them in any order, and lengths from nothing to all."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([0, N * T, max(1, N * T - T // 2 - 1), 1], np.int32)
+    B, P = len(lengths), 4 * N + 2
+    q, k, v = (
+        jnp.asarray(rng.normal(size=size), dtype)
+        for size in ((B, W, K * G, HEAD), (P, K, T, HEAD), (P, K, T, HEAD))
+    )
+    table_BN = rng.permutation(P)[: B * N].reshape(B, N).astype(np.int32)
+    return q, k, v, table_BN, lengths
 
 
 def _pages(q: Any, k: Any, v: Any, table_BN: np.ndarray, length_B: np.ndarray) -> tuple:
@@ -76,15 +82,10 @@ def _pages(q: Any, k: Any, v: Any, table_BN: np.ndarray, length_B: np.ndarray) -
 def append_errors(dtype: Any) -> float:
     """The largest error of attention that writes each slot's entry first, and of the pages."""
     worst = 0.0
-    for _, G, K, T, N in (*PAGES, LONG, LONGEST):
-        rng = np.random.default_rng(0)
-        lengths = np.array([0, N * T, max(1, N * T - T // 2 - 1), 1], np.int32)
-        B, P = len(lengths), 4 * N + 2
-        q, k, v, new_k, new_v = (
-            jnp.asarray(rng.normal(size=size), dtype)
-            for size in ((B, 1, K * G, HEAD), *[(P, K, T, HEAD)] * 2, *[(B, K, HEAD)] * 2)
-        )
-        table_BN = rng.permutation(P)[: B * N].reshape(B, N).astype(np.int32)
+    for _, *sizes in (*PAGES, LONG, LONGEST):
+        q, k, v, table_BN, lengths = _slots(1, *sizes, dtype)
+        rng, (_, K, T, _) = np.random.default_rng(1), k.shape
+        new_k, new_v = (jnp.asarray(rng.normal(size=(len(q), K, HEAD)), dtype) for _ in range(2))
         given = q, new_k, new_v, k, v, table_BN, lengths
         out, keys, values = page_append_tpu.append_and_attend(*given, interpret=True)
         slots = np.flatnonzero(lengths)

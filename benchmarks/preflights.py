@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from benchmarks import environment
+from rl.loop.experiment import SIZES
 
 TARGETS = {
     "qwen3_0.6b_h100": "h100:1x1x1",
@@ -29,7 +30,6 @@ TARGETS = {
     "qwen3_8b_v6e16": "v6e:4x4",
     "qwen3_32b_v5p64": "v5p:2x4x4",
 }
-AUTO = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurations say
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--auto", nargs="*", default=[])
     arguments = parser.parse_args()
     found = {row_key(name): preflight(name) for name in arguments.configurations}
-    flags = [f"--gin.{size}='auto'" for size in AUTO]
+    flags = [f"--gin.{size}='auto'" for size in SIZES]
     sized = {row_key(name): preflight(name, *flags) for name in arguments.auto}
     result = {
         **environment.record("benchmarks.preflights", ("jax", "jaxlib", "libtpu")),

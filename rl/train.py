@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from models.params import num_params
 from rl.config.command_line import config_parser, parse_command_line
@@ -27,9 +26,6 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 

@@ -30,7 +30,8 @@ QUICK_COMPILATION = [
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
-if importlib.metadata.version("jaxlib").split(".")[:2] < ["0", "12"]:  # which has no other emitters
+_JAXLIB = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
+if _JAXLIB < (0, 12):  # which has no other emitters
     QUICK_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")
 
 if "jax" in sys.modules:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from functools import cached_property
 from typing import Literal
 
 from models.config import ModelConfig
 from models.layout import axis_ways
 from rl import packing
-from rl.loop.experiment import TrainConfig
+from rl.loop.experiment import SIZES, TrainConfig
 from rl.loop.first_programs import rollout_reach
 from rl.loop.memory_estimate import devices_of
 from rl.runtime import devices
@@ -29,10 +30,12 @@ from rl.targets.topologies import attached
 from spec.buckets import bucket
 
 SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
-MICRO_BATCH_TOKENS = 8192  # products with the weights are no faster with more
+MICRO_BATCH_TOKENS = (
+    8192  # by a roofline products with the weights are bound by compute long before
+)
 MOST_SLOTS = 256
 FILLED = 0.5
-SLOTS, PAGES, MICRO_BATCH = "Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens"
+SLOTS, PAGES, MICRO_BATCH = SIZES
 
 
 def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
@@ -74,7 +77,7 @@ class _Search:
         least = config.engine.min_slots
         small = {SLOTS: least, PAGES: 0, MICRO_BATCH: 1}
         run = fitting.shapes(config.with_sizes({n: small[n] for n in self._open}), model)
-        run.programs()  # the engine is told of the longest request
+        list(run.of_rollouts())  # the engine is told of the longest request
         engine = run.engine
         self._paged, self._longest_tokens = engine.is_paged, engine.longest_tokens
         self._ways, self._row_ways = engine.batch_ways, axis_ways(run.mesh.shape, "batch")
@@ -145,15 +148,20 @@ class _Search:
 
         The programs of rollouts need as much beside a cache however many pages it has.
         """
-        few, step = self._sizes[PAGES], self._ways
-        held = [
-            sum(self._fitting.shapes(trial, self._model).held()[ROLLOUTS].values())
-            for trial in (self._trial, self._trial.with_sizes({PAGES: few + step}))
-        ]
         stays, one = fit.groups.get(ROLLOUTS) or fit.groups[BOTH]
         left_bytes = self._room - stays - max(0, one.beyond_held_bytes)
-        more = max(0, int(left_bytes // (held[1] - held[0])))
-        return min(few + more * step, self._pages_of(0))
+        more = max(0, int(left_bytes // self._step_bytes))
+        return min(self._sizes[PAGES] + more * self._ways, self._pages_of(0))
+
+    @cached_property
+    def _step_bytes(self) -> int:
+        """The bytes of a device that a page more in each of the cache's parts takes."""
+        least, trial = self._sizes[PAGES], self._trial
+        few, more = (
+            sum(self._fitting.shapes(one, self._model).held()[ROLLOUTS].values())
+            for one in (trial, trial.with_sizes({PAGES: least + self._ways}))
+        )
+        return more - few
 
     def _pages_of(self, pages: int | Literal["auto"]) -> int:
         """Return the pages of a cache that is told of so many; 0: what all slots can need."""

@@ -5,11 +5,12 @@ import json
 
 import jax
 import pytest
+from figured_programs import figured
 
 from models.config import ModelConfig
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig
-from rl.targets import fitting, report
+from rl.targets import report
 from rl.targets.fitting import Fit, Fitting, largest_of_kinds
 from rl.targets.live import Live
 from rl.targets.measure import Figures, Measured
@@ -68,17 +69,7 @@ def test_of_each_kind_the_largest_is_compiled():
 @pytest.fixture
 def compiled(monkeypatch):
     """Instead of compiling: temporaries by a program's tokens, arguments by its bytes."""
-    asked = []
-
-    def figures(program, target):
-        asked.append(program)
-        return Figures(
-            argument_bytes=program.held_bytes,
-            temporary_bytes=10 * program.tokens + program.held_bytes // 2,
-        )
-
-    monkeypatch.setattr(fitting, "compiled_figures", figures)
-    return asked
+    return figured(monkeypatch, lambda one: 10 * one.tokens + one.held_bytes // 2)
 
 
 def fitted(*flags, target=TARGET, model=MODEL, **options):

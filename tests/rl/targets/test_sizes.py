@@ -4,15 +4,15 @@ import dataclasses
 
 import jax
 import pytest
+from figured_programs import figured
 
 from models.config import ModelConfig
 from rl import train
 from rl.config.loader import load
 from rl.loop import run_process
 from rl.loop.experiment import SIZES, TrainConfig
-from rl.targets import fitting, sizes
+from rl.targets import sizes
 from rl.targets.fitting import Fitting
-from rl.targets.measure import Figures
 from rl.targets.run_shapes import TRAINING
 from rl.targets.table import parse_target
 
@@ -31,16 +31,7 @@ BYTES_A_TOKEN = 100  # beside what stays, of every program
 @pytest.fixture
 def compiled(monkeypatch):
     """Instead of compiling: temporaries in proportion to a program's tokens."""
-    asked = []
-
-    def figures(program, target):
-        asked.append(program)
-        return Figures(
-            argument_bytes=program.held_bytes, temporary_bytes=BYTES_A_TOKEN * program.tokens
-        )
-
-    monkeypatch.setattr(fitting, "compiled_figures", figures)
-    return asked
+    return figured(monkeypatch, lambda program: BYTES_A_TOKEN * program.tokens)
 
 
 def found(num_bytes, *flags, model=MODEL):
@@ -86,12 +77,12 @@ def test_slots_are_halved_where_pages_would_hold_too_little_for_them(compiled):
 
 
 def test_rows_of_micro_batches_are_halved_while_training_does_not_fit(compiled):
-    plenty, _, _ = found(10**9, *AUTO)
     small = "Engine.slots=4", "Engine.pages=0"
     _, fit, _ = found(10**9, *small, "Trainer.micro_batch_tokens=512")
     one = "Trainer.micro_batch_tokens='auto'"
+    assert found(10**9, *small, one)[0] == {"Trainer.micro_batch_tokens": 2048}
     given, less, _ = found(int(fit.peak_bytes / sizes.SHARE) + 1, *small, one)
-    assert given == {"Trainer.micro_batch_tokens": 512} != plenty
+    assert given == {"Trainer.micro_batch_tokens": 512}
     assert less.peak_bytes == fit.peak_bytes
 
 
