@@ -282,5 +282,5 @@ def test_the_second_tier_fills_the_gaps_that_a_few_long_responses_leave(request_
         return simulation.run_steps(steps, [1.0] * len(steps)).trained_s[-1]
 
     one_tier = seconds(None)
-    two_tiers = seconds(lambda: tau_of(costs.round_seconds, 5, Pace()))
+    two_tiers = seconds(lambda: tau_of(costs.round_seconds, 10**6, 5, Pace()))
     assert one_tier / two_tiers >= least_gain
