@@ -19,11 +19,12 @@ PACKAGES = ("numpy",)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
     record = environment.record("benchmarks.reproduction", PACKAGES)
     found, began_s, rows = configurations(), time.monotonic(), []
-    for row in reproduce(found, processes=os.cpu_count() or 1):
+    for row in reproduce(found, processes=arguments.processes):
         rows.append(row)
         print(row.as_json(), file=sys.stderr, flush=True)
     shown = summary(rows) | {"wall_s": round(time.monotonic() - began_s, 1)}

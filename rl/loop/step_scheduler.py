@@ -34,7 +34,8 @@ class Pacing:
 
     def tau(self) -> Tau:
         """Return τ as of now."""
-        return tau_of(self._costs.round_seconds, self._prompt_tokens, self._pace)
+        costs = self._costs
+        return tau_of(costs.round_seconds, costs.kv_tokens, self._prompt_tokens, self._pace)
 
 
 def pace_of(stats: EngineStats) -> Pace:

@@ -85,7 +85,7 @@ class GroupedDraftsConfig:
     paths_tokens: tuple[float, ...] = (1.85, 2.25, 2.59, 2.85)
     window: int = 8  # the longest chain
     paths: int = 4
-    lookup_s: float = 75e-6  # on the host, for one request's draft tokens
+    lookup_s: float = 5e-6  # of one request's draft tokens: O(p + s), in the engine's process
 
     def __post_init__(self) -> None:
         lengths = {len(self.finished_siblings), len(self.chain_tokens), len(self.paths_tokens)}
@@ -113,9 +113,10 @@ class SpecActorConfig:
 
     devices: int = 256
     drafters: tuple[Model, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
-    acceptance: float = 0.605  # mean over requests
-    spread: float = 0.1  # its standard deviation over requests
-    ngram_acceptance: float = 0.2
+    accepted: float = 0.605  # share of drafted tokens: the middle of section 5.2's range
+    spread: float = 0.1  # of p, the probability of a draft token, over requests
+    ngram_acceptance: float = 0.2  # its mean p
+    unplanned_draft_devices: int = 2  # of a unit, before reconfiguration plans them
     drafter_overhead_s: float = 2.3e-3  # of a draft token, instead of Efficiency.overhead_s
     reconfigure_tokens: int = 1000  # of a request between two plans of its own: section 4.1
     requests_per_helper: int = 8
@@ -131,6 +132,8 @@ class TreeDraftsConfig:
     tokens: tuple[float, ...] = (7.57, 8.43, 8.67, 8.67)  # fitted to table 4; the last is table 1's
     depth: int = 10  # drafter steps
     top_k: int = 8  # nodes of each step
+    step_s: float = 0.1e-3  # fixed seconds of a drafter's step, and what each device adds
+    step_device_s: float = 0.2e-3
     positions: int = 1000  # of a request, where the tables do not say
     most_requests: int = 32  # with more running, rounds are plain
 

@@ -83,6 +83,7 @@ class Budgeted(RoundModel):
         self._prob_LN = np.array(rows, np.float32)
         self._count_L = np.count_nonzero(self._prob_LN, axis=1)
         self._drafts = functools.lru_cache(4096)(self._make_drafts)
+        self._cost = functools.lru_cache(2**16)(instance.round_cost)
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
         return bisect.bisect_right(self._siblings, finished_siblings) - 1
@@ -97,7 +98,7 @@ class Budgeted(RoundModel):
             if choice.taken_A is not None:
                 nodes = choice.num_nodes // batch
                 tokens = self._tokens(counts, choice.taken_A)
-        cost = self._instance.round_cost(batch, nodes, others)
+        cost = self._cost(batch, nodes, others)
         if nodes > 1:
             fixed_s = cost.fixed_s + self._draft_s(batch, nodes)
             cost = dataclasses.replace(cost, fixed_s=fixed_s)
@@ -115,7 +116,7 @@ class Budgeted(RoundModel):
         if budget is None:
 
             def cost(requests: int, nodes: int) -> RoundCost:
-                return self._instance.round_cost(requests, nodes, self.others(worker_id))
+                return self._cost(requests, nodes, self.others(worker_id))
 
             budget = self._make_budget(CostTimes(cost, self._draft_s))
             self._budgets[worker_id] = budget

@@ -32,12 +32,17 @@ class Pace:
     tokens: float = 1.0
 
 
-def tau_of(round_seconds: RoundSeconds, prompt_tokens: float, pace: Pace) -> Tau:
-    """Return τ for rounds of these seconds: as many as the mean length takes, caches half full."""
+def tau_of(round_seconds: RoundSeconds, kv_tokens: float, prompt_tokens: float, pace: Pace) -> Tau:
+    """Return τ for rounds of these seconds: as many as the mean length takes, caches half full.
+
+    Requests whose positions exceed a worker's `kv_tokens` take turns.
+    """
 
     def tau(length: float, requests: float) -> float:
-        positions = requests * (prompt_tokens + length / 2)
-        return length / pace.tokens * round_seconds(requests, positions, pace.nodes)
+        held = prompt_tokens + length / 2
+        running = min(requests, kv_tokens / held)
+        rounds = length / pace.tokens * requests / running
+        return rounds * round_seconds(running, running * held, pace.nodes)
 
     return tau
 

@@ -3,12 +3,18 @@
     length = clip(exp(μ + σ·(√ρ·z_group + √(1−ρ)·z_response)), 1, limit)
 
 where ρ is the share of the variance of log-lengths that lies between groups, and μ is such that
-the lengths drawn have the mean that was asked for.
+the lengths drawn have the mean that was asked for. With the share q of responses that reach the
+limit, σ follows from the mean, the limit and q: with Φ(x) = 1 − q,
+
+    μ = log(limit) − σ·x,   mean = exp(μ + σ²/2) · Φ(x − σ) + limit · q
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,11 +24,11 @@ from sched.request import RequestSpec
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests of one rollout; `sigma` and `group_share` are σ and ρ.
+    """The requests of one rollout; `sigma` and `group_share` are σ and ρ, `limit_share` is q.
 
     With this ρ, 16% of responses are longer than the median of their prompt's last epoch by at
     least one of eight ranks (RhymeRL, figure 9: math). σ was fitted to SpecActor's share of idle
-    time and to Seer's Moonlight.
+    time; it is not used if q is given.
     """
 
     num_groups: int
@@ -32,6 +38,7 @@ class Workload:
     prompt_tokens: int = 512
     sigma: float = 0.7
     group_share: float = 0.97
+    limit_share: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean_tokens < self.limit_tokens:
@@ -39,11 +46,30 @@ class Workload:
                 f"expected 1 <= mean_tokens < limit_tokens, got {self.mean_tokens}, "
                 f"{self.limit_tokens}"
             )
+        share = self.limit_share
+        if share is not None and not 0 < share < self.mean_tokens / self.limit_tokens:
+            raise ValueError(
+                "expected 0 < limit_share < mean_tokens / limit_tokens, got "
+                f"{share}, {self.mean_tokens} / {self.limit_tokens}"
+            )
         if self.sigma < 0 or not 0 <= self.group_share <= 1:
             raise ValueError(
                 "expected sigma >= 0 and group_share in 0 … 1, got "
                 f"{self.sigma}, {self.group_share}"
             )
+
+
+@functools.cache
+def sigma_of(mean_tokens: float, limit_tokens: int, limit_share: float) -> float:
+    """Return the σ at which lengths of this mean reach the limit with this share."""
+    normal = statistics.NormalDist()
+    x, below = normal.inv_cdf(1 - limit_share), mean_tokens / limit_tokens - limit_share
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_low = math.exp(middle * (middle / 2 - x)) * normal.cdf(x - middle) > below
+        low, high = (middle, high) if is_low else (low, middle)
+    return high
 
 
 def draw_lengths(workload: Workload, *, seed: int) -> np.ndarray:
@@ -66,8 +92,12 @@ def draw_epochs(workload: Workload, means: Sequence[float], *, seed: int) -> np.
 def _lengths_of_mean(z: np.ndarray, mean_tokens: float, workload: Workload) -> np.ndarray:
     """Return the lengths for the normal deviates `z`, with μ found by bisection."""
 
+    sigma, share = workload.sigma, workload.limit_share
+    if share is not None:
+        sigma = sigma_of(mean_tokens, workload.limit_tokens, share)
+
     def lengths(mu: float) -> np.ndarray:
-        raw = np.exp(np.minimum(mu + workload.sigma * z, 40.0))
+        raw = np.exp(np.minimum(mu + sigma * z, 40.0))
         return np.clip(np.rint(raw), 1, workload.limit_tokens).astype(np.int64)
 
     low, high = -20.0, float(np.log(workload.limit_tokens)) + 20.0

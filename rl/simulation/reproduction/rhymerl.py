@@ -1,10 +1,10 @@
 """RhymeRL's figure 14 and table 2: steps in opposite orders, two tiers, history's drafts.
 
-A run of steps over a few epochs of the same prompts; the first epoch is history only. The
-baseline trains one step off as well, with a barrier. Training has the devices that rollouts
-leave, and takes the share of the work that figure 2 gives. Ranks are as stable as figure 9 says:
-16% of math's responses move to a higher group, 28% of code's. For figures 13 and 15 the text
-gives averages over models and lengths only, for figures 16 to 18 ranges.
+A run of steps over a few epochs of the same prompts, of each of which a quarter is played; the
+first epoch is history only. The baseline trains one step off as well, with a barrier. Training has
+the devices that rollouts leave, and takes the share of the work that figure 2 gives. Ranks are as
+stable as figure 9 says: 16% of math's responses move to a higher group, 28% of code's. For figures
+13 and 15 the text gives averages over models and lengths only, for figures 16 to 18 ranges.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from sched.simulator.workloads import draw_epochs, draw_lengths, make_requests
 
 ASSUMED = (
     "simulated_cluster.workers",  # of the paper's 128 devices, two each
-    "workload.num_groups",
+    "workload.num_groups",  # 8K prompts; 20 epochs are 300 to 1,000 steps (figure 9): 16 an epoch
     "workload.mean_tokens",
+    "workload.sigma",
     "training_steps.growth",
 )
 FIGURE_14 = {"math": (1.43, 1.10, 1.50), "code": (1.41, 1.08, 1.40)}
@@ -89,7 +90,8 @@ def history_windows(config: TrainingStepsConfig) -> WindowMean:
 def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None) -> Tau:
     """Return τ with the published windows, or without drafts."""
     pace = Pace(1 + windows.drafts, windows.tokens) if windows else Pace()
-    return tau_of(instance.round_seconds, config.workload.prompt_tokens, pace)
+    prompt_tokens = config.workload.prompt_tokens
+    return tau_of(instance.round_seconds, instance.kv_tokens, prompt_tokens, pace)
 
 
 def histopipe(config: SimulateRun, groups: int, tau: Tau | None, train_s: float) -> HistoPipe:

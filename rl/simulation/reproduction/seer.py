@@ -6,6 +6,8 @@ gives no numbers for figure 7, and figures 3, 9 and 12 are courses over time.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 from rl.simulation.compare import play_policy, rollout_of
@@ -13,23 +15,53 @@ from rl.simulation.config import GroupedDraftsConfig, SimulateRun, make_instance
 from rl.simulation.draft_costs import Budgeted, RequestClass, chain_probs
 from rl.simulation.reproduction.rows import Entry, Figure, figures_of
 from sched.policies.specactor import prob_of
-from sched.simulator.roofline import Instance
+from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.workloads import make_requests
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput
 
 ASSUMED = (
     "workload.mean_tokens",  # of the paper's first public version, from memory
-    "grouped_drafts.lookup_s",  # fitted to Moonlight's grouped drafts
+    "workload.limit_share",  # figure 2: lengths reach the limit; nothing was fitted
+    "grouped_drafts.lookup_s",
 )
 TABLE_6 = {  # + divided, + context-aware, + grouped drafts
     "Moonlight": (1.27, 1.33, 1.77),
     "Qwen2-VL-72B": (1.31, 1.44, 1.87),
     "Kimi-K2": (1.35, 1.47, 1.77),
 }
+LATENT = ("Moonlight", "Kimi-K2")  # multi-head latent attention
 STUDIED = "Qwen2-VL-72B"  # the workload of figures 3, 8, 10 and 11, and of table 2's acceptance
 ACCEPTED = "accepted: table 2"  # the source of the acceptance in rows with drafts
 TAIL_CUT = 0.84  # by all of Seer: figure 8 has 75 to 93% over the three workloads
+
+
+@dataclasses.dataclass(frozen=True)
+class PathInstance(Instance):
+    """An instance whose attention reads a request's cache once for each path of its tree.
+
+    So latent attention is done: "multiple attention operations" (section 5). Other models share
+    the reads (cascade attention). A path has at most `window` draft tokens.
+    """
+
+    window: int = 8
+
+    def round_cost(
+        self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
+    ) -> RoundCost:
+        cost = super().round_cost(num_requests, num_nodes, other_requests)
+        paths = math.ceil((num_nodes - 1) / self.window)
+        moved_s = paths * self.model.kv_bytes / self._bytes_per_s
+        return dataclasses.replace(cost, per_position_s=max(cost.per_position_s, moved_s))
+
+
+def verifier_of(config: SimulateRun) -> Instance:
+    """Return a worker that verifies trees as the paper does for its model."""
+    instance = make_instance(config)
+    if instance.model.name not in LATENT:
+        return instance
+    fields = {f.name: getattr(instance, f.name) for f in dataclasses.fields(Instance)}
+    return PathInstance(**fields, window=config.grouped_drafts.window)
 
 
 def grouped_lanes(config: GroupedDraftsConfig) -> list[RequestClass]:
@@ -102,7 +134,7 @@ def figures(config: SimulateRun) -> list[Figure]:
 
 def play(config: SimulateRun, seed: int) -> dict[str, float]:
     """Return the rates of one rollout (1 / seconds), and its tails."""
-    instance, grouped = make_instance(config), config.grouped_drafts
+    instance, grouped = verifier_of(config), config.grouped_drafts
     requests, lengths = make_requests(*rollout_of(config, seed), known=True)
     lanes = grouped_lanes(grouped)
     round_models: dict[str, tuple[str, Budgeted | None]] = {

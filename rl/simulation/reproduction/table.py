@@ -40,7 +40,6 @@ PHYSICAL = (  # one set for all papers, which no paper gives
     "efficiency.overhead_s",
     "efficiency.layer_sync_s",
     "efficiency.memory",
-    "workload.sigma",
     "workload.group_share",
 )
 CALIBRATED, PREDICTED = "calibrated", "predicted"

@@ -98,7 +98,10 @@ def test_tau_is_the_rounds_of_a_response_in_a_batch_of_the_workers_share():
         asked.append((requests, positions, nodes))
         return 0.5
 
-    tau = tau_of(round_seconds, 10, Pace(nodes=3.0, tokens=2.0))
+    tau = tau_of(round_seconds, 180, 10, Pace(nodes=3.0, tokens=2.0))
     # 40 tokens at two a round; each request holds its prompt and half of its response
     assert tau(40, 6) == 10
     assert asked == [(6, 180, 3.0)]
+    # 180 positions are six requests' on average: twelve take turns
+    assert tau(40, 12) == 20
+    assert asked[1:] == [(6, 180, 3.0)]

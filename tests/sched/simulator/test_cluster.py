@@ -175,7 +175,20 @@ def test_lengths_have_the_mean_that_was_asked_for_and_groups_are_alike():
     assert collections.Counter(a.group_id for a in requests) == dict.fromkeys(range(400), 8)
 
 
+@pytest.mark.parametrize(("mean", "limit", "share"), [(4000, 32768, 0.01), (22386, 65536, 0.033)])
+def test_lengths_reach_their_limit_as_often_as_was_asked_for(mean, limit, share):
+    workload = Workload(20_000, 8, mean, limit, group_share=0.5, limit_share=share)
+    lengths = draw_lengths(workload, seed=0)
+    assert lengths.mean() == pytest.approx(mean, rel=0.01)
+    assert (lengths == limit).mean() == pytest.approx(share, rel=0.05)
+    # the law is a lognormal below the limit: quantiles of log-lengths are those of a normal
+    q10, q50, q90 = np.log(np.quantile(lengths, (0.1, 0.5, 0.9)))
+    assert q90 - q50 == pytest.approx(q50 - q10, rel=0.03)
+
+
 def test_impossible_workloads_are_refused():
+    with pytest.raises(ValueError, match="limit_share < mean_tokens / limit_tokens"):
+        Workload(1, 1, 5, 50, limit_share=0.1)
     with pytest.raises(ValueError, match="mean_tokens < limit_tokens"):
         Workload(1, 1, 50, 50)
     with pytest.raises(ValueError, match="group_share in 0"):
@@ -282,5 +295,5 @@ def test_the_second_tier_fills_the_gaps_that_a_few_long_responses_leave(request_
         return simulation.run_steps(steps, [1.0] * len(steps)).trained_s[-1]
 
     one_tier = seconds(None)
-    two_tiers = seconds(lambda: tau_of(costs.round_seconds, 5, Pace()))
+    two_tiers = seconds(lambda: tau_of(costs.round_seconds, 10**6, 5, Pace()))
     assert one_tier / two_tiers >= least_gain
