@@ -83,7 +83,7 @@ class RowMemory:
 
     def chunk_start(self, row: int, start: int) -> int:
         """Return where a chunk from `start` on begins: its whole window lies inside the row."""
-        return min(start, self.held.num_positions - self._runner.config.chunk_tokens)
+        return min(start, self.held.num_positions - self._runner.chunk_tokens)
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Copy prompts, (from row, to row); return the rows that have theirs."""

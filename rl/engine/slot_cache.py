@@ -166,7 +166,7 @@ class SlotCache:
     def next_chunks(self) -> np.ndarray:
         """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`."""
         table, table_TX = self.table, self._runner.no_chunks()
-        T, C = len(table_TX), self._runner.config.chunk_tokens
+        T, C = len(table_TX), self._runner.chunk_tokens
         _, rows = admission.fills(table.lacking(), table.prompts)
         starts = ((row, at) for row in rows for at in self._starts(row, C))
         for i, (row, start) in enumerate(itertools.islice(starts, T)):
@@ -184,7 +184,7 @@ class SlotCache:
         """Write what a round computed for chunks; return how many tokens rows lacked of them."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
-        C, found = self._runner.config.chunk_tokens, 0
+        C, found = self._runner.chunk_tokens, 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
             found += self._filled(row, start + C)
         return found
