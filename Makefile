@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train smollm2 test pytest parity lint types format bench docs clean
+.PHONY: train smollm2 test pytest parity lint types format bench soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
@@ -53,6 +53,10 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.rollout --json $(ARGS)
+
+# 20,000 random rollouts with few pages, on a device that computes hashes: a quarter of an hour.
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks.page_soak --json $(ARGS)
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)
