@@ -8,7 +8,7 @@ import pytest
 from rl.engine.config import EngineConfig
 from rl.engine.page_memory import PageMemory
 from rl.engine.page_table import PageTable
-from rl.engine.rollout_spec import RequestSource, RolloutSpec
+from rl.engine.rollout_spec import RequestSource, RolloutSpec, draft_with
 from rl.engine.slot_cache import SlotCache
 from rl.trajectory import PartialRequest, Request
 from spec.config import SamplingConfig
@@ -46,12 +46,19 @@ def engine_of(ways=1, cls=SymbolicEngine, **changes):
     return engine
 
 
-def rollout(engine, requests, source=None):
+def rollout(engine, requests, source=None, drafter=None):
     """The responses, which are what they have to be, and none of which hangs."""
-    spec, done = RolloutSpec(None, SamplingConfig(max_new_tokens=32), KEY), []
+    sampling, done = SamplingConfig(max_new_tokens=32), []
+    spec = RolloutSpec(None, sampling, KEY, drafts=draft_with(drafter))
+
+    def ended(trajectory):
+        done.append(trajectory)
+        if source is not None:
+            source.ended.append(trajectory.request_id)
+
     with symbolic_device.device(), random_rollouts.ends_within(20):
         given = [] if source else requests
-        engine.run(spec, given, source=source, on_finish=done.append)
+        engine.run(spec, given, source=source, on_finish=ended)
     found = {t.request_id: t.response_ids.tolist() for t in done}
     assert found == {r.request_id: symbolic_device.response(r)[0] for r in requests}
 
@@ -73,29 +80,31 @@ def test_slots_of_two_parts_with_few_pages_do_not_hang():
     rollout(engine_of(2, pages=12), group)
 
 
-class Batches(RequestSource):
-    """Brings `first`; once its chunks have ended, lists them as `then` says with what they have."""
+class Turns(RequestSource):
+    """Brings what each turn `(is_due, requests)` makes of the requests that left, once it is due.
+
+    Requests leave as their chunks end, with keys and values.
+    """
 
     most_requests, longest_tokens, kv_tokens, lets_go = 4, 40, 10**6, False
 
-    def __init__(self, first, then):
-        self.first, self.then, self.parked = first, then, []
+    def __init__(self, *turns):
+        self.turns, self.left, self.ended = list(turns), [], []
 
     def take(self, *, wait):
-        if self.first:
-            taken, self.first = self.first, []
-        elif self.then and len(self.parked) == self.then.count(None):
-            parked = iter(self.parked)
-            taken, self.then = [next(parked) if p is None else p for p in self.then], []
-        else:
-            return [] if self.then else None
-        return taken
+        if not self.turns:
+            return None
+        is_due, requests = self.turns[0]
+        if not is_due(self):
+            return []
+        self.turns.pop(0)
+        return requests(self.left)
 
     def chunk_ended(self, request_id, response_tokens):
         return 0
 
     def park(self, leaving):
-        self.parked += [dataclasses.replace(p, max_tokens=None) for p in leaving]
+        self.left += [dataclasses.replace(p, max_tokens=None) for p in leaving]
 
 
 class Watched(SymbolicEngine):
@@ -116,10 +125,28 @@ def test_what_comes_back_shares_the_pages_of_its_prompt():
     """
     prompt = tuple(range(1, 23))
     one, two = (Request(i, prompt, 0, i, max_new_tokens=18 - 16 * i) for i in range(2))
-    source = Batches([PartialRequest(one, max_tokens=5)], [PartialRequest(two), None])
+    source = Turns(
+        (lambda source: True, lambda left: [PartialRequest(one, max_tokens=5)]),
+        (lambda source: source.left, lambda left: [PartialRequest(two), *left]),
+    )
     engine = engine_of(cls=Watched, slots=2, min_slots=2, pages=11)
     rollout(engine, [one, two], source)
     assert engine.most_busy == 2 and engine.stats.preemptions == 0
+
+
+def test_what_waits_for_a_row_is_written_before_others_share_its_pages():
+    """A short request ends in a round with drafts; what comes next shares pages there."""
+    group = [Request(i, tuple(range(1, 11)), 0, i, max_new_tokens=20) for i in range(2)]
+    short = Request(2, (1, 2), 1, 0, max_new_tokens=4)
+    source = Turns(
+        (lambda source: True, lambda left: [PartialRequest(group[0], max_tokens=1)]),
+        (lambda source: source.left, lambda left: list(map(PartialRequest, (short, group[1])))),
+        (lambda source: 2 in source.ended, lambda left: left),
+    )
+    known = {r.request_id: symbolic_device.response(r)[0] for r in (*group, short)}
+    trees = random_rollouts.KnownTrees(known, np.random.default_rng(0))
+    engine = engine_of(slots=2, min_slots=2, max_nodes=4)
+    rollout(engine, [*group, short], source, trees)
 
 
 def test_a_round_that_does_nothing_says_who_has_which_pages(monkeypatch):
