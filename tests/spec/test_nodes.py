@@ -133,7 +133,7 @@ def test_trees_on_the_device_are_packed_as_the_host_would(count_B):
 @pytest.mark.parametrize("num_nodes", [9, 12])
 def test_where_nodes_lie_by_hand(num_nodes):
     drafts = stack([chain([7, 8]), BRANCHING], 5)
-    table = nodes.pack(drafts, np.array([1, 5]), np.array([2, 0]), 3, num_nodes)
+    table = nodes.pack(drafts, np.array([1, 5]), np.array([2, 0]), 3, num_nodes, 6)
     found = nodes.trees(Nodes(*map(jnp.asarray, table[:3])), 3, max_nodes=6)
     assert found.first_B.tolist() == [0, 6, 7]
     assert found.place_M[:9].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1]
