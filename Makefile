@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train smollm2 test pytest parity lint types format bench docs clean
+.PHONY: train smollm2 test pytest parity lint types format bench soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
@@ -61,6 +61,12 @@ bench: $(INSTALLED)
 .venv/gpu_compiler/.installed: constraints.txt | $(INSTALLED)
 	$(PIP) --no-deps --upgrade --target $(@D) jax-cuda13-pjrt jax-cuda13-plugin
 	@touch $@
+
+# Half an hour each: every pair of settings of rollouts; 20,000 random rollouts with few pages, on a
+# device that computes hashes.
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks.combinations --json
+	$(BIN)/python -m benchmarks.page_soak --json
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)

@@ -198,7 +198,11 @@ class Drafter(Protocol):
     skipped: frozenset[str] = frozenset()
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        """Draft up to `max_nodes_A` tokens for each live request, at most `max_nodes`."""
+        """Draft up to `max_nodes_A` tokens for each live request, at most `max_nodes`.
+
+        A parent comes before its children, and siblings differ in their tokens: the round fails
+        with ValueError otherwise.
+        """
         ...
 
     def in_rounds(self) -> RoundsDrafter | None:
