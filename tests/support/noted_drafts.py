@@ -2,6 +2,7 @@
 
 import collections
 
+from spec.budget.goodput import Goodput
 from spec.drafter import Drafter
 
 
@@ -18,6 +19,17 @@ class Noted(Drafter):
         for tokens_N, parents_N, n in zip(*columns, strict=True):
             if n:
                 self.trees[(*tokens_N[:n].tolist(), *parents_N[:n].tolist())] += 1
+
+
+class NotedGoodput(Goodput):
+    """Decides as `Goodput` does, and counts its decisions for rounds that draft on the device."""
+
+    num_unseen = 0
+
+    def unseen(self, live, most_tokens, sizes, num_slots):
+        decision = super().unseen(live, most_tokens, sizes, num_slots)
+        self.num_unseen += decision is not None
+        return decision
 
 
 def share_of_same(one, other):
