@@ -68,11 +68,15 @@ def make_bandit(
 
 
 class BanditBudget(Budget):
-    """The budget of one rollout, by a bandit that learns from rollout to rollout."""
+    """The budget of one rollout, by a bandit that learns from rollout to rollout.
+
+    Rounds in which cached responses go on are no arm's: the measured seconds decide on them, and
+    the bandit learns nothing.
+    """
 
     def __init__(self, bandit: BegMab, times: RoundTimes, union: DrafterUnion) -> None:
         self._bandit, self._times, self._union = bandit, times, union
-        self._strategy, self._size = PLAIN, 1
+        self._strategy, self._size, self._is_mixed = PLAIN, 1, False
         self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
@@ -91,6 +95,7 @@ class BanditBudget(Budget):
         self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
     ) -> DraftDecision | None:
         decision = equal_trees(self._strategy.verify_tokens, sizes, num_slots)
+        self._is_mixed = False
         if decision is not None:
             self._size = decision.num_nodes
         return decision
@@ -103,16 +108,33 @@ class BanditBudget(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        # as many nodes as the strategy may have: one size of each range is compiled
-        most = num_slots * (self._strategy.verify_tokens + 1)
-        self._size = next((m for m in sizes if m >= most), max(sizes, default=num_slots))
-        if self._size == num_slots or not drafts.count_A.any():
+        # as many nodes as the range's strategies may have: one size of each range is compiled
+        self._is_mixed = bool(drafts.cached_A.any())
+        most = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
+        if not self._is_mixed:
+            most = self._strategy.verify_tokens
+        wanted = num_slots * (most + 1)
+        self._size = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
+        taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
+        if not taken_A.any() or (self._is_mixed and not self._pays(drafts, taken_A)):
             self._size = num_slots
             return plain(num_slots)
-        taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
         return DraftDecision(self._size, taken_A)
 
+    def _pays(self, drafts: Drafts, taken_A: np.ndarray) -> bool:
+        """Return whether a round pays where cached responses go on, which no arm has drafted."""
+        num_slots, num_positions = self._bucket
+        plain_s = self._times(num_slots, num_slots, num_positions)
+        round_s = self._times(num_slots, self._size, num_positions)
+        if plain_s is None or round_s is None:
+            return True
+        taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
+        accepted = float(drafts.prob_AN[taken_AN].sum())  # as expected
+        return (len(taken_A) + accepted) / round_s > len(taken_A) / plain_s
+
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        if self._is_mixed:  # the round was not the arm's choice
+            return
         verified = acceptance.verified
         accepted_A = acceptance.accepted_AN.sum(axis=1) if verified else np.zeros(len(live))
         self._record(accepted_A, self._size)
