@@ -211,7 +211,8 @@ class Drafter(Protocol):
     """Proposes drafts; the engine calls `propose` at most once a round.
 
     It asks for those requests alone that may have draft tokens: not for those with a cached
-    response that goes on. `skipped` names the drafters that a union of several is not to ask in the next round.
+    response that goes on. `skipped` names the drafters that a union of several is not to ask in the
+    next round.
     """
 
     skipped: frozenset[str] = frozenset()
