@@ -220,9 +220,7 @@ class Speculation:
     def load_state(self, state: Mapping[str, Any]) -> None:
         for worker, saved in state.get("bandits", {}).items():
             if self.config.budget == BANDIT:
-                # older checkpoints hold an arm that there is no more
-                kept = [w for w in saved["windows"] if not w["strategy"].startswith("lookup × ")]
-                self.bandit(int(worker)).load_state({**saved, "windows": kept})
+                self.bandit(int(worker)).load_state(saved)
 
     def history_metrics(self) -> dict[str, float]:
         """Return metrics of the rollout's history, and of the cache."""

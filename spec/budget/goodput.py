@@ -40,8 +40,8 @@ class Goodput(Budget):
     The best are those of `spec.budget.budget.best`. `s_a` is the ratio of accepted to expected
     draft tokens of a request so far, shrunk towards that of all requests; draft tokens that were
     not verified are compared with what was then drawn. Cached responses have a factor of 1. A
-    mode is left only for one that promises `BETTER`. Drafts cost the host's time: while plain decoding wins, they are asked for after a
-    `Backoff`, or once the batch shrinks.
+    mode is left only for one that promises `BETTER`. Drafts cost the host's time: while plain
+    decoding wins, they are asked for after a `Backoff`, or once the batch shrinks.
     """
 
     def __init__(self, times: RoundTimes) -> None:

@@ -292,13 +292,6 @@ def test_only_its_own_part_of_a_union_counts():
     assert drafter._plans.heard == [(Source.MODEL, (0, 1, 2))]
 
 
-def test_drafts_of_other_requests_are_not_learnt_from():
-    drafter, _ = made()
-    proposed(drafter, live_texts([1, 2]))
-    drafter.observe(no_drafts(2, 4), Acceptance(True, masks("....", "...."), masks("....", "....")))
-    assert drafter._plans.heard == []
-
-
 def test_decoupled_from_somebody():
     with pytest.raises(AssertionError, match="decoupled from nobody"):
         DecoupledDrafter([], OnePlan(PLAN), SamplingConfig())
