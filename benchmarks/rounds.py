@@ -172,7 +172,7 @@ class Batch:
 
     def call(self) -> None:
         B, M, drafts = self.num_slots, self.num_nodes, self.drafts
-        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, M)
+        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, M, self.max_nodes)
         *self.state, self.slots, self.found, _ = verify_round(
             self.rounds.params,
             *self.state,

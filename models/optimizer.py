@@ -32,6 +32,5 @@ def clipped_adamw(
         weight_decay=weight_decay,
         mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
     )
-    if max_grad_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, adamw)  # of one structure, so that a run can be resumed with either

@@ -8,11 +8,9 @@ Shape suffixes: I inputs, O outputs, R rows, D model width, F feature width.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -125,7 +123,7 @@ def _cut(weight_FD: jax.Array, parts: int) -> jax.Array:
 
 
 def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """Compute `few` where x has few rows and a CPU computes, else `many`; both give the same."""
+    """Compute `few` if x has few rows and a CPU computes, else `many`."""
     if math.prod(x.shape[:-1]) > FEW_ROWS:
         return many(x, *weights)
     return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
@@ -148,32 +146,14 @@ def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Arra
 
 
 def _as_columns(x: jax.Array) -> jax.Array:
-    """Turn [..., I] to [I, R], with columns added up to a multiple of `columns_at_a_time`.
+    """Turn [..., I] to [I, R].
 
-    XLA's CPU product has kernels for several numbers of columns, which sum in different orders. So
-    there is one number of them: a row's bits do not depend on the others, on which timing may
-    decide. One row is a sum of its own.
+    Nothing is padded: XLA's CPU product has kernels for several numbers of columns that sum in
+    different orders, but so have the norms and softmaxes around it.
     """
-    x_RI = x.reshape(-1, x.shape[-1])
-    if (rows := len(x_RI)) > 1:
-        x_RI = jnp.pad(x_RI, ((0, -rows % columns_at_a_time()), (0, 0)))
-    return x_RI.T
-
-
-@functools.cache
-def columns_at_a_time() -> int:
-    """Return the columns of the one kernel that all products of few rows go through.
-
-    With AVX-512 there are kernels of 16, 32 and 64 columns, of which the widest takes all rows at
-    once. Without it rows were found to have the same bits in kernels of 16.
-    """
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return FEW_ROWS  # whatever the kernels: all have the same shape
-    return FEW_ROWS if "avx512f" in flags or "avx" not in flags else 16
+    return x.reshape(-1, x.shape[-1]).T
 
 
 def _as_rows(x_OR: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Turn columns back to [*shape, O]."""
-    return x_OR.T[: math.prod(shape)].reshape(*shape, -1)
+    return x_OR.T.reshape(*shape, -1)

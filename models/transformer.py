@@ -243,8 +243,7 @@ def hidden_beside_chunks(
 ) -> tuple[jax.Array, Cached, Entries]:
     """Compute `hidden_with_cache` of a node a slot, [B, D], and the entries of chunks beside it.
 
-    On a CPU the nodes' bits are those of `hidden_with_cache`, up to `models.products.FEW_ROWS`
-    rows. The entries of `chunks`, whose rows have no node that is written, are not written.
+    The entries of `chunks`, whose rows have no node that is written, are not written.
     """
     B = len(tokens_B)
     tokens_X = jnp.concatenate([tokens_B, chunks.tokens_TC.reshape(-1)])

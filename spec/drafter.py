@@ -97,6 +97,20 @@ class Drafts(NamedTuple):
     def max_nodes(self) -> int:
         return self.tokens_AN.shape[1]
 
+    @property
+    def cached_A(self) -> np.ndarray:
+        """Return whose draft is their cached response; bool [A]."""
+        return (self.count_A > 0) & (self.sources_AN[:, 0] == Source.CACHED)
+
+    def take(self, chosen_A: np.ndarray) -> Drafts:
+        """Return the drafts of the requests that a mask or an index array chooses."""
+        return Drafts(*(x[chosen_A] for x in self))
+
+    def put(self, chosen_A: np.ndarray, found: Drafts) -> None:
+        """Write the drafts of some requests in place of what they had."""
+        for whole, part in zip(self, found, strict=True):
+            whole[chosen_A] = part
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Acceptance:
@@ -109,6 +123,10 @@ class Acceptance:
     verified: bool
     accepted_AN: np.ndarray
     observed_AN: np.ndarray
+
+    def take(self, chosen_A: np.ndarray) -> Acceptance:
+        """Return that of the requests that a mask or an index array chooses."""
+        return Acceptance(self.verified, self.accepted_AN[chosen_A], self.observed_AN[chosen_A])
 
 
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
@@ -190,15 +208,21 @@ class RoundsDrafter(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes drafts; the engine calls `propose` once a round.
+    """Proposes drafts; the engine calls `propose` at most once a round.
 
-    `skipped` names the drafters that a union of several is not to ask in the next round.
+    It asks for those requests alone that may have draft tokens: not for those with a cached
+    response that goes on. `skipped` names the drafters that a union of several is not to ask in the
+    next round.
     """
 
     skipped: frozenset[str] = frozenset()
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        """Draft up to `max_nodes_A` tokens for each live request, at most `max_nodes`."""
+        """Draft up to `max_nodes_A` (1 or more) tokens for each request, at most `max_nodes`.
+
+        A parent comes before its children, and siblings differ in their tokens: the round fails
+        with ValueError otherwise.
+        """
         ...
 
     def in_rounds(self) -> RoundsDrafter | None:
@@ -206,7 +230,10 @@ class Drafter(Protocol):
         return None
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        """Learn what was accepted of the last drafts."""
+        """Learn what was accepted of the last drafts: the requests are those of `propose`.
+
+        Not called for rounds in which nothing was proposed.
+        """
         return
 
     def committed(self, live: LiveSlots) -> None:

@@ -47,20 +47,39 @@ class Nodes:
 
 
 def pack(
-    drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_slots: int, num_nodes: int
+    drafts: Drafts,
+    taken_A: np.ndarray,
+    rows_A: np.ndarray,
+    num_slots: int,
+    num_nodes: int,
+    max_nodes: int,
 ) -> np.ndarray:
     """Return a root for every slot and the first `taken_A` draft tokens of each request; [5, M].
 
-    The rows are those of `Nodes`, float32 as bits; nothing is given. Raises AssertionError where
-    they are more than `num_nodes`, or a draft token's parent does not come before it.
+    The rows are those of `Nodes`, float32 as bits; nothing is given. Raises ValueError for what
+    would change tokens: more nodes than `num_nodes` in all or `max_nodes` of a slot, which a budget
+    must not take; a parent that does not come before its child, or siblings with one token, which a
+    drafter must not propose.
     """
-    assert num_slots + int(taken_A.sum()) <= num_nodes, (num_slots, taken_A, num_nodes)
+    taken, most = int(taken_A.sum()), int(taken_A.max(initial=0))
+    if num_slots + taken > num_nodes or most >= max_nodes:
+        raise ValueError(
+            f"the budget took {taken} draft tokens, {most} of one request: expected at most "
+            f"{num_nodes - num_slots}, and {max_nodes - 1} of one request, in a round of "
+            f"{num_nodes} nodes and {num_slots} slots; mend: see spec.budget.budget.DraftDecision"
+        )
     table_5M = np.empty((5, num_nodes), np.int32)
     table_5M[3:] = NOT_GIVEN
     request_B = np.full(num_slots, -1, np.int32)
     request_B[rows_A] = np.arange(len(rows_A))
-    bad = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, table_5M)
-    assert bad < 0, f"node {bad} of the round: its parent does not come before it"
+    a, i = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, most, table_5M)
+    if a >= 0:
+        parent, token = int(drafts.parents_AN[a, i]), int(drafts.tokens_AN[a, i])
+        raise ValueError(
+            f"draft token {i} of live request {a} is {token} behind parent {parent}: expected a "
+            f"parent in −1 … {i - 1}, and siblings that differ in their tokens; mend: see "
+            "spec.drafter.Drafter.propose"
+        )
     return table_5M
 
 
@@ -72,21 +91,30 @@ def unpack(table_5M: jax.Array) -> Nodes:
 
 
 @numba.njit(cache=True, nogil=True)
-def _pack(tokens_AN, parents_AN, taken_A, request_B, table_5M):  # type: ignore[no-untyped-def]
+def _pack(tokens_AN, parents_AN, taken_A, request_B, most, table_5M):  # type: ignore[no-untyped-def]
+    """Return the request and the place of the first draft token that is wrong; −1 if none is."""
     m, num_slots = 0, len(request_B)
+    last_N, before_N = np.empty(most + 1, np.int32), np.empty(most, np.int32)  # siblings
     for b in range(num_slots):
         root, a = m, request_B[b]
         table_5M[0, m], table_5M[1, m], table_5M[2, m] = 0, b, NO_PARENT
         m += 1
+        last_N[:] = -1
         for i in range(taken_A[a] if a >= 0 else 0):
             parent = parents_AN[a, i]
             if parent >= i or parent < -1:
-                return m
+                return a, i
+            sibling = before_N[i] = last_N[parent + 1]
+            while sibling >= 0:
+                if tokens_AN[a, sibling] == tokens_AN[a, i]:
+                    return a, i
+                sibling = before_N[sibling]
+            last_N[parent + 1] = i
             table_5M[0, m], table_5M[1, m] = tokens_AN[a, i], b
             table_5M[2, m] = root + 1 + parent
             m += 1
     table_5M[0, m:], table_5M[1, m:], table_5M[2, m:] = PADDING, num_slots, NO_PARENT
-    return -1
+    return -1, -1
 
 
 def roots(last_token_B: jax.Array) -> Nodes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,16 +91,21 @@ def position_keys(keys_B: jax.Array, positions_BN: jax.Array) -> jax.Array:
     )
 
 
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Return the bits of float32 numbers as int32 of their order, or such numbers as bits."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
 def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> jax.Array:
-    """Return values ≥ x, for the largest x with Σ weights[values ≥ x] ≥ enough, without sorting.
+    """Return the largest x with Σ weights[values ≥ x] ≥ enough, without sorting.
 
     Bisection over the 2³² float32 values in their integer order: 32 reductions
     instead of a sort of the vocabulary.
     """
 
     def ordered(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # −0 is 0
-        return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        x = jnp.where(x == 0, 0.0, x)  # −0 is 0
+        return _flipped(jax.lax.bitcast_convert_type(x, jnp.int32))
 
     order_V = ordered(values_V)
     low = ordered(jnp.min(values_V, axis=-1))  # always enough
@@ -114,7 +120,7 @@ def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> 
         return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
 
     low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
-    return order_V >= low[..., None]
+    return jax.lax.bitcast_convert_type(_flipped(low), jnp.float32)
 
 
 def processed_logits(
@@ -130,18 +136,30 @@ def processed_logits(
     greedy = temperature <= 0
     scale = jnp.where(greedy, 1.0, temperature)
     logits_V = logits_V.astype(jnp.float32) / scale[..., None]
-    cuts_k, cuts_p = (top_k > 0) & ~greedy, (top_p < 1) & ~greedy
 
-    def cut_k(x_V: jax.Array) -> jax.Array:
-        keep = _threshold(x_V, top_k.astype(jnp.float32), jnp.ones_like(x_V))
-        return jnp.where(keep | ~cuts_k[..., None], x_V, -jnp.inf)
+    def least_k() -> jax.Array:
+        return _threshold(logits_V, top_k.astype(jnp.float32), jnp.ones_like(logits_V))
 
-    def cut_p(x_V: jax.Array) -> jax.Array:
-        keep = _threshold(x_V, top_p, jax.nn.softmax(x_V, axis=-1))
-        return jnp.where(keep | ~cuts_p[..., None], x_V, -jnp.inf)
+    least = _where_any((top_k > 0) & ~greedy, least_k)
 
-    logits_V = jax.lax.cond(jnp.any(cuts_k), cut_k, lambda x: x, logits_V)
-    return jax.lax.cond(jnp.any(cuts_p), cut_p, lambda x: x, logits_V)
+    def least_p() -> jax.Array:
+        left_V = _without(logits_V, least)
+        return _threshold(left_V, top_p, jax.nn.softmax(left_V, axis=-1))
+
+    return _without(logits_V, jnp.maximum(least, _where_any((top_p < 1) & ~greedy, least_p)))
+
+
+def _where_any(cuts: jax.Array, least: Callable[[], jax.Array]) -> jax.Array:
+    """Return `least`, a number of each row, in the rows that are cut, and −inf in others.
+
+    No logits leave the condition: XLA for GPUs makes what does whole on every device.
+    """
+    nothing = jnp.full(cuts.shape, -jnp.inf)
+    return jax.lax.cond(jnp.any(cuts), lambda: jnp.where(cuts, least(), nothing), lambda: nothing)
+
+
+def _without(logits_V: jax.Array, least: jax.Array) -> jax.Array:
+    return jnp.where(logits_V < least[..., None], -jnp.inf, logits_V)
 
 
 def uniforms(keys: jax.Array) -> jax.Array:
@@ -190,6 +208,7 @@ def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]
     u_2 = uniforms(keys)
     block = _first_above(mass_C, upto_C, u_2[..., 0] * total)
     mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
+    mass_W = constrain(mass_W, *rows, None)
     upto_W = jnp.cumsum(mass_W, axis=-1)
     inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
     return (block * W + inside).astype(jnp.int32), total

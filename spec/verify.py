@@ -317,11 +317,7 @@ def decode_beside_chunks(
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
-    """Run a round without drafts that computes chunks too; the results are as of `verify_round`.
-
-    On a CPU its draws and log-probabilities have the bits of `decode_rounds`, if nodes and chunks
-    are at most `models.products.FEW_ROWS` rows.
-    """
+    """Run a round without drafts that computes chunks too; the results are as of `verify_round`."""
     cache, pending = settle(cache, pending)
     chunks = Chunks.of_table(chunks_TX)
     cache, slots, drawn = decode(config, params, cache, slots, stop_E, scheme, chunks)

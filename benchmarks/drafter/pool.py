@@ -255,7 +255,7 @@ class Programs:
     def _round(self, engine: Engine, B: int, num_nodes: int) -> Any:
         params, *state, stop_E = self._rows(engine, B)
         nothing = no_drafts(0, 1)
-        nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes)
+        nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes, 1)
         options = engine.verify_options(self.sampling.draw, B, B * num_nodes)
         return verify.verify_round.lower(params, *state, nodes_5M, stop_E, None, **options)
 

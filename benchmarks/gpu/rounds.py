@@ -75,7 +75,7 @@ class Bench:
         drafts.tokens_AN[:] = tokens_BN[:, :-1]
         drafts.parents_AN[:] = np.arange(-1, N - 2)
         drafts.count_A[:] = N - 1
-        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, B * N)
+        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, B * N, N)
 
     def verify(self, live: int) -> tuple[np.ndarray, np.ndarray]:
         """Run a round that verifies; returns the tokens, [B, N], and how many each slot got."""

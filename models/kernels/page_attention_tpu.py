@@ -199,7 +199,7 @@ def _attend_block(
 
 def wide(x_Xl: jax.Array, width: int) -> jax.Array:
     """Return columns that are all the same, `width` of them."""
-    return jnp.concatenate([x_Xl] * (width // LANES), axis=1)
+    return jnp.concatenate([x_Xl] * (width // LANES), axis=-1)
 
 
 def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:

@@ -7,6 +7,7 @@ from the schedules that the TPU compiler made of the kernels.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -82,13 +83,13 @@ def page_tiles(
     """Return the tiles of attention over pages of `page_tokens` positions, of so many queries.
 
     What the table does not have follows from one rule: a block has as many bytes as one of 2048
-    head-positions of 128 numbers in bfloat16, and the buffers have 4 MiB. Everywhere a block is at
-    least 128 positions and at most `MAX_SCORES` scores a head, and there are 2 to 8 buffers.
+    head-positions of 128 numbers in bfloat16, and the buffers have 4 MiB. Everywhere a block is a
+    multiple of 128 positions and at most `MAX_SCORES` scores a head, and there are 2 to 8 buffers.
     """
     default = PageSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
     sizes = PAGE_SIZES.get((generation, "page_attention", head_dim, itemsize), default)
     positions = min(sizes.block_positions // num_kv_heads, MAX_SCORES // num_rows)
-    least = max(1, 128 // page_tokens)
+    least = 128 // math.gcd(128, page_tokens)
     block_pages = max(1, positions // (page_tokens * least)) * least
     block_bytes = 2 * block_pages * page_tokens * num_kv_heads * head_dim * itemsize
     return PageTiles(block_pages, min(8, max(2, sizes.buffer_bytes // block_bytes)))

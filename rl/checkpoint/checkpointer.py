@@ -33,7 +33,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -241,10 +241,11 @@ class Checkpointer:
         if threading.current_thread() is threading.main_thread():
             self._patience.alive()
 
-    def restore(self, template: PyTree) -> Restored:
+    def restore(self, template: PyTree, *, optional: Sequence[str] = ()) -> Restored:
         """Wait for the save in progress, then `reader.restore` the newest whole checkpoint."""
         self.wait()
-        return restore(self.directory, template, processes=self._processes)
+        options: dict[str, Any] = {"optional": optional, "processes": self._processes}
+        return restore(self.directory, template, **options)
 
     def close(self) -> None:
         """Finish the save in progress, release the directory. Raises as `wait` does, or SaveError.

@@ -5,9 +5,11 @@ Reading changes nothing, so that it may happen beside a run that is writing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class Restored:
     """The contents of a checkpoint; `warnings` name the damaged ones that were skipped.
 
     `files` is the folder of linked files; those in `damaged_files` differ from what was linked.
+    Parts that it is `lacking` are the template's own.
     """
 
     step: int
@@ -50,6 +53,7 @@ class Restored:
     warnings: tuple[str, ...] = ()
     files: Path | None = None
     damaged_files: frozenset[str] = frozenset()
+    lacking: tuple[str, ...] = ()
 
 
 def restore(
@@ -58,15 +62,18 @@ def restore(
     step: int | None = None,
     *,
     subset: bool = False,
+    optional: Sequence[str] = (),
     processes: Processes = ALONE,
 ) -> Restored:
     """Restore the newest whole checkpoint (or exactly `step`), verified before use.
 
     `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure
     and on its shardings (the first local device where it has none), committed to their devices
-    where the template's are. `subset` allows it to ask for fewer arrays than were saved (a
-    policy alone). Arrays of a mesh over several `processes` are restored by all of them together,
-    whatever their number was when they were saved. Raises NoWholeCheckpointError, or
+    where the template's are, in its types: numbers of another floating type are rounded. `subset`
+    allows it to ask for fewer arrays than were saved (a policy alone). Parts of the tree whose
+    paths begin with one of `optional` may be in one of the two alone. Arrays of a mesh over several
+    `processes` are restored by all of them together, whatever their number was when they were
+    saved. Raises NoWholeCheckpointError, or
     StructureMismatchError naming the first paths that differ.
     """
     directory = Path(directory).absolute()
@@ -74,14 +81,30 @@ def restore(
     folder = step_folder(directory, chosen)
     wanted = flatten(template, concrete=False)
     saved = manifest.read_manifest(folder)["extra"]["arrays"]
-    _check_structure(folder, describe(wanted), saved, subset=subset)
-    flat = read_arrays(folder / ARRAYS, wanted)
+    lacking = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
+    own = {path: x for path, x in wanted.items() if path.startswith(lacking)}
+    flat = own | read_arrays(folder / ARRAYS, {p: x for p, x in wanted.items() if p not in own})
     host = host_state.read(folder / "host")
     treedef = jax.tree.structure(template)
     tree = treedef.unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
     has_files = files.is_dir() and not files.is_symlink()
-    return Restored(chosen, tree, host, warnings, files if has_files else None, damaged)
+    return Restored(chosen, tree, host, warnings, files if has_files else None, damaged, lacking)
+
+
+def check_structure(directory: Path, template: PyTree, optional: Sequence[str] = ()) -> None:
+    """Compare the newest checkpoint with shapes, by its manifest alone, as `restore` will.
+
+    Raises StructureMismatchError. Says nothing where no manifest can be read.
+    """
+    for step in list_steps(directory):
+        with contextlib.suppress(manifest.ManifestError):
+            folder = step_folder(directory, step)
+            saved = manifest.read_manifest(folder)["extra"].get("arrays")
+            if isinstance(saved, dict):
+                wanted = describe(flatten(template, concrete=False))
+                _check_structure(folder, wanted, saved, optional, subset=False)
+                return
 
 
 def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[Problem]]:
@@ -187,12 +210,26 @@ def describe(flat: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_structure(
-    folder: Path, wanted: dict[str, str], saved: dict[str, str], *, subset: bool
-) -> None:
-    paths = list(wanted) + ([] if subset else [path for path in saved if path not in wanted])
-    wrong = [path for path in paths if wanted.get(path) != saved.get(path)]
+    folder: Path,
+    wanted: dict[str, str],
+    saved: dict[str, str],
+    optional: Sequence[str],
+    *,
+    subset: bool,
+) -> tuple[str, ...]:
+    """Return the optional parts that are wanted and were not saved."""
+
+    def lack(part: str, paths: Iterable[str]) -> bool:
+        return not any(path.startswith(part) for path in paths)
+
+    lacking = tuple(p for p in optional if lack(p, saved) and not lack(p, wanted))
+    unwanted = tuple(p for p in optional if lack(p, wanted))
+    paths = [path for path in wanted if not path.startswith(lacking)]
+    if not subset:
+        paths += [path for path in saved if path not in wanted and not path.startswith(unwanted)]
+    wrong = [path for path in paths if not _fits(wanted.get(path), saved.get(path))]
     if not wrong:
-        return
+        return lacking
     lines = [
         f"  {path}: expected {wanted.get(path, 'no array')}, got {saved.get(path, 'no array')}"
         for path in wrong[:_SHOWN]
@@ -201,3 +238,11 @@ def _check_structure(
         f"{folder} holds another model or optimizer: {len(wrong)} of {len(paths)} arrays differ, "
         "first\n" + "\n".join(lines) + "\nuse the configuration that wrote it, or another directory"
     )
+
+
+def _fits(wanted: str | None, saved: str | None) -> bool:
+    """Return whether an array can be read as another: of its shape, floats from any floats."""
+    if wanted is None or saved is None:
+        return False
+    (one, shape), (other, saved_shape) = wanted.split("["), saved.split("[")
+    return shape == saved_shape and (one == other or ("float" in one and "float" in other))

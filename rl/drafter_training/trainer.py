@@ -136,10 +136,10 @@ class DrafterTrainer:
         self._now: _Step | None = None
         self._state_lock = threading.RLock()  # steps donate the state
         self._on_devices = PerRunner[EagleParams]()
-        self._state_at: ModelRunner | None = None  # None: on the process's default device
+        self._state_at: ModelRunner | None = None  # None: wherever it was made, or restored
 
     def move_to(self, runner: ModelRunner) -> None:
-        """Lay the state out on a runner's devices; before that it is on the default one."""
+        """Lay the state out on a runner's devices."""
         self.state, self._state_at = jax.tree.map(runner.put, copied(self.state)), runner
 
     def begin(self, rl_step: int) -> None:
@@ -321,9 +321,8 @@ class DrafterTrainer:
 
 
 def _moved(tree: Any, source: ModelRunner | None, target: ModelRunner | None) -> Any:
-    """Return arrays of one runner on another's devices; None: the process's default device."""
+    """Return arrays of one runner on another's devices; None: they may lie anywhere."""
     assert target is not None
-    devices = [(None, None) if r is None else (r.mesh, r.device) for r in (source, target)]
-    if devices[0] == devices[1]:
+    if source is not None and (source.mesh, source.device) == (target.mesh, target.device):
         return tree
     return jax.tree.map(lambda x: target.put(np.asarray(x)), tree)

@@ -11,7 +11,7 @@ from spec.budget.config import MODEL
 MOST_WINDOW = 32  # no drafting worker drafts further ahead
 Ahead = Literal["free_running", "enumeration"]
 DraftedBy = Literal["model", "learned", "own"]
-Method = Literal["model", "own", "group", "history", "histospec"]
+Method = Literal["model", "learned", "own", "group", "history", "histospec"]
 
 
 @dataclasses.dataclass(frozen=True)

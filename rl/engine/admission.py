@@ -4,6 +4,9 @@ Pure host logic. A row keeps the keys and values of its prompt after its request
 has ended, until another prompt is written over them; siblings that come later
 copy from any row that holds their prompt. So a group's prompt is computed
 once as long as its requests are admitted in order.
+
+Prompts are compared by number: hashing thousands of tokens of every row in every round takes
+longer than a round.
 """
 
 from __future__ import annotations
@@ -12,14 +15,25 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rl.trajectory import Prompt
 
-Held = Sequence[Prompt | None]  # by row: the prompt that its cache holds whole, busy or free
+Held = Sequence[int | None]  # by row: the prompt that its cache holds whole, busy or free
+
+
+class PromptNumbers:
+    """The numbers of a rollout's prompts, in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Prompt, int] = {}
+
+    def of(self, prompt: Prompt) -> int:
+        """Return the prompt's number; this hashes all of it."""
+        return self._numbers.setdefault(prompt, len(self._numbers))
 
 
 def assign(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[int],
     free_rows: Sequence[int],
     held: Held,
-    wanted_later: Collection[Prompt] = (),
+    wanted_later: Collection[int] = (),
 ) -> list[int]:
     """Return a free row for each of `prompts` (of waiting requests, in order).
 
@@ -37,20 +51,25 @@ def assign(
     return [rows[i] if i in rows else free.pop(0) for i in range(len(prompts))]
 
 
-def fills(lacking: Mapping[int, Prompt], held: Held) -> tuple[list[tuple[int, int]], list[int]]:
+def fills(
+    lacking: Mapping[int, int], held: Held, parts: Sequence[int], is_busy: Sequence[bool]
+) -> tuple[list[tuple[int, int]], list[int]]:
     """Return the copies to make, (from row, to row), and the rows to compute something of.
 
-    `lacking` has the rows that lack something, in order of admission, and their prompts. A row
-    copies its prompt from one that holds it, or waits where it is computed for a row before.
-    No row is both read and written.
+    `lacking` has the rows that lack something, in order of admission, and their prompts; `parts`
+    has each row's part of the mesh. A row copies its prompt from one that holds it, best from a
+    busy one of its own part, or waits if a row before computes it. No row is both read and written.
     """
-    holders = {prompt: row for row, prompt in enumerate(held) if prompt is not None}
-    copies, computed, begun = [], [], set[Prompt]()
+    holders = dict[tuple[int, int | None], int]()  # by part and prompt; −1: any part
+    for row in sorted(range(len(held)), key=lambda r: is_busy[r]):
+        holders[-1, held[row]] = holders[parts[row], held[row]] = row
+    copies, computed, begun = [], [], set[int]()
     for row, prompt in lacking.items():
+        source = holders.get((parts[row], prompt), holders.get((-1, prompt)))
         if held[row] is not None:
             computed.append(row)  # tokens behind the prompt
-        elif prompt in holders:
-            copies.append((holders[prompt], row))
+        elif source is not None:
+            copies.append((source, row))
         elif prompt not in begun:
             begun.add(prompt)
             computed.append(row)

@@ -24,8 +24,8 @@ class EngineConfig:
     at least.
     Up to `rounds_per_fetch` rounds run on the device between two fetches where the host makes no
     draft tokens. Beside its nodes a round computes `prefill_rows` chunks of prompts, of
-    `prefill_chunk_tokens` each, but at most `min_positions`; a prompt may have several of them. A
-    round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
+    `prefill_chunk_tokens` each, in rows at most `min_positions`; a prompt may have several of them.
+    A round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
     but twice the slots at least, and at most `max_nodes` of one request. Tokens of cached responses
     are nodes as well. Where devices share out the slots, slots and `prefill_rows` are rounded up
     to multiples of the ways in which they do.
@@ -107,10 +107,10 @@ class EngineConfig:
             )
         return pages // ways * ways
 
-    @property
-    def chunk_tokens(self) -> int:
-        """The tokens of a prompt that a round computes; as many positions are in every bucket."""
-        return min(self.prefill_chunk_tokens, self.min_positions)
+    def chunk_tokens(self, longest_tokens: int, is_paged: bool) -> int:
+        """The tokens of a chunk: as many positions are in every bucket of rows, and in any slot."""
+        paged_tokens = self.slot_pages(longest_tokens) * self.page_tokens
+        return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.min_positions)
 
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""

@@ -113,14 +113,14 @@ class Engine(ModelRunner):
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
         self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
-        self._waiting = WaitingQueue()
-        self._waiting.add(requests)
         num_slots, cached = self.slots_for(most_requests), None
         if spec.rule is not None or spec.begun:
             rows = num_slots, most_tokens
             cached = CachedPrefixes(spec.rule, endings, self.stats.cached, *rows)
         # a fetch may write one beyond
         table = SlotTable(num_slots, most_tokens + 1, endings, cached)
+        self._waiting = WaitingQueue(table.numbers)
+        self._waiting.add(requests)
         done: dict[int, Trajectory] = {}
         delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
         with self.mesh_context(), delivery as self._delivery:

@@ -136,7 +136,7 @@ class ModelRunner:
 
     def empty_entries(self) -> kv_cache.Entries:
         """Return entries of a round's chunks, on these devices."""
-        none = self._no_pending(self.config.prefill_rows * self.config.chunk_tokens)
+        none = self._no_pending(self.config.prefill_rows * self.chunk_tokens)
         return kv_cache.Entries(none.keys, none.values, none.features)
 
     def _no_pending(self, num_entries: int) -> kv_cache.Pending:
@@ -202,6 +202,11 @@ class ModelRunner:
             return [self.config.slot_pages(self.longest_tokens) * self.config.page_tokens]
         return self.position_sizes(num_slots)
 
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a prompt that a round computes in one chunk."""
+        return self.config.chunk_tokens(self.longest_tokens, self.is_paged)
+
     def slots_for(self, num_requests: int) -> int:
         """Return the bucket of slots that a rollout begins in: prompts are computed in it."""
         needed = self.config.slot_bucket(num_requests)
@@ -215,7 +220,7 @@ class ModelRunner:
 
     def no_chunks(self) -> np.ndarray:
         """Return a table for `Chunks.of_table` with nothing but padding."""
-        table_TX = np.zeros((self.config.prefill_rows, 2 + self.config.chunk_tokens), np.int32)
+        table_TX = np.zeros((self.config.prefill_rows, 2 + self.chunk_tokens), np.int32)
         table_TX[:, 0] = -1
         return table_TX
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from models import kv_cache
 from models.paged_cache import PagedCache
-from rl.engine import cache_ops, preemption
+from rl.engine import cache_ops, page_admission, preemption
 from rl.engine.model_runner import ModelRunner
 from rl.engine.page_table import PageTable
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import HostKv, PartialRequest, Prompt
+from rl.trajectory import HostKv, PartialRequest
 
 
 class PageMemory:
@@ -29,7 +29,8 @@ class PageMemory:
         self.cache: PagedCache | None = None
         self._pages = PageTable(0, 0, 0, runner.config.page_tokens)
         self._stale = False  # the device's table is not this one
-        self._wanted_later: Collection[Prompt] = ()
+        self._wanted_later: Collection[int] = ()
+        self._shared = dict[int, int]()  # the first pages of entering rows that others have too
         self._fetch_tokens = 0
 
     @property
@@ -62,57 +63,18 @@ class PageMemory:
         waiting: Sequence[PartialRequest],
         table: SlotTable,
         fetch_tokens: int,
-        wanted_later: Collection[Prompt],
+        wanted_later: Collection[int],
     ) -> list[int]:
         """Return a free row for each of the first waiting requests, for as many as pages are free.
 
-        A request needs pages for its tokens and for those of the next fetch, but for those of a
-        prompt that another one in its part of the mesh has. One alone always fits.
+        A request needs pages for its tokens and for those of the next fetch, but for those that it
+        has in common with another one of its part of the mesh. One alone always fits.
         """
-        pages, rows, free = self._pages, list[int](), table.free_rows()
-        room = [self._room(table, fetch_tokens, part) for part in range(pages.ways)]
-        running = {
-            (pages.part_of(row), p.request.prompt_ids)
-            for row, p in enumerate(table.started)
-            if p is not None
-        }
-        for p in waiting[: len(free)]:
-            prompt = p.request.prompt_ids
-            needed = pages.pages_for(preemption.needed_by(p, table, fetch_tokens))
-            shared = 0 if p.kv is not None else (len(prompt) - 1) // pages.page_tokens
-            left = {
-                row: room[part] - needed + (shared if (part, prompt) in running else 0)
-                for row in free
-                for part in [pages.part_of(row)]
-            }
-            row = max(free, key=lambda r: self._liking(table, r, prompt, left[r], wanted_later))
-            if left[row] < 0 and (rows or table.num_busy):
-                break
-            room[pages.part_of(row)] = left[row]
-            running.add((pages.part_of(row), prompt))
-            free.remove(row)
-            rows.append(row)
-        return rows
-
-    @staticmethod
-    def _liking(
-        table: SlotTable, row: int, prompt: Prompt, left: int, wanted_later: Collection[Prompt]
-    ) -> tuple:
-        held = table.prompts[row]
-        return left >= 0, held == prompt, left, held not in wanted_later, -row
-
-    def _room(self, table: SlotTable, fetch_tokens: int, part: int) -> int:
-        """The pages that busy rows of a part will not need before the next fetch."""
-        pages = self._pages
-        needed_B = preemption.needed_B(table, fetch_tokens)
-        found = pages.num_free(part) + pages.num_only_of(table.free_rows(), part)
-        for row in np.nonzero(table.busy_B)[0].tolist():
-            if pages.part_of(row) == part:
-                found -= max(0, pages.pages_for(int(needed_B[row])) - int(pages.held_B[row]))
-        return found
+        wanted = fetch_tokens, wanted_later
+        return page_admission.assign(waiting, table, self._pages, *wanted)
 
     def make_room(
-        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[Prompt]
+        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
     ) -> list[int]:
         """Reserve what busy rows need until the next fetch; return those that have to leave.
 
@@ -122,16 +84,16 @@ class PageMemory:
         self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
         needed_B = preemption.needed_B(table, fetch_tokens)
         for row in table.free_rows():
-            held = table.prompts[row]
-            self._release(row, 0 if held is None else len(held) - 1)
+            holds = table.prompts[row] is not None
+            self._release(row, int(table.prompt_tokens_B[row]) - 1 if holds else 0)
         busy = np.nonzero(table.busy_B)[0]
         oldest = busy[np.argsort(table.entered_B[busy], kind="stable")].tolist()
-        leaving = list[int]()
+        leaving, older = list[int](), set[tuple[int, int]]()  # parts and prompts of those that stay
         for row in oldest:
-            if row in leaving or (not self._pages.held_B[row] and self._waits(table, row, leaving)):
+            if row in leaving:
                 continue
-            while not self._reserve(row, int(needed_B[row])):
-                part = self._pages.part_of(row)
+            part, waits = self._pages.part_of(row), self._waits(table, row, older)
+            while not waits and not self._reserve(row, int(needed_B[row])):
                 if self._forget_prompt(table, part):
                     continue
                 newest = next(r for r in reversed(oldest) if self._leaves(r, row, part, leaving))
@@ -140,36 +102,58 @@ class PageMemory:
                 leaving.append(newest)
                 if newest == row:
                     break
+            if row not in leaving:
+                older.add((part, int(table.prompt_B[row])))
         return leaving
 
     def _leaves(self, row: int, needing: int, part: int, leaving: Sequence[int]) -> bool:
         holds = self._pages.held_B[row] > 0 or row == needing
         return holds and row not in leaving and self._pages.part_of(row) == part
 
-    def _waits(self, table: SlotTable, row: int, leaving: Sequence[int]) -> bool:
-        """Return whether a row lacks its prompt, which another one computes or has."""
-        started = table.started[row]
-        assert started is not None
-        prompt = started.request.prompt_ids
-        lacks = table.lacking_tokens_B[row] > 0 and table.prompts[row] is None
-        older = table.busy_B & (table.entered_B < table.entered_B[row])
-        others = [table.started[r] for r in np.nonzero(older)[0].tolist() if r not in leaving]
-        theirs = [p.request.prompt_ids for p in others if p is not None]
-        return bool(lacks) and (prompt in table.prompts or prompt in theirs)
+    def _waits(self, table: SlotTable, row: int, older: Collection[tuple[int, int]]) -> bool:
+        """Return whether a row without pages waits for its prompt.
 
-    def _forget_prompt(self, table: SlotTable, part: int) -> bool:
-        """Release the prompt of a free row that no row waits for; False where there is none."""
-        pages = self._pages
-        waited_for = set(table.lacking().values())
-        rows = [
-            row
-            for row in table.free_rows()
-            if pages.held_B[row] and pages.part_of(row) == part
-            if table.prompts[row] not in waited_for
-        ]
-        if not rows:
+        Another one of its part has it, or is among the `older` and computes it.
+        """
+        if self._pages.held_B[row] or not self._lacks_prompt(table, row):
             return False
-        row = min(rows, key=lambda r: (table.prompts[r] in self._wanted_later, r))
+        part, number = self._pages.part_of(row), int(table.prompt_B[row])
+        return (part, number) in older or bool(self._holders(table, part, number))
+
+    @staticmethod
+    def _lacks_prompt(table: SlotTable, row: int) -> bool:
+        return bool(table.lacking_tokens_B[row] > 0) and table.prompts[row] is None
+
+    def _holders(self, table: SlotTable, part: int, number: int) -> list[int]:
+        """Return the rows of a part that have pages with this prompt, whole."""
+        rows = [row for row, prompt in enumerate(table.prompts) if prompt == number]
+        return [r for r in rows if self._pages.part_of(r) == part and self._pages.held_B[r]]
+
+    def _forget_prompt(
+        self, table: SlotTable, part: int, *, source: int = -1, last_resort: bool = False
+    ) -> bool:
+        """Release the prompt of a free row of this part, but not of `source`; False if none has.
+
+        Rows without pages wait for prompts of their part; the only row that holds one of these
+        gives it up as a last resort: it is computed again once there are pages.
+        """
+        pages, lacking = self._pages, table.lacking()
+        waited_for = {
+            number
+            for row, number in lacking.items()
+            if self._lacks_prompt(table, row) and not pages.held_B[row]
+            if pages.part_of(row) == part
+        }
+        ranked = [
+            (is_last, table.prompts[row] in self._wanted_later, row)
+            for row in table.free_rows()
+            if pages.held_B[row] and pages.part_of(row) == part and row != source
+            for number in [table.prompts[row]]
+            for is_last in [number in waited_for and len(self._holders(table, part, number)) == 1]
+        ]
+        is_last, _, row = min(ranked, default=(True, False, -1))
+        if row < 0 or (is_last and not last_resort):
+            return False
         self._release(row)
         table.prompts[row] = None
         return True
@@ -193,10 +177,25 @@ class PageMemory:
         brought: Sequence[tuple[HostKv, int]],
         table: SlotTable,
     ) -> None:
-        """Hold pages for what requests bring; the others get theirs before the next fetch."""
+        """Hold pages for what requests bring; the others get theirs before the next fetch.
+
+        The full pages of a prompt that another row of the part holds are shared, not brought.
+        """
+        pages = self._pages
+        self._shared = {}
         for kv, row in brought:
+            part, full = (
+                pages.part_of(row),
+                (int(table.prompt_tokens_B[row]) - 1) // pages.page_tokens,
+            )
+            holders = self._holders(table, part, int(table.prompt_B[row])) if full > 0 else []
+            if holders:
+                source = max(holders, key=lambda r: table.busy_B[r])
+                pages.share(source, row, full * pages.page_tokens)
+                self._shared[row] = full
             while not self._reserve(row, kv.num_tokens):
-                assert self._forget_prompt(table, self._pages.part_of(row)), "it was to have a row"
+                found = self._forget_prompt(table, part, last_resort=True)
+                assert found, f"no pages for what row {row} brings: {self.books(table)}"
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
         """Check that rows have pages for so many positions: `make_room` has seen to it.
@@ -210,6 +209,28 @@ class PageMemory:
         """Note that a request enters a row, of whose positions the first ones stay."""
         self._release(row, kept_tokens)
 
+    def parts(self, num_rows: int) -> Sequence[int]:
+        """Return each row's part of the mesh."""
+        return [self._pages.part_of(row) for row in range(num_rows)]
+
+    def has_room(self, row: int) -> bool:
+        """Return whether a row can compute what it lacks now: one that waits has no page."""
+        return bool(self._pages.held_B[row])
+
+    def books(self, table: SlotTable) -> str:
+        """Return who has which pages, for an error's message."""
+        pages, books = self._pages, list[str]()
+        for row in range(len(table)):
+            state = f"lacks {table.lacking_tokens_B[row]}" if table.busy_B[row] else "free"
+            has = "has" if table.prompts[row] is not None else "has not"
+            books.append(
+                f"row {row} ({state}): {pages.held_B[row]} pages for {table.total_tokens_B[row]} "
+                f"tokens, {has} prompt {table.prompt_B[row]}"
+            )
+        free = [pages.num_free(part) for part in range(pages.ways)]
+        each = len(pages.users_P) // pages.ways
+        return f"{free} of {each} pages of {pages.page_tokens} are free; {'; '.join(books)}"
+
     def chunk_start(self, row: int, start: int) -> int:
         """Return where a chunk from `start` on begins: there; shared pages are not written."""
         assert self._pages.held_B[row] > 0, f"row {row} computes a prompt that it has no page for"
@@ -221,8 +242,11 @@ class PageMemory:
         A row for whose tokens pages lack now waits for the next fetch.
         """
         found, moved = list[int](), list[tuple[int, int]]()
+        oldest = next(iter(table.lacking()))
         for source, row in copies:
-            copied = self._share(source, row, table)
+            if table.prompts[source] is None:
+                continue  # the oldest needed its pages
+            copied = self._share(source, row, table, row == oldest)
             if copied is not None:
                 moved += copied
                 found.append(row)
@@ -233,8 +257,13 @@ class PageMemory:
         self.cache = dataclasses.replace(cache, table_BN=table_BN)
         return found
 
-    def _share(self, source: int, row: int, table: SlotTable) -> list[tuple[int, int]] | None:
-        """The pages to copy, once the row has pages for all of its tokens; None: they lack."""
+    def _share(
+        self, source: int, row: int, table: SlotTable, is_oldest: bool
+    ) -> list[tuple[int, int]] | None:
+        """The pages to copy, once the row has pages for all of its tokens; None: they lack.
+
+        Free rows give up every other prompt for the oldest row, which so goes on.
+        """
         self._release(row)
         part, self._stale = self._pages.part_of(row), True
         needed = int(preemption.needed_B(table, self._fetch_tokens)[row])
@@ -243,18 +272,21 @@ class PageMemory:
             if copied is not None and self._reserve(row, needed):
                 return copied
             self._release(row)
-            if not self._forget_prompt(table, part):
+            if not self._forget_prompt(table, part, source=source, last_resort=is_oldest):
                 return None
 
     # -- what comes from the host, and goes there --------------------------------------
 
     def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
-        """Write keys and values from the host to the starts of rows, which have room for them."""
+        """Write keys and values from the host to the starts of rows, which have room for them.
+
+        Shared pages are not written.
+        """
         runner, table_BN = self._runner, self.held.table_BN
         cache = _tableless(self.held)
         for kv, row in entering:
             pages = self._pages.pages_of(row, kv.num_tokens).tolist()
-            for first in range(0, len(pages), cache_ops.PAGES_AT_ONCE):
+            for first in range(self._shared.get(row, 0), len(pages), cache_ops.PAGES_AT_ONCE):
                 some = pages[first : first + cache_ops.PAGES_AT_ONCE]
                 new = cache_ops.pages_of_host(kv, first, self._pages.page_tokens)
                 new = jax.tree.map(lambda x: runner.put_kv(x, kv_cache.VALUES), new)

@@ -117,10 +117,9 @@ class PageTable:
         self.pages_BN = np.where(index[:, None] < 0, NO_PAGE, before[np.maximum(index, 0)])
         self.held_B = np.where(index < 0, 0, held_B[np.maximum(index, 0)])
 
-    def num_only_of(self, slots: Sequence[int], part: int) -> int:
-        """Return how many pages of a part would be free without these slots."""
-        users_P = np.zeros(len(self.users_P), np.int64)
+    def used_by(self, slots: Sequence[int]) -> np.ndarray:
+        """Return which pages these slots have; bool [P]."""
+        used_P = np.zeros(len(self.users_P), bool)
         for slot in slots:
-            if self.part_of(slot) == part:
-                users_P[self.pages_BN[slot, : self.held_B[slot]]] += 1
-        return int(((users_P > 0) & (users_P == self.users_P)).sum())
+            used_P[self.pages_BN[slot, : self.held_B[slot]]] = True
+        return used_P

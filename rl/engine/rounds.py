@@ -81,7 +81,8 @@ class Rounds:
         """One round with draft tokens, or with what a rule decides on."""
         B, M, taken_A = len(self._table), decision.num_nodes, decision.taken_A
         assert taken_A is not None
-        nodes_5M = pack(drafts, taken_A, live.rows_A, B, M)
+        widest = self._runner.verify_options(self._scheme, B, M)["max_nodes"]
+        nodes_5M = pack(drafts, taken_A, live.rows_A, B, M, widest)
         if self._table.cached is not None and self._table.cached.given:
             self._table.cached.give(nodes_5M, self._table.emitted_B)
         found = self._round(nodes_5M)

@@ -11,7 +11,7 @@ from models import kv_cache
 from rl.engine import admission
 from rl.engine.model_runner import ModelRunner
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import HostKv, PartialRequest, Prompt
+from rl.trajectory import HostKv, PartialRequest
 from spec import cache_rows
 
 
@@ -42,19 +42,19 @@ class RowMemory:
         waiting: Sequence[PartialRequest],
         table: SlotTable,
         fetch_tokens: int,
-        wanted_later: Collection[Prompt],
+        wanted_later: Collection[int],
     ) -> list[int]:
         """Return a free row for each of the first waiting requests, for as many as can run."""
         free = table.free_rows()
         waiting = waiting[: len(free)]
-        prompts = [p.request.prompt_ids for p in waiting if p.kv is None]
+        prompts = [table.numbers.of(p.request.prompt_ids) for p in waiting if p.kv is None]
         rows = iter(admission.assign(prompts, free, table.prompts, wanted_later))
         found = [None if p.kv is not None else next(rows) for p in waiting]
         left = iter(row for row in free if row not in found)
         return [next(left) if row is None else row for row in found]
 
     def make_room(
-        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[Prompt]
+        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
     ) -> list[int]:
         """Return the rows that have to leave before the next fetch: none, rows can grow."""
         return []
@@ -81,9 +81,21 @@ class RowMemory:
     def begin(self, row: int, kept_tokens: int) -> None:
         """Note that a request enters a row, of whose positions the first ones stay."""
 
+    def parts(self, num_rows: int) -> Sequence[int]:
+        """Return each row's part of the devices: copies between parts cost no more."""
+        return [0] * num_rows
+
+    def has_room(self, row: int) -> bool:
+        """Return whether a row can compute what it lacks now."""
+        return True
+
+    def books(self, table: SlotTable) -> str:
+        """Return who has what, for an error's message."""
+        return f"rows of {self.held.num_positions} positions, lacking {table.lacking()}"
+
     def chunk_start(self, row: int, start: int) -> int:
         """Return where a chunk from `start` on begins: its whole window lies inside the row."""
-        return min(start, self.held.num_positions - self._runner.config.chunk_tokens)
+        return min(start, self.held.num_positions - self._runner.chunk_tokens)
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Copy prompts, (from row, to row); return the rows that have theirs."""

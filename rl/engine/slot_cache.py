@@ -22,7 +22,7 @@ from rl.engine.page_memory import PageMemory
 from rl.engine.row_memory import RowMemory
 from rl.engine.slot_table import SlotTable
 from rl.engine.state_delivery import Ended, StateDelivery
-from rl.trajectory import PartialRequest, Prompt
+from rl.trajectory import PartialRequest
 from spec.verify import Slots, settle
 
 
@@ -129,7 +129,7 @@ class SlotCache:
         self,
         waiting: Sequence[PartialRequest],
         fetch_tokens: int,
-        wanted_later: Collection[Prompt] = (),
+        wanted_later: Collection[int] = (),
     ) -> list[int]:
         """Return rows for the first of the waiting requests, for as many as can run now."""
         return self._memory.assign(waiting, self.table, fetch_tokens, wanted_later)
@@ -140,17 +140,20 @@ class SlotCache:
         Where none come, rounds compute them, or another row that holds the prompt is copied.
         """
         table, memory = self.table, self._memory
+        brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
+        if brought:
+            self._settled()  # what waits to be written does not belong in pages that they share
         for p, row in zip(requests, rows, strict=True):
             prompt = p.request.prompt_ids
-            held_tokens = len(prompt) - 1 if table.prompts[row] == prompt and p.kv is None else 0
+            holds = table.prompts[row] == table.numbers.of(prompt) and p.kv is None
+            held_tokens = len(prompt) - 1 if holds else 0
             memory.begin(row, held_tokens)
             table.enter(row, p, held_tokens if p.kv is None else None)
-        brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
         memory.room_for(requests, brought, table)
         if brought:
-            self._settled().insert(brought)
+            memory.insert(brought)
 
-    def make_room(self, fetch_tokens: int, wanted_later: Collection[Prompt]) -> list[int]:
+    def make_room(self, fetch_tokens: int, wanted_later: Collection[int]) -> list[int]:
         """Reserve what rows need until the next fetch; return those that have to leave for it."""
         return self._memory.make_room(self.table, fetch_tokens, wanted_later)
 
@@ -158,7 +161,7 @@ class SlotCache:
 
     def copy_prompts(self) -> None:
         """Copy prompts to rows that lack them from rows that hold them."""
-        copies, _ = admission.fills(self.table.lacking(), self.table.prompts)
+        copies, _ = self._fills()
         if copies:
             for row in self._settled().share(copies, self.table):
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
@@ -166,13 +169,24 @@ class SlotCache:
     def next_chunks(self) -> np.ndarray:
         """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`."""
         table, table_TX = self.table, self._runner.no_chunks()
-        T, C = len(table_TX), self._runner.config.chunk_tokens
-        _, rows = admission.fills(table.lacking(), table.prompts)
-        starts = ((row, at) for row in rows for at in self._starts(row, C))
+        T, C = len(table_TX), self._runner.chunk_tokens
+        _, rows = self._fills()
+        starts = (
+            (row, at) for row in rows if self._memory.has_room(row) for at in self._starts(row, C)
+        )
         for i, (row, start) in enumerate(itertools.islice(starts, T)):
             tokens = table.tokens_BL[row, start : min(start + C, table.cached_tokens_B[row])]
             table_TX[i, : 2 + len(tokens)] = row, start, *tokens
+        is_live = table.live_B.any() or (table_TX[:, 0] >= 0).any()
+        assert is_live, f"a round that would do nothing: {self._memory.books(table)}"
         return table_TX
+
+    def _fills(self) -> tuple[list[tuple[int, int]], list[int]]:
+        table = self.table
+        if not (lacking := table.lacking()):  # as in most rounds
+            return [], []
+        parts = self._memory.parts(len(table))
+        return admission.fills(lacking, table.prompts, parts, table.busy_B.tolist())
 
     def _starts(self, row: int, chunk_tokens: int) -> Iterator[int]:
         """Yield where chunks of what the row lacks begin."""
@@ -184,7 +198,7 @@ class SlotCache:
         """Write what a round computed for chunks; return how many tokens rows lacked of them."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
-        C, found = self._runner.config.chunk_tokens, 0
+        C, found = self._runner.chunk_tokens, 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
             found += self._filled(row, start + C)
         return found
@@ -235,7 +249,7 @@ class SlotCache:
         """Forget the cache: a step that failed may have consumed it."""
         self._memory.cache = self._pending = None
 
-    def fit(self, num_requests: int, wanted_later: Collection[Prompt]) -> None:
+    def fit(self, num_requests: int, wanted_later: Collection[int]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.
 
         Rows grow only where requests come while a rollout runs. They stay while one lacks

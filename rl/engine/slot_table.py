@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
+from rl.engine.admission import PromptNumbers
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.ending import Endings
 from rl.trajectory import (
@@ -20,7 +21,6 @@ from rl.trajectory import (
     Origin,
     PartialRequest,
     Prefix,
-    Prompt,
     Trajectory,
     of_prefix,
 )
@@ -47,7 +47,9 @@ class SlotTable:
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
         self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
-        self.prompts: list[Prompt | None] = [None] * B  # whose whole cache a row holds
+        self.numbers = PromptNumbers()
+        self.prompts: list[int | None] = [None] * B  # whose whole cache a row holds
+        self.prompt_B = np.zeros(B, np.int64)  # the prompt of its request, or of the last one
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
@@ -95,20 +97,19 @@ class SlotTable:
     def free_rows(self) -> list[int]:
         return np.nonzero(~self.busy_B)[0].tolist()
 
-    def lacking(self) -> dict[int, Prompt]:
+    def lacking(self) -> dict[int, int]:
         """Return the rows that lack something, in order of admission, and their prompts."""
         (rows,) = np.nonzero(self.busy_B & (self.lacking_tokens_B > 0))
         if not len(rows):  # as in most rounds
             return {}
         in_order = rows[np.argsort(self.entered_B[rows])].tolist()
-        return {row: p.request.prompt_ids for row in in_order if (p := self.started[row])}
+        return dict(zip(in_order, self.prompt_B[in_order].tolist(), strict=True))
 
     def filled(self, row: int, num_tokens: int) -> int:
         """Note that the row's cache holds so many tokens; return how many of them it lacked."""
-        partial, before = self.started[row], int(self.lacking_tokens_B[row])
-        assert partial is not None
+        before = int(self.lacking_tokens_B[row])
         if num_tokens >= self.prompt_tokens_B[row] - 1:
-            self.prompts[row] = partial.request.prompt_ids
+            self.prompts[row] = int(self.prompt_B[row])
         self.lacking_tokens_B[row] = lacking = max(0, int(self.cached_tokens_B[row]) - num_tokens)
         return before - lacking
 
@@ -118,6 +119,7 @@ class SlotTable:
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
         self.started[row], self.prompts[row] = partial, None
+        self.prompt_B[row] = self.numbers.of(request.prompt_ids)
         self.tokens_BL[row, :n] = request.prompt_ids
         if prefix is not None:
             end = n + len(prefix.response_ids)
@@ -241,7 +243,7 @@ class SlotTable:
             processing_A3=self.processing_B3[rows],
         )
 
-    def most_useful(self, wanted: Collection[Prompt]) -> list[int]:
+    def most_useful(self, wanted: Collection[int]) -> list[int]:
         """Return all rows: the busy ones first, then those that hold a `wanted` prompt."""
         pairs = zip(self.busy_B.tolist(), self.prompts, strict=True)
         rank = [(not busy, prompt not in wanted) for busy, prompt in pairs]

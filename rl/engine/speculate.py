@@ -25,6 +25,7 @@ class Speculator:
         self._budget = budget or FixedBudget()
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
+        self._asked_A: np.ndarray | None = None  # for whom the drafter was asked; None: for all
 
     def decide(
         self,
@@ -45,7 +46,7 @@ class Speculator:
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
-        undrafted = plain(num_slots, rounds)
+        undrafted, self._asked_A = plain(num_slots, rounds), None
         # the last token of a response is never a draft token: it comes with the one before
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
         chained_A = np.zeros(len(live), bool)
@@ -88,8 +89,19 @@ class Speculator:
         return dataclasses.replace(decision, num_rounds=rounds)
 
     def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
-        if self.drafter is None or not most_A.any():
-            return no_drafts(len(live), self._config.max_nodes - 1)
+        """Return the drafts of those who may have some: the drafter knows of no others."""
+        max_nodes = self._config.max_nodes - 1
+        if (most_A > 0).all():
+            return self._asked(live, most_A)
+        self._asked_A = most_A > 0
+        drafts = no_drafts(len(live), max_nodes)
+        if self._asked_A.any():
+            some = live.take(self._asked_A)
+            drafts.put(self._asked_A, self._asked(some, most_A[self._asked_A]))
+        return drafts
+
+    def _asked(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
+        assert self.drafter is not None, "nobody may draft"
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(
@@ -113,15 +125,21 @@ class Speculator:
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
     ) -> Acceptance:
-        """Tell budget and drafter which draft tokens were accepted, and count the verified ones."""
+        """Tell budget and drafter which draft tokens were accepted, and count the verified ones.
+
+        They are told of the requests for which the drafter was asked, and of no cached response.
+        """
         if taken_A is None:
             acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
         else:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
-        self._budget.observe(live, drafts, acceptance)
-        if self.drafter is not None:
-            self.drafter.observe(drafts, acceptance)
+        told, asked_A = (live, drafts, acceptance), self._asked_A
+        if asked_A is not None:
+            told = live.take(asked_A), drafts.take(asked_A), acceptance.take(asked_A)
+        if self.drafter is not None and len(told[0]):
+            self._budget.observe(*told)
+            self.drafter.observe(*told[1:])
         return acceptance
 
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:

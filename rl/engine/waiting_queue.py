@@ -6,30 +6,31 @@ import collections
 import itertools
 from collections.abc import Collection, Sequence
 
-from rl.trajectory import PartialRequest, Prompt, Request
+from rl.engine.admission import PromptNumbers
+from rl.trajectory import PartialRequest, Request
 
 
 class WaitingQueue:
     """Two queues: `new` requests, and those that a `RequestSource` brought or were preempted."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: PromptNumbers) -> None:
+        self._numbers = numbers
         self.new: collections.deque[PartialRequest] = collections.deque()
         self.sourced: collections.deque[PartialRequest] = collections.deque()
-        # how many of `new` have each prompt: hashing all prompts in every round takes long
-        self._prompts: collections.Counter[Prompt] = collections.Counter()
+        self._prompts: collections.Counter[int] = collections.Counter()  # of `new`, by number
 
     def __len__(self) -> int:
         return len(self.new) + len(self.sourced)
 
     @property
-    def prompts(self) -> Collection[Prompt]:
+    def prompts(self) -> Collection[int]:
         """Return the prompts of `new`: rows that hold them are overwritten last."""
         return self._prompts.keys()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the requests that the rollout began with."""
         self.new.extend(PartialRequest(r) for r in requests)
-        self._prompts.update(r.prompt_ids for r in requests)
+        self._prompts.update(self._numbers.of(r.prompt_ids) for r in requests)
 
     def add_sourced(self, requests: Sequence[PartialRequest]) -> None:
         """Queue requests that come while it runs."""
@@ -57,7 +58,8 @@ class WaitingQueue:
             return [self.sourced.popleft() for _ in range(count)]
         taken = [self.new.popleft() for _ in range(count)]
         for p in taken:
-            self._prompts[p.request.prompt_ids] -= 1
-            if not self._prompts[p.request.prompt_ids]:
-                del self._prompts[p.request.prompt_ids]
+            number = self._numbers.of(p.request.prompt_ids)
+            self._prompts[number] -= 1
+            if not self._prompts[number]:
+                del self._prompts[number]
         return taken

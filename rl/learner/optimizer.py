@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,8 @@ class SavedArrays:
     critic: CriticState | None = None
     behind: Params | None = None
     drafter: Any = None
+
+    OPTIONAL: ClassVar = (".critic", ".behind", ".drafter")  # a resumed run begins these anew
 
     @classmethod
     def of(cls, state: TrainState, behind: Params | None, drafter: Any) -> SavedArrays:

@@ -102,18 +102,11 @@ def check_tuner(config: TrainConfig) -> None:
 
 def check_drafting(config: TrainConfig) -> None:
     """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
-    settings, budget = config.drafting, config.speculation.budget
+    settings = config.drafting
     if settings.drafts_apart:
         _check_drafting_workers(config)
     if settings.helps:
         _check_helpers(config)
-    if settings.drafts_apart or settings.helps:
-        what = "Drafting.workers" if settings.drafts_apart else "Drafting.requests_per_helper"
-        if budget == "bandit":
-            raise ValueError(
-                f"{what} decides who drafts and how far, and so do the arms of "
-                f'Speculation.budget="bandit": set budget = "goodput" or "fixed:K", or {what} = 0'
-            )
     window, most = settings.window, config.engine.max_nodes - 1
     if window is not None and window > most:
         raise ValueError(

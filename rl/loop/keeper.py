@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from models.folder import Folder
-from models.transformer import Params
+from models.transformer import Params, param_specs
+from rl.checkpoint import reader
 from rl.checkpoint.best import BestRecord
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.learner import trainer
-from rl.learner.optimizer import SavedArrays, TrainState
+from rl.learner import critic, trainer
+from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
+from rl.loop import experiment
 from rl.loop.async_rollouts import AsyncRollouts
 from rl.loop.evaluation import RunEvaluation
 from rl.loop.exchange import AGREED, PeerFailed
+from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System
 from rl.loop.rollout_source import SyncRollouts
 from rl.runtime.run_files import NEWEST_FILE
 from rl.runtime.signals import SAVING
+from spec.eagle import model as eagle
+from spec.eagle.training import state_of
 from spec.reuse.rollout_cache import RolloutCache
 
 
@@ -120,14 +126,14 @@ def resume(
 ) -> tuple[RunPosition, TrainState, Params | None, dict[str, Any]]:
     """Position, state, stale weights and host state of the newest whole checkpoint, or the start's.
 
-    Stale weights are those that answer the next step, where rollouts run ahead.
+    Stale weights are those that answer the next step, where rollouts run ahead; None: the state's.
     """
     drafter, behind = system.drafter, None
     if system.config.sched.mode == "pipeline":
         behind = trainer.cast_params(state.params, system.engine.dtype)
     template = SavedArrays.of(state, behind, None if drafter is None else drafter.template)
     try:
-        restored = checkpoints.restore(template)
+        restored = checkpoints.restore(template, optional=SavedArrays.OPTIONAL)
     except NoWholeCheckpointError as error:
         if error.problems:
             raise
@@ -136,12 +142,14 @@ def resume(
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
     host, done, arrays = restored.host, restored.step, restored.arrays
+    for part in restored.lacking:
+        system.show.message(f"the checkpoint holds no {part[1:]}: it begins after step {done}")
     if cached := host.get("rollouts"):
         files = None if restored.files is None else Folder(restored.files)
         system.cache.load_state(cached, files, restored.damaged_files)
     system.reuse.load_state(host.get("reuse", {}))
     system.speculation.load_state(host.get("speculation", {}))
-    if drafter is not None:
+    if drafter is not None and ".drafter" not in restored.lacking:
         drafter.load(arrays.drafter, host["drafter"], exact=drafter.waits_for_training)
     now = [len(system.inputs.task), system.inputs.data_digest]
     if (then := host.get("data", now)) != now:
@@ -151,7 +159,26 @@ def resume(
         )
     # checkpoints from before dynamic sampling hold no cursor: it followed from the step
     cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
-    return RunPosition(done, int(host["num_tokens"]), cursor), arrays.state, arrays.behind, host
+    behind = None if ".behind" in restored.lacking else arrays.behind
+    return RunPosition(done, int(host["num_tokens"]), cursor), arrays.state, behind, host
+
+
+def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> None:
+    """Compare a run's checkpoint with what `config` would have, by shapes: nothing is read.
+
+    Raises StructureMismatchError.
+    """
+    recipe, model = experiment.recipe(config, inputs.model), inputs.model
+    state = state_shapes(param_specs(model), make_optimizer(config.optimizer, recipe.total_steps))
+    if config.algorithm.resolved.needs_critic:
+        state = dataclasses.replace(state, critic=critic.shapes(recipe))
+    behind = state.params if config.sched.mode == "pipeline" else None
+    drafter, shape = None, experiment.drafter_shape(config, model)
+    if shape is not None:
+        init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
+        drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))
+    template = SavedArrays.of(state, behind, drafter)
+    reader.check_structure(checkpoints, template, SavedArrays.OPTIONAL)
 
 
 def _spilled(cache: RolloutCache) -> LinkedFiles | None:

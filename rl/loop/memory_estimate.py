@@ -285,7 +285,9 @@ def _rollouts(
     cache = _cache(config, model, mesh, slots, positions, itemsize)
     gathered = _cache(config, model, mesh, engine.prefill_rows, positions, itemsize)
     grows, gathered = cache // model.num_layers, mesh.batch * gathered // model.num_layers
-    if engine.is_paged(is_cpu):  # attention reads a block of positions at a time
+    is_paged = engine.is_paged(is_cpu)
+    chunks = engine.prefill_rows, engine.chunk_tokens(longest_tokens, is_paged)
+    if is_paged:  # attention reads a block of positions at a time
         pages = engine.num_pages(slots, longest_tokens, mesh.batch)
         cache = _cache(config, model, mesh, pages, engine.page_tokens, itemsize)
         positions, grows, gathered = min(positions, PAGE_BLOCK_POSITIONS), 0, 0
@@ -300,7 +302,7 @@ def _rollouts(
         "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),
         "prompts": _pass(model, mesh, itemsize, _shard(beside, mesh.batch), 1, seen)
         + gathered
-        + _prompts(config, model, mesh, itemsize, positions),
+        + _prompts(config, model, mesh, itemsize, positions, chunks),
     }
     return {
         "rollout weights": _weights(model, mesh, itemsize),
@@ -324,11 +326,18 @@ def _cache(
 
 
 def _prompts(
-    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, positions: int
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: _Mesh,
+    itemsize: int,
+    positions: int,
+    chunks: tuple[int, int],
 ) -> int:
-    """A round's chunks of prompts, but for the rows that a layer gathers: their entries, a pass."""
-    engine, whole = config.engine.over(mesh.batch), _Mesh(mesh.sizes | {"data": 1})
-    rows, chunk = engine.prefill_rows, engine.chunk_tokens
+    """A round's chunks of prompts, but for the rows that a layer gathers: their entries, a pass.
+
+    There are so many chunks, of so many tokens.
+    """
+    (rows, chunk), whole = chunks, _Mesh(mesh.sizes | {"data": 1})
     # every copy of the weights has the entries of all chunks
     entries = _cache(config, model, whole, rows, chunk, itemsize)
     seen = positions + rows * chunk

@@ -22,7 +22,7 @@ from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
 from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
-from rl.runtime.run_files import DRAFTER_MODEL, METRICS_FILE, POLICY
+from rl.runtime.run_files import CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _run_together(
         there = memory_estimate.devices_of(found)
         needed = memory_estimate.estimate(config, inputs.model, there)
         tight = memory_estimate.verdict(needed, there)
-        lock = _begin(config, folder, before, processes)
+        lock = _begin(config, inputs, folder, before, processes)
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
@@ -154,17 +154,25 @@ def _run_together(
 
 
 def _begin(
-    config: TrainConfig, folder: Path, before: TrainConfig | None, processes: Processes
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    before: TrainConfig | None,
+    processes: Processes,
 ) -> contextlib.AbstractContextManager[object]:
     """Take the run folder, by the process that writes there; the others see that it is the same.
 
-    Raises as `run_folder.begin`, in all of them.
+    Raises as `check_can_resume` and `run_folder.begin`, in all of them.
     """
+    from rl.loop.keeper import check_can_resume
+
     lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def begin() -> bytes:
         nonlocal lock
         try:
+            if before is not None:
+                check_can_resume(config, inputs, folder / CHECKPOINTS)
             lock = run_folder.begin(config, before)
         except (ValueError, OSError) as error:
             return json.dumps({"error": str(error)}).encode()

@@ -125,6 +125,8 @@ def build(
         workers, on_ray = None, config.cluster.kind == "ray"
         if on_ray:
             speculation.for_others = True
+            if config.drafting.workers:
+                speculation.apart_elsewhere = frozenset({config.drafting.drafter})
         if on_ray and processes.is_first:
             ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))

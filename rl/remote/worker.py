@@ -129,6 +129,8 @@ class WorkerProgram(MessageProgram):
             )
             settings = hello.speculation, RolloutCache(), drafters.by_name, hello.tuner
             self._speculation = Speculation(*settings, seed=hello.seed)
+            if hello.drafters.apart:
+                self._speculation.apart_elsewhere = frozenset({MODEL})
             expected = _expected(self._engine)
             self._subscriber = Subscriber(expected, self._carrier, _not_asked, hello.deadline_s)
         self.end_after_silence(hello.deadline_s)

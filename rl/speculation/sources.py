@@ -125,6 +125,7 @@ class Speculation:
         self.index_builder: IndexBuilder | None = None  # or others, for them
         # sources that drafting workers draft by, in place of the workers themselves
         self.apart: Mapping[str, DrafterSource] = {}
+        self.apart_elsewhere = frozenset[str]()  # those of workers in other programs
         self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
 
     def drafter_factory(
@@ -193,8 +194,12 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert self.times is not None, "a bandit needs the measured seconds of a round"
-            return union, BanditBudget(self.bandit(context.runner.number), self.times, union)
-        budget = make_budget(self.config.budget, self.times)
+            bandit, here = self.bandit(context.runner.number), self._deepest_here
+            budget: Budget | None = BanditBudget(
+                *(bandit, self.times, union, here), is_copy=lambda r: copy_of(r)[1] > 0
+            )
+        else:
+            budget = make_budget(self.config.budget, self.times)
         if not self.methods_of_copies:
             return union, budget
         methods = [made(source) for source in self.methods_of_copies]
@@ -206,12 +211,17 @@ class Speculation:
             if worker not in self._bandits:
                 learned = self.drafters.get(LEARNED)
                 top_k = learned.tree.top_k if isinstance(learned, LearnedDrafter) else 0
-                deepest = {name: drafter.max_depth for name, drafter in self.drafters.items()}
                 seed = self._seed * MOST_WORKERS + worker
                 self._bandits[worker] = make_bandit(
-                    self._tuner, self.config.sources, top_k, deepest, seed
+                    self._tuner, self.config.sources, top_k, self._deepest_here, seed
                 )
             return self._bandits[worker]
+
+    @property
+    def _deepest_here(self) -> dict[str, int]:
+        """Return the drafters on the devices of verifying workers, and how deep they draft."""
+        apart = self.apart.keys() | self.apart_elsewhere
+        return {name: x.max_depth for name, x in self.drafters.items() if name not in apart}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the state of the workers' tuners."""
@@ -220,9 +230,7 @@ class Speculation:
     def load_state(self, state: Mapping[str, Any]) -> None:
         for worker, saved in state.get("bandits", {}).items():
             if self.config.budget == BANDIT:
-                # older checkpoints hold an arm that there is no more
-                kept = [w for w in saved["windows"] if not w["strategy"].startswith("lookup × ")]
-                self.bandit(int(worker)).load_state({**saved, "windows": kept})
+                self.bandit(int(worker)).load_state(saved)
 
     def history_metrics(self) -> dict[str, float]:
         """Return metrics of the rollout's history, and of the cache."""

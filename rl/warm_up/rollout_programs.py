@@ -292,7 +292,7 @@ class Pool:
         engine = self.engine
         (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
         nothing = no_drafts(0, 1)
-        nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
+        nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M, 1)
         chunks_TX = engine.argument(engine.no_chunks()) if chunks else None
         args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E, chunks_TX
         return args, engine.verify_options(self.sampling.draw, B, M)

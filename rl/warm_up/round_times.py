@@ -6,6 +6,7 @@ resumed run; delete it to measure again.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -186,6 +187,9 @@ class _Rounds:
         )
         drafter = made_by.drafter_for(context)
         live, most = self._table.live(), self._engine.config.max_nodes - 1
+        # rounds that were timed before have made them longer, beyond a small bucket's positions
+        total_A = np.minimum(live.total_tokens_A, self._cache.num_positions // 2)
+        live = dataclasses.replace(live, total_tokens_A=total_A)
         tries = []
         for depth in sorted({1, drafter.depth}) * (REPEATS + 1):
             drafter.depth = depth
@@ -200,7 +204,9 @@ class _Rounds:
         live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
         taken_A = best(drafts, np.ones(len(live)), len(table), num_nodes)
-        nodes_5M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
+        options = engine.verify_options(self._spec.sampling.draw, len(table), num_nodes)
+        sizes = len(table), num_nodes, options["max_nodes"]
+        nodes_5M = pack(drafts, taken_A, live.rows_A, *sizes)
         state = self._cache, self._pending, slots
         self._cache, self._pending, _, found, _ = verify_round(
             self._spec.params,
@@ -208,7 +214,7 @@ class _Rounds:
             engine.argument(nodes_5M),
             self._stop_E,
             None,
-            **engine.verify_options(self._spec.sampling.draw, len(table), num_nodes),
+            **options,
         )
         self._drafter.committed(live)
         drawn = by_slot(*unpack(found), nodes_5M[1], len(table))

@@ -79,7 +79,7 @@ def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]
 def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
-    B, S, C = cache.num_slots, cache.num_positions, engine.config.chunk_tokens
+    B, S, C = cache.num_slots, cache.num_positions, engine.chunk_tokens
     (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.draw)
     chunks_TX = engine.no_chunks()
     for first in range(0, num_tokens, len(chunks_TX) * C):

@@ -130,17 +130,12 @@ class BegMab:
         return {"seed": self._seed, "draws": self._draws, "windows": windows}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; raises ValueError if it is of other strategies."""
+        """Restore what `state` returned: strategies that it does not have are untried."""
         found = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
-        if found.keys() != self._rewards.keys():
-            raise ValueError(
-                f"expected windows of the ranges and strategies {sorted(self._rewards)}, got "
-                f"{sorted(found)}: resume with the strategies and thresholds that it was saved with"
-            )
         self._seed, self._draws = state["seed"], state["draws"]
         for key, rewards in self._rewards.items():
             rewards.clear()
-            rewards.extend(found[key])
+            rewards.extend(found.get(key, ()))
 
     def _bucket(self, batch_size: int) -> int:
         """Return i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""

@@ -25,6 +25,9 @@ MANY_ROUNDS = 2**15  # as many as a fetch may have
 class DraftDecision:
     """A round of `num_nodes` with the first `taken_A` draft tokens of each request.
 
+    With the B roots they are at most `num_nodes`, and those of one request with its root at most
+    `spec.buckets.widest_tree(B, num_nodes, Engine.max_nodes)`: the round fails with ValueError
+    otherwise.
     Without `taken_A` it is plain decoding: `num_rounds` rounds before the next decision. With
     `tree_tokens` these draft on the device, at most so many draft tokens a request, and verify the
     best, their probabilities scaled by their request's factor (`scale_A`).

@@ -39,9 +39,9 @@ class Goodput(Budget):
 
     The best are those of `spec.budget.budget.best`. `s_a` is the ratio of accepted to expected
     draft tokens of a request so far, shrunk towards that of all requests; draft tokens that were
-    not verified are compared with what was then drawn. A mode is left only for one that promises
-    `BETTER`. Drafts cost the host's time: while plain decoding wins, they are asked for after a
-    `Backoff`, or once the batch shrinks.
+    not verified are compared with what was then drawn. Cached responses have a factor of 1. A
+    mode is left only for one that promises `BETTER`. Drafts cost the host's time: while plain
+    decoding wins, they are asked for after a `Backoff`, or once the batch shrinks.
     """
 
     def __init__(self, times: RoundTimes) -> None:
@@ -95,6 +95,7 @@ class Goodput(Budget):
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
         scale_A, self._repeats = self.scale(live), 0
+        scale_A[drafts.cached_A] = 1.0  # the share that is kept is no drafter's acceptance
         seconds = {num_slots: plain_s}
         for size in sizes if drafts.count_A.any() else ():
             round_s = self._times(num_slots, size, num_positions)

@@ -52,6 +52,7 @@ class DrafterUnion(Drafter):
             worth_K = worth_K & asked_K if (worth_K & asked_K).any() else asked_K
         chosen = np.nonzero(worth_K)[0].tolist()
         if not chosen:
+            self._last = {}
             return no_drafts(len(live), max_nodes)
         drafts = [self._drafters[k].propose(live, max_nodes_A, max_nodes) for k in chosen]
         pairs = zip(chosen, drafts, strict=True)

@@ -89,7 +89,7 @@ class CopiesDrafter(Drafter):
             if len(some):
                 drafter = self._drafters[method]
                 drafter.skipped = self.skipped if not method else frozenset()
-                _put(drafts, some, drafter.propose(live.take(some), max_nodes_A[some], max_nodes))
+                drafts.put(some, drafter.propose(live.take(some), max_nodes_A[some], max_nodes))
                 self._last.append((some, drafter))
         return drafts
 
@@ -98,11 +98,7 @@ class CopiesDrafter(Drafter):
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         for some, drafter in self._last:
-            own = Drafts(*(x[some] for x in drafts))
-            found = Acceptance(
-                acceptance.verified, acceptance.accepted_AN[some], acceptance.observed_AN[some]
-            )
-            drafter.observe(own, found)
+            drafter.observe(drafts.take(some), acceptance.take(some))
 
     def committed(self, live: LiveSlots) -> None:
         for drafter, some in self._by_method(live):
@@ -137,10 +133,3 @@ def _put_chain(drafts: Drafts, a: int, tokens_T: np.ndarray) -> bool:
     drafts.sources_AN[a, :n] = Source.COPY
     drafts.count_A[a] = n
     return n > 0
-
-
-def _put(drafts: Drafts, some: np.ndarray, found: Drafts) -> None:
-    """Write the drafts of some requests into those of all."""
-    for whole, part in zip(drafts[:4], found[:4], strict=True):
-        whole[some] = part
-    drafts.count_A[some] = found.count_A

@@ -79,7 +79,7 @@ class DecoupledDrafter(Drafter):
         # of each request: generation of its link, tokens that were told, and how often
         self._told: dict[int, tuple[int, int, int]] = {}
         self._closed: list[int] = []
-        self._proposed: tuple[LiveSlots, Drafts] | None = None
+        self._last: LiveSlots | None = None  # of the last drafts
 
     @property
     def source(self) -> Source:
@@ -97,7 +97,7 @@ class DecoupledDrafter(Drafter):
             self._take(live)
             drafts = self.received.drafts(*given)
         self._tell(live, drafts)
-        self._proposed = live, drafts
+        self._last = live
         self.drafted += int((drafts.count_A > 0).sum())
         return drafts
 
@@ -107,18 +107,13 @@ class DecoupledDrafter(Drafter):
             self._tell(live, None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        if self._proposed is None:
-            return
-        live, own = self._proposed
-        self._proposed = None
-        if len(own.count_A) != len(drafts.count_A):
-            return
+        assert self._last is not None, "it has proposed"
         mine_AN = drafts.sources_AN == self.source
         accepted_A = (acceptance.accepted_AN & mine_AN).sum(axis=1)
         seen_A = (acceptance.observed_AN & mine_AN).sum(axis=1)
         # along a path: the accepted ones and the one that was not
         seen_A = np.minimum(seen_A, accepted_A + 1)
-        self._plans.observed(live, self.source, accepted_A, seen_A)
+        self._plans.observed(self._last, self.source, accepted_A, seen_A)
 
     def finished(self, live: LiveSlots) -> None:
         ids = live.request_ids_A.tolist()

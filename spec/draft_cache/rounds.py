@@ -156,9 +156,9 @@ def _trees(
     most_drafts = shape.num_nodes - len(row_B)
     if most_drafts < real_BX.size:
         scaled_BX = prob_BX * scale_B[:, None]
-        tokens_BX = 1 + jnp.cumsum(scaled_BX, axis=1)  # expected of the request
+        expected_BX = 1 + jnp.cumsum(scaled_BX, axis=1)  # tokens of the request
         # as of `spec.budget.budget.best`
-        worth_BX = scaled_BX / (tokens_BX - scaled_BX)
+        worth_BX = scaled_BX / (expected_BX - scaled_BX)
         # of equals the earlier one is taken, a parent before its children, also if it is rounded
         worth_BX = jnp.where(real_BX, jax.lax.cummin(worth_BX, axis=1), -1.0)
         _, chosen = jax.lax.top_k(worth_BX.reshape(-1), most_drafts)

@@ -5,6 +5,7 @@ Runs in this process where it can: starting Python takes longer than training he
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -16,7 +17,7 @@ import pytest
 from command_runs import call_main
 
 from benchmarks import tiny_run
-from models import gguf, hf, tokenizer
+from models import gguf, hf, tokenizer, transformer
 from rl import evaluate, export, export_drafter, report, train
 from rl.loop import memory_estimate, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
@@ -212,16 +213,23 @@ def test_a_mesh_that_does_not_fit_the_devices(tiny, tmp_path, capsys):
     assert not folder.exists()
 
 
-def test_resuming_with_another_optimizer_is_refused(run, tmp_path, capsys):
+def test_a_resume_that_is_refused_changes_nothing(run, tiny, tmp_path, capsys):
+    """It is refused before the folder's configuration is written over, and before compiling."""
     shutil.copytree(run, tmp_path / "run")
+    wider = dataclasses.replace(tiny_run.MODEL, d_ff=64)
+    weights = transformer.init(wider, jax.random.key(0), jnp.float32)
+    hf.save_pretrained(tmp_path / "policy", wider, weights)
+    tokenizer.save_character_tokenizer(tmp_path / "policy", tiny_run.CHARACTERS)
     where = f"--gin.Run.directory='{tmp_path / 'run'}'"
-    changes = "--gin.Optimizer.max_grad_norm=None", "--gin.Run.steps=4"
-    assert run_train("--resume", where, *changes) == 1
-    err = capsys.readouterr().err
-    assert "another model or optimizer" in err
-    assert "changed       Optimizer.max_grad_norm: 1.0 → None" in err
-    rows = [file.joinpath("metrics.jsonl").read_bytes() for file in (run, tmp_path / "run")]
-    assert rows[0] == rows[1]
+    changes = f"--gin.Policy.directory='{tmp_path / 'policy'}'", "--gin.Run.steps=4"
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert run_train("--resume", where, *changes, "--allow_changes") == 2
+    found = capsys.readouterr()
+    assert "another model or optimizer" in found.err
+    assert "changed       Run.steps: 3 → 4" in found.err and "compiling" not in found.out
+    after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert after == before
+    assert run_train("--resume", where, "--gin.Run.steps=4") == 0
 
 
 def test_resume_without_a_run(tmp_path, capsys):

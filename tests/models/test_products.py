@@ -9,20 +9,29 @@ from models import products
 from models.products import feed_forward, linear
 
 
-@pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(sizes):
-    """Timing may decide how many requests share a round; two rows are the fewest."""
-    D, F = sizes
-    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 64, D), random_weights(D, F)
+@pytest.mark.parametrize("rows", [1, 4, 17, 64])
+def test_rows_are_their_own(rows):
+    """A round has as many rows whoever shares it; a row's bits do not depend on the others."""
+    D, F = 256, 704
+    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 128, D), random_weights(D, F)
 
     @jax.jit
     def products(x):
         return linear(x, gate_FD), feed_forward(x, gate_FD, up_FD, down_DF)
 
-    want = jax.tree.map(np.asarray, products(x_RD))
-    for rows in (2, 3, 4, 8, 17, 24, 40, 63):
-        for got, whole in zip(products(x_RD[:rows]), want, strict=True):
-            np.testing.assert_array_equal(got, whole[:rows])
+    want = products(x_RD[:rows])
+    others_RD = jnp.concatenate([x_RD[:1], x_RD[65 : 64 + rows]])
+    for got, whole in zip(products(others_RD), want, strict=True):
+        np.testing.assert_array_equal(got[0], whole[0])
+        assert rows == 1 or (got[1] != whole[1]).any()
+
+
+def test_few_rows_are_not_padded():
+    """Padding to 64 rows made plain rounds of 4 and 16 slots 2.9 and 1.7 times slower."""
+    x_RD, weights = random_array(0, 4, 32), random_weights(32, 16)
+    program = jax.jit(feed_forward).lower(x_RD, *weights).as_text()
+    assert "stablehlo.pad" not in program
+    assert "x64x" not in program
 
 
 def test_few_rows_are_computed_as_many():

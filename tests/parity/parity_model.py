@@ -21,6 +21,7 @@ from rl.engine.config import EngineConfig
 from rl.trajectory import FinishReason, Request
 from spec import sampling
 from spec.config import SamplingConfig
+from spec.round_times import RoundTimes
 
 MODEL = ModelConfig(
     architecture="qwen3",
@@ -63,6 +64,9 @@ class OneSize(EngineConfig):
 
 
 ONE_SIZE = OneSize(**dataclasses.asdict(BASE))
+
+# a round of half as many nodes as all trees may have is the best
+HALF_TREES = RoundTimes({(8, 8 * n, s): 1.0 + (n > 4) for n in (1, 2, 4, 8) for s in (32, 64)})
 
 SAMPLINGS = {
     "plain": SamplingConfig(max_new_tokens=MAX_NEW),

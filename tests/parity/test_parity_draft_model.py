@@ -6,9 +6,18 @@ The draft model of most tests is the policy's first layer: often accepted, often
 import dataclasses
 
 import pytest
-from noted_drafts import Noted, share_of_same
+from noted_drafts import Noted, NotedGoodput, share_of_same
 from parity_drafters import drafted, origins_if_all_accepted
-from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+from parity_model import (
+    BASE,
+    HALF_TREES,
+    MODEL,
+    SAMPLINGS,
+    STEP_KEY,
+    TOLERANCE,
+    differences,
+    misscored,
+)
 
 from rl.engine.engine import Engine
 from spec.budget.budget import FixedBudget, SeeingBudget
@@ -82,6 +91,18 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
         fetches.append(engine.stats.fetches)
     assert trees[1].total() > 100 and share_of_same(*trees) > 0.99
     assert fetches[0] < 0.75 * fetches[1]  # a round beside prompts has one of its own
+
+
+def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
+    golden, rollout, engine, small_params
+):
+    """Where a round holds fewer nodes than all trees have."""
+    noted, budget = Noted(drafter(engine, small_params, "plain")), NotedGoodput(HALF_TREES)
+    assert not differences(golden("plain"), rollout("plain", drafter=noted, budget=budget))
+    assert budget.num_unseen > 5
+    sizes = {len(tree) // 2 for tree in noted.trees}
+    assert len(sizes) > 1 and max(sizes) > 3  # some requests have more of the round than others
+    assert engine.stats.accepted_by_source[Source.MODEL] > 0
 
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):

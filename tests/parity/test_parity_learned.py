@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from noted_drafts import Noted, share_of_same
+from noted_drafts import Noted, NotedGoodput, share_of_same
 from parity_model import (
     BASE,
+    HALF_TREES,
     MODEL,
     ONE_SIZE,
     SAMPLINGS,
@@ -113,6 +114,19 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
         fetches.append(engine.stats.fetches)
     assert trees[1].total() > 100 and share_of_same(*trees) > 0.99
     assert fetches[0] < 0.7 * fetches[1]
+
+
+def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
+    golden, rollout, params, keeping
+):
+    """Where a round holds fewer nodes than all trees have."""
+    engine = keeping("eagle")
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
+    noted, budget = Noted(learned("eagle").drafter_for(context)), NotedGoodput(HALF_TREES)
+    got = rollout("plain", engine=engine, drafter=noted, budget=budget)
+    assert not differences(golden("plain"), got)
+    assert budget.num_unseen > 5
+    assert len({len(tree) for tree in noted.trees}) > 1
 
 
 @pytest.mark.parametrize("name", ["cool", "gumbel_cool"])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from noted_drafts import Asked
 from parity_model import (
     BASE,
     MODEL,
@@ -23,7 +24,11 @@ from models import transformer
 from rl.engine import cached_prefixes
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
+from spec.budget.budget import SeeingBudget
 from spec.budget.by_name import make_budget
+from spec.decoupled.copies import CopiesDrafter, Progress
+from spec.drafter import Source
+from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
@@ -230,6 +235,33 @@ def test_prefixes_and_drafters_together(golden, rollout, requests, reusing):
         )
         assert not differences(want, got)
     assert reusing.stats.accepted_tokens > 0
+
+
+def test_drafters_and_budgets_are_told_of_what_they_were_asked_for(
+    golden, rollout, requests, reusing
+):
+    """Beside cached responses, in rounds of these alone, and where copies have other drafters."""
+    want, progress = golden("cool"), Progress()
+    given = with_cached(requests, lambda r: changed(want, r))
+    seventh = lambda r: (r, int(r // 1000 % 7 == 0))  # noqa: E731
+    copies = CopiesDrafter(Asked(NgramDrafter()), [Asked(NgramDrafter())], seventh, progress)
+    budget, drafter = NotedBudget(), Asked(copies)
+    got = rollout("cool", given, rule=rule("coupled"), drafter=drafter, budget=budget)
+    assert not differences(want, got)
+    assert drafter.told == budget.told > 5
+    cached = [r.cached_nodes for r in reusing.stats.timeline if r.num_nodes > r.num_slots]
+    assert 0 in cached and max(cached) > 0
+
+
+class NotedBudget(SeeingBudget):
+    """Takes all draft tokens, and fails if it is told of cached ones."""
+
+    told = 0
+
+    def observe(self, live, drafts, acceptance):
+        assert len(live) == len(drafts.count_A) == len(acceptance.accepted_AN)
+        assert not (drafts.sources_AN == Source.CACHED).any()
+        self.told += 1
 
 
 @pytest.mark.parametrize(

@@ -111,21 +111,6 @@ def test_other_prompts_in_the_rows_leave_no_trace(golden, rollout, requests):
         assert not differences(golden("top_k"), rollout("top_k", order))
 
 
-def test_without_drafts_no_bit_depends_on_who_shares_a_round(rollout, requests):
-    """Whether prompts are computed meanwhile or not: timing decides, where requests come later."""
-    # prompts are no longer than a chunk, and slots and chunk have at most FEW_ROWS tokens
-    whole = {"slots": 4, "min_slots": 4, "prefill_rows": 1, "prefill_chunk_tokens": 32}
-    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, **whole))
-    wanted = {t.request_id: t for t in rollout("cool", engine=engine)}
-    rng = np.random.default_rng(0)
-    for _ in range(3):
-        mixed = [requests[i] for i in rng.permutation(len(requests))]
-        for got in rollout("cool", mixed, engine=engine):
-            want = wanted[got.request_id]
-            np.testing.assert_array_equal(got.response_ids, want.response_ids)
-            np.testing.assert_array_equal(got.logprobs, want.logprobs)
-
-
 def on_mesh(params, config=ONE_SIZE, **shape):
     """An engine over eight devices, and the policy split over them."""
     if len(jax.devices()) < 8:

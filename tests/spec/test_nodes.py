@@ -16,7 +16,7 @@ BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])
 def test_packing_by_hand():
     """Slots 0 and 2 have drafts, slot 1 rests; of the chain's three tokens two are taken."""
     drafts = stack([chain([7, 8, 9]), BRANCHING], 5)
-    got = nodes.pack(drafts, np.array([2, 5]), np.array([2, 0]), 3, 12)
+    got = nodes.pack(drafts, np.array([2, 5]), np.array([2, 0]), 3, 12, 6)
     want = [
         [0, 10, 20, 11, 21, 22, 0, 0, 7, 8, PADDING, PADDING],
         [0, 0, 0, 0, 0, 0, 1, 2, 2, 2, 3, 3],
@@ -31,24 +31,39 @@ def test_packing_by_hand():
 
 def test_a_round_of_roots():
     nothing = no_drafts(0, 1)
-    got = nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, 4)
+    got = nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, 4, 1)
     np.testing.assert_array_equal(got[:3], [[0, 0, 0, PADDING], [0, 1, 2, 3], [-1] * 4])
     found = nodes.roots(jnp.asarray([4, 9]))
     assert [np.asarray(x).tolist() for x in jax.tree.leaves(found)] == [[4, 9], [0, 1], [-1, -1]]
 
 
-def test_more_draft_tokens_than_nodes_are_refused():
+@pytest.mark.parametrize(("num_nodes", "max_nodes"), [(4, 9), (8, 3)])
+def test_more_than_a_round_or_a_tree_of_it_holds_is_refused(num_nodes, max_nodes):
     drafts = stack([chain([7, 8, 9])], 3)
-    with pytest.raises(AssertionError):
-        nodes.pack(drafts, np.array([3]), np.array([0]), 2, 4)
+    sizes = np.array([0]), 2
+    with pytest.raises(ValueError, match="the budget took 3 draft tokens, 3 of one request: exp"):
+        nodes.pack(drafts, np.array([3]), *sizes, num_nodes, max_nodes)
+    nodes.pack(drafts, np.array([2]), *sizes, num_nodes, max_nodes)
 
 
 @pytest.mark.parametrize("parent", [1, 2, 7, -2])
 def test_a_parent_that_does_not_come_before_is_named(parent):
     drafts = stack([chain([5]), chain([7, 8, 9])], 3)
     drafts.parents_AN[1, 1] = parent
-    with pytest.raises(AssertionError, match="node 4 of the round"):
-        nodes.pack(drafts, drafts.count_A, np.array([0, 1]), 2, 8)
+    with pytest.raises(ValueError, match=f"token 1 of live request 1 is 8 behind parent {parent}"):
+        nodes.pack(drafts, drafts.count_A, np.array([0, 1]), 2, 8, 4)
+
+
+@pytest.mark.parametrize("twin", range(1, 5))
+def test_siblings_with_one_token_are_refused_wherever_they_are(twin):
+    """Tokens may repeat elsewhere in a tree, and behind what is taken of it."""
+    tokens, parents = [4, 5, 4, 6, 5], [-1, -1, 0, -1, 0]
+    drafts = stack([Draft(tokens, parents)], 6)
+    nodes.pack(drafts, drafts.count_A, np.array([0]), 1, 8, 8)
+    drafts.tokens_AN[0, 5], drafts.parents_AN[0, 5] = tokens[twin], parents[twin]
+    nodes.pack(drafts, drafts.count_A, np.array([0]), 1, 8, 8)
+    with pytest.raises(ValueError, match=r"draft token 5 .* siblings that differ"):
+        nodes.pack(drafts, drafts.count_A + 1, np.array([0]), 1, 8, 8)
 
 
 #        0
@@ -103,7 +118,7 @@ OF_TREES = jax.jit(nodes.of_trees, static_argnums=3)
 def test_trees_on_the_device_are_packed_as_the_host_would(count_B):
     drafts = stack([chain([7, 8, 9]), chain([4]), Draft([1, 2, 3], [-1, -1, 1])], 3)
     taken_A = np.minimum(np.array(count_B) - 1, drafts.count_A)
-    want = nodes.pack(drafts, taken_A, np.arange(3), 3, 9)
+    want = nodes.pack(drafts, taken_A, np.arange(3), 3, 9, 4)
     tokens_BN = jnp.pad(drafts.tokens_AN, ((0, 0), (1, 0)))
     parents_BN = jnp.pad(drafts.parents_AN + 1, ((0, 0), (1, 0)), constant_values=-1)
     got, place_BN = OF_TREES(tokens_BN, parents_BN, jnp.asarray(taken_A + 1), 9)
@@ -118,7 +133,7 @@ def test_trees_on_the_device_are_packed_as_the_host_would(count_B):
 @pytest.mark.parametrize("num_nodes", [9, 12])
 def test_where_nodes_lie_by_hand(num_nodes):
     drafts = stack([chain([7, 8]), BRANCHING], 5)
-    table = nodes.pack(drafts, np.array([1, 5]), np.array([2, 0]), 3, num_nodes)
+    table = nodes.pack(drafts, np.array([1, 5]), np.array([2, 0]), 3, num_nodes, 6)
     found = nodes.trees(Nodes(*map(jnp.asarray, table[:3])), 3, max_nodes=6)
     assert found.first_B.tolist() == [0, 6, 7]
     assert found.place_M[:9].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1]

@@ -41,7 +41,7 @@ def emitted(nodes_5M, drawn_M, room_B, stop_E):
 def walked(draft, drawn, room=100, stop=(EOS,)):
     """The emitted nodes of one slot: `drawn[i]` is the draw at node i."""
     drafts = stack([draft], N)
-    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(1), 1, N)
+    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(1), 1, N, N)
     drawn_M = np.asarray([*drawn, *[0] * (N - len(drawn))], np.int32)
     stop_E = np.asarray((*stop, *[-1] * (2 - len(stop))), np.int32)
     return np.nonzero(np.asarray(emitted(nodes_5M, drawn_M, np.full(1, room), stop_E)))[0].tolist()
@@ -90,7 +90,7 @@ def test_a_walk_through_every_node():
 
 def test_slots_walk_on_their_own():
     drafts = stack([chain([1, 2]), chain([5]), BRANCHING], N)
-    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(3), 3, 12)
+    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(3), 3, 12, N)
     drawn_M = np.asarray([1, 2, 3, 6, 0, 20, 0, 21, 0, 8, 0, 1], np.int32)
     got = np.asarray(emitted(nodes_5M, drawn_M, np.full(3, 9), np.asarray([EOS, -1], np.int32)))
     np.testing.assert_array_equal(np.nonzero(got)[0], [0, 1, 2, 3, 5, 7, 9])
@@ -155,7 +155,7 @@ def rounds(kind, params, cache, slots):
     pending = kv_cache.no_pending(TINY, M * B, jnp.float32, ())
     if kind == "trees":
         drafts = stack([Draft([1, 2, 3], [-1, -1, 0])] * B, 3)
-        nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B)
+        nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B, M)
         cache, pending, *_ = verify_round(
             params, cache, pending, slots, nodes_5M, stop_E, None, **static, max_nodes=M
         )

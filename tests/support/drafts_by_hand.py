@@ -30,28 +30,11 @@ def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
     out = no_drafts(len(drafts), max_nodes)
     for a, draft in enumerate(drafts):
         n = min(len(draft.tokens), max_nodes)
-        _check(draft, n, f"request {a}")
         out.tokens_AN[a, :n] = draft.tokens[:n]
         out.parents_AN[a, :n] = draft.parents[:n]
         out.prob_AN[a, :n] = 1.0
         out.count_A[a] = n
     return out
-
-
-def _check(draft: Draft, num_nodes: int, name: str) -> None:
-    """Raise ValueError unless a draft's first `num_nodes` are a tree.
-
-    A parent must come before its child, and siblings must differ in their tokens.
-    """
-    edges = list(zip(draft.parents[:num_nodes], draft.tokens[:num_nodes], strict=True))
-    for i, (parent, token) in enumerate(edges):
-        if not -1 <= parent < i or token < 0:
-            raise ValueError(
-                f"draft node {i} of {name} is (parent {parent}, token {token}): expected a "
-                f"parent in −1 … {i - 1} and a token of at least 0"
-            )
-    if len(set(edges)) != num_nodes:
-        raise ValueError(f"the draft of {name} repeats a token among siblings: merge them")
 
 
 def drafts(*trees, width=6, source=0) -> Drafts:

@@ -8,7 +8,7 @@ from models.attention import NEGATIVE
 B, h = 3, 128
 
 
-def arrays(W, G, K, T, N, dtype, seed=0, num_slots=B):
+def arrays(W, G, K, T, N, dtype, seed=0, num_slots=B, h=h):
     """Return queries, keys, values and a table that takes the pages in any order."""
     rng = np.random.default_rng(seed)
     P = num_slots * N + 2
@@ -37,7 +37,7 @@ def reference(q, k, v, table, lengths):
             np.repeat(x[pages].transpose(0, 2, 1, 3).reshape(-1, *x.shape[1::2])[:length], G, 1)
             for x in (k, v)
         )
-        scores = np.einsum("whd,shd->whs", q[b], k_SHh) / np.sqrt(h)
+        scores = np.einsum("whd,shd->whs", q[b], k_SHh) / np.sqrt(q.shape[-1])
         top[b] = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - top[b])
         total[b] = weights.sum(axis=-1, keepdims=True)

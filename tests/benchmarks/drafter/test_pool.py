@@ -185,7 +185,6 @@ def test_a_pool_is_the_sum_of_its_programs(programs):
     ):
         ratio = pools[over]["total_bytes"] / pools[under]["total_bytes"]
         assert found[name] == pytest.approx(ratio, abs=1e-3)
-    # products of fewer rows than these may be padded to one size (models.products.FEW_ROWS)
     single = pool.footprint(programs.lower(("round", 8, 8)).compile())
     double = pool.footprint(programs.lower(("round", 16, 8)).compile())
     assert double.temp_bytes > 1.5 * single.temp_bytes

@@ -11,6 +11,7 @@ from page_reference import B, arrays, h, only_live, reference
 
 from models.kernels import page_append_tpu
 from models.kernels.page_append_tpu import append_and_attend
+from models.kernels.page_attention_tpu import takes
 from models.kernels.tiles import PageTiles
 from models.page_attention import append_and_attend as with_any_path
 
@@ -20,7 +21,7 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-def entries(K, dtype, num_slots=B):
+def entries(K, dtype, num_slots=B, h=h):
     rng = np.random.default_rng(7)
     return (jnp.asarray(rng.normal(size=(num_slots, K, h)), dtype) for _ in range(2))
 
@@ -70,6 +71,15 @@ def test_entries_are_written_and_attended_to(G, K, T, N, tiles, dtype, tolerance
         given = q, k, v, keys, values
         found = call(*given, only_live(table, lengths, T), np.asarray(lengths))
         assert_same(found, wanted(*given, table, lengths), tolerance, table, lengths)
+
+
+@pytest.mark.parametrize("head_dim", [256, 384])
+def test_heads_of_any_size_that_it_takes(head_dim):
+    assert takes(head_dim, 64, jnp.float32) is None
+    q, keys, values, table = arrays(1, 2, 2, 64, 3, jnp.float32, h=head_dim)
+    given, lengths = (q, *entries(2, jnp.float32, h=head_dim), keys, values), (65, 0, 192)
+    found = append_and_attend(*given, table, jnp.asarray(lengths), interpret=True)
+    assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 
 @pytest.mark.parametrize("copies", ["eager", "on_wait"])

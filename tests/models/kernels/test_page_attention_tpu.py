@@ -36,6 +36,7 @@ def interpreted(tiles, interpret=True):
         (5, 4, 1, 64, 5, PageTiles(4, 3)),
         (5, 1, 2, 128, 4, PageTiles(1, 8)),  # more buffers than blocks
         (16, 4, 2, 64, 6, None),
+        (1, 1, 1, 192, 6, None),  # of pages that are no multiple of 128 a block has an even number
     ],
 )
 def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, tiles, dtype, tolerance):

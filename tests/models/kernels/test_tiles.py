@@ -27,7 +27,7 @@ def test_blocks_are_those_of_the_table_or_the_rule(args, tiles):
 
 def test_blocks_are_whole_lanes_and_buffers_take_turns():
     sizes = itertools.product(
-        ("v5e", "v5p", ""), (128, 256), (2, 4), (64, 128), (1, 2, 8), (8, 512)
+        ("v5e", "v5p", ""), (128, 256), (2, 4), (64, 128, 192, 256, 320), (1, 2, 8), (8, 512)
     )
     for sizes_of_call in sizes:
         tiles = page_tiles(*sizes_of_call)

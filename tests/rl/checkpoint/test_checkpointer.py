@@ -195,15 +195,33 @@ def test_another_model_is_told_by_its_first_differing_paths(tmp_path):
     saved = {"w": jnp.ones((4, 8)), "b": jnp.ones(3), "old": jnp.ones(1)}
     with Checkpointer(tmp_path) as saver:
         saver.save(0, saved)
-    template = {"w": jnp.ones((4, 16)), "b": jnp.ones(3, jnp.bfloat16), "new": jnp.ones(2)}
+    template = {"w": jnp.ones((4, 16)), "b": jnp.ones(3, jnp.int32), "new": jnp.ones(2)}
     with pytest.raises(reader.StructureMismatchError) as caught:
         reader.restore(tmp_path, template)
     text = str(caught.value)
     assert "4 of 4 arrays" in text
     assert "['w']: expected float32[4, 16], got float32[4, 8]" in text
-    assert "['b']: expected bfloat16[3], got float32[3]" in text
+    assert "['b']: expected int32[3], got float32[3]" in text
     assert "['new']: expected float32[2], got no array" in text
     assert "['old']: expected no array, got float32[1]" in text
+
+
+def test_parts_may_be_lacking_or_left_over_and_floats_of_another_type(tmp_path):
+    saved = {"w": jnp.ones(3) / 3, "old": {"x": jnp.ones(2)}}
+    with Checkpointer(tmp_path) as saver:
+        saver.save(0, saved)
+    wanted = {"w": jnp.zeros(3, jnp.bfloat16), "new": {"y": jnp.full(2, 7.0)}}
+    names = ["['old']", "['new']"]
+    restored = reader.restore(tmp_path, wanted, optional=names)
+    assert restored.lacking == ("['new']",)
+    want = {"w": saved["w"].astype(jnp.bfloat16), "new": wanted["new"]}
+    assert_same_bits(restored.arrays, want)
+    for lacking in ([], names[:1], names[1:]):
+        with pytest.raises(reader.StructureMismatchError):
+            reader.restore(tmp_path, wanted, optional=lacking)
+    other = {"w": wanted["w"], "old": {"x": jnp.ones(3)}}
+    with pytest.raises(reader.StructureMismatchError, match="old"):
+        reader.restore(tmp_path, other, optional=names)
 
 
 def test_a_subset_restores_the_policy_alone(tmp_path):

@@ -7,9 +7,12 @@ import random
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_drafter import DRAFTER, bits, context_at, filled_buffer, make_engine, make_trainer
 from whole_steps import whole_steps
 
+from models.config import MeshConfig
+from models.sharding import make_mesh
 from rl.checkpoint import checkpointer
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
@@ -208,6 +211,26 @@ def test_after_a_warm_up_nothing_compiles(engine):
         trainer.run_steps(3, context)
         trainer.publish()
     assert found == []
+
+
+@pytest.mark.parametrize("comes", ["made", "loaded"])
+def test_a_state_that_lies_on_all_devices_is_trained_on_those_of_a_worker(
+    engine, four_steps, comes
+):
+    """As where a run's mesh has all devices, and its workers one each."""
+    mesh = make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        trainer = make_trainer()
+        whole = NamedSharding(mesh, PartitionSpec())
+        state = jax.device_put(trainer.state, whole)
+        if comes == "loaded":
+            trainer.load(state, 0)
+        else:
+            trainer.state = state
+    context = context_at(trainer, engine)
+    trainer.warm_up(context)
+    assert trainer.run_steps(4, context) == 4
+    assert bits(trainer.state) == bits(four_steps.state)
 
 
 def test_the_catcher_names_the_step():

@@ -13,9 +13,12 @@ from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
 from rl.drafting.workers import DraftingWorkers
 from rl.loop import drafting
+from rl.speculation import sources
 from sched.policies.drafting_plan import WorkerPlan
 from spec.decoupled.ahead import Enumerating, FreeRunning
+from spec.decoupled.copies import CopiesDrafter
 from spec.drafter import Source
+from spec.eagle.drafter import EagleDrafter
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -310,3 +313,48 @@ def test_helpers_and_a_drafting_worker_change_no_token(tiny, tmp_path, plain, mo
     helpers = "Drafting.requests_per_helper=4", "Drafting.methods=('model','own')"
     settings = (*helpers, f"Sched.mode={mode!r}")
     assert_same(finish(tiny, tmp_path, *apart(tiny, *settings)), plain)
+
+
+# --- the bandit, and copies by a learned drafter ------------------------------------------
+
+BANDIT = (
+    *("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(5, 3)"),
+    "Tuner.depths=(1, 3)",
+)
+
+
+@pytest.fixture
+def bandits(monkeypatch):
+    """The bandits of the workers of the runs that begin now."""
+    found, make = [], sources.make_bandit
+    monkeypatch.setattr(sources, "make_bandit", lambda *a: found.append(make(*a)) or found[-1])
+    return found
+
+
+def rewarded(bandits):
+    """The arms that have rewards."""
+    windows = [w for bandit in bandits for w in bandit.state()["windows"] if w["rewards"]]
+    return {w["strategy"] for w in windows}
+
+
+@pytest.mark.parity
+def test_a_bandit_chooses_among_what_drafting_workers_send(tiny, tmp_path, plain, bandits):
+    named = "Speculation.sources=('own','model')"
+    assert_same(finish(tiny, tmp_path, *apart(tiny, *BANDIT, named)), plain)
+    assert rewarded(bandits) >= {"plain", "own × 3", "model × 3"}
+
+
+@pytest.mark.parity
+def test_a_bandit_on_workers_that_help_one_another(tiny, tmp_path, plain, bandits):
+    assert_same(finish(tiny, tmp_path, *HELPERS, *BANDIT), plain)
+    assert rewarded(bandits) >= {"plain", "own × 3"}
+
+
+@pytest.mark.parity
+def test_copies_are_drafted_for_by_a_learned_drafter(tiny, tmp_path, plain, monkeypatch):
+    methods, made = [], CopiesDrafter.__init__
+    noted = lambda self, usual, given, *a: methods.extend(given) or made(self, usual, given, *a)  # noqa: E731
+    monkeypatch.setattr(CopiesDrafter, "__init__", noted)
+    named = "Speculation.sources=('own','learned')", "Drafting.methods=('learned',)"
+    assert_same(finish(tiny, tmp_path, *HELPERS, *named, *BY["learned"]), plain)
+    assert {type(method) for method in methods} == {EagleDrafter}

@@ -3,9 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.engine.admission import assign, fills
+from rl.engine import admission
+from rl.engine.admission import PromptNumbers, assign
 
-A, B, C, D = (1,), (2, 2), (3,), (4,)
+A, B, C, D = range(4)
+
+
+def fills(lacking, held, parts=None, is_busy=None):
+    """By default rows of one part, all busy."""
+    return admission.fills(lacking, held, parts or [0] * len(held), is_busy or [True] * len(held))
 
 
 def enter(prompts, held, free_rows, later=()):
@@ -52,6 +58,19 @@ def test_siblings_copy_from_a_busy_row():
     assert fills({1: A, 2: B}, [A, None, None]) == ([(0, 1)], [2])
 
 
+def test_a_prompt_is_copied_from_the_own_part_first_and_from_a_busy_row_there():
+    held = [A, A, None, A, A, None]
+    assert fills({2: A, 5: A}, held, [0, 0, 0, 1, 1, 1]) == ([(1, 2), (4, 5)], [])
+    is_busy = [True, False, True, False, True, True]
+    assert fills({2: A, 5: A}, held, [0, 0, 0, 1, 1, 1], is_busy) == ([(0, 2), (4, 5)], [])
+    assert fills({5: A}, held[:3] + [None] * 3, [0, 0, 0, 1, 1, 1]) == ([(1, 5)], [])
+
+
+def test_equal_prompts_have_one_number():
+    numbers = PromptNumbers()
+    assert [numbers.of(p) for p in ((1, 2), (3,), tuple([1, 2]), (3,))] == [0, 1, 0, 1]
+
+
 def test_a_row_that_holds_its_prompt_has_the_rest_computed():
     assert fills({1: A, 2: A}, [A, A, None]) == ([(1, 2)], [1])
 
@@ -75,7 +94,7 @@ def test_nothing_to_admit():
     assert assign([], [0], [A]) == [] and fills({}, [A]) == ([], [])
 
 
-PROMPT = st.sampled_from([A, B, C, D, (5, 5), (6,)])
+PROMPT = st.integers(0, 5)
 
 
 @st.composite
@@ -109,7 +128,7 @@ def test_every_request_gets_its_prompt_in_any_table(table):
 )
 def test_groups_in_order_are_computed_once_each(num_groups, group_size, num_slots, data):
     """Requests end in any order, slots are refilled at once: each prompt is computed once."""
-    queue = [(g,) for g in range(num_groups) for _ in range(group_size)]
+    queue = [g for g in range(num_groups) for _ in range(group_size)]
     held, busy, computed = [None] * num_slots, set(), []
     while queue or busy:
         free = [r for r in range(num_slots) if r not in busy]
@@ -119,4 +138,4 @@ def test_groups_in_order_are_computed_once_each(num_groups, group_size, num_slot
         busy |= set(rows)
         ended = data.draw(st.sets(st.sampled_from(sorted(busy)), min_size=1))
         busy -= ended
-    assert sorted(computed) == [(g,) for g in range(num_groups)]
+    assert sorted(computed) == list(range(num_groups))

@@ -17,7 +17,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
-from spec.budget.budget import FixedBudget
+from spec.budget.budget import DraftDecision, FixedBudget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
 from spec.sampling import step_key
@@ -99,8 +99,8 @@ class Scripted(Drafter):
     [
         (lambda live, n: [NO_DRAFT], r"Scripted.propose gave 1 drafts for 2 requests"),
         (lambda live, n: [chain([1])] * 3, r"gave 3 drafts for 2 requests"),
-        (lambda live, n: [Draft([1, 1], [-1, -1])] * 2, r"siblings"),
-        (lambda live, n: [Draft([1], [3])] * 2, r"parent 3"),
+        (lambda live, n: [Draft([1, 1], [-1, -1])] * 2, r"is 1 behind parent -1: .* siblings"),
+        (lambda live, n: [Draft([1], [3])] * 2, r"is 1 behind parent 3"),
     ],
 )
 def test_bad_drafts(engine, script, message):
@@ -108,6 +108,21 @@ def test_bad_drafts(engine, script, message):
         run(engine, group((1, 2), 0, 2), drafter=Scripted(script))
     # and the engine stays usable
     assert len(run(engine, group((1, 2), 0, 2))) == 2
+
+
+class Greedy(FixedBudget):
+    """A budget that takes all of a request's draft tokens in a round that has room for the sum."""
+
+    def choose(self, live, drafts, sizes, num_slots, num_positions):
+        return DraftDecision(sizes[0], drafts.count_A)
+
+
+def test_a_budget_that_takes_too_wide_a_tree():
+    """In a round of two nodes a slot a tree has four: of a wider one the rest would be unseen."""
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=8))
+    script = Scripted(lambda live, n: [chain([1, 2, 3, 4])] + [NO_DRAFT] * (len(live) - 1))
+    with pytest.raises(ValueError, match=r"took 4 draft tokens, 4 of one request: .* and 3 of one"):
+        run(engine, group((1, 2), 0, 4), drafter=script, budget=Greedy())
 
 
 def test_no_requests(engine):

@@ -9,7 +9,9 @@ from models import kv_cache, transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import fitting_sharding, make_mesh
 from rl.engine import cache_ops
+from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up.rollout_programs import Pool, Reach
@@ -133,3 +135,17 @@ def test_steps_are_lowered_without_a_cache(engine, params):
         args, options = pool.decode_arguments(8, 32)
         cache_steps_lowered = decode_rounds.lower(*args, **options)
     assert cache_steps_lowered.compile()
+
+
+@pytest.mark.parametrize(
+    ("cache", "longest_tokens", "chunk_tokens"),
+    [("pages", 4000, 512), ("pages", 200, 256), ("rows", 4000, 64)],
+)
+def test_chunks_of_prompts_are_cut_to_the_smallest_rows_and_not_by_pages(
+    cache, longest_tokens, chunk_tokens
+):
+    runner = ModelRunner(MODEL, EngineConfig(cache=cache))
+    runner.expect(1, longest_tokens)
+    assert runner.no_chunks().shape == (4, 2 + chunk_tokens)
+    with runner.shapes_only():
+        assert runner.empty_entries().keys[0].shape[0] == 4 * chunk_tokens

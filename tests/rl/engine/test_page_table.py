@@ -47,7 +47,8 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
     assert pages.users_P[first] == 3
     pages.release(0)
     assert pages.users_P[first] == 2 and pages.num_free(0) == 8 - 2
-    assert pages.num_only_of([1, 2], 0) == 2 and pages.num_only_of([1], 0) == 1
+    assert np.nonzero(pages.used_by([1]))[0].tolist() == sorted([first, target])
+    assert pages.used_by([1, 2]).sum() == 2 and not pages.used_by([0, 3]).any()
 
 
 def test_parts_of_a_mesh_have_pages_of_their_own():

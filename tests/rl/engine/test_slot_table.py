@@ -24,11 +24,11 @@ def table():
 
 def test_a_row_takes_part_in_rounds_once_nothing_lacks(table):
     active = COLUMNS.index("active")
-    assert list(table.lacking()) == [2, 1] and table.prompts == [PROMPT, None, None, None]
+    assert list(table.lacking()) == [2, 1] and table.prompts == [0, None, None, None]
     assert table.live().request_ids_A.tolist() == [0]
     assert table.device_columns()[:, active].tolist() == [1, 0, 0, 0]
     assert [table.filled(2, n) for n in (3, 4, 7)] == [3, 1, 1]  # a window may reach beyond
-    assert list(table.lacking()) == [1] and table.prompts[2] == PROMPT
+    assert list(table.lacking()) == [1] and table.prompts[2] == 0
     assert table.live().request_ids_A.tolist() == [0, 2]
     assert table.device_columns()[:, active].tolist() == [1, 0, 1, 0]
 
@@ -37,7 +37,7 @@ def test_a_prompt_is_held_before_the_response_that_follows_it(table):
     response = np.array([7, 8, 9], np.int32)
     prefix = Prefix(response, response, response, response, response, 0, None)
     table.enter(3, PartialRequest(Request(3, PROMPT), prefix), len(PROMPT) - 1)
-    assert table.prompts[3] == PROMPT and list(table.lacking()) == [2, 1, 3]
+    assert table.prompts[3] == 0 and list(table.lacking()) == [2, 1, 3]
     assert table.filled(3, 8) == 3 and 3 not in table.lacking()
 
 

@@ -1,5 +1,6 @@
 """Waiting requests, and what each round asks about their prompts."""
 
+from rl.engine.admission import PromptNumbers
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import PartialRequest, Request
 
@@ -19,10 +20,11 @@ def requests(count):
 
 
 def test_prompts_are_those_of_the_requests_that_wait():
-    waiting, order = WaitingQueue(), requests(10)
+    numbers, order = PromptNumbers(), requests(10)
+    waiting = WaitingQueue(numbers)
     waiting.add(order)
     while len(waiting):
-        assert set(waiting.prompts) == {r.prompt_ids for r in order}
+        assert set(waiting.prompts) == {numbers.of(r.prompt_ids) for r in order}
         first = waiting.first(3)
         assert waiting.take(len(first)) == first
         assert [p.request for p in first] == order[:3]
@@ -31,7 +33,7 @@ def test_prompts_are_those_of_the_requests_that_wait():
 
 
 def test_what_was_brought_comes_before_what_waits_from_the_start():
-    waiting, brought = WaitingQueue(), [PartialRequest(r) for r in requests(2)]
+    waiting, brought = WaitingQueue(PromptNumbers()), [PartialRequest(r) for r in requests(2)]
     waiting.add(requests(3))
     waiting.add_sourced(brought)
     assert waiting.first(5) == brought
@@ -41,11 +43,11 @@ def test_what_was_brought_comes_before_what_waits_from_the_start():
 
 
 def test_rounds_do_not_hash_the_prompts_that_wait():
-    waiting = WaitingQueue()
+    waiting = WaitingQueue(PromptNumbers())
     waiting.add(requests(1000))
     Prompt.hashed = 0
     for _ in range(100):
-        assert (3, 7) in waiting.prompts and (1000, 7) not in waiting.prompts
+        assert 3 in waiting.prompts and 1000 not in waiting.prompts
     assert Prompt.hashed == 0
     waiting.take(len(waiting.first(10)))
     assert Prompt.hashed < 100

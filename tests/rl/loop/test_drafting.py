@@ -42,7 +42,6 @@ def test_some_workers_may_draft_for_the_others(kind):
         ),
         ("Drafting.workers=4", r"at least one worker that verifies.*4 of Sched.workers=4"),
         ("Speculation.sources=('own',)", r"by Drafting.drafter='model': expected \"model\""),
-        ("Speculation.budget='bandit'", r"set budget = \"goodput\""),
         ("Drafting.window=31", r"Drafting.window of at most Engine.max_nodes"),
     ],
 )

@@ -366,11 +366,6 @@ BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verif
             "raise Engine.max_nodes",
         ),
         (
-            BANDIT,
-            """Drafting.workers decides .*Speculation.budget="bandit": set budget = "goodput" or """
-            '"fixed:K", or Drafting.workers = 0',
-        ),
-        (
             ("Cluster.kind='ray'", "Drafting.workers=None"),
             "expected a number of Drafting.workers there, got None, .*; set Drafting.workers = 1",
         ),
@@ -379,6 +374,7 @@ BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verif
 def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, message):
     opened(tiny, *drafts_apart(tiny))
     opened(tiny, *drafts_apart(tiny, "Drafting.workers=None", "Drafting.window=3"))
+    opened(tiny, *drafts_apart(tiny, *BANDIT))
     with pytest.raises(ValueError, match=message):
         opened(tiny, *drafts_apart(tiny, *overrides))
 
@@ -413,13 +409,12 @@ def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, messag
             ("Speculation.sources=('last','own')", "Drafting.methods=('last',)"),
             r"Drafting.methods: expected tuple of one of 'model', .* got tuple \('last'",
         ),
-        (BANDIT, 'Drafting.requests_per_helper decides .*"bandit": set budget'),
     ],
 )
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_helpers_that_could_not_help_stop_too(tiny, overrides, message, kind):
     cluster = f"Cluster.kind={kind!r}"
-    assert opened(tiny, *helps(cluster)).task
+    assert opened(tiny, *helps(cluster)).task and opened(tiny, *helps(cluster, *BANDIT)).task
     with pytest.raises(ValueError, match=message):
         opened(tiny, *helps(cluster, *overrides))
 

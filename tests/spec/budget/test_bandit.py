@@ -212,9 +212,13 @@ def test_a_checkpoint_changes_nothing(tmp_path):
     assert both[0] == both[1] and mab.state() == other.state() != state
 
 
-def test_a_checkpoint_of_other_strategies_is_refused():
-    with pytest.raises(ValueError, match="resume with the strategies"):
-        bandit(ALL[1:]).load_state(bandit().state())
+def test_strategies_that_a_checkpoint_has_not_are_untried_and_others_are_forgotten():
+    before, after = bandit((DEEP, FLAT, PLAIN)), bandit((WIDE, FLAT, PLAIN))
+    for of_before, batch_size in ((DEEP, 2), (FLAT, 16), (PLAIN, 40)):
+        reward(before, of_before, 7, batch_size)
+    after.load_state(before.state())
+    found = [(s.name, after.median_reward(s, n)) for n in (2, 16, 40) for s in after.candidates(n)]
+    assert found == [("wide", None), ("flat", 7), ("plain", 7)]
 
 
 def test_thresholds():

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from drafts_by_hand import chain, stack
+from drafts_by_hand import NO_DRAFT, chain, stack
 from live_by_hand import live_slots
 
 from spec.budget.bandit_budget import PLAIN, BanditBudget, make_bandit, node_counts, strategies
 from spec.budget.config import TunerConfig
 from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafter, no_drafts
+from spec.drafter import Acceptance, Drafter, Source, no_drafts
 from spec.round_times import RoundTimes
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
@@ -81,7 +81,7 @@ class Silent(Drafter):
 def tuned(sources=("history", "own")):
     union = DrafterUnion([Silent() for _ in sources], names=sources)
     bandit = make_bandit(CONFIG, sources, 3, DEEPEST, seed=0)
-    return BanditBudget(bandit, TIMES, union), bandit
+    return BanditBudget(bandit, TIMES, union, DEEPEST, is_copy=lambda r: r >= 100), bandit
 
 
 def play(budget, right, num_requests=3):
@@ -180,3 +180,78 @@ def test_a_round_without_room_for_all_takes_the_likeliest():
     found = stack([chain(range(3))] * 3, 3)
     decision = budget.choose(live, found, [6, 8], 4, 64)
     assert decision.num_nodes == 8 and decision.taken_A.sum() == 4
+
+
+def cached_beside(found):
+    """The first request's draft is its cached response."""
+    found.sources_AN[0], found.prob_AN[0] = Source.CACHED, 0.95 ** np.arange(1, 4)
+    return found
+
+
+def test_no_arm_is_paid_for_rounds_in_which_cached_responses_go_on():
+    budget, bandit = tuned(("own",))
+    live = live_slots(3)
+    play(budget, right=0)  # plain decoding
+    before = bandit.state()
+    budget.skips(live, 4, 64)
+    found = cached_beside(stack([chain(range(3))] * 3, 3))
+    decision = budget.choose(live, found, [8, 16], 4, 64)
+    others = np.array([1, 2])  # as it is told
+    accepted = Acceptance(True, np.ones((2, 3), bool), np.ones((2, 3), bool))
+    budget.observe(live.take(others), found.take(others), accepted)
+    assert decision.num_nodes == 16 and bandit.state()["windows"] == before["windows"]
+    play(budget, right=1)
+    assert bandit.median_reward(bandit.candidates(3)[1], 3) == pytest.approx(2 * 3 / 1.75)
+
+
+@pytest.mark.parametrize(("kept", "num_nodes"), [(0.95, 16), (0.1, 4)])
+def test_cached_responses_go_on_where_plain_decoding_is_chosen_if_that_pays(kept, num_nodes):
+    budget, _ = tuned(("own",))
+    live = live_slots(3)
+    budget.skips(live, 4, 64)
+    assert not budget.limits(live, 4).any()  # plain decoding is the first arm
+    found = cached_beside(stack([chain(range(3)), NO_DRAFT, NO_DRAFT], 3))
+    found.prob_AN[0] = kept ** np.arange(1, 4)  # of three requests, in 1.75 plain rounds
+    assert budget.choose(live, found, [8, 16], 4, 64).num_nodes == num_nodes
+
+
+def test_what_drafting_workers_send_is_an_arm_without_depths():
+    arms = strategies(CONFIG, ("own", "model", "learned"), 3, {"learned": 4})
+    assert [s.name for s in arms if s.verify_tokens == 1] == [
+        "own × 1",
+        "model × 1",
+        "learned depth 2 × 1",
+        "learned depth 4 × 1",
+        "own+model × 1",
+        "own+model+learned depth 2 × 1",
+        "own+model+learned depth 4 × 1",
+    ]
+
+
+def test_drafts_of_drafting_workers_take_no_seconds_of_the_round():
+    union = DrafterUnion([Silent()], names=("model",))
+    bandit = make_bandit(CONFIG, ("model",), 0, {}, seed=0)
+    budget = BanditBudget(bandit, TIMES, union)  # which have some for a draft model of its own
+    for _ in range(2):
+        play(budget, right=1)
+    assert bandit.median_reward(bandit.candidates(3)[1], 3) == pytest.approx(2 * 3 / 1.75)
+
+
+def test_nothing_is_learnt_of_copies_nor_of_what_a_copy_had():
+    budget, bandit = tuned(("own",))
+    play(budget, right=0)
+    live = live_slots(3)
+    live.request_ids_A[2] = 100  # a copy
+    budget.skips(live, 4, 64)
+    found = stack([chain(range(3))] * 3, 3)
+    found.sources_AN[1] = Source.COPY
+    budget.choose(live, found, [8, 16], 4, 64)
+    accepted = np.array([[True, False, False], [True] * 3, [True] * 3])
+    budget.observe(live, found, Acceptance(True, accepted, accepted))
+    arm = bandit.candidates(3)[1]
+    assert bandit.median_reward(arm, 3) == pytest.approx(2 * 3 / 1.75)
+    others = np.array([1, 2])
+    budget.observe(
+        live.take(others), found.take(others), Acceptance(True, accepted[1:], accepted[1:])
+    )
+    assert len(bandit._rewards[0, arm.name]) == 1

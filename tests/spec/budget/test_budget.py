@@ -11,7 +11,7 @@ from spec.budget.aimd import Aimd, next_windows
 from spec.budget.budget import FixedBudget, best, best_by_size
 from spec.budget.by_name import make_budget
 from spec.budget.goodput import Goodput
-from spec.drafter import LiveSlots, no_drafts
+from spec.drafter import LiveSlots, Source, no_drafts
 from spec.round_times import RoundTimes
 
 
@@ -259,3 +259,24 @@ def test_names():
     for bad in ("fixed", "fixed:", "fixed:0", "fixed:x", "best"):
         with pytest.raises(ValueError, match="one of off, fixed:K, aimd, goodput"):
             make_budget(bad, None)
+
+
+def test_windows_do_not_close_rounds_in_which_cached_responses_go_on():
+    budget, requests = Aimd(DEAR), live(4)
+    found = chains([3] * 4, 0.9, width=3)
+    budget.observe(requests, found, after(found, 4, [1] * 4))  # nothing was right
+    assert choose(budget, requests, found, 4) == 1
+    found.sources_AN[:] = Source.CACHED
+    assert choose(budget, requests, found, 4) == 4
+    found.prob_AN[:] = 0.3 ** np.arange(1, 4)
+    assert choose(budget, requests, found, 4) == 1
+
+
+def test_what_drafters_were_right_about_says_nothing_of_cached_responses():
+    budget, requests = Goodput(DEAR), live(4)
+    found = chains([3] * 4, 0.9, width=3)
+    for _ in range(20):
+        budget.observe(requests, found, after(found, 4, [1] * 4))
+    assert choose(budget, requests, found, 4) == 1
+    found.sources_AN[:] = Source.CACHED
+    assert choose(budget, requests, found, 4) == 4

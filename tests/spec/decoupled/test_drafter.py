@@ -279,8 +279,6 @@ def test_plans_hear_what_was_accepted_and_of_how_many_it_is_known():
     drafter.observe(drafts, Acceptance(True, accepted, observed))
     # behind a wrong one nothing is known
     assert drafter._plans.heard == [(Source.MODEL, (0, 2, 3), (1, 0, 1), (2, 0, 0))]
-    drafter.observe(drafts, Acceptance(True, accepted, observed))
-    assert len(drafter._plans.heard) == 1, "once for each draft"
 
 
 def test_only_its_own_part_of_a_union_counts():
@@ -292,13 +290,6 @@ def test_only_its_own_part_of_a_union_counts():
     merged.sources_AN[0] = [Source.MODEL, Source.OWN, Source.MODEL, Source.MODEL]
     drafter.observe(merged, Acceptance(True, masks("xx.."), masks("xxx.")))
     assert drafter._plans.heard == [(Source.MODEL, (0, 1, 2))]
-
-
-def test_drafts_of_other_requests_are_not_learnt_from():
-    drafter, _ = made()
-    proposed(drafter, live_texts([1, 2]))
-    drafter.observe(no_drafts(2, 4), Acceptance(True, masks("....", "...."), masks("....", "....")))
-    assert drafter._plans.heard == []
 
 
 def test_decoupled_from_somebody():

@@ -223,6 +223,5 @@ def test_logits_of_all_entries_are_never_in_memory_at_once():
 
         return largest_array(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((2, 1, T, 4))).jaxpr)
 
-    # of fewer, products have as many columns all the same (models.products.FEW_ROWS)
     assert largest(64) == 64 * V
     assert largest(128) == 128 * V  # the check can fail

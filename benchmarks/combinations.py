@@ -1,0 +1,294 @@
+"""Every pair of settings of rollouts in a run: `python -m benchmarks.combinations --json`
+
+A covering table: sources (alone and in pairs), budgets, modes of reuse, caches, workers, devices
+and modes of training. Each pair of values that may be combined is in a row at least once. A row is
+a run of `benchmarks.tiny_run` through three epochs, with the engine's default sizes scaled down,
+so that every branch of every program is traced. Its responses are those of plain decoding on one
+worker with the same reuse, except for rounding. Rows that are rejected are rejected by a sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DEVICES_FLAG = "--xla_force_host_platform_device_count=4"
+Row = Mapping[str, str]  # factor -> value
+Pair = frozenset[tuple[str, str]]
+
+SOURCES = ("last", "history", "histospec", "group", "own", "learned", "model")
+FACTORS: dict[str, tuple[str, ...]] = {
+    "sources": (*SOURCES, *("+".join(pair) for pair in itertools.combinations(SOURCES, 2))),
+    "budget": ("goodput", "fixed:2", "aimd", "bandit", "off"),
+    "reuse": ("off", "lenient:e^0.5", "coupled", "delayed:1.0", "random", "full"),
+    "cache": ("rows", "pages"),
+    "workers": ("one", "two", "helpers"),
+    "devices": ("1", "4"),
+    "mode": ("sync", "ahead", "pipeline"),
+}
+# The engine's defaults over eight, with two buckets of slots and of positions each.
+SIZES = (
+    "Engine.slots=8",
+    "Engine.min_slots=4",
+    "Engine.min_positions=16",
+    "Engine.rounds_per_fetch=2",
+    "Engine.max_nodes=4",
+    "Engine.max_round_nodes=16",  # half of what all trees could have, as by default
+    "Engine.prefill_rows=1",
+    "Engine.prefill_chunk_tokens=64",
+    "Engine.page_tokens=4",
+    "Sampling.max_new_tokens=24",
+    "Sched.chunk_tokens=8",
+    "Tuner.thresholds=(1, 3, 5)",
+    "Tuner.verify_tokens=(3, 1)",
+    "Tuner.depths=(1, 3)",
+    "Drafter.max_depth=3",
+    "Drafter.top_k=2",
+    "Drafter.batch_rows=1",
+    "Drafter.micro_batches=1",
+    "Drafter.row_tokens=64",
+    "DraftModel.max_depth=3",
+    "Rollout.prompts_per_step=3",  # an epoch is two steps
+    "Run.steps=5",
+    "Run.hang_limit_s=120",
+    "Checkpoint.every_steps=0",
+)
+FEW_PAGES = 24  # two of the longest requests and a half, in each of two parts at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """Rows that cannot run, and the words of the sentence that says so."""
+
+    is_of: Callable[[Row], bool]
+    words: str
+
+
+REJECTIONS = (
+    Rejection(lambda r: r["sources"] == "history+histospec", "history or histospec, not both"),
+    Rejection(
+        lambda r: r["workers"] == "helpers" and r["mode"] == "pipeline", "go on to the next step"
+    ),
+    Rejection(
+        lambda r: r["workers"] == "helpers" and r["budget"] == "off",
+        "idle workers draft for others",
+    ),
+)
+
+
+def rejection(row: Row) -> Rejection | None:
+    """Return why this row cannot run; None if it can."""
+    return next((r for r in REJECTIONS if r.is_of(row)), None)
+
+
+def pairs(row: Row) -> set[Pair]:
+    """Return the pairs of values in a row."""
+    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+def covering(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return rows that have every pair of values which some allowed row has.
+
+    Greedy: each row starts from a pair that no row has yet, and takes factor by factor the value
+    with the most new pairs, of equals the one that is in the fewest rows.
+    """
+    rows: list[dict[str, str]] = []
+    used = {(name, value): 0 for name, values in factors.items() for value in values}
+    left = [
+        dict(pair)
+        for one, other in itertools.combinations(factors, 2)
+        for pair in itertools.product(
+            ((one, value) for value in factors[one]), ((other, value) for value in factors[other])
+        )
+    ]
+    covered: set[Pair] = set()
+    for start in left:
+        if frozenset(start.items()) in covered:
+            continue
+        row = _completed(start, factors, covered, used)
+        if row is None:
+            continue  # no allowed row has this pair
+        rows.append(row)
+        covered |= pairs(row)
+        for item in row.items():
+            used[item] += 1
+    return rows
+
+
+def _completed(
+    start: dict[str, str],
+    factors: Mapping[str, Sequence[str]],
+    covered: set[Pair],
+    used: Mapping[tuple[str, str], int],
+) -> dict[str, str] | None:
+    """Return an allowed row with the values of `start`; None if there is none."""
+    name = next((name for name in factors if name not in start), None)
+    if name is None:
+        return start if rejection(start) is None else None
+
+    def worth(value: str) -> tuple[int, int]:
+        new = sum(frozenset({(name, value), other}) not in covered for other in start.items())
+        return -new, used[name, value]
+
+    for value in sorted(factors[name], key=worth):
+        if (row := _completed(start | {name: value}, factors, covered, used)) is not None:
+            return row
+    return None
+
+
+def rejected() -> list[dict[str, str]]:
+    """Return a row for each rule of `REJECTIONS`."""
+    rows = [
+        dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())
+    ]
+    return [
+        next(row for row in rows if rule.is_of(row) and rejection(row) is rule)
+        for rule in REJECTIONS
+    ]
+
+
+def overrides(row: Row, policy: Path) -> list[str]:
+    """Return the settings of a row."""
+    devices, workers = int(row["devices"]), row["workers"]
+    sources = tuple(row["sources"].split("+"))
+    given = [
+        *SIZES,
+        f"Speculation.sources={sources!r}",
+        f"Speculation.budget={row['budget']!r}",
+        f"Reuse.mode={row['reuse']!r}",
+        f"Engine.cache={row['cache']!r}",
+        f"Sched.mode={row['mode']!r}",
+        f"Sampling.draw={_draw(row)!r}",
+        f"DraftModel.directory={str(policy)!r}",
+    ]
+    if row["cache"] == "pages":
+        given.append(f"Engine.pages={FEW_PAGES * (1 if devices == 1 else 2)}")
+    if devices > 1:
+        given += ["Mesh.data=2", "Mesh.tensor=2"]
+    if workers != "one":
+        given += ["Sched.workers=2", f"Sched.devices_per_worker={min(2, devices)}"]
+    if workers == "helpers":
+        given += ["Drafting.requests_per_helper=2", "Drafting.methods=('own',)"]
+    return given
+
+
+def reference(row: Row) -> dict[str, str]:
+    """Return the row of plain decoding whose responses these have to be."""
+    mode = "pipeline" if row["mode"] == "pipeline" else "sync"
+    plain = {"sources": "own", "budget": "off", "cache": "rows", "workers": "one", "devices": "1"}
+    return {**plain, "reuse": row["reuse"], "mode": mode, "draw": _draw(row)}
+
+
+def _draw(row: Row) -> str:
+    exact_repeats = row["reuse"] == "coupled" or row["mode"] == "ahead"
+    return row.get("draw", "gumbel" if exact_repeats else "cdf")
+
+
+class Runs:
+    """Runs of rows in this process, and the responses of their references."""
+
+    def __init__(self, folder: Path) -> None:
+        from benchmarks import tiny_run
+
+        self._folder, self._config = folder, tiny_run.make_inputs(folder)
+        self._references: dict[tuple[tuple[str, str], ...], list[str]] = {}
+
+    def responses(self, row: Row) -> list[str]:
+        """Return the responses of a row's run. Raises as the run does."""
+        from benchmarks import tiny_run
+
+        with tempfile.TemporaryDirectory(dir=self._folder) as run:
+            tiny_run.train(self._config, Path(run) / "run", *overrides(row, self._policy))
+            lines = (Path(run) / "run" / "samples.jsonl").read_text("utf-8").splitlines()
+        return [json.loads(line)["completion"] for line in lines]
+
+    @property
+    def _policy(self) -> Path:
+        return self._folder / "policy"
+
+    def differing(self, row: Row) -> tuple[int, int]:
+        """Return how many responses differ from plain decoding, and how many there are."""
+        key = tuple(sorted(reference(row).items()))
+        if key not in self._references:
+            self._references[key] = self.responses(dict(key))
+        got, wanted = self.responses(row), self._references[key]
+        assert len(got) == len(wanted)
+        return sum(a != b for a, b in zip(got, wanted, strict=True)), len(wanted)
+
+
+def measure(rows: Iterable[Row], runs: Runs) -> dict[str, Any]:
+    """Run all rows; the figures, and the rows that failed with their errors."""
+    failed, differing, responses, count = list[dict[str, Any]](), 0, 0, 0
+    for row in rows:
+        count += 1
+        try:
+            different, total = runs.differing(row)
+        except Exception as error:
+            message = "".join(traceback.format_exception_only(error)).strip()
+            failed.append({"row": row, "error": message})
+            print("failed", row, message, file=sys.stderr, flush=True)
+            continue
+        responses += total
+        differing += different
+        if different:
+            failed.append({"row": row, "differing": different})
+        print(count, dict(row), different, file=sys.stderr, flush=True)
+    not_rejected = [row for row in rejected() if not is_rejected(row, runs)]
+    hangs = sum("hang" in f.get("error", "") for f in failed)
+    return {
+        "rows": count,
+        "pairs": len(set().union(*map(pairs, rows))),
+        "crashes": sum("error" in f for f in failed) - hangs,
+        "hangs": hangs,
+        "responses": responses,
+        "responses_that_differ": differing,
+        "not_rejected": len(not_rejected),
+        "failed": failed,
+    }
+
+
+def is_rejected(row: Row, runs: Runs) -> bool:
+    """Return whether a row that cannot run ends with its sentence before any device work."""
+    rule = rejection(row)
+    assert rule is not None
+    try:
+        runs.responses(row)
+    except ValueError as error:
+        return rule.words in " ".join(str(error).split())
+    return False
+
+
+def main() -> int:
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}".strip()  # before jax starts
+    import jax
+
+    from benchmarks import environment, tiny_run
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--first", type=int, help="only so many rows")
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, tiny_run.keep_every_program():
+        jax.config.update("jax_compilation_cache_dir", folder + "/programs")  # rows share most
+        figures = measure(covering(FACTORS)[: arguments.first], Runs(Path(folder)))
+    result = {
+        "benchmark": "combinations",
+        **figures,
+        **environment.record("benchmarks.combinations", ("jax", "jaxlib", "numpy", "optax")),
+    }
+    environment.show(result, arguments, {k: v for k, v in figures.items() if k != "failed"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Settings of rollouts in pairs: `benchmarks.combinations` has all, of which a part runs here."""
+
+import itertools
+
+import jax
+import pytest
+
+from benchmarks import combinations, tiny_run
+from benchmarks.combinations import FACTORS, covering, pairs, rejected, rejection
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (virtual) devices"),
+]
+# Each source once or twice; other values as in the whole table.
+SOURCES = ("model", "learned", "last+histospec", "history+group", "own+model", "learned+group")
+FEW = FACTORS | {"sources": SOURCES, "reuse": ("off", "lenient:e^0.5", "coupled")}
+ROWS = covering(FEW)[::4]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    with tiny_run.keep_every_program():
+        yield combinations.Runs(tmp_path_factory.mktemp("combinations"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.values()))
+def test_a_combination_gives_the_responses_of_plain_decoding(runs, row):
+    differing, responses = runs.differing(row)
+    assert not differing
+    assert responses == 60
+
+
+@pytest.mark.parametrize("row", rejected(), ids=lambda row: " ".join(row.values()))
+def test_a_combination_that_cannot_run_is_rejected_by_its_sentence(runs, row):
+    assert combinations.is_rejected(row, runs)
+
+
+def test_the_table_has_every_pair_that_may_be_combined():
+    found = set().union(*map(pairs, covering(FACTORS)))
+    for one, other in itertools.combinations(FACTORS, 2):
+        for pair in itertools.product(FACTORS[one], FACTORS[other]):
+            row = dict(zip((one, other), pair, strict=True))
+            others = {name: values for name, values in FACTORS.items() if name not in row}
+            allowed = any(
+                rejection(row | dict(zip(others, values, strict=True))) is None
+                for values in itertools.product(*others.values())
+            )
+            assert (frozenset(row.items()) in found) == allowed
+    assert all(rejection(row) is None for row in covering(FACTORS))
