@@ -180,7 +180,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 def allocation() -> dict[str, float]:
     """Positions that are allocated for one row of 16k tokens and 255 of 2k, by live tokens."""
-    from rl.engine.page_table import PageTable
+    from spec.page_table import PageTable
 
     lengths, T = [16384] + [2048] * 255, 128
     pages = PageTable(256, 16384 // T, 256 * 16384 // T, T)

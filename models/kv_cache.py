@@ -111,9 +111,10 @@ class KVCache:
         values = tuple(layer.values_BKSh for layer in layers)
         return dataclasses.replace(self, keys=keys, values=values, features=features)
 
-    def seen_from(self, start_B: jax.Array) -> jax.Array:
-        """Return the mask of a node of each row at position `start`; bool [B, 1, S]."""
-        return (jnp.arange(self.num_positions) <= start_B[:, None])[:, None]
+    def seen_from(self, start_B: jax.Array, num_nodes: int = 1) -> jax.Array:
+        """Return the mask of N nodes of each row, from position `start` on; bool [B, N, S]."""
+        positions_BN = start_B[:, None] + jnp.arange(num_nodes)
+        return jnp.arange(self.num_positions) <= positions_BN[..., None]
 
     def with_features(self, features_BNW: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
         """Return the features with those of N nodes of each row, from `start` on."""

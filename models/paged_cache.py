@@ -2,7 +2,7 @@
 
 A page holds T positions, keys and values alike `[page, kv_head, position, head_dim]`, one array a
 layer. `table_BN` says which page has positions n·T … n·T + T − 1 of a slot; −1: none. The host
-decides on it (rl.engine.pages); pages of several slots may be the same one, as long as nobody
+decides on it (spec.page_table); pages of several slots may be the same one, as long as nobody
 writes to it.
 
 On a mesh whose batch axes have several ways, each of them has a part of the pages and a part of the
@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models.attention import PartialSoftmax
+from models import kv_cache
+from models.attention import PartialSoftmax, causal_mask, merged, partial_attention
 from models.config import ModelConfig
 from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
@@ -74,17 +75,19 @@ class Pages:
 
     def append_and_attend(
         self,
-        q_B1Hh: jax.Array,
-        k_B1Kh: jax.Array,
-        v_B1Kh: jax.Array,
+        q_BNHh: jax.Array,
+        k_BNKh: jax.Array,
+        v_BNKh: jax.Array,
         start_B: jax.Array,
         mask: jax.Array | None,
     ) -> tuple[Pages, jax.Array]:
-        """Write an entry of each slot at `start`, and attend from its node to all up to it.
+        """Write N entries of each slot from `start` on; attend from each node to all up to it.
 
-        Slots without a page there write nothing, and get 0.
+        Slots without a page there write nothing, and get 0 if N is 1.
         """
-        assert mask is None, "a slot's node sees all positions up to its own"
+        assert mask is None, "a node sees all positions up to its own"
+        if q_BNHh.shape[1] > 1:
+            return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = _Split.of_pages(self.keys_PKTh)
         pages, queries = split.spec(batch=0, heads=1), split.spec(batch=0, heads=2)
@@ -97,10 +100,29 @@ class Pages:
 
         inputs = queries, pages, pages, pages, pages, of_slot, of_slot
         out, keys, values = split.mapped(local, inputs, (queries, pages, pages))(
-            *(q_B1Hh, k_B1Kh[:, 0], v_B1Kh[:, 0], self.keys_PKTh, self.values_PKTh),
+            *(q_BNHh, k_BNKh[:, 0], v_BNKh[:, 0], self.keys_PKTh, self.values_PKTh),
             *(self.table_BN, start_B),
         )
         return dataclasses.replace(self, keys_PKTh=pin(keys), values_PKTh=pin(values)), out
+
+    def _append_window(
+        self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array
+    ) -> tuple[Pages, jax.Array]:
+        (B, N), dtype = q_BNHh.shape[:2], self.values_PKTh.dtype
+        row_X, position_X = places_of_windows(start_B, N)
+        place = page_X, _ = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
+        keys, values = (
+            put_entries(pages, new.reshape(B * N, *new.shape[2:]), place)
+            for pages, new in ((self.keys_PKTh, k_BNKh), (self.values_PKTh, v_BNKh))
+        )
+        layer = dataclasses.replace(self, keys_PKTh=keys, values_PKTh=values)
+        is_there_B = page_X.reshape(B, N)[:, 0] < len(keys)
+        of_prefix = layer.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
+        k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+        causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
+        own = partial_attention(q_BNHh, k_BKhN.astype(dtype), v_BKNh.astype(dtype), causal_BNN)
+        both = merged(of_prefix, own)
+        return layer, (both.out / both.total).astype(dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -137,6 +159,8 @@ class PagedCache:
     features: tuple[jax.Array, ...]
     table_BN: Any
     feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    # rows of the table are those of slots of any part of a mesh
+    anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def num_slots(self) -> int:
@@ -158,15 +182,15 @@ class PagedCache:
         return PagedStates(pages_P1TF, self.table_BN)
 
     def layer(self, i: int) -> Pages:
-        return Pages(self.keys[i], self.values[i], self.table_BN)
+        return Pages(self.keys[i], self.values[i], self.table_BN, self.anywhere)
 
     def with_layers(self, layers: Sequence[Pages], features: tuple[jax.Array, ...]) -> Self:
         keys = tuple(layer.keys_PKTh for layer in layers)
         values = tuple(layer.values_PKTh for layer in layers)
         return dataclasses.replace(self, keys=keys, values=values, features=features)
 
-    def seen_from(self, start_B: jax.Array) -> jax.Array | None:
-        """Return no mask: a slot's length says what its node sees."""
+    def seen_from(self, start_B: jax.Array, num_nodes: int = 1) -> jax.Array | None:
+        """Return no mask: a node sees all positions up to its own."""
         return None
 
     def with_features(self, features_B1F: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
@@ -246,6 +270,19 @@ def init(
     )
     table_BN = zeros((num_slots, slot_pages), jnp.int32, (None, None))
     return PagedCache(keys, values, features, table_BN, feature_layers or ())
+
+
+def places_of_windows(start_B: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return the rows and positions of N tokens of each of B rows, from `start` on; [B · N]."""
+    position_BN = start_B[:, None] + jnp.arange(num_tokens)
+    return jnp.repeat(jnp.arange(len(start_B)), num_tokens), position_BN.reshape(-1)
+
+
+def pinned(cache: Cache) -> Cache:
+    """Pin all arrays to the sharding of models.layout: a loop's results may be on other shards."""
+    if isinstance(cache, PagedCache):
+        return map_pages(pin, cache)
+    return kv_cache.map_arrays(pin, cache)
 
 
 def put_entries(

@@ -21,13 +21,13 @@ from models.paged_cache import Cache, PagedCache
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.engine.lockstep import LaunchRecord, Lockstep
-from rl.engine.page_table import spread
 from rl.runtime import devices
 from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import widest_tree
 from spec.budget.budget import DraftDecision
 from spec.config import Draw, SamplingConfig
 from spec.draft_cache.rounds import Shape
+from spec.page_table import spread
 
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them

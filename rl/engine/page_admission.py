@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from rl.engine import preemption
-from rl.engine.page_table import PageTable
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest
+from spec.page_table import PageTable
 
 
 def assign(

@@ -16,9 +16,9 @@ from models import kv_cache
 from models.paged_cache import PagedCache
 from rl.engine import cache_ops, page_admission, preemption
 from rl.engine.model_runner import ModelRunner
-from rl.engine.page_table import PageTable
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import HostKv, PartialRequest
+from spec.page_table import PageTable
 
 
 class PageMemory:

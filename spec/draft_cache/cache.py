@@ -17,12 +17,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models import kv_cache
+from models import kv_cache, paged_cache
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from models.paged_cache import Cache
 from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.draft_cache.drafting import Drafting, Given, catch_up
+from spec.draft_cache.row_pages import RowPages
 from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
 from spec.drafter import Arguments, LiveSlots, Program
@@ -38,7 +40,18 @@ class Runner(Protocol):
     model: ModelConfig
     config: Any  # with its buckets of slots
 
+    @property
+    def is_paged(self) -> bool: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def batch_ways(self) -> int: ...
+
     def position_sizes(self, num_slots: int) -> list[int]: ...
+
+    def round_positions(self, num_slots: int) -> list[int]: ...
 
     def argument(self, x: np.ndarray) -> Any: ...
 
@@ -72,17 +85,26 @@ class DraftCache:
     """The rows of one drafter on the host (`rows`) and on the device (`arrays`).
 
     The device has as many rows as the engine has slots, in the engine's buckets. `arrays` are None
-    until the first draft, and where a step that failed has consumed them.
+    until the first draft, and where a step that failed has consumed them. They are pages, as many
+    as the engine has, where its own are (`spec.draft_cache.row_pages`), unless it is not
+    `may_be_paged`.
     """
 
     def __init__(
-        self, model: ModelConfig, passes: Passes, drafting: Drafting, runner: Runner
+        self,
+        model: ModelConfig,
+        passes: Passes,
+        drafting: Drafting,
+        runner: Runner,
+        may_be_paged: bool = True,
     ) -> None:
         [smallest, *_] = runner.config.position_sizes(1)
         window_tokens = min(passes.window_tokens, smallest)
         self.passes = dataclasses.replace(passes, window_tokens=window_tokens)
         self.rows = CachedRows(0, 0)
-        self.arrays: KVCache | None = None
+        self.arrays: Cache | None = None
+        self._is_paged = runner.is_paged and may_be_paged
+        self._pages = RowPages(0, 0, runner) if self._is_paged else None
         self._model, self.drafting, self._runner = model, drafting, runner
 
     def follow(
@@ -95,10 +117,19 @@ class DraftCache:
         """
         self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)), num_positions)
         rows_A, acceptance_A2 = self.rows.follow(some)
-        self._catch_up(some, rows_A, given)
+        if self._pages is not None:
+            self._pages.reserve(self.rows, rows_A, some.total_tokens_A)
+            self.arrays = self._pages.on_device(self.arrays, self._runner)
+        has_room_A = self.has_room(rows_A)
+        if has_room_A.any():
+            self._catch_up(some.take(np.nonzero(has_room_A)[0]), rows_A[has_room_A], given)
         return rows_A, acceptance_A2
 
-    def taken(self) -> KVCache:
+    def has_room(self, rows_A: np.ndarray) -> np.ndarray:
+        """Return which rows can hold their requests' entries: pages may lack; bool [A]."""
+        return np.ones(len(rows_A), bool) if self._pages is None else self._pages.has_room_B[rows_A]
+
+    def taken(self) -> Cache:
         """Return the arrays for a step that consumes them; its result is to take their place."""
         taken, self.arrays = self.arrays, None
         assert taken is not None
@@ -124,7 +155,8 @@ class DraftCache:
     def complete(self, live: LiveSlots, lacking_tokens: int = 0) -> None:
         """Note that these rows have the entries of what their requests have now, but the last."""
         rows_A, _ = self.rows.follow(live)
-        self.rows.known_B[rows_A] = np.maximum(live.total_tokens_A - lacking_tokens, 0)
+        known_A = np.maximum(live.total_tokens_A - lacking_tokens, 0)
+        self.rows.known_B[rows_A] = np.where(self.has_room(rows_A), known_A, 0)
 
     @property
     def num_positions(self) -> int:
@@ -132,9 +164,14 @@ class DraftCache:
 
     # -- programs ----------------------------------------------------------------------
 
-    def empty(self, num_rows: int, num_positions: int) -> KVCache:
-        size = num_rows, num_positions, self._runner.dtype
-        return kv_cache.init(self._model, *size, zeros=self._runner.zero_rows)
+    def empty(self, num_rows: int, num_positions: int) -> Cache:
+        runner = self._runner
+        if not self._is_paged:
+            size = num_rows, num_positions, runner.dtype
+            return kv_cache.init(self._model, *size, zeros=runner.zero_rows)
+        T = runner.config.page_tokens
+        pages = num_positions // T, runner.num_pages, T, runner.dtype, None
+        return paged_cache.init(self._model, num_rows, *pages, runner.zero_rows)
 
     def empty_ends(self, num_rows: int) -> Any:
         """Return a table for `unpack_ends` of rows at rest."""
@@ -157,7 +194,10 @@ class DraftCache:
 
             yield catch_up, chunks
         policy, model = self._runner.model, self._model
-        if (policy.num_kv_heads, policy.head_dim) == (model.num_kv_heads, model.head_dim):
+        if self._is_paged or (policy.num_kv_heads, policy.head_dim) == (
+            model.num_kv_heads,
+            model.head_dim,
+        ):
             return
         bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
         shapes = [(b, max(S, sizes(b)[0])) for b in {bucket(-(-B // 2)), bucket(B + 1)} - {B}]
@@ -174,6 +214,9 @@ class DraftCache:
 
     def _fit(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         """Bring the cache to these rows and to a bucket with the positions, step by step."""
+        if self._pages is not None:
+            self._fit_pages(self._pages, live, num_rows)
+            return
         bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
 
         def above(size: int) -> int:
@@ -189,10 +232,27 @@ class DraftCache:
         while (size := self.arrays.num_positions) < num_positions:
             self._resize(live, num_rows, above(size))
 
+    def _fit_pages(self, pages: RowPages, live: LiveSlots, num_rows: int) -> None:
+        """Bring the table to these rows; the pages stay where they are."""
+        [num_positions] = self._runner.round_positions(num_rows)
+        tokens = num_positions + self.drafting.first_token
+        if self.arrays is None:
+            self.rows, self.arrays = (
+                CachedRows(num_rows, tokens),
+                self.empty(num_rows, num_positions),
+            )
+            self._pages = RowPages(num_rows, num_positions, self._runner)
+        elif len(self.rows) != num_rows:
+            before = len(self.rows)
+            self.rows, row_B = self.rows.resized(num_rows, tokens, live)
+            pages.take_rows(self.rows, row_B[: min(before, num_rows)])
+
     def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         tokens = num_positions + self.drafting.first_token
         self.rows, row_B = self.rows.resized(num_rows, tokens, live)
-        self.arrays = cache_rows.resize(self.taken(), self._runner.put(row_B), num_positions)
+        arrays = self.taken()
+        assert isinstance(arrays, KVCache)
+        self.arrays = cache_rows.resize(arrays, self._runner.put(row_B), num_positions)
 
     def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Given) -> None:
         """Compute entries until no row lacks more than its window, the longest first.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.kv_cache import KVCache
+from models.paged_cache import Cache
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import DraftCache
 from spec.draft_cache.drafting import Given, draft, unpack
@@ -84,6 +84,12 @@ class CachingDrafter(Drafter, Protocol):
         num_positions = features[0].shape[2] if features else longest
         rows_A, acceptance_A2 = held.follow(live, some, num_positions, (self.constants(), features))
         self.observe_chains(acceptance_A2)
+        has_room_A = held.has_room(rows_A)
+        if not has_room_A.all():
+            some, rows_A = some.take(np.nonzero(has_room_A)[0]), rows_A[has_room_A]
+            asked_A, most_A = asked_A[has_room_A], most_A[has_room_A]
+        if not len(asked_A):
+            return drafts
         table_BX = held.ends(some, rows_A, most_A, self._sampling)
         given = self.constants(), features
         args, options = self._draft_arguments(given, held.taken(), table_BX, depth)
@@ -113,10 +119,10 @@ class CachingDrafter(Drafter, Protocol):
         held, given = self._held, (self.constants(), self.features())
         rows_A, acceptance_A2 = held.follow(live, live, num_positions, given)
         self.observe_chains(acceptance_A2)
-        most_A = np.full(len(live), most_tokens)
+        most_A = np.where(held.has_room(rows_A), most_tokens, 0)
         return self._rounds_input(held.taken(), held.ends(live, rows_A, most_A, self._sampling))
 
-    def leave_rounds(self, live: LiveSlots, cache: KVCache, acceptance_X2: np.ndarray) -> None:
+    def leave_rounds(self, live: LiveSlots, cache: Cache, acceptance_X2: np.ndarray) -> None:
         self._held.arrays = cache
         self._held.complete(live, self.lacking_tokens)
         self.observe_chains(acceptance_X2)
@@ -125,7 +131,7 @@ class CachingDrafter(Drafter, Protocol):
         held = self._held
         return self._rounds_input(held.empty(num_slots, num_positions), held.empty_ends(num_slots))
 
-    def _rounds_input(self, cache: KVCache, table_RX: Any) -> RoundsInput:
+    def _rounds_input(self, cache: Cache, table_RX: Any) -> RoundsInput:
         return RoundsInput(self._held.drafting, cache, self.constants(), table_RX, self.reach())
 
     # -- programs ------------------------------------------------------------------------
@@ -146,8 +152,6 @@ class CachingDrafter(Drafter, Protocol):
         yield draft, drafting
         yield from held.programs(*size, given)
 
-    def _draft_arguments(
-        self, given: Given, cache: KVCache, table_BX: Any, depth: int
-    ) -> Arguments:
+    def _draft_arguments(self, given: Given, cache: Cache, table_BX: Any, depth: int) -> Arguments:
         options = {"drafting": self._held.drafting, "most_tokens": self.most_tokens}
         return (given, cache, table_BX, np.int32(depth)), options

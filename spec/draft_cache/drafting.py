@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache
-from models.kv_cache import KVCache, Pending
+from models.kv_cache import Pending
+from models.paged_cache import Cache, pinned
 from models.sharding import replicated
 from spec.draft_cache.tables import Ends, unpack_ends
 from spec.drawn import Drawn
@@ -67,29 +67,29 @@ class Drafting(Protocol):
     first_token: ClassVar[int]
     apart: ClassVar[bool]
 
-    def catch_up(self, given: Given, cache: KVCache, table_PX: jax.Array) -> KVCache:
+    def catch_up(self, given: Given, cache: Cache, table_PX: jax.Array) -> Cache:
         """Write the entries of chunks (`unpack_chunks`), by the policy's features."""
         ...
 
-    def begin(self, given: Given, cache: KVCache, ends: Ends) -> tuple[KVCache, Any]:
+    def begin(self, given: Given, cache: Cache, ends: Ends) -> tuple[Cache, Any]:
         """Absorb the rows' windows, by the policy's features; return the cache and `last`."""
         ...
 
     def draft(
-        self, constants: Any, state: tuple[KVCache, Any], ends: Ends, depth: jax.Array, most: int
-    ) -> tuple[KVCache, Found]:
+        self, constants: Any, state: tuple[Cache, Any], ends: Ends, depth: jax.Array, most: int
+    ) -> tuple[Cache, Found]:
         """Draft up to `most` tokens behind the rows' ends, at most `depth` deep."""
         ...
 
     def absorb(
-        self, constants: Any, state: tuple[KVCache, Any], brought: Brought
-    ) -> tuple[KVCache, Any]:
+        self, constants: Any, state: tuple[Cache, Any], brought: Brought
+    ) -> tuple[Cache, Any]:
         """Take up what a round brought; return the cache and `last`."""
         ...
 
 
 @partial(jax.jit, static_argnames="drafting", donate_argnames="cache")
-def catch_up(given: Given, cache: KVCache, table_PX: jax.Array, *, drafting: Drafting) -> KVCache:
+def catch_up(given: Given, cache: Cache, table_PX: jax.Array, *, drafting: Drafting) -> Cache:
     """Write the entries of chunks that rows lack."""
     return drafting.catch_up(given, cache, table_PX)
 
@@ -97,13 +97,13 @@ def catch_up(given: Given, cache: KVCache, table_PX: jax.Array, *, drafting: Dra
 @partial(jax.jit, static_argnames=("drafting", "most_tokens"), donate_argnames="cache")
 def draft(
     given: Given,
-    cache: KVCache,
+    cache: Cache,
     table_RX: jax.Array,
     depth: jax.Array,
     *,
     drafting: Drafting,
     most_tokens: int,
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[Cache, jax.Array]:
     """Draft from the ends of all rows; return the cache, and int32 [R, 3 X + 1] for `unpack`.
 
     What rows at rest draft has no meaning.
@@ -113,8 +113,7 @@ def draft(
     cache, found = drafting.draft(given[0], state, ends, depth, most_tokens)
     bits_RX = jax.lax.bitcast_convert_type(found.prob_RX, jnp.int32)
     parts = found.tokens_RX, found.parents_RX, bits_RX, found.count_R[:, None]
-    # a loop's results may come out on other shards
-    return kv_cache.map_arrays(kv_cache.pin, cache), replicated(jnp.concatenate(parts, axis=1))
+    return pinned(cache), replicated(jnp.concatenate(parts, axis=1))
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache, transformer
+from models import transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache, Pending
+from models.paged_cache import Cache, pinned
 from models.sharding import replicated
 from spec import nodes as packed_nodes
 from spec import sampling
@@ -65,14 +66,14 @@ def draft_rounds(
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
-    draft_cache: KVCache,
+    draft_cache: Cache,
     asked: Asked,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
     drafting: Drafting,
     shape: Shape,
-) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
+) -> tuple[KVCache, Pending, Slots, Cache, jax.Array]:
     """Draft and verify until a limit is reached; int32 [F, 6, B, N] for `unpack_rounds`.
 
     Ends early too where the cache has no room for another round: callers make room for one. A
@@ -118,14 +119,13 @@ def draft_rounds(
     none = jnp.zeros((shape.max_rounds, 6, len(row_B), N), jnp.int32)
     start = jnp.int32(0), cache, pending, slots, table.tokens_BW, state, none
     _, cache, pending, slots, _, (held, _), found = jax.lax.while_loop(more, step, start)
-    held = kv_cache.map_arrays(kv_cache.pin, held)
-    return cache, pending, slots.pinned(), held, replicated(found)
+    return cache, pending, slots.pinned(), pinned(held), replicated(found)
 
 
 def _rows_of(table: Ends, num_slots: int) -> jax.Array:
     """Return the drafter's row of each slot; of slots without one any row."""
     theirs_BR = table.slot_B == jnp.arange(num_slots)[:, None]
-    return jnp.argmax(theirs_BR & (table.most_B > 0), axis=1).astype(jnp.int32)
+    return jnp.argmax(theirs_BR & (table.total_B > 0), axis=1).astype(jnp.int32)
 
 
 def _at_rest(table: Ends, slots: Slots) -> Ends:

@@ -41,6 +41,7 @@ class DraftModelDrafter(CachingDrafter):
     """
 
     source, lacking_tokens = Source.MODEL, LACKING_TOKENS
+    may_be_paged = True
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class DraftModelDrafter(CachingDrafter):
         # `reach` cuts chains of shared noise: the model does not know their probabilities
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         drafting = ChainDrafting(model, sampling.draw if proposal == "shared_noise" else None)
-        self._held = DraftCache(model, _passes(self.config), drafting, runner)
+        cached = model, _passes(self.config), drafting, runner
+        self._held = DraftCache(*cached, may_be_paged=self.may_be_paged)
         self._drafting, self._argument = drafting, runner.argument
         self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
@@ -128,6 +130,8 @@ class AheadDraftModel(DraftModelDrafter):
 
 class EnumeratingDraftModel(AheadDraftModel):
     """A draft model that drafts for each case of the chains that are being verified."""
+
+    may_be_paged = False  # nodes of a row see different numbers of its positions
 
     def outcomes(
         self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.paged_cache import Cache, PagedCache
 from models.sharding import constrain
 from spec import sampling
 from spec.draft_cache.drafting import Brought, Found, Given
@@ -27,7 +27,7 @@ LACKING_TOKENS = 2  # the last draft token, whose entry no chain computes, and t
 
 # the least probability, the rollout's key, and probabilities of draws with shared noise by depth
 Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
-State = tuple[KVCache, tuple[()]]
+State = tuple[Cache, tuple[()]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +44,26 @@ class ChainDrafting:
     first_token: ClassVar[int] = 0
     apart: ClassVar[bool] = False
 
-    def catch_up(self, given: Given, cache: KVCache, table_PX: jax.Array) -> KVCache:
+    def catch_up(self, given: Given, cache: Cache, table_PX: jax.Array) -> Cache:
         (params, *_), _ = given
         row_P, _, start_P, tokens_PC = unpack_chunks(table_PX)
+        if isinstance(cache, PagedCache):
+            table_PN = jnp.take(cache.table_BN, row_P, axis=0, mode="fill", fill_value=-1)
+            some = dataclasses.replace(cache, table_BN=table_PN, anywhere=True)
+            _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
+            return dataclasses.replace(some, table_BN=cache.table_BN, anywhere=False)
         some = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
         _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
         return jax.tree.map(
             lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, some
         )
 
-    def begin(self, given: Given, cache: KVCache, ends: Ends) -> State:
+    def begin(self, given: Given, cache: Cache, ends: Ends) -> State:
         return cache, ()
 
     def draft(
         self, constants: Constants, state: State, ends: Ends, depth: jax.Array, most: int
-    ) -> tuple[KVCache, Found]:
+    ) -> tuple[Cache, Found]:
         params, min_prob, key, mean_prob_K = constants
         ends = dataclasses.replace(ends, most_B=jnp.minimum(ends.most_B, jnp.minimum(depth, most)))
         given = params, state[0], ends, min_prob, key
@@ -78,12 +83,12 @@ class ChainDrafting:
 def _chains(
     drafting: ChainDrafting,
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     ends: Ends,
     min_prob: jax.Array,
     key: jax.Array,
     most_tokens: int,
-) -> tuple[KVCache, jax.Array, jax.Array]:
+) -> tuple[Cache, jax.Array, jax.Array]:
     """Return the cache, and tokens and probabilities [B, K] of chains of up to `most_tokens`.
 
     The first pass computes the last W of a row's `total` tokens (all, if there are fewer): entries
@@ -130,13 +135,13 @@ def _chains(
 def run_tokens(
     config: ModelConfig,
     params: transformer.Params,
-    cache: KVCache,
+    cache: Cache,
     tokens_BC: jax.Array,
     start_B: jax.Array,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     """Run tokens at positions `start …` of their rows with causal attention."""
     positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
-    mask_BCS = jnp.arange(cache.num_positions) <= positions_BC[..., None]
+    mask_BCS = cache.seen_from(start_B, tokens_BC.shape[1])
     return transformer.hidden_with_cache(
         config, params, cache, tokens_BC, positions_BC, start_B, mask_BCS
     )

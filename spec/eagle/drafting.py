@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from models import kv_cache
 from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, Pending
+from models.paged_cache import Cache, PagedCache, places_of_windows
 from spec.draft_cache.drafting import Brought, Found, Given
 from spec.draft_cache.tables import Ends, unpack_chunks
 from spec.eagle import model as eagle
@@ -23,7 +24,7 @@ from spec.eagle.model import DeviceWeights
 from spec.eagle.tree_search import FIRST_TOKEN, Search
 
 Constants = tuple[DeviceWeights, jax.Array]  # and the rollout's key
-State = tuple[KVCache, jax.Array]  # the features of each row's last entry, [R, D]
+State = tuple[Cache, jax.Array]  # the features of each row's last entry, [R, D]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +35,14 @@ class TreeDrafting:
     first_token: ClassVar[int] = FIRST_TOKEN
     apart: ClassVar[bool] = True
 
-    def catch_up(self, given: Given, cache: KVCache, table_PX: jax.Array) -> KVCache:
+    def catch_up(self, given: Given, cache: Cache, table_PX: jax.Array) -> Cache:
         (weights, _), [states] = given
         row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
         at_P = first_P - FIRST_TOKEN
         windows = states, slot_P, at_P, tokens_PC
         k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, *windows)
+        if isinstance(cache, PagedCache):
+            return _in_pages(cache, row_P, at_P, k_PCKh, v_PCKh)
         places_P2 = jnp.stack([row_P, at_P], axis=1)
 
         def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
@@ -53,21 +56,25 @@ class TreeDrafting:
         values = put(values, v_PCKh.transpose(0, 2, 1, 3), VALUE_AXIS)
         return KVCache((keys,), (values,))
 
-    def begin(self, given: Given, cache: KVCache, ends: Ends) -> State:
+    def begin(self, given: Given, cache: Cache, ends: Ends) -> State:
         (weights, _), [states] = given
         at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
         at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
         windows = states, ends.slot_B, at_B, ends.tokens_BW
         k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
-        [keys], [values] = cache.keys, cache.values
-        keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
-        values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
         query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: a row at rest
-        return KVCache((keys,), (values,)), jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
+        if isinstance(cache, PagedCache):
+            cache = _in_pages(cache, jnp.arange(len(at_B)), at_B, k_BCKh, v_BCKh)
+        else:
+            [keys], [values] = cache.keys, cache.values
+            keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
+            values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
+            cache = KVCache((keys,), (values,))
+        return cache, jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
 
     def draft(
         self, constants: Constants, state: State, ends: Ends, depth: jax.Array, most: int
-    ) -> tuple[KVCache, Found]:
+    ) -> tuple[Cache, Found]:
         (weights, key), (cache, g_RD) = constants, state
         where = weights, cache, g_RD, ends, depth, key, most
         return cache, tree_search.search_from(*where, search=self.search)
@@ -100,6 +107,16 @@ class TreeDrafting:
             return carry[0] < pending.count
 
         return jax.lax.while_loop(more, some, (jnp.int32(0), *state))[1:]
+
+
+def _in_pages(
+    cache: PagedCache, row_P: jax.Array, at_P: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array
+) -> PagedCache:
+    """Write windows of entries from `at` on; those without a page are dropped."""
+    P, C = k_PCKh.shape[:2]
+    nth_X, position_X = places_of_windows(at_P, C)
+    keys, values = (x.reshape(P * C, *x.shape[2:]) for x in (k_PCKh, v_PCKh))
+    return cache.put((keys,), (values,), (), row_P[nth_X], position_X)
 
 
 def _entries(

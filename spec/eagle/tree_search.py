@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models import kv_cache
-from models.attention import attend, attend_both
-from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
+from models.attention import CachedLayer, PartialSoftmax, merged, partial_attention
+from models.kv_cache import KEY_AXIS, VALUE_AXIS
+from models.paged_cache import Cache
 from models.transformer import Attend
 from spec import sampling
 from spec.draft_cache.drafting import Found
@@ -65,7 +67,7 @@ class Search:
 
 def search_from(
     weights: DeviceWeights,
-    cache: KVCache,
+    cache: Cache,
     g_BD: jax.Array,
     ends: Ends,
     depth: jax.Array,
@@ -78,8 +80,7 @@ def search_from(
 
     Log-probabilities are those at the rows' temperatures (0: at 1); `key` is the rollout's.
     """
-    [keys], [values] = cache.keys, cache.values
-    drafter = _Drafting(search, weights, ends, key, keys, values)
+    drafter = _Drafting(search, weights, ends, key, cache.layer(0), cache.values[0].dtype)
     at_rest = cache.num_positions + FIRST_TOKEN
     last_B = ends.total_B - 1 - ends.starts(FIRST_TOKEN, at_rest)
     tokens_B1 = jnp.take_along_axis(ends.tokens_BW, jnp.maximum(last_B, 0)[:, None], axis=1)
@@ -153,14 +154,14 @@ class _Pool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Drafting:
-    """The constants of one call; `keys` and `values` are those of the cache."""
+    """The constants of one call; `cached` are the entries of the cache, of this type."""
 
     search: Search
     weights: DeviceWeights
     ends: Ends
     key: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    cached: CachedLayer
+    dtype: Any
 
     @property
     def last_B(self) -> jax.Array:
@@ -169,15 +170,14 @@ class _Drafting:
 
     def columns(self) -> tuple[jax.Array, jax.Array]:
         """Return empty columns of keys and values."""
-        X = self.search.num_columns
-        B, K, h, _ = self.keys.shape
-        columns = jnp.zeros((B, K, h, X), self.keys.dtype), jnp.zeros((B, K, X, h), self.keys.dtype)
+        B, X, layer = len(self.ends.total_B), self.search.num_columns, self.search.config.layer
+        K, h = layer.num_kv_heads, layer.head_dim
+        columns = jnp.zeros((B, K, h, X), self.dtype), jnp.zeros((B, K, X, h), self.dtype)
         return kv_cache.pin(columns[0]), kv_cache.pin(columns[1])
 
-    def committed(self, num_nodes: int) -> jax.Array:
-        """Return the mask of a row's entries, for each of N nodes; [B, N, S]."""
-        mask_BS = jnp.arange(self.keys.shape[KEY_AXIS]) <= self.last_B[:, None]
-        return jnp.broadcast_to(mask_BS[:, None], (len(mask_BS), num_nodes, mask_BS.shape[1]))
+    def of_cache(self, q_BNHh: jax.Array) -> PartialSoftmax:
+        """Attend to all entries of the rows, of those at rest to none."""
+        return self.cached.of_prefix(q_BNHh, jnp.where(self.ends.most_B > 0, self.last_B + 1, 0))
 
     def outputs(
         self, tokens_BN: jax.Array, g_BND: jax.Array, position_B: jax.Array, look: Attend
@@ -191,7 +191,8 @@ class _Drafting:
         """Return the outputs of the last entries, whose keys and values the cache has."""
 
         def look(q_B1Hh: jax.Array, _k: jax.Array, _v: jax.Array) -> jax.Array:
-            return attend(q_B1Hh, self.keys, self.values, self.committed(1))
+            found = self.of_cache(q_B1Hh)
+            return (found.out / jnp.maximum(found.total, 1)).astype(self.dtype)
 
         return self.outputs(tokens_B1, g_B1D, self.last_B, look)
 
@@ -237,8 +238,8 @@ class _Drafting:
             keys = kv_cache.pin(put(columns[0], k_BKhN.astype(columns[0].dtype), axis=KEY_AXIS))
             values = kv_cache.pin(put(columns[1], v_BKNh.astype(columns[1].dtype), axis=VALUE_AXIS))
             written[0] = keys, values
-            cached = self.keys, self.values, self.committed(K)
-            return attend_both(q_BNHh, cached, (keys, values, seen_BKX))
+            both = merged(self.of_cache(q_BNHh), partial_attention(q_BNHh, keys, values, seen_BKX))
+            return (both.out / both.total).astype(self.dtype)
 
         tokens_BK = _policy_ids(beams.at_BK, self.weights.frozen.draft_ids_U)
         o_BKD = self.outputs(tokens_BK, beams.g_BKD, self.last_B + level, look)

@@ -14,9 +14,9 @@ from models.config import MeshConfig
 from models.sharding import make_mesh
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
-from rl.engine.page_table import PageTable
 from rl.engine.rollout_spec import RolloutSpec
 from sched.request import Kv
+from spec.page_table import PageTable
 
 pytestmark = pytest.mark.parity
 

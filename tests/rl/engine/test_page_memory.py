@@ -7,11 +7,11 @@ import pytest
 
 from rl.engine.config import EngineConfig
 from rl.engine.page_memory import PageMemory
-from rl.engine.page_table import PageTable
 from rl.engine.rollout_spec import RequestSource, RolloutSpec, draft_with
 from rl.engine.slot_cache import SlotCache
 from rl.trajectory import PartialRequest, Request
 from spec.config import SamplingConfig
+from spec.page_table import PageTable
 from spec.sampling import step_key
 from tests.support import random_rollouts, symbolic_device
 from tests.support.symbolic_device import MODEL, SymbolicEngine

@@ -38,6 +38,7 @@ def _make(monkeypatch, first_token=0, apart=False):
         dtype=np.float32,
         model=POLICY,
         config=BUCKETS,
+        is_paged=False,
         position_sizes=lambda _: BUCKETS.position_sizes(LONGEST),
         argument=lambda x: x,
         put=lambda x: x,

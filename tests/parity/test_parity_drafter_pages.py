@@ -1,0 +1,58 @@
+"""Drafters on the device whose caches are pages draft what they draft from rows."""
+
+import dataclasses
+
+import pytest
+from noted_drafts import Noted, share_of_same
+from parity_model import MODEL, ONE_SIZE, SAMPLINGS, STEP_KEY, differences
+from test_parity_draft_model import drafter as draft_model
+from test_parity_learned import learned
+
+from models.paged_cache import PagedCache
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from spec.budget.budget import FixedBudget, SeeingBudget
+from spec.eagle import model as eagle
+
+pytestmark = pytest.mark.parity
+
+PAGED = {"cache": "pages", "page_tokens": 4}
+
+
+@pytest.fixture(params=["learned", "model"])
+def make(request, params):
+    """A maker of an engine and the drafter of its next rollout."""
+
+    def made(**settings):
+        config = dataclasses.replace(ONE_SIZE, **settings)
+        if request.param == "model":
+            small = dataclasses.replace(params, layers=params.layers[:1])
+            engine = Engine(MODEL, config)
+            return engine, lambda: Noted(draft_model(engine, small, "plain"))
+        layers = eagle.config_for(MODEL, "eagle").feature_layers
+        engine = Engine(MODEL, config, feature_layers=layers)
+        context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
+        return engine, lambda: Noted(learned("eagle").drafter_for(context))
+
+    return made
+
+
+def test_drafts_from_pages_are_those_from_rows(golden, rollout, make):
+    """Seen by the host, and in rounds on the device; also if pages lack and requests leave."""
+    engine, drafter = make()
+    from_rows = drafter()
+    rollout("plain", engine=engine, drafter=from_rows, budget=SeeingBudget(3))
+    assert from_rows.trees.total() > 50
+
+    engine, drafter = make(**PAGED)
+    for budget in (SeeingBudget(3), FixedBudget(3)):
+        noted = drafter()
+        got = rollout("plain", engine=engine, drafter=noted, budget=budget)
+        assert not differences(golden("plain"), got)
+        assert isinstance(noted.drafter._held.arrays, PagedCache)
+        assert share_of_same(from_rows.trees, noted.trees) > 0.99
+
+    engine, drafter = make(**PAGED, pages=14)
+    got = rollout("plain", engine=engine, drafter=drafter(), budget=FixedBudget(3))
+    assert not differences(golden("plain"), got)
+    assert engine.stats.preemptions > 0 and engine.stats.accepted_tokens > 0
