@@ -331,13 +331,13 @@ def _prompts(
     mesh: _Mesh,
     itemsize: int,
     positions: int,
-    chunks: tuple[int, int],
+    chunks_TC: tuple[int, int],
 ) -> int:
     """A round's chunks of prompts, but for the rows that a layer gathers: their entries, a pass.
 
-    There are so many chunks, of so many tokens.
+    There are T chunks of C tokens.
     """
-    (rows, chunk), whole = chunks, _Mesh(mesh.sizes | {"data": 1})
+    (rows, chunk), whole = chunks_TC, _Mesh(mesh.sizes | {"data": 1})
     # every copy of the weights has the entries of all chunks
     entries = _cache(config, model, whole, rows, chunk, itemsize)
     seen = positions + rows * chunk

@@ -9,7 +9,7 @@ over the last tokens of each row, computes what a round has left out.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.paged_cache import Cache, PagedCache
 from models.sharding import constrain
+from models.transformer import Cached
 from spec import sampling
 from spec.draft_cache.drafting import Brought, Found, Given
 from spec.draft_cache.tables import Ends, unpack_chunks
@@ -27,7 +28,7 @@ LACKING_TOKENS = 2  # the last draft token, whose entry no chain computes, and t
 
 # the least probability, the rollout's key, and probabilities of draws with shared noise by depth
 Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
-State = tuple[Cache, tuple[()]]
+State = tuple[Any, tuple[()]]  # the cache, rows or pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +53,10 @@ class ChainDrafting:
             some = dataclasses.replace(cache, table_BN=table_PN, anywhere=True)
             _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
             return dataclasses.replace(some, table_BN=cache.table_BN, anywhere=False)
-        some = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
-        _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
+        copies = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
+        _, copies = run_tokens(self.config, params, copies, tokens_PC, start_P)
         return jax.tree.map(
-            lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, some
+            lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, copies
         )
 
     def begin(self, given: Given, cache: Cache, ends: Ends) -> State:
@@ -83,12 +84,12 @@ class ChainDrafting:
 def _chains(
     drafting: ChainDrafting,
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     ends: Ends,
     min_prob: jax.Array,
     key: jax.Array,
     most_tokens: int,
-) -> tuple[Cache, jax.Array, jax.Array]:
+) -> tuple[Cached, jax.Array, jax.Array]:
     """Return the cache, and tokens and probabilities [B, K] of chains of up to `most_tokens`.
 
     The first pass computes the last W of a row's `total` tokens (all, if there are fewer): entries
@@ -135,10 +136,10 @@ def _chains(
 def run_tokens(
     config: ModelConfig,
     params: transformer.Params,
-    cache: Cache,
+    cache: Cached,
     tokens_BC: jax.Array,
     start_B: jax.Array,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cached]:
     """Run tokens at positions `start …` of their rows with causal attention."""
     positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
     mask_BCS = cache.seen_from(start_B, tokens_BC.shape[1])
