@@ -315,6 +315,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
 PREFIXES = (
     *(
         "ahead",
+        "bandit",
         "batch",
         "clip_ratio",
         "completions",

@@ -88,6 +88,11 @@ def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path
     them, and for a folder that holds a run of another configuration.
     """
     grid = load(AblationRun, files, overrides)
+    if grid.run.directory:
+        raise ConfigError(
+            f"Run.directory={grid.run.directory!r}: expected none, since each run of a grid has a "
+            "folder of its own; name the grid's with --gin.Ablation.directory"
+        )
     found = []
     for seed in grid.ablation.seeds:
         for name, changes in grid.ablation.variants:

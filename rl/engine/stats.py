@@ -144,7 +144,8 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
     metrics = {}
     if times is not None:
-        metrics["spec/accepted_tokens"] = float(accepted)
+        of_cached = int(stats.accepted_by_source[Source.CACHED])
+        metrics["spec/accepted_tokens"] = float(accepted - of_cached)
         metrics["spec/seconds_saved"] = seconds_saved(stats.timeline, times)
     rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:

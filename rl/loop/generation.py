@@ -394,7 +394,7 @@ def remember(
     speculation, scored = system.speculation, system.reuse.mode.enabled
     if speculation.keeps_history or scored:
         reuse.remember(system.cache, keys, trajectories, scored=scored)
-    metrics = speculation.history_metrics()
+    metrics = speculation.history_metrics() | speculation.bandit_metrics()
     for problem in [*system.cache.new_problems(), *system.reuse.new_problems()]:
         system.show.message(f"warning: {problem}")
     if speculation.keeps_history and coming is not None:

@@ -36,6 +36,8 @@ def _of_drafts(rows: Sequence[Row], rollout_s: float) -> str:
     text = f"drafts: {accepted:,.0f} of {drawn:,.0f} tokens were accepted draft tokens"
     verb, of = ("saved", rollout_s + saved_s) if saved_s >= 0 else ("lost", rollout_s)
     text += f"; by measured rounds they {verb} about {duration(abs(saved_s))}"
+    if any(name.startswith("workers/") for row in rows for name in row):
+        return f"{text}, summed over workers"  # of rollouts that overlap
     return text + (f", {abs(saved_s) / of:.0%} of plain rollouts" if of > 0 else "")
 
 

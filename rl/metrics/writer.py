@@ -33,7 +33,7 @@ from rl.runtime.run_files import (
 if TYPE_CHECKING:
     from rl.engine.worker_record import WorkerStep
 
-WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/")
+WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
 WALL_CLOCK_NAMES = frozenset(
     {
         "step_time",

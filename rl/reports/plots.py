@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.reports.bandit_plot import BanditArms
 from rl.reports.evaluations import EvalCurves
 from rl.reports.style import FAINT, INK, STYLE, plain_text, run_look
 from rl.reports.timeline_plot import RolloutTimeline
@@ -149,7 +150,7 @@ class TimeSplit:
         ax.grid(axis="y", visible=False)
 
 
-Panel = Curve | TimeSplit | RolloutTimeline | WorkersTimeline | EvalCurves
+Panel = Curve | TimeSplit | RolloutTimeline | WorkersTimeline | EvalCurves | BanditArms
 PANELS: tuple[Panel, ...] = (
     Curve(
         "reward.png",
@@ -220,6 +221,7 @@ PANELS: tuple[Panel, ...] = (
         "Seconds that plain rounds would have taken for the same tokens, as measured before the "
         "run, less those of rounds with drafts and of looking for drafts: an estimate.",
     ),
+    BanditArms(),
     Curve(
         "reused.png",
         "Reused",

@@ -8,6 +8,7 @@ rounding, docs/architecture.md), so nothing here can change what is learned.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 import time
@@ -232,6 +233,17 @@ class Speculation:
             if self.config.budget == BANDIT:
                 self.bandit(int(worker)).load_state(saved)
 
+    def bandit_metrics(self) -> dict[str, float]:
+        """Return what the workers' bandits chose since the last call, and their median rewards."""
+        chosen, rewards = collections.Counter[str](), dict[str, list[float]]()
+        for bandit in self._bandits.values():
+            chosen += bandit.take_chosen()
+            for arm, values in bandit.rewards().items():
+                rewards.setdefault(arm, []).extend(values)
+        shares = {f"bandit/{_tag(a)}/share": n / chosen.total() for a, n in chosen.items()}
+        medians = {f"bandit/{_tag(a)}/tokens_per_s": np.median(v) for a, v in rewards.items()}
+        return shares | {name: float(value) for name, value in medians.items()}
+
     def history_metrics(self) -> dict[str, float]:
         """Return metrics of the rollout's history, and of the cache."""
         if not self.keeps_history:
@@ -310,3 +322,8 @@ class Speculation:
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, HISTORY_RULES[source])
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)
+
+
+def _tag(arm: str) -> str:
+    """Return an arm's name as a part of a metric's."""
+    return arm.replace(" ", "_")

@@ -61,6 +61,7 @@ class BegMab:
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
         self._seed, self._draws = seed, 0
+        self._num_chosen = collections.Counter[str]()  # by name, since `take_chosen`
         # R_s: tokens a second of the batch
         self._rewards = {
             (bucket, s.name): collections.deque[float](maxlen=config.window)
@@ -74,6 +75,11 @@ class BegMab:
 
     def select(self, batch_size: int) -> Strategy:
         """Choose the strategy of the next round of `batch_size` requests."""
+        chosen = self._select(batch_size)
+        self._num_chosen[chosen.name] += 1
+        return chosen
+
+    def _select(self, batch_size: int) -> Strategy:
         candidates = self.candidates(batch_size)
         bucket = self._bucket(batch_size)
         untried = [s for s in candidates if not self._rewards[bucket, s.name]]
@@ -120,6 +126,19 @@ class BegMab:
         medians = [(self.median_reward(s, batch_size), s) for s in self.candidates(batch_size)]
         known = [(median, s) for median, s in medians if median is not None]
         return max(known, key=lambda pair: pair[0])[1] if known else None
+
+    def take_chosen(self) -> collections.Counter[str]:
+        """Return how often each strategy was chosen since the last call, by name."""
+        chosen, self._num_chosen = self._num_chosen, collections.Counter()
+        return chosen
+
+    def rewards(self) -> dict[str, list[float]]:
+        """Return the rewards in the windows of all ranges, by name, of those that have some."""
+        found = dict[str, list[float]]()
+        for (_, name), rewards in self._rewards.items():
+            if rewards:
+                found.setdefault(name, []).extend(rewards)
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return plain data, from which later decisions are the same."""

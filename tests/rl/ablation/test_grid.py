@@ -60,6 +60,11 @@ def test_faulty_variants_are_named_before_anything_runs(grid, tmp_path):
             cells([grid], [], tmp_path / "runs")
 
 
+def test_a_folder_of_one_run_is_refused(grid, tmp_path):
+    with pytest.raises(ConfigError, match="expected none, .*--gin.Ablation.directory"):
+        cells([grid], ["Run.directory='here'"], tmp_path / "runs")
+
+
 def test_a_folder_with_a_run_of_another_configuration_is_refused(grid, tmp_path):
     cell = cells([grid], [], tmp_path / "runs")[1]
     cell.folder.mkdir(parents=True)

@@ -346,7 +346,12 @@ def test_a_bandit_chooses_among_what_drafting_workers_send(tiny, tmp_path, plain
 
 @pytest.mark.parity
 def test_a_bandit_on_workers_that_help_one_another(tiny, tmp_path, plain, bandits):
-    assert_same(finish(tiny, tmp_path, *HELPERS, *BANDIT), plain)
+    got = finish(tiny, tmp_path, *HELPERS, *BANDIT)
+    assert_same(got, plain)
+    for row in got.show.rows:
+        shares = [v for k, v in row.items() if k.startswith("bandit/") and k.endswith("/share")]
+        assert sum(shares) == pytest.approx(1.0)
+    assert row["bandit/plain/tokens_per_s"] > 0
     assert rewarded(bandits) >= {"plain", "own × 3"}
 
 

@@ -63,6 +63,13 @@ def test_metrics_are_those_of_rounds_with_drafts():
     )
 
 
+def test_accepted_tokens_are_those_of_drafters():
+    stats = example()
+    stats.drafted_by_source[Source.CACHED] = stats.accepted_by_source[Source.CACHED] = 30
+    times = RoundTimes({(4, 4, 64): 1.0})
+    assert speculation_metrics(stats, times)["spec/accepted_tokens"] == 5
+
+
 def test_seconds_saved_are_those_of_plain_rounds_less_those_of_rounds_with_drafts():
     """By hand: records of 10 s, of which 9 s after admission; plain rounds of 7 s."""
     stats, times = example(), RoundTimes({(4, 4, 64): 7.0, (4, 16, 64): 1.0})

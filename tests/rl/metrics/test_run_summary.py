@@ -33,6 +33,12 @@ def test_a_loss_is_called_one():
     )
 
 
+def test_seconds_of_several_workers_are_no_share_of_the_clocks():
+    rows = [row(1, rollout=10.0, total=10.0, drawn=9.0, accepted=3.0, saved_s=-15.0)]
+    rows[0]["workers/lost"] = 0.0
+    assert summary_lines(rows)[1].endswith("they lost about 15 s, summed over workers")
+
+
 def test_a_run_that_cannot_draft_has_no_line_on_drafts_and_none_without_steps():
     assert summary_lines([row(1, rollout=1.0, total=4.0)]) == [
         "time: 4.0 s in 1 steps (rollout 25%)"

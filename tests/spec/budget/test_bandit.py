@@ -257,3 +257,11 @@ def test_impossible_rounds_are_not_recorded():
     with pytest.raises(AssertionError, match="at least 1 request, got 0"):
         mab.select(0)
     assert mab.best(20) is None
+
+
+def test_choices_are_counted_until_they_are_taken_and_rewards_are_of_all_ranges():
+    mab = bandit(epsilon=0.0)
+    for batch_size, value in ((2, 5), (2, 7), (16, 3)):
+        reward(mab, mab.select(batch_size), value, batch_size)
+    assert mab.take_chosen() == {"deep": 1, "wide": 1, "flat": 1} and not mab.take_chosen()
+    assert mab.rewards() == {"deep": [5], "wide": [7], "flat": [3]}
