@@ -55,6 +55,17 @@ def choose(budget, requests, drafts, slots, sizes=SIZES):
     return found.num_nodes / slots
 
 
+def asked_at(budget, requests, drafts, slots, rounds):
+    """The rounds, of so many in a row, in which these drafts are asked for and refused."""
+    first_A, asked = requests.total_tokens_A, []
+    for r in range(rounds):
+        now = dataclasses.replace(requests, total_tokens_A=first_A + r)
+        if budget.limits(now, slots).any():
+            asked.append(r)
+            assert choose(budget, now, drafts, slots) == 1
+    return asked
+
+
 def test_windows_by_hand():
     windows = next_windows(
         np.array([2, 4, 32, 8, 6]), np.array([2, 4, 32, 8, 0]), np.array([2, 3, 32, 0, 0])
@@ -164,11 +175,23 @@ def test_aimd_closes_where_the_table_says_that_drafts_cost_more_than_they_bring(
     drafts = chains([3] * 4, 1.0)
     assert choose(budget, live(4), drafts, 4) == 4  # nothing known yet
     budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
-    got = [choose(budget, live(4), drafts, 4) for _ in range(2 * Aimd.PROBE)]
-    assert got.count(4) == 2 and got.count(1) == len(got) - 2  # it looks again now and then
-    for _ in range(60):
-        budget.observe(live(4), drafts, after(drafts, 4, [4, 4, 4, 4]))
+    looked = asked_at(budget, live(4), drafts, 4, 300)
+    assert looked == [0, 32, 96, 224]  # it looks again now and then
+    drawn = drafts.prob_AN > 0
+    for _ in range(60):  # what plain rounds draw
+        budget.observe(live(4), drafts, Acceptance(False, drawn, drawn))
     assert choose(budget, live(4), drafts, 4) == 4
+    assert budget.limits(live(4), 4).tolist() == [2] * 4, "windows are of verified drafts"
+
+
+@pytest.mark.parametrize("budget", [FixedBudget(5), Aimd()], ids=["fixed", "aimd"])
+def test_without_a_draft_token_rounds_are_plain_for_a_while(budget):
+    nothing = chains([0] * 4, 1.0)
+    assert asked_at(budget, live(4), nothing, 4, 60) == [0, 2, 6, 14, 30, 46]
+    assert budget.limits(live(2), 2).all()  # another size of batch
+    assert choose(budget, live(4), chains([3] * 4, 1.0), 4) == 4
+    assert budget.limits(live(4), 4).all()
+    assert asked_at(budget, live(4), nothing, 4, 5) == [0, 2]
 
 
 def test_goodput_takes_all_where_nodes_are_free():
