@@ -5,12 +5,35 @@ The nodes of a round are those of all its slots: as many as there are slots in p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MOST_SECONDS = 1e5  # of a round
 ROUND = "packed round"  # a name among the tables
 OLDER = ("round", "lookup")  # rounds that older runs timed
 Table = Mapping[tuple[int, int, int], float]
+
+
+def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
+    """Return the nearest seconds, by squares, that never fall as a round has more nodes.
+
+    The isotonic regression over the nodes of each (slots, positions): a time that falls is noise,
+    and it and those before it that are larger become their mean.
+    """
+    fitted: dict[tuple[int, int, int], float] = {}
+    for slots, positions in {(b, s) for b, _, s in seconds}:
+        blocks: list[tuple[list[int], float]] = []  # nodes, and their mean
+        for nodes in _nodes(seconds, slots, positions):
+            blocks.append(([nodes], seconds[slots, nodes, positions]))
+            while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
+                (few, few_s), (more, more_s) = blocks[-2:]
+                mean_s = (len(few) * few_s + len(more) * more_s) / (len(few) + len(more))
+                blocks[-2:] = [(few + more, mean_s)]
+        fitted |= {(slots, n, positions): mean_s for block, mean_s in blocks for n in block}
+    return fitted
+
+
+def _nodes(keys: Iterable[tuple[int, int, int]], slots: int, positions: int) -> list[int]:
+    return sorted(n for b, n, s in keys if (b, s) == (slots, positions))
 
 
 class RoundTimes:
