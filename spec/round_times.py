@@ -68,6 +68,12 @@ class RoundTimes:
         (d0, t0), (d1, t1) = min(at), max(at)
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
+    def scaled(self, factor: float, rounds: Table) -> RoundTimes:
+        """Return these seconds of rounds, with those of drafts times a factor."""
+        drafts = self._drafts.items()
+        scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
+        return RoundTimes(rounds, scaled)
+
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
         return RoundTimes(self._seconds, {n: t for n, t in self._drafts.items() if n != name})

@@ -39,6 +39,7 @@ WALL_CLOCK_NAMES = frozenset(
         "step_time",
         "eval_s",
         "spec/seconds_saved",
+        "spec/turned_off",
         "spec/cached_seconds",
         "spec/draft_seconds",
         "spec/verify_seconds",

@@ -25,7 +25,7 @@ from spec.round_times import RoundTimes
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
-REFUSED_ROUNDS = 8, 64  # shortest and longest time until refused drafts are asked for again
+REFUSED_ROUNDS = 16, 256  # shortest and longest time until refused drafts are asked for again
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
 MOST_OF_THEM = 0.75  # and the share of the requests that have to be there
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs

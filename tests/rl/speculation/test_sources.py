@@ -147,7 +147,8 @@ def test_off_drafts_nothing_and_keeps_nothing():
         ({"sources": ("web",)}, r"sources must be different ones of"),
         ({"sources": ()}, r"no sources to draft from"),
         ({"sources": ("history", "histospec")}, r"sources must have history or histospec"),
-        ({"group_update_tokens": 0}, r"group_update_tokens must be at least 1, got 0"),
+        ({"group_update_tokens": 0}, r"at least 1 and losing_steps at least 0, got 0 and 3"),
+        ({"losing_steps": -1}, r"at least 1 and losing_steps at least 0, got 4 and -1"),
     ],
 )
 def test_bad_settings_are_named(settings, words):

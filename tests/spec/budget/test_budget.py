@@ -243,15 +243,15 @@ def test_goodput_asks_less_often_while_plain_decoding_wins():
     budget = Goodput(DEAR)
     dear = live(1), chains([15], 0.1), SIZES, 1, 64
     rounds = [budget.choose(*dear).num_rounds for _ in range(5)]
-    assert rounds == [8, 16, 32, 64, 64]
+    assert rounds == [16, 32, 64, 128, 256]
     assert choose(budget, live(1), chains([15], 0.9), 1) == 4
-    assert budget.choose(*dear).num_rounds == 8
+    assert budget.choose(*dear).num_rounds == 16
 
 
 def test_goodput_asks_for_no_drafts_while_it_waits():
     budget, one = Goodput(DEAR), live(1)
     start = int(one.total_tokens_A[0])
-    for _ in range(2):  # the last refusal is for 16 rounds
+    for _ in range(2):  # the last refusal is for 32 rounds
         budget.choose(one, chains([15], 0.1), SIZES, 1, 64)
 
     def asked(tokens, slots=1, request_id=int(one.request_ids_A[0])):
@@ -260,7 +260,7 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
         )
         return bool(budget.limits(now, slots).any())
 
-    assert not asked(start + 15) and asked(start + 16)
+    assert not asked(start + 31) and asked(start + 32)
     assert asked(start + 1, slots=2)  # another size of batch
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
