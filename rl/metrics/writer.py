@@ -38,6 +38,7 @@ WALL_CLOCK_NAMES = frozenset(
     {
         "step_time",
         "eval_s",
+        "rollout/moved",
         "spec/seconds_saved",
         "spec/turned_off",
         "spec/cached_seconds",

@@ -40,11 +40,22 @@ from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.history import HistoryDrafter, HistoryIndex, build_index
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.suffix_queries import ProposalRule
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from spec.round_times import RoundTimes
 
-HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}
+HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # as shipped
 MOST_WORKERS = 2**16
+
+
+def history_rule(config: SpeculationConfig) -> ProposalRule:
+    """Return the rule by which the history source of a configuration drafts."""
+    assert config.history_source is not None
+    rule, (longest, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
+    if config.history_source != "histospec":
+        return rule
+    most = max(rule.path_tokens, config.window_tokens[2])
+    return dataclasses.replace(rule, longest=longest, shortest=shortest, path_tokens=most)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,7 +188,7 @@ class Speculation:
         def made(source: str) -> Drafter:
             if source in HISTORY_RULES:
                 assert index is not None
-                return HistoryDrafter(index, names, HISTORY_RULES[source])
+                return HistoryDrafter(index, names, history_rule(self.config))
             if source == "last":
                 return LastResponseDrafter(last)
             if source == "group":
@@ -197,12 +208,13 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert times is not None, "a bandit needs the measured seconds of a round"
+            assert times is not None, "a bandit needs the measured seconds of a round"
             bandit, here = self.bandit(context.runner.number), self._deepest_here
             budget: Budget | None = BanditBudget(
                 *(bandit, times, union, here), is_copy=lambda r: copy_of(r)[1] > 0
             )
         else:
-            budget = make_budget(self.config.budget, times)
+            budget = make_budget(self.config.budget, times, self.config.window_tokens)
         if not self.methods_of_copies:
             return union, budget
         methods = [made(source) for source in self.methods_of_copies]
@@ -284,7 +296,7 @@ class Speculation:
     def no_history(self) -> HistoryIndex | None:
         """The index of no prompt at all; None where nothing drafts from history."""
         source = self.config.history_source
-        return None if source is None else build_index({}, {}, HISTORY_RULES[source])
+        return None if source is None else build_index({}, {}, history_rule(self.config))
 
     def _history(self, prompts: Mapping[str, Prompt]) -> _Built:
         built = self._built()
@@ -326,5 +338,5 @@ class Speculation:
             groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - began_s
             return _Built(None, frozenset(prompts), seconds, groups, name, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
-        index = build_index(self._cache, arrays, HISTORY_RULES[source])
+        index = build_index(self._cache, arrays, history_rule(self.config))
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

@@ -26,13 +26,20 @@ DECAY = 0.9  # of the mean tokens a request, a round
 CLOSED_ROUNDS = 32, 256  # shortest and longest time until a closed gate looks again
 
 
-def next_windows(window_A: np.ndarray, longest_A: np.ndarray, accepted_A: np.ndarray) -> np.ndarray:
+def next_windows(
+    window_A: np.ndarray,
+    longest_A: np.ndarray,
+    accepted_A: np.ndarray,
+    window_tokens: Sequence[int] | None = None,
+) -> np.ndarray:
     """Return the windows after a round: one step more if the whole longest path was accepted.
 
     Otherwise the window starts again. A request without draft tokens keeps its window.
+    `window_tokens` are the first window, the step and the largest; None: the paper's.
     """
-    grown_A = np.minimum(window_A + STEP_TOKENS, MOST_TOKENS)
-    changed_A = np.where(accepted_A >= longest_A, grown_A, START_TOKENS)
+    start, step, most = window_tokens or (START_TOKENS, STEP_TOKENS, MOST_TOKENS)
+    grown_A = np.minimum(window_A + step, most)
+    changed_A = np.where(accepted_A >= longest_A, grown_A, start)
     return np.where(longest_A > 0, changed_A, window_A)
 
 
@@ -46,10 +53,12 @@ class Aimd(Budget):
     that are drawn instead, so that the acceptance stays known.
     """
 
-    def __init__(self, times: RoundTimes | None = None) -> None:
-        self._times = times
+    def __init__(
+        self, times: RoundTimes | None = None, window_tokens: Sequence[int] | None = None
+    ) -> None:
+        self._times, self._window_tokens = times, window_tokens
         index = RequestIndex()
-        self._windows = PerRequest(index, START_TOKENS)
+        self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
         self._tokens_per_request = 0.0  # of a round of trees, decayed mean
         self._undrafted = PlainSpell(index, *UNDRAFTED_ROUNDS)
         self._closed = PlainSpell(index, *CLOSED_ROUNDS)
@@ -89,7 +98,8 @@ class Aimd(Budget):
         accepted_A = acceptance.accepted_AN.sum(axis=1)
         if acceptance.verified:
             longest_A = longest_paths(drafts, acceptance.observed_AN)
-            windows_A = next_windows(self._windows.get(live), longest_A, accepted_A)
+            before_A = self._windows.get(live)
+            windows_A = next_windows(before_A, longest_A, accepted_A, self._window_tokens)
             self._windows.set(live, windows_A)
         elif not drafts.count_A.any():
             return
