@@ -32,7 +32,7 @@ class StepSeconds:
 
 
 class RunSeconds:
-    """What the steps of a run so far say; drafts are `off` after `losing_steps` in a row that lose.
+    """Sums up the steps of a run so far; drafts are off after `losing_steps` in a row that lose.
 
     0 never turns them off.
     """
