@@ -47,7 +47,7 @@ from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, ROUNDS_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch
 from rl.runtime.waits import Patience
 from rl.trajectory import Trajectory
-from rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
+from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on
 
 MOST_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
 
@@ -218,8 +218,10 @@ def train_step(
 
 
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
-    times = system.speculation.times_now
-    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step, times)
+    stats, times = rollouts.stats, system.speculation.times_now
+    if times is not None:
+        times = at_its_pace(stats.timeline, times)
+    row = step_metrics(rollouts.trajectories, rollouts.scores, stats, step, times)
     samples = sample_rows(
         system.inputs.tokenizer,
         rollouts.prompts.examples,
@@ -228,7 +230,7 @@ def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: in
         rollouts.scores,
         None if system.config.algorithm.resolved.needs_critic else advantages,
     )
-    return StepRecord(row, samples, rollouts.stats)
+    return StepRecord(row, samples, stats)
 
 
 def punish_length(

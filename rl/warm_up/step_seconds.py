@@ -18,7 +18,7 @@ from rl.engine.stats import RoundRecord, seconds_saved
 from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.sources import Speculation
 from spec.budget.device_gate import DEVICE_SOURCES
-from spec.budget.run_seconds import Bucket, StepSeconds
+from spec.budget.run_seconds import Bucket, RunSeconds, StepSeconds
 from spec.round_times import RoundTimes
 
 MAX_BYTES = 2**28  # of the file that is read: a step takes some 500 bytes
@@ -27,11 +27,29 @@ WHAT = "seconds of steps"
 
 
 def step_seconds(rounds: Sequence[RoundRecord], times: RoundTimes) -> StepSeconds:
-    """Return what a step's rounds took, by `times` that budgets decided by.
+    """Return what a step's rounds took, and what its drafts saved at its own pace.
 
-    What reuse verified is left out of what drafts saved. The seconds of a bucket are the median of
-    its rounds. Rounds with chunks of prompts, and those that draft on the device, are of no bucket;
-    drafts that take time of the device count apart from the round.
+    Budgets decided by `times`. What reuse verified is left out of what drafts saved.
+    """
+    return StepSeconds(
+        sum(r.ended_s - r.began_s for r in rounds),
+        seconds_saved([r for r in rounds if not r.cached_nodes], at_its_pace(rounds, times)),
+        _by_bucket(rounds, times),
+    )
+
+
+def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
+    """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
+    step = RunSeconds()
+    step.played(StepSeconds(0.0, 0.0, _by_bucket(rounds, times)))
+    return step.corrected(times)
+
+
+def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
+    """Return how many rounds there were of each bucket, and their median seconds.
+
+    Rounds with chunks of prompts, and those that draft on the device, are of none; drafts that take
+    time of the device count apart from the round.
     """
     apart = any(map(times.draft_depths, DEVICE_SOURCES))
     found: dict[Bucket, list[tuple[int, float]]] = {}
@@ -42,11 +60,7 @@ def step_seconds(rounds: Sequence[RoundRecord], times: RoundTimes) -> StepSecond
         began_s = r.ready_s if r.drafted and not apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
         found.setdefault(bucket, []).append((count, (r.ended_s - began_s) / count))
-    return StepSeconds(
-        sum(r.ended_s - r.began_s for r in rounds),
-        seconds_saved([r for r in rounds if not r.cached_nodes], times),
-        {bucket: _median(both) for bucket, both in sorted(found.items())},
-    )
+    return {bucket: _median(both) for bucket, both in sorted(found.items())}
 
 
 def _median(rounds: Sequence[tuple[int, float]]) -> tuple[int, float]:

@@ -10,7 +10,13 @@ from rl.engine.stats import RoundRecord
 from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
-from rl.warm_up.step_seconds import SecondsRecord, after_step, go_on, step_seconds
+from rl.warm_up.step_seconds import (
+    SecondsRecord,
+    after_step,
+    at_its_pace,
+    go_on,
+    step_seconds,
+)
 from spec.budget.run_seconds import StepSeconds
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
@@ -39,7 +45,21 @@ def test_seconds_of_rounds_are_medians_by_bucket():
     # (1 + 5 + 1) / 4, (1 + 9 + 1) / 8 and (1 + 90 + 1) / 2 a round; with its drafting 2 + 7
     assert found.rounds == {PLAIN: (14, 11 / 8), DRAFTED: (1, 9.0)}
     assert found.rollout_s == 10 + 14 + 95 + 10
-    assert found.saved_s == pytest.approx(-3 * 2 + (7 - 9))
+    plain_s = at_its_pace(rounds, TIMES)(*PLAIN)
+    assert found.saved_s == pytest.approx(-3 * 2 + plain_s - 9)
+
+
+def test_a_machine_that_is_slow_for_a_step_is_no_loss_by_drafts():
+    """Two tokens for the seconds of one and a half plain rounds, at any pace."""
+    times = RoundTimes({PLAIN: 6.0, DRAFTED: 9.0})
+    drafted = dataclasses.replace(record(16, 1), emitted_A=np.array([2, 2]))
+    steps = [[record(4, 1, 4.0)] * 50 + [drafted] * 9]
+    slower = lambda r: {k: 9 * v for k, v in vars(r).items() if k.endswith("_s")}  # noqa: E731
+    steps.append([dataclasses.replace(r, **slower(r)) for r in steps[0]])
+    once, slow = (step_seconds(step, times) for step in steps)
+    looked_s = 50 * 2
+    assert once.saved_s == pytest.approx(9 * (2 * 6 - 9) - looked_s)
+    assert slow.saved_s == pytest.approx(9 * once.saved_s)
 
 
 def test_rounds_that_are_of_no_bucket_are_left_out():
