@@ -77,11 +77,11 @@ class Aimd(Budget):
         num_positions: int,
     ) -> DraftDecision:
         found = all_that_fit(drafts, sizes, num_slots)
-        decision = self._undrafted.unless(found, live, num_slots)
-        if found is not None and not self._pays(drafts, (num_slots, found.num_nodes, num_positions)):
-            return self._closed.begin(live, num_slots)
-        self._closed.end()
-        return decision
+        if found is None or self._pays(drafts, (num_slots, found.num_nodes, num_positions)):
+            self._closed.end()
+            return self._undrafted.unless(found, live, num_slots)
+        self._undrafted.end()
+        return self._closed.begin(live, num_slots)
 
     def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
         """Return whether the round brings more tokens a second than plain ones, as far as known."""

@@ -245,8 +245,9 @@ def test_goodput_learns_from_drafts_that_were_not_verified():
 def test_goodput_asks_less_often_while_plain_decoding_wins():
     budget = Goodput(DEAR)
     dear = live(1), chains([15], 0.1), SIZES, 1, 64
-    rounds = [budget.choose(*dear).num_rounds for _ in range(5)]
-    assert rounds == [16, 32, 64, 128, 256]
+    assert asked_at(budget, *dear[:2], 1, 800) == [0, 16, 48, 112, 240, 496, 752]
+    again = [budget.choose(*dear).num_rounds for _ in range(2)]
+    assert again == [256, 256], "asked for cached responses meanwhile"
     assert choose(budget, live(1), chains([15], 0.9), 1) == 4
     assert budget.choose(*dear).num_rounds == 16
 
@@ -254,8 +255,9 @@ def test_goodput_asks_less_often_while_plain_decoding_wins():
 def test_goodput_asks_for_no_drafts_while_it_waits():
     budget, one = Goodput(DEAR), live(1)
     start = int(one.total_tokens_A[0])
-    for _ in range(2):  # the last refusal is for 32 rounds
-        budget.choose(one, chains([15], 0.1), SIZES, 1, 64)
+    for passed in (-16, 0):  # the last refusal is for 32 rounds
+        then = dataclasses.replace(one, total_tokens_A=one.total_tokens_A + passed)
+        budget.choose(then, chains([15], 0.1), SIZES, 1, 64)
 
     def asked(tokens, slots=1, request_id=int(one.request_ids_A[0])):
         now = dataclasses.replace(
