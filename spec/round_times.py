@@ -5,12 +5,35 @@ The nodes of a round are those of all its slots: as many as there are slots in p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MOST_SECONDS = 1e5  # of a round
 ROUND = "packed round"  # a name among the tables
 OLDER = ("round", "lookup")  # rounds that older runs timed
 Table = Mapping[tuple[int, int, int], float]
+
+
+def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
+    """Return the nearest seconds, by squares, that never fall as a round has more nodes.
+
+    The isotonic regression over the nodes of each (slots, positions): a time that falls is noise,
+    and it and those before it that are larger become their mean.
+    """
+    fitted: dict[tuple[int, int, int], float] = {}
+    for slots, positions in {(b, s) for b, _, s in seconds}:
+        blocks: list[tuple[list[int], float]] = []  # nodes, and their mean
+        for nodes in _nodes(seconds, slots, positions):
+            blocks.append(([nodes], seconds[slots, nodes, positions]))
+            while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
+                (few, few_s), (more, more_s) = blocks[-2:]
+                mean_s = (len(few) * few_s + len(more) * more_s) / (len(few) + len(more))
+                blocks[-2:] = [(few + more, mean_s)]
+        fitted |= {(slots, n, positions): mean_s for block, mean_s in blocks for n in block}
+    return fitted
+
+
+def _nodes(keys: Iterable[tuple[int, int, int]], slots: int, positions: int) -> list[int]:
+    return sorted(n for b, n, s in keys if (b, s) == (slots, positions))
 
 
 class RoundTimes:
@@ -44,6 +67,12 @@ class RoundTimes:
             return 0.0
         (d0, t0), (d1, t1) = min(at), max(at)
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
+
+    def scaled(self, factor: float, rounds: Table) -> RoundTimes:
+        """Return these seconds of rounds, with those of drafts times a factor."""
+        drafts = self._drafts.items()
+        scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
+        return RoundTimes(rounds, scaled)
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""

@@ -50,6 +50,7 @@ from rl.runtime.signals import Stopped
 from rl.speculation import reuse
 from rl.trajectory import Request, Trajectory
 from rl.workers.multi_engine import MultiEngine
+from sched.policies.histopipe import HistoPipe
 from spec.reuse.prefix_rule import PrefixRule
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import NOISE_NAMES, step_key
@@ -79,7 +80,7 @@ class AsyncRollouts:
             weights = host_weights.copied(system, stale_params)
             self._answering[first_step] = _Answering(weights, system.reuse.rule(first_step))
         self._pacing = None if engine.costs is None else Pacing(engine.costs)
-        scheduler = step_scheduler(
+        self._scheduler = scheduler = step_scheduler(
             engine,
             num_steps=config.run.steps - first_step + 1,
             epoch_prompts=len(system.inputs.task),
@@ -96,6 +97,7 @@ class AsyncRollouts:
         self._key = engine.do(partial(step_key, config.run.seed, ALL_STEPS))
         self._asked: dict[int, Asked] = {}
         self._open: dict[int, dict[int, Request]] = {}  # of all processes, by step and id
+        self._num_moved = 0  # of requests, as of the last row
         self._submitted: set[int] = set()  # steps that this process's workers have been given
         # what the last step answered: it enters the cache once the next one is asked
         self._late = RolloutCache(
@@ -305,6 +307,10 @@ class AsyncRollouts:
         self._lengths.update({key: tuple(numbers) for key, numbers in lengths.items()})
         if self._pacing is not None:
             self._pacing.played(stats)
+        if isinstance(self._scheduler, HistoPipe):
+            moved = self._scheduler.num_moved
+            rollouts.metrics["rollout/moved"] = float(moved - self._num_moved)
+            self._num_moved = moved
         rule = self._answering[step].rule
         after = self._cursor if step + 2 <= system.config.run.steps else None
         rollouts.metrics.update(system.reuse.metrics(stats, stats.tokens, step, rule))

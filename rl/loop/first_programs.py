@@ -180,7 +180,8 @@ def warm_up(
         most = None if longer is None else longer.most_positions
         timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
         measured = path, one, placed, sampling, timed, most
-        times = load_or_measure(*measured, processes=kept.processes)
+        beside = [other for other in engine.engines if other is not one]
+        times = load_or_measure(*measured, beside=beside, processes=kept.processes)
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
         engine.costs = MeasuredCosts(times.rounds, moves.seconds)
     if reach.speculative:

@@ -37,6 +37,7 @@ from rl.runtime.run_files import (
     ROUNDS_FILE,
 )
 from rl.warm_up.measured_run import read_rounds
+from rl.warm_up.step_seconds import SecondsRecord
 
 # Settings without which it is another experiment; what says only how fast, or where, is left out.
 _EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
@@ -229,6 +230,7 @@ def _check_can_go_on(folder: Folder) -> None:
             "--gin.Run.directory=…"
         )
     read_rounds(path / ROUNDS_FILE)
+    SecondsRecord(folder)
     read_record(folder)
     rows = read_metrics(path) if folder.exists(METRICS_FILE) else []
     if not rows or _holds_steps(folder):

@@ -47,6 +47,7 @@ from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, ROUNDS_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch
 from rl.runtime.waits import Patience
 from rl.trajectory import Trajectory
+from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on
 
 MOST_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
 
@@ -84,7 +85,9 @@ def train(
                     if processes.is_first:
                         save_timeline(folder, done, stats.timeline)
                     keeper.save()
-            row = record.metrics | of_workers | {"num_tokens": position.num_tokens}
+            given = run.seconds, done, stats.timeline, show.message
+            turned_off = after_step(system.speculation, *given)
+            row = record.metrics | of_workers | turned_off | {"num_tokens": position.num_tokens}
             metrics.write_workers(seen)
             metrics.write_samples(done, record.samples)
             step_s = timings.seconds()
@@ -106,6 +109,7 @@ class _Run:
     metrics: MetricsWriter | RowsOnly
     evaluation: RunEvaluation
     source: SyncRollouts | AsyncRollouts
+    seconds: SecondsRecord
     keeper: Keeper
     state: TrainState
     position: RunPosition
@@ -152,11 +156,13 @@ def _opened(
         processes.barrier("rows of the run", watch.alive)
         rows = read_metrics(folder) if files.exists(METRICS_FILE) else []
         evaluation = RunEvaluation(system, best, metrics, clock, rows)
+        seconds = SecondsRecord(files, processes)
+        go_on(system.speculation, seconds, position.step)
         source = stack.enter_context(
             open_source(system, position.step + 1, stale_params, host.get("source", {}))
         )
         keeper = stack.enter_context(Keeper(system, checkpoints, source, state, position))
-        yield _Run(system, metrics, evaluation, source, keeper, state, position)
+        yield _Run(system, metrics, evaluation, source, seconds, keeper, state, position)
 
 
 def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
@@ -212,8 +218,10 @@ def train_step(
 
 
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
-    times = system.speculation.times
-    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step, times)
+    stats, times = rollouts.stats, system.speculation.times_now
+    if times is not None:
+        times = at_its_pace(stats.timeline, times)
+    row = step_metrics(rollouts.trajectories, rollouts.scores, stats, step, times)
     samples = sample_rows(
         system.inputs.tokenizer,
         rollouts.prompts.examples,
@@ -222,7 +230,7 @@ def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: in
         rollouts.scores,
         None if system.config.algorithm.resolved.needs_critic else advantages,
     )
-    return StepRecord(row, samples, rollouts.stats)
+    return StepRecord(row, samples, stats)
 
 
 def punish_length(

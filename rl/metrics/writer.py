@@ -38,7 +38,9 @@ WALL_CLOCK_NAMES = frozenset(
     {
         "step_time",
         "eval_s",
+        "rollout/moved",
         "spec/seconds_saved",
+        "spec/turned_off",
         "spec/cached_seconds",
         "spec/draft_seconds",
         "spec/verify_seconds",

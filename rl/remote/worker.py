@@ -38,7 +38,7 @@ from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
 from rl.remote.worker_drafters import WorkerDrafters, folder_here
 from rl.remote.worker_run import WorkerRun, check_kv
-from rl.speculation.sources import HISTORY_RULES, Speculation
+from rl.speculation.sources import Speculation, history_rule
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.rollout_programs import Reach
@@ -252,8 +252,8 @@ class WorkerProgram(MessageProgram):
                     hello.tuner,
                     {MODEL: SilentDrafts()} if hello.drafters.apart else None,
                 )
-                if (source := hello.speculation.history_source) is not None:
-                    compile_join(HISTORY_RULES[source])
+                if hello.speculation.history_source is not None:
+                    compile_join(history_rule(hello.speculation))
         return messages.Measured(rounds, moves)
 
     # -- runs ------------------------------------------------------------------------------
@@ -320,9 +320,9 @@ class WorkerProgram(MessageProgram):
         if self._drafts is not None and "group" in speculation.config.sources:
             shared = SharedDrafts(job, asked.group_size, self._drafts, self.remarks.append)
             server = stack.enter_context(shared)
-        index, source = None, speculation.config.history_source
-        if source is not None:
-            rule, vocab_size = HISTORY_RULES[source], self.engine.model.vocab_size
+        index = None
+        if speculation.config.history_source is not None:
+            rule, vocab_size = history_rule(speculation.config), self.engine.model.vocab_size
             index = history_index(asked, rule, vocab_size, self._ask_at, self.remarks.append)
         return speculation.drafter_factory(
             *(asked.keys, asked.prompts, asked.last),

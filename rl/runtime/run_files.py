@@ -11,6 +11,7 @@ WORKERS_FILE = "workers.jsonl"  # what each worker did in a step, who came and w
 ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, WORKERS_FILE
 EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
+SECONDS_FILE = "step_seconds.jsonl"  # of the rounds of each step, by which budgets go on
 TIMELINE_FILE = "timeline.json"  # of the last saved step's rollouts
 LEGS_FILE = "legs.jsonl"  # each start of the run: when, on what device, with which versions
 WANDB_ID_FILE = "wandb_id"
@@ -27,7 +28,7 @@ def spill_folder(process: int) -> str:
 
 OWN_NAMES = (
     *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, EVALUATION_FILE),
-    *(ROUNDS_FILE, MOVES_FILE, TIMELINE_FILE, LEGS_FILE, WANDB_ID_FILE),
+    *(ROUNDS_FILE, MOVES_FILE, SECONDS_FILE, TIMELINE_FILE, LEGS_FILE, WANDB_ID_FILE),
     *(WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER),
     *(CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DRAFTER_MODEL),
 )

@@ -28,13 +28,22 @@ class SpeculationConfig:
     `histospec` in its place: the same by RhymeRL's rule), `group` (live siblings, which tell each
     other every `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter
     that is trained online, see Drafter), `model` (a draft model, see DraftModel). `budget` is
-    `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`.
+    `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`. After `losing_steps` steps in a row
+    in which drafts took more time than they saved, 1% of the rollout's, a budget turns itself off
+    for the rest of the run; `fixed:K` and drafting workers only say so (0: never).
+
+    `window_tokens` are the first window of `aimd`, its growth after a round that accepted all of
+    it, and the largest; `match_tokens` the longest and the shortest match of `histospec`. The
+    defaults are RhymeRL's (section 5.4).
     """
 
     RETIRED: ClassVar = {"history_rule": "ours"}  # "histospec" is a source of that name now
     budget: str = "goodput"
     sources: tuple[SourceName, ...] = ("last", "history", "group", "own")
     group_update_tokens: int = 4
+    losing_steps: int = 3
+    window_tokens: tuple[int, ...] = (2, 2, 32)
+    match_tokens: tuple[int, ...] = (7, 3)
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -47,9 +56,21 @@ class SpeculationConfig:
             raise ValueError('no sources to draft from: name some, or set budget = "off"')
         if {"history", "histospec"} <= set(self.sources):
             raise ValueError("sources must have history or histospec, not both")
-        if self.group_update_tokens < 1:
+        if self.group_update_tokens < 1 or self.losing_steps < 0:
             raise ValueError(
-                f"group_update_tokens must be at least 1, got {self.group_update_tokens}"
+                "group_update_tokens must be at least 1 and losing_steps at least 0, got "
+                f"{self.group_update_tokens} and {self.losing_steps}"
+            )
+        windows, matches = self.window_tokens, self.match_tokens
+        if len(windows) != 3 or windows[1] < 0 or not 1 <= windows[0] <= windows[2]:
+            raise ValueError(
+                "expected window_tokens of a first window, its growth and the largest one, such as "
+                f"(2, 2, 32), got {windows}"
+            )
+        if len(matches) != 2 or not 1 <= matches[1] <= matches[0]:
+            raise ValueError(
+                "expected match_tokens of the longest and the shortest match, such as (7, 3), got "
+                f"{matches}"
             )
 
     @property

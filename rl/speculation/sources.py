@@ -31,7 +31,8 @@ from spec.budget.bandit import BegMab
 from spec.budget.bandit_budget import BanditBudget, make_bandit
 from spec.budget.budget import Budget
 from spec.budget.by_name import make_budget
-from spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig
+from spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig, parse_budget
+from spec.budget.run_seconds import RunSeconds
 from spec.budget.union import DrafterUnion
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Drafter
@@ -40,11 +41,22 @@ from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.history import HistoryDrafter, HistoryIndex, build_index
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.suffix_queries import ProposalRule
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from spec.round_times import RoundTimes
 
-HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}
+HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # as shipped
 MOST_WORKERS = 2**16
+
+
+def history_rule(config: SpeculationConfig) -> ProposalRule:
+    """Return the rule by which the history source of a configuration drafts."""
+    assert config.history_source is not None
+    rule, (longest, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
+    if config.history_source != "histospec":
+        return rule
+    most = max(rule.path_tokens, config.window_tokens[2])
+    return dataclasses.replace(rule, longest=longest, shortest=shortest, path_tokens=most)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,6 +127,7 @@ class Speculation:
         assert drafters.keys() == {n for n in asked if asked[n]}, "those that the sources name"
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
+        self.seconds = RunSeconds(config.losing_steps)  # of the run's steps so far
         self._cache, self._patience = cache, patience or Patience()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
@@ -150,7 +163,7 @@ class Speculation:
         `answers` says of which places among the prompts this process has the requests. With `index`
         the history is not looked up here.
         """
-        if not self.config.enabled:
+        if not self.config.enabled or self.is_off:
             return no_drafts
         built = None
         if self.keeps_history and index is None:
@@ -158,7 +171,7 @@ class Speculation:
             built = self._history({key: ids for g, (key, ids) in pairs if answers(g)})
         names, index = dict(enumerate(keys, first_group)), built.index if built else index
         shared = server or DraftServer(group_size), Progress()
-        make = partial(self._drafts, names, last or {}, index, *shared)
+        make = partial(self._drafts, names, last or {}, index, *shared, self.times_now)
         given = (built.groups, built.indexed) if built else ({}, None)
         told = last or {}, first_group, group_size, *given, self.methods_of_copies
         return StepDrafts(make, keys, prompts, *told)
@@ -170,12 +183,13 @@ class Speculation:
         index: HistoryIndex | None,
         server: DraftServer,
         progress: Progress,
+        times: RoundTimes | None,
         context: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
         def made(source: str) -> Drafter:
             if source in HISTORY_RULES:
                 assert index is not None
-                return HistoryDrafter(index, names, HISTORY_RULES[source])
+                return HistoryDrafter(index, names, history_rule(self.config))
             if source == "last":
                 return LastResponseDrafter(last)
             if source == "group":
@@ -194,17 +208,33 @@ class Speculation:
             return None, None
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
-            assert self.times is not None, "a bandit needs the measured seconds of a round"
+            assert times is not None, "a bandit needs the measured seconds of a round"
+            assert times is not None, "a bandit needs the measured seconds of a round"
             bandit, here = self.bandit(context.runner.number), self._deepest_here
             budget: Budget | None = BanditBudget(
-                *(bandit, self.times, union, here), is_copy=lambda r: copy_of(r)[1] > 0
+                *(bandit, times, union, here), is_copy=lambda r: copy_of(r)[1] > 0
             )
         else:
-            budget = make_budget(self.config.budget, self.times)
+            budget = make_budget(self.config.budget, times, self.config.window_tokens)
         if not self.methods_of_copies:
             return union, budget
         methods = [made(source) for source in self.methods_of_copies]
         return CopiesDrafter(union, methods, copy_of, progress), budget
+
+    @property
+    def times_now(self) -> RoundTimes | None:
+        """The table of seconds as the run's rounds have corrected it so far."""
+        return None if self.times is None else self.seconds.corrected(self.times)
+
+    @property
+    def can_be_off(self) -> bool:
+        """True if drafts that lose are turned off: not those that workers are there for."""
+        return parse_budget(self.config.budget)[0] != "fixed" and not self.apart
+
+    @property
+    def is_off(self) -> bool:
+        """True if drafts have been turned off for the rest of the run."""
+        return self.seconds.is_off and self.can_be_off
 
     def bandit(self, worker: int) -> BegMab:
         """Return a worker's tuner."""
@@ -272,13 +302,13 @@ class Speculation:
 
     @property
     def keeps_history(self) -> bool:
-        return self.config.history_source is not None
+        return self.config.history_source is not None and not self.is_off
 
     @property
     def no_history(self) -> HistoryIndex | None:
         """The index of no prompt at all; None where nothing drafts from history."""
         source = self.config.history_source
-        return None if source is None else build_index({}, {}, HISTORY_RULES[source])
+        return None if source is None else build_index({}, {}, history_rule(self.config))
 
     def _history(self, prompts: Mapping[str, Prompt]) -> _Built:
         built = self._built()
@@ -320,7 +350,7 @@ class Speculation:
             groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - began_s
             return _Built(None, frozenset(prompts), seconds, groups, name, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
-        index = build_index(self._cache, arrays, HISTORY_RULES[source])
+        index = build_index(self._cache, arrays, history_rule(self.config))
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)
 
 

@@ -6,9 +6,12 @@ resumed run; delete it to measure again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from spec.drawn import by_slot, unpack
 from spec.nodes import pack
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
-from spec.round_times import RoundTimes
+from spec.round_times import RoundTimes, monotone
 from spec.sampling import step_key
 from spec.verify import Slots, decode_rounds, verify_round
 
@@ -49,6 +52,7 @@ def load_or_measure(
     reach: Reach,
     most_positions: int | None = None,
     *,
+    beside: Sequence[Engine] = (),
     processes: Processes = ALONE,
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
@@ -57,16 +61,17 @@ def load_or_measure(
     more than `most_positions` are left to `complete`: until then their rounds count as those of
     the longest bucket that is measured. Raises ValueError for a file that is damaged.
 
-    All `processes` of a mesh call it, and get process 0's table: that of its file, or its
-    measurement, for which all run the same rounds.
+    They are measured while the workers `beside` decode too. All `processes` of a mesh call it, and
+    get process 0's table: that of its file, or its measurement, for which all run the same rounds.
     """
     buckets = list(round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach.drafters)
+    made_for = _made_for(engine, buckets, reach.drafters, 1 + len(beside))
     kept = _kept(path, made_for, processes)
     if kept is not None:
         return kept
     now = [b for b in buckets if most_positions is None or b[2] <= most_positions]
-    times = measure(engine, params, sampling, now, drafters=reach.drafters, processes=processes)
+    options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
+    times = measure(engine, params, sampling, now, **options)
     if most_positions is None:
         _keep(path, times, made_for, processes)
         return times
@@ -101,7 +106,7 @@ def complete(
 ) -> None:
     """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
     buckets = list(round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach.drafters)
+    made_for = _made_for(engine, buckets, reach.drafters, num_workers=1)
     if _kept(path, made_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > most_positions]
         times.put(measure(engine, params, sampling, rest, processes=processes).rounds)
@@ -115,6 +120,7 @@ def measure(
     buckets: list[tuple[int, int, int]],
     *,
     drafters: DeviceDrafters = NO_DRAFTERS,
+    beside: Sequence[Engine] = (),
     processes: Processes = ALONE,
 ) -> RoundTimes:
     """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
@@ -123,7 +129,9 @@ def measure(
     engine runs it, several to a fetch; a round with draft tokens with drafting them (siblings and
     own text) and committing. Numbers of nodes take turns: what slows the machine for a while
     slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
-    and as deep as they get. The processes of a mesh do so together; the table is process 0's.
+    and as deep as they get. The workers `beside` decode plainly meanwhile, as in a rollout. More
+    nodes never take less time (`spec.round_times.monotone`). The processes of a mesh do so
+    together; the table is process 0's.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -135,15 +143,40 @@ def measure(
         for (B, S), sizes in nodes_of.items():
             rounds = None  # its cache is gone before there is another
             rounds = _Rounds(engine, spec, B, S)
-            tries = [(M, rounds.seconds(M)) for M in sizes * (REPEATS + 1)]
+            with _decoding(beside, spec, B, S):
+                tries = [(M, rounds.seconds(M)) for M in sizes * (REPEATS + 1)]
+                drafts = {name: rounds.draft_seconds(d) for name, d in drafters.items()}
             seconds |= {(B, M, S): taken_s for M, taken_s in _medians(tries).items()}
-            for name, drafter in drafters.items():
-                found = rounds.draft_seconds(drafter)
+            for name, found in drafts.items():
                 times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
                 draft_seconds.setdefault(name, {}).update(times)
-    table = rounds_of_first(RoundTimes(seconds, draft_seconds), processes)
+    table = rounds_of_first(RoundTimes(monotone(seconds), draft_seconds), processes)
     assert table is not None, "it was measured"
     return table
+
+
+@contextlib.contextmanager
+def _decoding(
+    engines: Sequence[Engine], spec: RolloutSpec, num_slots: int, num_positions: int
+) -> Iterator[None]:
+    """Have these engines decode plainly, each in a thread, until the body is done."""
+    over = threading.Event()
+
+    def decode(engine: Engine) -> None:
+        own = dataclasses.replace(spec, params=engine.place(spec.params))
+        with engine.mesh_context():
+            rounds = _Rounds(engine, own, num_slots, num_positions)
+            while not over.is_set():
+                rounds.seconds(num_slots)
+
+    with ThreadPoolExecutor(max(len(engines), 1)) as threads:
+        ends = [threads.submit(decode, engine) for engine in engines]
+        try:
+            yield
+        finally:
+            over.set()
+        for end in ends:
+            end.result()
 
 
 def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
@@ -257,13 +290,17 @@ class _Rounds:
 
 
 def _made_for(
-    engine: Engine, buckets: list[tuple[int, int, int]], drafters: DeviceDrafters
+    engine: Engine,
+    buckets: list[tuple[int, int, int]],
+    drafters: DeviceDrafters,
+    num_workers: int,
 ) -> dict[str, Any]:
-    """Return the device, policy shape and buckets that a table is valid for."""
+    """Return the device, policy shape, buckets and workers that a table is valid for."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "devices": jax.device_count(),
+        "workers": num_workers,
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
         "rounds_per_fetch": engine.config.rounds_per_fetch,

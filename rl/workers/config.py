@@ -28,7 +28,9 @@ class SchedConfig:
     `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
     next step without waiting for one another, in `ranking_groups` groups; where there are more
     workers than groups, its `allocation` of workers is by the `measured` seconds of rounds, or
-    `even`. A worker's requests
+    `even`. Its α is `last_share`: of a group's requests the last ones to finish may be moved, once
+    they are β times as long as its prompts' longest median; β is the quantile `growth_quantile` of
+    the growth of responses since the epoch before, at least `least_growth`. A worker's requests
     take `kv_tokens` positions together at most (None: as many as its slots can need). Those that
     wait between two chunks keep keys and values of `pool_bytes` on the host.
     """
@@ -42,6 +44,9 @@ class SchedConfig:
     pool_bytes: int = 2**33
     ranking_groups: int = 8
     allocation: Allocation = "measured"
+    last_share: float = 0.1
+    growth_quantile: float = 0.75
+    least_growth: float = 1.1
     on_error: OnError = "stop"  # or restart: the requests of a worker that raised go on elsewhere
 
     def __post_init__(self) -> None:
@@ -60,6 +65,12 @@ class SchedConfig:
                 "expected at least one worker, device, token of a chunk and ranking group, got "
                 f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
                 f"{self.ranking_groups}"
+            )
+
+        if not (0 <= self.last_share <= 1 and 0 <= self.growth_quantile <= 1 <= self.least_growth):
+            raise ValueError(
+                "expected last_share and growth_quantile of 0 to 1, and least_growth of at least "
+                f"1, got {self.last_share}, {self.growth_quantile} and {self.least_growth}"
             )
 
     @property

@@ -40,17 +40,16 @@ from sched.protocol import (
 )
 from sched.request import RequestState
 
-LEAST_GROWTH = 1.1  # β is never below
-
 
 @dataclasses.dataclass(frozen=True)
 class HistoPipeConfig:
     """`last_share` is α: only the last requests of a group to finish are moved.
 
     β is the quantile `growth_quantile` of the growth of responses since the epoch before, over
-    as many prompts as an epoch has. A request that is too long but not among the last is checked
-    again after every `check_tokens`. No request leaves the last of `num_steps`. `tau` returns the
-    τ of a step that is about to be planned: the second tier; None deals workers out evenly.
+    as many prompts as an epoch has, and at least `least_growth`. A request that is too long but not
+    among the last is checked again after every `check_tokens`. No request leaves the last of
+    `num_steps`. `tau` returns the τ of a step that is about to be planned: the second tier; None
+    deals workers out evenly.
     `train_s` is the time of an update until one has been measured.
     """
 
@@ -58,6 +57,7 @@ class HistoPipeConfig:
     num_ranking_groups: int = 8
     last_share: float = 0.1
     growth_quantile: float = 0.75
+    least_growth: float = 1.1
     epoch_prompts: int = 8192
     check_tokens: int = 512
     tau: Callable[[], Tau] | None = None
@@ -189,9 +189,12 @@ class HistoPipe:
 
     def _beta(self) -> float:
         if not self._growth:
-            return LEAST_GROWTH
+            return self._config.least_growth
         ordered = sorted(self._growth)
-        return max(ordered[int(self._config.growth_quantile * (len(ordered) - 1))], LEAST_GROWTH)
+        return max(
+            ordered[int(self._config.growth_quantile * (len(ordered) - 1))],
+            self._config.least_growth,
+        )
 
     def _finished(self, request: RequestState, worker_id: int) -> None:
         request_id, group_id = request.request_id, request.group_id

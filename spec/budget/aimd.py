@@ -10,22 +10,36 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec.acceptance import longest_paths
-from spec.budget.budget import Budget, DraftDecision, all_that_fit, plain
+from spec.budget.budget import (
+    UNDRAFTED_ROUNDS,
+    Budget,
+    DraftDecision,
+    PlainSpell,
+    all_that_fit,
+)
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
 from spec.round_times import RoundTimes
 
 START_TOKENS, STEP_TOKENS, MOST_TOKENS = 2, 2, 32  # of windows
 DECAY = 0.9  # of the mean tokens a request, a round
+CLOSED_ROUNDS = 32, 256  # shortest and longest time until a closed gate looks again
 
 
-def next_windows(window_A: np.ndarray, longest_A: np.ndarray, accepted_A: np.ndarray) -> np.ndarray:
+def next_windows(
+    window_A: np.ndarray,
+    longest_A: np.ndarray,
+    accepted_A: np.ndarray,
+    window_tokens: Sequence[int] | None = None,
+) -> np.ndarray:
     """Return the windows after a round: one step more if the whole longest path was accepted.
 
     Otherwise the window starts again. A request without draft tokens keeps its window.
+    `window_tokens` are the first window, the step and the largest; None: the paper's.
     """
-    grown_A = np.minimum(window_A + STEP_TOKENS, MOST_TOKENS)
-    changed_A = np.where(accepted_A >= longest_A, grown_A, START_TOKENS)
+    start, step, most = window_tokens or (START_TOKENS, STEP_TOKENS, MOST_TOKENS)
+    grown_A = np.minimum(window_A + step, most)
+    changed_A = np.where(accepted_A >= longest_A, grown_A, start)
     return np.where(longest_A > 0, changed_A, window_A)
 
 
@@ -33,20 +47,25 @@ class Aimd(Budget):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
     A window is the most draft tokens of a request. The paper drafts chains; a tree of other
-    drafters counts as accepted if its longest path is. A round is plain where the table says
-    that, at the acceptance seen so far, trees of the wanted size bring fewer tokens per second.
-    Every `PROBE` rounds the gate opens once, to observe the acceptance again.
+    drafters counts as accepted if its longest path is. Rounds are plain if the table says that, at
+    the acceptance seen so far, trees of the wanted size bring fewer tokens per second. Nobody is
+    asked for drafts until the gate looks again; what it then refuses is compared with the tokens
+    that are drawn instead, so that the acceptance stays known.
     """
 
-    PROBE = 32
-
-    def __init__(self, times: RoundTimes | None = None) -> None:
-        self._times = times
-        self._windows = PerRequest(RequestIndex(), START_TOKENS)
+    def __init__(
+        self, times: RoundTimes | None = None, window_tokens: Sequence[int] | None = None
+    ) -> None:
+        self._times, self._window_tokens = times, window_tokens
+        index = RequestIndex()
+        self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
         self._tokens_per_request = 0.0  # of a round of trees, decayed mean
-        self._closed = 0
+        self._undrafted = PlainSpell(index, *UNDRAFTED_ROUNDS)
+        self._closed = PlainSpell(index, *CLOSED_ROUNDS)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        if self._undrafted.lasts(live, num_slots) or self._closed.lasts(live, num_slots):
+            return np.zeros(len(live), np.int32)
         return self._windows.get(live).astype(np.int32)
 
     def choose(
@@ -57,27 +76,33 @@ class Aimd(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        all_of_them = all_that_fit(drafts, sizes, num_slots)
-        if self._times is None or all_of_them.taken_A is None or not self._tokens_per_request:
-            return all_of_them
-        plain_s = self._times(num_slots, num_slots, num_positions)
-        round_s = self._times(num_slots, all_of_them.num_nodes, num_positions)
+        found = all_that_fit(drafts, sizes, num_slots)
+        if found is None or self._pays(drafts, (num_slots, found.num_nodes, num_positions)):
+            self._closed.end()
+            return self._undrafted.unless(found, live, num_slots)
+        self._undrafted.end()
+        return self._closed.begin(live, num_slots)
+
+    def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
+        """Return whether the round brings more tokens a second than plain ones, as far as known."""
+        if self._times is None or not self._tokens_per_request:
+            return True
+        num_slots, _, num_positions = bucket
+        plain_s, round_s = self._times(num_slots, num_slots, num_positions), self._times(*bucket)
         # of cached responses that go on windows say nothing
         expected_A = 1 + drafts.prob_AN.sum(axis=1)
         tokens = np.where(drafts.cached_A, expected_A, self._tokens_per_request).mean()
-        if plain_s is None or round_s is None or round_s < tokens * plain_s:
-            self._closed = 0
-            return all_of_them
-        self._closed += 1
-        return plain(num_slots) if self._closed % self.PROBE else all_of_them
+        return plain_s is None or round_s is None or round_s < tokens * plain_s
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
-        if not acceptance.verified:
-            return
-        longest_A = longest_paths(drafts, acceptance.observed_AN)
         accepted_A = acceptance.accepted_AN.sum(axis=1)
-        windows_A = next_windows(self._windows.get(live), longest_A, accepted_A)
-        self._windows.set(live, windows_A)
+        if acceptance.verified:
+            longest_A = longest_paths(drafts, acceptance.observed_AN)
+            before_A = self._windows.get(live)
+            windows_A = next_windows(before_A, longest_A, accepted_A, self._window_tokens)
+            self._windows.set(live, windows_A)
+        elif not drafts.count_A.any():
+            return
         mean = 1.0 + float(accepted_A.mean())
         old = self._tokens_per_request or mean
         self._tokens_per_request = DECAY * old + (1 - DECAY) * mean

@@ -17,6 +17,7 @@ import numpy as np
 
 from spec.buckets import widest_tree
 from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.per_request import PerRequest, RequestIndex
 
 MANY_ROUNDS = 2**15  # as many as a fetch may have
 
@@ -169,14 +170,73 @@ def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyp
     return taken_SA, accepted_S
 
 
-def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
-    """Decide for the smallest round that holds all draft tokens, else for the best of them."""
+def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision | None:
+    """Decide for the smallest round that holds all draft tokens, else for the best of them.
+
+    None: there are none, or no round that holds any.
+    """
     if not drafts.count_A.any() or not sizes:
-        return plain(num_slots)
+        return None
     taken_SA, _ = best_by_size(drafts, np.ones(len(drafts.count_A)), num_slots, sizes)
     holds_all_S = taken_SA.sum(axis=1) == drafts.count_A.sum()
     s = int(holds_all_S.argmax()) if holds_all_S.any() else -1
     return DraftDecision(sizes[s], taken_SA[s])
+
+
+UNDRAFTED_ROUNDS = 2, 16  # shortest and longest spell after nobody had a draft token
+
+
+class Backoff:
+    """Waits of `shortest`, twice that, … `longest` rounds between attempts that do not pay."""
+
+    def __init__(self, shortest: int = 8, longest: int = 64) -> None:
+        self._shortest, self._longest = shortest, longest
+        self.rounds = 0  # of the present wait
+
+    def lengthen(self) -> int:
+        """Double the wait and return it."""
+        self.rounds = min(max(2 * self.rounds, self._shortest), self._longest)
+        return self.rounds
+
+
+class PlainSpell:
+    """Rounds of plain decoding for which nobody is asked for drafts, more of them each time.
+
+    It is over early if the batch changes its slots, or if all its requests have ended.
+    """
+
+    def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
+        self._asked_at = PerRequest(index, np.inf)  # tokens of a request as the spell began
+        self._wait, self._num_slots = Backoff(shortest, longest), 0
+
+    def lasts(self, live: LiveSlots, num_slots: int) -> bool:
+        if num_slots != self._num_slots:
+            return False
+        passed_A = live.total_tokens_A - self._asked_at.get(live)
+        return bool(0 <= passed_A.max() < self._wait.rounds)
+
+    def begin(self, live: LiveSlots, num_slots: int) -> DraftDecision:
+        """Decide for plain decoding: a longer spell, or the shortest one of a smaller batch."""
+        if self.lasts(live, num_slots):  # cached responses were looked at meanwhile
+            return plain(num_slots, self._wait.rounds)
+        if num_slots < self._num_slots:
+            self.end()
+        self._num_slots = num_slots
+        self._asked_at.set(live, live.total_tokens_A)
+        return plain(num_slots, self._wait.lengthen())
+
+    def end(self) -> None:
+        """Let the next spell be the shortest."""
+        self._num_slots = self._wait.rounds = 0
+
+    def unless(
+        self, decision: DraftDecision | None, live: LiveSlots, num_slots: int
+    ) -> DraftDecision:
+        """Return the decision, which ends the spell; begin one if there is none."""
+        if decision is None:
+            return self.begin(live, num_slots)
+        self.end()
+        return decision
 
 
 class FixedBudget(Budget):
@@ -184,9 +244,11 @@ class FixedBudget(Budget):
 
     def __init__(self, most: int = 2**30) -> None:
         self._most = most
+        self._undrafted = PlainSpell(RequestIndex(), *UNDRAFTED_ROUNDS)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        return np.full(len(live), self._most, np.int32)
+        lasts = self._undrafted.lasts(live, num_slots)
+        return np.full(len(live), 0 if lasts else self._most, np.int32)
 
     def unseen(
         self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
@@ -201,7 +263,7 @@ class FixedBudget(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        return all_that_fit(drafts, sizes, num_slots)
+        return self._undrafted.unless(all_that_fit(drafts, sizes, num_slots), live, num_slots)
 
 
 class SeeingBudget(FixedBudget):
@@ -211,17 +273,3 @@ class SeeingBudget(FixedBudget):
         self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
     ) -> DraftDecision | None:
         return None
-
-
-class Backoff:
-    """Waits of `SHORTEST`, twice that, … `LONGEST` rounds between attempts that do not pay."""
-
-    SHORTEST, LONGEST = 8, 64
-
-    def __init__(self) -> None:
-        self.rounds = 0  # of the present wait
-
-    def lengthen(self) -> int:
-        """Double the wait and return it."""
-        self.rounds = min(max(2 * self.rounds, self.SHORTEST), self.LONGEST)
-        return self.rounds

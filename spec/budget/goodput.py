@@ -12,12 +12,11 @@ import numpy as np
 
 from spec.acceptance import sums
 from spec.budget.budget import (
-    Backoff,
     Budget,
     DraftDecision,
+    PlainSpell,
     best_by_size,
     best_trees,
-    plain,
 )
 from spec.budget.device_gate import DeviceDraftGate
 from spec.drafter import Acceptance, Drafts, LiveSlots
@@ -26,6 +25,7 @@ from spec.round_times import RoundTimes
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
+REFUSED_ROUNDS = 16, 256  # shortest and longest time until refused drafts are asked for again
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
 MOST_OF_THEM = 0.75  # and the share of the requests that have to be there
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
@@ -41,28 +41,26 @@ class Goodput(Budget):
     draft tokens of a request so far, shrunk towards that of all requests; draft tokens that were
     not verified are compared with what was then drawn. Cached responses have a factor of 1. A
     mode is left only for one that promises `BETTER`. Drafts cost the host's time: while plain
-    decoding wins, they are asked for after a `Backoff`, or once the batch shrinks.
+    decoding wins, they are asked for after a `PlainSpell`.
     """
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
         index = RequestIndex()
         self._accepted, self._expected = PerRequest(index, 0.0), PerRequest(index, 0.0)
-        self._asked_at = PerRequest(index, np.inf)  # tokens of a request when drafts were refused
         self._all_accepted = self._all_expected = 0.0
         self._speculating = False
         self._repeats = 0  # fetches to come of rounds that draft on the device
         self._chosen = 0, 0, 0  # slots and nodes of their rounds, and the requests at that time
-        self._wait, self._waiting_slots = Backoff(), 0  # no drafts at this number of slots
+        self._refused = PlainSpell(index, *REFUSED_ROUNDS)
         self._gate = DeviceDraftGate()
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         return self._gate.skips()
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        passed_A = live.total_tokens_A - self._asked_at.get(live)
-        waiting = self._waiting_slots == num_slots and 0 <= passed_A.max() < self._wait.rounds
-        return np.full(len(live), 0 if waiting else 2**30, np.int32)
+        lasts = self._refused.lasts(live, num_slots)
+        return np.full(len(live), 0 if lasts else 2**30, np.int32)
 
     def scale(self, live: LiveSlots) -> np.ndarray:
         """s_a = (accepted + prior · s) / (expected + prior), with s that of all requests."""
@@ -109,14 +107,10 @@ class Goodput(Budget):
         self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
         if self._speculating:
-            self._wait, self._waiting_slots = Backoff(), 0
+            self._refused.end()
             self._repeats, self._chosen = REPEATS, (num_slots, best, len(live))
             return DraftDecision(best, taken_A)
-        if num_slots < self._waiting_slots:
-            self._wait = Backoff()
-        self._waiting_slots = num_slots
-        self._asked_at.set(live, live.total_tokens_A)
-        return plain(num_slots, self._wait.lengthen())
+        return self._refused.begin(live, num_slots)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         accepted_A, expected_A = sums(drafts, acceptance)

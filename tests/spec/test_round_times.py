@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec.round_times import RoundTimes
+from spec.round_times import RoundTimes, monotone
 
 TIMES = RoundTimes(
     {(8, 8, 64): 1.0, (8, 32, 64): 2.0},
@@ -33,3 +33,13 @@ def test_rows_and_back():
 def test_rows_of_a_table_that_older_runs_had_are_left_out():
     older = [*TIMES.rows(), ["lookup", 8, 4, 64, 1.5], ["round", 8, 1, 64, 1.5]]
     assert RoundTimes.from_rows(older).rows() == TIMES.rows()
+
+
+def test_more_nodes_never_take_less_time():
+    """Noise of the clock, in two buckets of positions and two of slots."""
+    seconds = {(4, n, 64): s for n, s in zip((4, 8, 16, 32), (2.0, 1.0, 3.0, 3.5), strict=True)}
+    seconds |= {(4, n, 128): s for n, s in zip((4, 8, 16, 32), (1.0, 9.0, 4.0, 2.0), strict=True)}
+    fitted = monotone(seconds | {(8, 8, 64): 0.1})
+    assert [fitted[4, n, 64] for n in (4, 8, 16, 32)] == [1.5, 1.5, 3.0, 3.5]
+    assert [fitted[4, n, 128] for n in (4, 8, 16, 32)] == [1.0, 5.0, 5.0, 5.0]
+    assert fitted[8, 8, 64] == 0.1 and len(fitted) == 9

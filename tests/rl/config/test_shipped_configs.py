@@ -101,3 +101,9 @@ class TestConfig:
         inputs = open_inputs(config)
         assert len(inputs.task) >= config.rollout.prompts_per_step
         assert memory_estimate.estimate(config, inputs.model, memory_estimate.Devices()).total > 0
+
+
+def test_all_of_rhymerl_is_on_in_its_configuration():
+    config = load(TrainConfig, [ROOT / "configs/histopipe_tiny.gin"], [])
+    assert config.speculation.budget == "aimd" and config.speculation.sources == ("histospec",)
+    assert config.sched.policy == "histopipe" and config.sched.measures_rounds, "the second tier"

@@ -17,13 +17,21 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
+from spec.budget.bandit_budget import BanditBudget, make_bandit
 from spec.budget.budget import DraftDecision, FixedBudget
+from spec.budget.by_name import make_budget
+from spec.budget.config import TunerConfig
+from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
+from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 KEY = step_key(0, 0)
+TIMES = RoundTimes(
+    {(B, B * n, S): float(n) for B in (2, 4, 8) for n in (1, 2, 4) for S in (32, 64)}
+)
 
 
 PARAMS = make_params(0)
@@ -179,11 +187,23 @@ def test_a_call_begins_where_the_device_gets_its_first_round(monkeypatch, engine
     assert 0 < in_records < engine.stats.prefilled_tokens == 4 * 17
 
 
-def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):
+def never_drafts(budget):
+    """A drafter without a draft token, and the budget that asks it."""
     drafter = Scripted(lambda live, n: [NO_DRAFT] * len(live))
-    got = run(engine, group((1, 2, 3), 0, 4), drafter=drafter)
-    assert engine.stats.fetches == 8
+    if budget != "bandit":
+        return drafter, make_budget(budget, TIMES)
+    union = DrafterUnion([drafter], ["own"])
+    tuner = TunerConfig(thresholds=(1,), verify_tokens=(3,), epsilon=0.0)
+    return union, BanditBudget(make_bandit(tuner, ["own"], 0, {}, 0), TIMES, union)
+
+
+@pytest.mark.parametrize("budget", ["fixed:3", "aimd", "goodput", "bandit"])
+def test_a_drafter_that_never_drafts_costs_no_fetch_a_round(engine, budget):
+    drafter, chosen = never_drafts(budget)
+    got = run(engine, group((1, 2, 3), 0, 4), drafter=drafter, budget=chosen)
+    assert engine.stats.fetches <= 3  # of 2, 4 and 2 rounds
     assert engine.stats.rounds == {(4, 4, 32): 8}
+    drafter = drafter if isinstance(drafter, Scripted) else drafter._drafters[0]
     assert sorted(drafter.ended) == [(t.request_id, 0, tuple(t.response_ids)) for t in got]
 
 
@@ -193,13 +213,13 @@ def test_drafters_see_the_live_requests(engine):
     def script(live, most):
         left = live.remaining_tokens_A.tolist()
         seen.append(list(zip(live.request_ids_A.tolist(), left, most, strict=True)))
-        assert all(len(live.response(a)) + n == 2 + r for a, (r, n, _) in enumerate(seen[-1]))
+        assert all(len(live.response(a)) + n == 3 + r for a, (r, n, _) in enumerate(seen[-1]))
         return [NO_DRAFT] * len(live)
 
-    requests = [Request(i, (5, 6), 7, i, max_new_tokens=2 + i) for i in range(2)]
+    requests = [Request(i, (5, 6), 7, i, max_new_tokens=3 + i) for i in range(2)]
     run(engine, requests, drafter=Scripted(script))
     # (request, tokens left, draft tokens allowed); nobody is asked for a last token
-    assert seen == [[(0, 2, 1), (1, 3, 2)], [(0, 1, 0), (1, 2, 1)]]
+    assert seen == [[(0, 3, 2), (1, 4, 3)], [(1, 2, 1)]]
 
 
 def test_drafters_hear_what_every_round_begins_with_whoever_is_asked(engine):

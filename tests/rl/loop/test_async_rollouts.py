@@ -181,9 +181,15 @@ def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkey
 
 
 def test_histopipe_trains_on_every_response(tiny, tmp_path):
-    """An epoch is three steps, so that half of the run goes by past lengths."""
+    """An epoch is three steps, so that half of the run goes by past lengths.
+
+    Whatever grows beyond its group's median is moved.
+    """
     settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Run.steps=6")
-    done = finish(tiny, tmp_path, *PIPELINE, *settings)
+    moves = ("Sched.last_share=1.0", "Sched.growth_quantile=0.0", "Sched.least_growth=1.0")
+    done = finish(tiny, tmp_path, *PIPELINE, *settings, *moves)
+    moved = [row["rollout/moved"] for row in read_metrics(done.folder)]
+    assert sum(moved) > 0 and moved[0] == 0, "no past lengths yet"
     counts = [row["completions/count"] for row in done.rows]
     assert sum(counts) == 6 * SIZE
     answered = collections.Counter((s["example_id"], s["sample_index"]) for s in samples(done))

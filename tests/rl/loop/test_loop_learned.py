@@ -82,9 +82,10 @@ def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, 
     """Drafter, its optimizer, its buffer and the tuner are in the checkpoint."""
     whole = finish(tiny, tmp_path / "whole", *AFTER, *more) if more else trained_after
     cut, show = tmp_path / "cut", tiny_run.Recorder()
-    if more:  # what decides is one table of seconds
+    if more:  # what decides are the same seconds
         cut.mkdir()
-        shutil.copy(tmp_path / "whole/round_times.json", cut)
+        for name in ("round_times.json", "step_seconds.jsonl"):
+            shutil.copy(tmp_path / "whole" / name, cut)
     with pytest.raises(train_loop.Stopped):
         tiny_run.train(tiny, cut, *AFTER, *more, show=show, should_stop=lambda: len(show.rows) == 2)
     resumed = finish(tiny, cut, *AFTER, *more)

@@ -227,6 +227,14 @@ def test_damaged_seconds_of_rounds_are_refused(config, run, case):
     run_folder.check(config, resume=True)
 
 
+def test_damaged_seconds_of_steps_are_refused(config, run):
+    (run / "step_seconds.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match=r"step_seconds.jsonl is not what a run wrote .*delete it"):
+        run_folder.check(config, resume=True)
+    (run / "step_seconds.jsonl").write_text("{")  # killed while it was written
+    run_folder.check(config, resume=True)
+
+
 @pytest.mark.parametrize("row", ["{", "[1]", '{"reward": 1}', '{"step": 1.5}', "[" * 100_000])
 def test_a_damaged_row_is_named(config, run, row):
     rows = (run / "metrics.jsonl").read_text().splitlines()

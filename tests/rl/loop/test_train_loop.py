@@ -229,8 +229,12 @@ def test_goodput_keeps_its_table_in_the_run_folder(tiny, never_stopped, tmp_path
     rows = json.loads(kept)["rows"]
     assert {tuple(row[:3]) for row in rows} == {("packed round", 8, 8), ("packed round", 8, 16)}
     assert all(seconds > 0 for *_, seconds in rows)
+    first = (tmp_path / "step_seconds.jsonl").read_text()
+    assert json.loads(first)["step"] == 1 and json.loads(first)["rounds"]
     finish(tiny, tmp_path, *drafts, "Run.steps=2")
     assert table.read_bytes() == kept
+    lines = (tmp_path / "step_seconds.jsonl").read_text()
+    assert lines.startswith(first) and [json.loads(x)["step"] for x in lines.splitlines()] == [1, 2]
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(

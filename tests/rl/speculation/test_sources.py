@@ -5,12 +5,13 @@ import pytest
 
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.reuse import remember
-from rl.speculation.sources import Speculation
+from rl.speculation.sources import Speculation, history_rule
 from rl.trajectory import FinishReason, Trajectory
 from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, Source
+from spec.retrieval.history import PAPER_RULE
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 
@@ -133,6 +134,19 @@ def test_budgets_go_by_name(policy, kind):
         assert isinstance(drafting(speculation)[1], kind)
 
 
+def test_windows_and_matches_are_as_set():
+    settings = {"budget": "aimd", "sources": ("histospec",), "window_tokens": (5, 1, 40)}
+    with open_speculation(**settings, match_tokens=(4, 2)) as speculation:
+        drafter, budget = drafting(speculation)
+        assert budget.limits(live(0, [10]), 1).tolist() == [5]
+        rule = history_rule(speculation.config)
+        assert (rule.longest, rule.shortest, rule.path_tokens) == (4, 2, 40)
+        learn(speculation, [answer(0, [10, 11, 12, 13])])
+        drafter, _ = drafting(speculation)
+        assert drafts(drafter, live(0, [10, 11]))[0] == [12, 13], "a match of two tokens"
+    assert history_rule(SpeculationConfig(sources=("histospec",))) == PAPER_RULE
+
+
 def test_off_drafts_nothing_and_keeps_nothing():
     with open_speculation(budget="off", sources=()) as speculation:
         assert drafting(speculation) == (None, None)
@@ -147,7 +161,11 @@ def test_off_drafts_nothing_and_keeps_nothing():
         ({"sources": ("web",)}, r"sources must be different ones of"),
         ({"sources": ()}, r"no sources to draft from"),
         ({"sources": ("history", "histospec")}, r"sources must have history or histospec"),
-        ({"group_update_tokens": 0}, r"group_update_tokens must be at least 1, got 0"),
+        ({"group_update_tokens": 0}, r"at least 1 and losing_steps at least 0, got 0 and 3"),
+        ({"window_tokens": (2, 2)}, r"expected window_tokens .* got \(2, 2\)"),
+        ({"window_tokens": (4, 2, 3)}, r"expected window_tokens .* got \(4, 2, 3\)"),
+        ({"match_tokens": (3, 7)}, r"expected match_tokens .* got \(3, 7\)"),
+        ({"losing_steps": -1}, r"at least 1 and losing_steps at least 0, got 4 and -1"),
     ],
 )
 def test_bad_settings_are_named(settings, words):

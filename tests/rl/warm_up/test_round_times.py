@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import time
 
 import jax
 import numpy as np
@@ -43,6 +44,53 @@ def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
     times = round_times.measure(engine, params, SAMPLING, buckets)
     assert times(2, 4, 16) == 1.0 and times(2, 2, 16) == 1.0 / CONFIG.rounds_per_fetch
     assert times(4, 4, 16) is None
+
+
+class Falling(Engine):
+    """An engine whose rounds take less time the more nodes they have, by its clock."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.now_s, self.took_s = 0.0, {2: 8.0, 4: 1.0}
+        self.clock = lambda: self.now_s
+
+    def verify_options(self, draw, num_slots, num_nodes):
+        self.now_s += self.took_s[num_nodes]
+        return super().verify_options(draw, num_slots, num_nodes)
+
+    def decode_options(self, draw):
+        self.now_s += self.took_s[2]
+        return super().decode_options(draw)
+
+
+def test_the_table_never_falls_with_more_nodes(params):
+    engine = Falling(MODEL, CONFIG)
+    times = round_times.measure(engine, params, SAMPLING, [(2, 2, 16), (2, 4, 16)])
+    assert times(2, 2, 16) == times(2, 4, 16) == 1.5  # of 8 / 4 rounds and 1
+
+
+def test_the_other_workers_decode_while_one_is_timed(params, tmp_path):
+    """Each of them has begun before the last round is timed, and none goes on after."""
+
+    class Decodes(Engine):
+        def decode_options(self, draw):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().decode_options(draw)
+
+    class Waits(Engine):
+        def verify_options(self, *given):
+            while not all(getattr(other, "calls", 0) for other in others):
+                time.sleep(0.001)
+            return super().verify_options(*given)
+
+    others = [Decodes(MODEL, CONFIG), Decodes(MODEL, CONFIG)]
+    path = tmp_path / "round_times.json"
+    given = Waits(MODEL, CONFIG), params, SAMPLING, REACH
+    round_times.load_or_measure(path, *given, beside=others)
+    after = [other.calls for other in others]
+    assert json.loads(path.read_text())["made_for"]["workers"] == 3
+    time.sleep(0.05)
+    assert [other.calls for other in others] == after
 
 
 def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp_path):

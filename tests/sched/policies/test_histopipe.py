@@ -193,6 +193,11 @@ def test_beta_is_the_upper_quartile_of_growth():
     assert start_tokens(scheduler.handle(step(1, (10,)), 0.0)) == {100: 40}
 
 
+def test_the_least_beta_is_as_set():
+    scheduler = begun(1, num_ranking_groups=1, least_growth=3.0)
+    assert start_tokens(scheduler.handle(step(0, (10,)), 0.0)) == {0: 30}
+
+
 def test_a_step_may_have_no_request_here():
     """Of several processes one may have none of a step; more of it may come."""
     scheduler = begun(2, num_ranking_groups=2)

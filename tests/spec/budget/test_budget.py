@@ -55,11 +55,25 @@ def choose(budget, requests, drafts, slots, sizes=SIZES):
     return found.num_nodes / slots
 
 
+def asked_at(budget, requests, drafts, slots, rounds):
+    """The rounds, of so many in a row, in which these drafts are asked for and refused."""
+    first_A, asked = requests.total_tokens_A, []
+    for r in range(rounds):
+        now = dataclasses.replace(requests, total_tokens_A=first_A + r)
+        if budget.limits(now, slots).any():
+            asked.append(r)
+            assert choose(budget, now, drafts, slots) == 1
+    return asked
+
+
 def test_windows_by_hand():
     windows = next_windows(
         np.array([2, 4, 32, 8, 6]), np.array([2, 4, 32, 8, 0]), np.array([2, 3, 32, 0, 0])
     )
     assert windows.tolist() == [4, 2, 32, 2, 6]
+    both = np.array([4, 9]), np.array([4, 9])
+    assert next_windows(*both, np.array([4, 9]), (3, 4, 10)).tolist() == [8, 10]
+    assert next_windows(*both, np.array([0, 0]), (3, 4, 10)).tolist() == [3, 3]
 
 
 def test_off_and_fixed():
@@ -164,11 +178,23 @@ def test_aimd_closes_where_the_table_says_that_drafts_cost_more_than_they_bring(
     drafts = chains([3] * 4, 1.0)
     assert choose(budget, live(4), drafts, 4) == 4  # nothing known yet
     budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
-    got = [choose(budget, live(4), drafts, 4) for _ in range(2 * Aimd.PROBE)]
-    assert got.count(4) == 2 and got.count(1) == len(got) - 2  # it looks again now and then
-    for _ in range(60):
-        budget.observe(live(4), drafts, after(drafts, 4, [4, 4, 4, 4]))
+    looked = asked_at(budget, live(4), drafts, 4, 300)
+    assert looked == [0, 32, 96, 224]  # it looks again now and then
+    drawn = drafts.prob_AN > 0
+    for _ in range(60):  # what plain rounds draw
+        budget.observe(live(4), drafts, Acceptance(False, drawn, drawn))
     assert choose(budget, live(4), drafts, 4) == 4
+    assert budget.limits(live(4), 4).tolist() == [2] * 4, "windows are of verified drafts"
+
+
+@pytest.mark.parametrize("budget", [FixedBudget(5), Aimd()], ids=["fixed", "aimd"])
+def test_without_a_draft_token_rounds_are_plain_for_a_while(budget):
+    nothing = chains([0] * 4, 1.0)
+    assert asked_at(budget, live(4), nothing, 4, 60) == [0, 2, 6, 14, 30, 46]
+    assert budget.limits(live(2), 2).all()  # another size of batch
+    assert choose(budget, live(4), chains([3] * 4, 1.0), 4) == 4
+    assert budget.limits(live(4), 4).all()
+    assert asked_at(budget, live(4), nothing, 4, 5) == [0, 2]
 
 
 def test_goodput_takes_all_where_nodes_are_free():
@@ -219,17 +245,19 @@ def test_goodput_learns_from_drafts_that_were_not_verified():
 def test_goodput_asks_less_often_while_plain_decoding_wins():
     budget = Goodput(DEAR)
     dear = live(1), chains([15], 0.1), SIZES, 1, 64
-    rounds = [budget.choose(*dear).num_rounds for _ in range(5)]
-    assert rounds == [8, 16, 32, 64, 64]
+    assert asked_at(budget, *dear[:2], 1, 800) == [0, 16, 48, 112, 240, 496, 752]
+    again = [budget.choose(*dear).num_rounds for _ in range(2)]
+    assert again == [256, 256], "asked for cached responses meanwhile"
     assert choose(budget, live(1), chains([15], 0.9), 1) == 4
-    assert budget.choose(*dear).num_rounds == 8
+    assert budget.choose(*dear).num_rounds == 16
 
 
 def test_goodput_asks_for_no_drafts_while_it_waits():
     budget, one = Goodput(DEAR), live(1)
     start = int(one.total_tokens_A[0])
-    for _ in range(2):  # the last refusal is for 16 rounds
-        budget.choose(one, chains([15], 0.1), SIZES, 1, 64)
+    for passed in (-16, 0):  # the last refusal is for 32 rounds
+        then = dataclasses.replace(one, total_tokens_A=one.total_tokens_A + passed)
+        budget.choose(then, chains([15], 0.1), SIZES, 1, 64)
 
     def asked(tokens, slots=1, request_id=int(one.request_ids_A[0])):
         now = dataclasses.replace(
@@ -237,7 +265,7 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
         )
         return bool(budget.limits(now, slots).any())
 
-    assert not asked(start + 15) and asked(start + 16)
+    assert not asked(start + 31) and asked(start + 32)
     assert asked(start + 1, slots=2)  # another size of batch
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from live_by_hand import live_slots
 
-from spec.budget.budget import Backoff
 from spec.budget.config import LEARNED, MODEL
 from spec.budget.device_gate import DeviceDraftGate
 from spec.drafter import Source, no_drafts
@@ -59,9 +58,9 @@ def test_waits_get_longer_and_end():
         while gate.skips():
             rounds += 1
         slept.append(rounds + 1)
-    assert slept == [Backoff.SHORTEST, 16, 32, Backoff.LONGEST, Backoff.LONGEST]
+    assert slept == [8, 16, 32, 64, 64]
     assert not sleeps_after(gate, drafts(0.9, 0.0))
-    assert sleeps_after(gate, drafts(0.1, 0.0)) and gate._left[LEARNED] < Backoff.SHORTEST
+    assert sleeps_after(gate, drafts(0.1, 0.0)) and gate._left[LEARNED] < 8
 
 
 def test_drafters_without_drafts_or_seconds_are_not_compared():

@@ -1,0 +1,178 @@
+"""The record of each step's seconds, by which a run's budgets go on: `step_seconds.jsonl`.
+
+A resumed run reads what the steps after its checkpoint took when they were first run, and so
+decides as it did then. All processes of a run go by what process 0 has recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from models.folder import Folder
+from rl.cluster.processes import ALONE, Processes
+from rl.engine.stats import RoundRecord, seconds_saved
+from rl.runtime.run_files import SECONDS_FILE
+from rl.speculation.sources import Speculation
+from spec.budget.device_gate import DEVICE_SOURCES
+from spec.budget.run_seconds import Bucket, RunSeconds, StepSeconds
+from spec.round_times import RoundTimes
+
+MAX_BYTES = 2**28  # of the file that is read: a step takes some 500 bytes
+MOST_SECONDS = 1e12  # of all rounds of a step, of all workers
+WHAT = "seconds of steps"
+
+
+def step_seconds(rounds: Sequence[RoundRecord], times: RoundTimes) -> StepSeconds:
+    """Return what a step's rounds took, and what its drafts saved at its own pace.
+
+    Budgets decided by `times`. What reuse verified is left out of what drafts saved.
+    """
+    return StepSeconds(
+        sum(r.ended_s - r.began_s for r in rounds),
+        seconds_saved([r for r in rounds if not r.cached_nodes], at_its_pace(rounds, times)),
+        _by_bucket(rounds, times),
+    )
+
+
+def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
+    """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
+    step = RunSeconds()
+    step.played(StepSeconds(0.0, 0.0, _by_bucket(rounds, times)))
+    return step.corrected(times)
+
+
+def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
+    """Return how many rounds there were of each bucket, and their median seconds.
+
+    Rounds with chunks of prompts, and those that draft on the device, are of none; drafts that take
+    time of the device count apart from the round.
+    """
+    apart = any(map(times.draft_depths, DEVICE_SOURCES))
+    found: dict[Bucket, list[tuple[int, float]]] = {}
+    for r in rounds:
+        count = int(r.rounds_A.max(initial=0))
+        if r.prompt_tokens or not count or (r.drafted and count > 1):
+            continue
+        began_s = r.ready_s if r.drafted and not apart else r.drafted_s
+        bucket = r.num_slots, r.num_nodes, r.num_positions
+        found.setdefault(bucket, []).append((count, (r.ended_s - began_s) / count))
+    return {bucket: _median(both) for bucket, both in sorted(found.items())}
+
+
+def _median(rounds: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Return how many rounds there were, and their median seconds."""
+    counts, seconds = zip(*rounds, strict=True)
+    return sum(counts), max(float(np.median(np.repeat(seconds, counts))), 1e-9)
+
+
+class SecondsRecord:
+    """The recorded steps of a run in its folder, to which steps are added as they end."""
+
+    def __init__(self, folder: Folder, processes: Processes = ALONE) -> None:
+        """Read what is there. Raises ValueError for a file that no run wrote."""
+        self._folder, self._processes = folder, processes
+        text = processes.from_first(WHAT, lambda: _whole_lines(folder))
+        self._steps = _parsed(text, folder)
+
+    def upto(self, step: int) -> list[StepSeconds]:
+        """Return the recorded steps up to this one."""
+        return [seconds for at, seconds in sorted(self._steps.items()) if at <= step]
+
+    def of(self, step: int, measure: Callable[[], StepSeconds]) -> StepSeconds:
+        """Return what is recorded of a step: what it has taken now, if nothing was before."""
+        if step not in self._steps:
+            line = self._processes.from_first(WHAT, lambda: _line(step, measure()))
+            self._steps |= _parsed(line, self._folder)
+            if self._processes.is_first:
+                with self._folder.append(SECONDS_FILE) as file:
+                    file.write(line)
+        return self._steps[step]
+
+
+def go_on(speculation: Speculation, record: SecondsRecord, step: int) -> None:
+    """Have budgets decide as they did after this step."""
+    for seconds in record.upto(step):
+        speculation.seconds.played(seconds)
+
+
+def after_step(
+    speculation: Speculation,
+    record: SecondsRecord,
+    step: int,
+    rounds: Sequence[RoundRecord],
+    say: Callable[[str], object],
+) -> dict[str, float]:
+    """Take in what a step's rounds took; say if drafts lose. Returns the step's metric."""
+    if not speculation.config.enabled:
+        return {}
+    metric = {"spec/turned_off": float(speculation.is_off)}
+    seconds, times = speculation.seconds, speculation.times_now
+    lost_before = seconds.is_off
+    nothing = StepSeconds(0.0, 0.0, {})
+    seconds.played(record.of(step, lambda: step_seconds(rounds, times) if times else nothing))
+    if seconds.is_off and not lost_before:
+        lost_s, rollout_s = seconds.lost
+        steps = speculation.config.losing_steps
+        end = "turned off for the rest of the run" if speculation.is_off else "kept as configured"
+        say(
+            f"drafts have cost about {lost_s:.1f} of {rollout_s:.1f} s of rounds in the last "
+            f"{steps} steps: they are {end} (Speculation.losing_steps)"
+        )
+    return metric
+
+
+def _whole_lines(folder: Folder) -> bytes:
+    """Return the lines of the file, after cutting off one that was not written to its end."""
+    if not folder.is_file(SECONDS_FILE) or folder.size_bytes(SECONDS_FILE) > MAX_BYTES:
+        return b""
+    text = folder.read(SECONDS_FILE)
+    whole = text[: text.rfind(b"\n") + 1]
+    if whole != text:
+        folder.replace(SECONDS_FILE, whole)
+    return whole
+
+
+def _line(step: int, seconds: StepSeconds) -> bytes:
+    row = {
+        "step": step,
+        "rollout_s": seconds.rollout_s,
+        "saved_s": seconds.saved_s,
+        "rounds": [[*bucket, *both] for bucket, both in seconds.rounds.items()],
+    }
+    return json.dumps(row).encode() + b"\n"
+
+
+def _parsed(text: bytes, folder: Folder) -> dict[int, StepSeconds]:
+    try:
+        return dict(map(_step, text.splitlines()))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{folder.path / SECONDS_FILE} is not what a run wrote ({error}): delete it; budgets "
+            "then decide by the table of seconds alone"
+        ) from error
+
+
+def _step(line: bytes) -> tuple[int, StepSeconds]:
+    row: dict[str, Any] = json.loads(line)
+    rounds = {}
+    for *bucket, count, mean_s in row["rounds"]:
+        slots, nodes, positions = map(_count, bucket)
+        rounds[slots, nodes, positions] = _count(count), _seconds(mean_s, 0.0)
+    totals = _seconds(row["rollout_s"], 0.0), _seconds(row["saved_s"], -MOST_SECONDS)
+    return _count(row["step"]), StepSeconds(*totals, rounds)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 1 <= value < 2**53:
+        raise ValueError(f"expected a count, got {str(value)[:40]!r}")
+    return value
+
+
+def _seconds(value: Any, least: float) -> float:
+    if type(value) not in (int, float) or not least <= value < MOST_SECONDS:
+        raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
+    return float(value)
