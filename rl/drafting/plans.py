@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from rl.drafting.config import MOST_WINDOW, DraftingConfig
-from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
+from sched.policies.drafting_plan import Acceptance, WorkerPlan, batch_prices, plan_workers
 from sched.policies.specactor import RequestPlan, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
 from sched.simulator.roofline import Costs
@@ -134,19 +134,22 @@ class Planner:
 
     def plans(self) -> RequestPlans:
         """Return the plans of one worker's requests in a rollout that begins now."""
-        fixed, seconds, own = self.config.window, self.seconds, None
+        fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
         if seconds is None:
             window = min(fixed or FIRST_WINDOW, self.most_window)
             return _OfRollout(lambda batch: DraftPlan(window), self.observed)
-        if self.config.reconfigure_tokens:
-            every = self.config.reconfigure_tokens
-            own = Reconfiguration(self.config.drafter, COMMON, self._own_plan, every)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
+
+        @functools.cache
+        def own(batch: int) -> Reconfiguration:
+            plan_of = self._own_plans(batch, of_batch(batch).window)
+            return Reconfiguration(self.config.drafter, COMMON, plan_of, every)
+
         each = self._each
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
-        return _OfRollout(of_batch, self.observed, own, self.most_window, patience_s)
+        return _OfRollout(of_batch, self.observed, own if every else None, patience_s)
 
     def _window(self, batch: int) -> int:
         """Return the window with the most tokens a second for a worker's batch."""
@@ -158,12 +161,16 @@ class Planner:
 
         return max(range(1, self.most_window + 1), key=rate)
 
-    def _own_plan(self, p: float) -> RequestPlan:
-        """Return the plan of one request whose draft tokens are accepted with p."""
+    def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
+        """Return the plan of one of a batch's requests by p, where others have this window.
+
+        Its own is no longer: all requests are drafted for in steps as deep as the deepest window.
+        """
         assert self.seconds is not None, "plans come from measured seconds"
-        acceptance = dataclasses.replace(self.acceptance, p=p)
-        windows = range(1, self.most_window + 1)
-        return acceptance.own_plan(self.seconds.draft(1), self.seconds.verify, windows)
+        acceptance, windows = self.acceptance, range(1, window + 1)
+        times = self.seconds.draft, self.seconds.verify
+        prices = batch_prices(batch, window, *times, acceptance)
+        return lambda p: dataclasses.replace(acceptance, p=p).own_plan(prices, windows)
 
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
         """Return whether a copy of a request with so many tokens pays for what it costs.
@@ -211,12 +218,11 @@ class _OfRollout(RequestPlans):
         self,
         of_batch: Callable[[int], DraftPlan],
         observed: Observed,
-        own: Reconfiguration | None = None,
-        most_window: int = MOST_WINDOW,
+        own: Callable[[int], Reconfiguration] | None = None,
         patience_s: float = 0.0,
     ) -> None:
         self._of_batch, self._observed, self._own = of_batch, observed, own
-        self._most_window, self.patience_s = most_window, patience_s
+        self.patience_s = patience_s
         self._plans: dict[int, DraftPlan] = {}
         self._tokens: dict[int, int] = {}  # of a request's response, when it was looked at last
 
@@ -230,16 +236,15 @@ class _OfRollout(RequestPlans):
         self._observed.add(ids, accepted_A, seen_A)
         if self._own is None:
             return
-        tokens_A = live.total_tokens_A - live.prompt_tokens_A
+        own, tokens_A = self._own(len(live)), live.total_tokens_A - live.prompt_tokens_A
         for request_id, tokens in zip(ids, tokens_A.tolist(), strict=True):
             before, self._tokens[request_id] = self._tokens.get(request_id, 0), tokens
-            given = request_id, before, tokens, self._observed.profile
-            found = self._own.plan_when_due(*given)
+            found = own.plan_when_due(request_id, before, tokens, self._observed.profile)
             if found == COMMON:
                 self._plans.pop(request_id, None)
             elif found is not None:
-                window = min(found.window, self._most_window)
-                self._plans[request_id] = DraftPlan(window, found.decoupled)
+                window = found.window  # draft tokens that were priced, not what is beside a chain
+                self._plans[request_id] = DraftPlan(window, found.decoupled, max_nodes=window)
 
     def forget(self, request_ids: Sequence[int]) -> None:
         self._observed.forget(request_ids)

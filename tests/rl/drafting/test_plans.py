@@ -213,24 +213,30 @@ def test_a_request_that_is_accepted_less_is_planned_anew_when_due():
     assert plans.plan(2, 8 / 3) == DraftPlan(3)
     p = found.observed.acceptance()[1]
     assert p < found.observed.p
-    # a draft token takes 4 ms, a round of one request 10 ms and one more for each draft token
-    assert plans.plan(1, 8 / 3) == best_by_hand(round(p, 2), found.observed.hits)
-    assert plans.plan(1, 8 / 3).window < 3
+    window = best_window_by_hand(round(p, 2), found.observed)
+    assert plans.plan(1, 8 / 3) == DraftPlan(window, max_nodes=window) and window < 3
     plans.forget([1])
     assert plans.plan(1, 8 / 3) == DraftPlan(3)
 
 
-def best_by_hand(p, hits):
-    def whole(w):
-        return sum(p**a for a in range(w + 1))
+def best_window_by_hand(p, observed):
+    """Two requests with windows of 3: a round takes max(3 · 4, 10 + 2 · 3) ms, a node 1 ms."""
 
-    best = (1 / 0.010, DraftPlan(0, False))
-    for w in range(1, 4):
-        draft_s, plain_s, verify_s = 0.004 * w, 0.010, 0.010 + 0.001 * w
-        ahead = (hits * whole(w) + 1 - hits) / max(draft_s, verify_s)
-        in_turns = (2 - p + p * whole(w - 1)) / (plain_s + max(verify_s, draft_s - plain_s))
-        best = max(best, (in_turns, DraftPlan(w, False)), (ahead, DraftPlan(w, True)))
-    return best[1]
+    def tokens(p, w):
+        return observed.hits * sum(p**a for a in range(1, w + 1)) + 1
+
+    node_tokens = 2 * tokens(observed.p, 3) / 0.016 * 0.001
+    return max(range(4), key=lambda w: tokens(p, w) - observed.hits * w * node_tokens)
+
+
+@pytest.mark.parametrize(("batch", "windows"), [(1, [1, 1, 3, 4]), (32, [0, 0, 1, 2])])
+def test_requests_have_shorter_windows_in_a_full_batch(batch, windows):
+    """T(4) is 2.507 tokens, a node 1 ms: of a round of 14 ms 0.18 tokens, of 138 ms for 32 0.58.
+
+    A window is as long as its last draft token's p^w is above that, and no longer than others'.
+    """
+    plan_of = planner(most_window=8, measured=seconds(0.0005))._own_plans(batch, window=4)
+    assert [plan_of(p).window for p in (0.2, 0.4, 0.6, 0.8)] == windows
 
 
 def test_without_reconfiguration_every_request_has_one_plan():
