@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import MOST_WINDOW, DraftingConfig
+from rl.drafting.config import DraftingConfig
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, batch_prices, plan_workers
-from sched.policies.specactor import RequestPlan, sequential_tokens
+from sched.policies.specactor import RequestPlan, prob_of, rank_methods, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
 from sched.simulator.roofline import Costs
 from spec.acceptance import PRIOR_PROB
@@ -105,21 +105,68 @@ class MeasuredSeconds:
 
 
 class Planner:
-    """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds."""
+    """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds.
+
+    `methods` are those of `DraftingConfig.methods_of`, `config.drafter` alone without.
+    """
 
     def __init__(
-        self, config: DraftingConfig, num_workers: int, num_requests: int, most_window: int
+        self,
+        config: DraftingConfig,
+        num_workers: int,
+        num_requests: int,
+        most_window: int,
+        methods: Sequence[str] = (),
     ) -> None:
-        self.config, self.observed = config, Observed(config.drafter)
+        self.config, self.methods = config, tuple(methods) or (config.drafter,)
+        self.method = self.methods[0]  # of the rollout that began last
+        self._seen = {method: Observed(method) for method in self.methods}
         self.num_workers, self.num_requests = num_workers, num_requests
         self.most_window, self.drafting_workers = most_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
+        self.draft_s: dict[str, float] = {}  # and these: `MeasuredSeconds.draft_s` of each method
         self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
 
     @property
+    def observed(self) -> Observed:
+        """What is seen of the method of the rollout that began last."""
+        return self._seen[self.method]
+
+    @property
     def acceptance(self) -> Acceptance:
-        hits = None if self.config.goes_on else self.observed.hits
-        return Acceptance(self.observed.p, hits)
+        return self._acceptance_of(self.method)
+
+    def _acceptance_of(self, method: str) -> Acceptance:
+        seen = self._seen[method]
+        return Acceptance(seen.p, None if self.config.goes_on(method) else seen.hits)
+
+    def choose_method(self) -> str:
+        """Choose the method of a rollout that begins now (section 4.2, initial selection).
+
+        One that was not tried yet has the acceptance that is assumed, which is high.
+        """
+        if len(self.methods) > 1 and self.seconds is not None:
+            self.method = self.ranked()[0]
+            draft_s = self.draft_s[self.method]
+            self.seconds = dataclasses.replace(self.seconds, draft_s=draft_s)
+        return self.method
+
+    def ranked(self) -> list[str]:
+        """Return the methods, first the one with the most tokens a second (the draft ladder).
+
+        The acceptance of each is that at which a window brings T(w): rounds without a draft count
+        as drafts that were wrong.
+        """
+        seconds, most = self.seconds, self.most_window
+        assert seconds is not None, "they are ranked by measured seconds"
+        w = min(FIRST_WINDOW, most)
+        found = {m: prob_of(self._acceptance_of(m).tokens(w), w) for m in self.methods}
+        drafting = {m: (lambda batch, s=self.draft_s[m]: s) for m in self.methods}
+
+        def verify(window: int) -> Callable[[float], float]:
+            return lambda batch: seconds.verify(batch, window) if window <= most else math.inf
+
+        return rank_methods(found, drafting, verify, self._each)
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan of so many drafting workers, by what is known now."""
@@ -139,11 +186,12 @@ class Planner:
             window = min(fixed or FIRST_WINDOW, self.most_window)
             return _OfRollout(lambda batch: DraftPlan(window), self.observed)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
+        method = self.method
 
         @functools.cache
         def own(batch: int) -> Reconfiguration:
             plan_of = self._own_plans(batch, of_batch(batch).window)
-            return Reconfiguration(self.config.drafter, COMMON, plan_of, every)
+            return Reconfiguration(method, COMMON, plan_of, every)
 
         each = self._each
         window = of_batch(math.ceil(each)).window
@@ -208,7 +256,7 @@ class Planner:
     @property
     def _awaits(self) -> bool:
         """True where a block that is nearly there is worth waiting for: it has many cases."""
-        return not self.config.goes_on
+        return not self.config.goes_on(self.method)
 
 
 class _OfRollout(RequestPlans):

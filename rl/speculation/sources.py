@@ -186,7 +186,8 @@ class Speculation:
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
             if source in self.apart:
-                parts[source] = self.apart[source].drafter_for(context)
+                if (drafter := self.apart[source].drafter_for(context)) is not None:
+                    parts[source] = drafter
             elif source != "last" or last:
                 parts[source] = made(source)
         if not parts:

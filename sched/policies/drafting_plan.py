@@ -59,8 +59,8 @@ class Acceptance:
             coupled     2 + k · (C(v) − 1 − v · node) − w · draft             two rounds
 
         Coupled rounds take turns: a plain one, during which a window is drafted, then one that
-        verifies the v tokens that are left of it. A chain keeps v = w − 1 if the plain round's token
-        was its first, k = p; of all cases the right one has v = w, k = h.
+        verifies the v tokens that are left of it. A chain keeps v = w − 1 if the plain round's
+        token was its first, k = p; of all cases the right one has v = w, k = h.
         """
         best = RequestPlan(0, False, 1 / prices.round_s)
 
@@ -99,9 +99,9 @@ def batch_prices(
 ) -> Prices:
     """Return the prices in a batch of b requests, which all have windows of w draft tokens.
 
-        tokens a second      R = b · T(w) / max(w · D(b), V_w(b))
-        a draft token        R · (D(b) − D(1)) / (b − 1)
-        a verified node      R · (V_w(b) − V_0(b)) / (b · w)
+    tokens a second      R = b · T(w) / max(w · D(b), V_w(b))
+    a draft token        R · (D(b) − D(1)) / (b − 1)
+    a verified node      R · (V_w(b) − V_0(b)) / (b · w)
     """
     round_s = max(window * draft(batch), verify(batch, window))
     tokens_per_s = batch * acceptance.tokens(window) / round_s

@@ -101,6 +101,27 @@ def test_nor_do_those_with_other_drafters(tiny, tmp_path, plain, monkeypatch, dr
 
 
 @pytest.mark.parity
+def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monkeypatch):
+    """Each rollout has the method that is chosen for it: here each in turn."""
+    chosen = []
+
+    def in_turn(planner):
+        chosen.append(planner.methods[len(chosen) % 3])
+        planner.method = chosen[-1]
+
+    monkeypatch.setattr(drafting_workers.Planner, "choose_method", in_turn)
+    folder = str(tiny.parent / "policy")
+    settings = apart(tiny, f"DraftModel.directories=({folder!r},)", "Drafting.ladder=('own',)")
+    sources = "Speculation.sources=('model','own')"
+    got = finish(tiny, tmp_path, *settings, sources)
+    assert_same(got, plain)
+    assert set(chosen) == {"model", "model2", "own"}
+    for row in got.rows:
+        by = {name: row[f"drafting/by_{name}"] for name in ("model", "model2", "own")}
+        assert sum(by.values()) == 1 and 0 <= row["drafting/rounds_with_draft"] <= 1
+
+
+@pytest.mark.parity
 def test_more_of_them_than_verify_change_none_either(tiny, tmp_path, plain, monkeypatch):
     import jax
 

@@ -193,6 +193,41 @@ def test_patience_is_for_drafts_of_all_cases():
     assert quick.plans().patience_s == pytest.approx(PATIENCE * 0.010)
 
 
+# --- the draft ladder -------------------------------------------------------------------
+
+
+def ladder(draft_s):
+    """Three methods, for 8 requests on 3 verifying workers; V_w = 10 + 8/3 w ms, w up to 3."""
+    config = DraftingConfig(ladder=("own",))
+    found = Planner(config, 4, 8, 3, config.methods_of(2))
+    found.drafting_workers, found.draft_s = 1, dict(zip(found.methods, draft_s, strict=True))
+    return found
+
+
+def test_the_fastest_method_is_chosen_by_seconds_and_then_by_what_was_seen():
+    """T(3) = 0.85 · (0.7 + 0.49 + 0.343) + 1 of each at first: the quickest to draft is tried."""
+    found = ladder([0.004, 0.002, 1e-7])
+    assert found.choose_method() == "model", "the drafter, before anything is measured"
+    found.seconds = seconds(draft_s=7.0)
+    assert found.ranked() == ["own", "model2", "model"] and found.choose_method() == "own"
+    assert found.seconds.draft_s == 1e-7
+    # it hardly ever has a draft: C of p = 0 in V_0; the next one takes 2 ms a token
+    for _ in range(500):
+        found.observed.add([1], np.zeros(1, int), np.zeros(1, int))
+    assert found.observed.hits < 0.1
+    assert found.choose_method() == "model2" and found.seconds.draft_s == 0.002
+    # it is always wrong, and 4 ms a token are worth it
+    for _ in range(500):
+        found.observed.add([1], np.zeros(1, int), np.ones(1, int))
+    assert found.choose_method() == "model"
+    assert found.acceptance.p == PRIOR_PROB, "each has a profile of its own"
+
+
+def test_of_one_method_nothing_is_chosen():
+    found = planner(measured=seconds(draft_s=0.5))
+    assert found.choose_method() == "model" and found.seconds.draft_s == 0.5
+
+
 # --- reconfiguration --------------------------------------------------------------------
 
 

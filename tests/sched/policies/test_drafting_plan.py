@@ -81,7 +81,7 @@ def test_prices_in_a_batch_by_hand():
 
 
 def test_windows_go_by_what_a_node_costs_the_batch():
-    """A node costs 7/12 of a token: 1 + Σ_{i ≤ w} (p^i − 7/12) is most at 5, 1 and 0 draft tokens."""
+    """A node costs 7/12 of a token: 1 + Σ_{i ≤ w} (p^i − 7/12) is most at w = 5, 1 and 0."""
     prices = Prices(round_s=3.0, draft=0.0, node=7 / 12)
 
     def plan(p, prices=prices):
@@ -97,7 +97,7 @@ def test_windows_go_by_what_a_node_costs_the_batch():
 
 
 def test_chains_that_run_ahead_stop_early_where_drafts_are_dear():
-    """p = 0.82: chains of 11 in turns bring 0.41 · (C(10) − 1) − 0.55, more than ahead of a round."""
+    """p = 0.82: chains of 11 in turns bring 0.41 · (C(10) − 1) − 0.55, the most there is."""
     p, prices = 0.82, Prices(1.0, draft=0.1, node=0.0)
     found = Acceptance(p).own_plan(prices, range(1, 17))
     left = sum(p**i for i in range(1, 11))
