@@ -229,10 +229,12 @@ def warm_up_drafting(
         for source in speculation.apart:
             times = times.without_drafts(source)
         speculation.times = times
+    draft_s = 0.0
     if drafting.workers:
         planner.draft_s = _prepare_drafting(sampling, engine, weights, drafting, reach, told)
+        draft_s = planner.draft_s[planner.method]
     model_s = drafting.model_seconds()
-    planner.seconds = dataclasses.replace(seconds, times=times, model_s=model_s)
+    planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
 
 
 def _prepare_drafting(

@@ -12,7 +12,9 @@ from loop_runs import compilations, finish, learnt, stop_after
 from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
 from rl.drafting.workers import DraftingWorkers
+from rl.engine.worker_record import read_workers
 from rl.loop import drafting
+from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from sched.policies.drafting_plan import WorkerPlan
 from spec.decoupled.ahead import Enumerating, FreeRunning
@@ -106,6 +108,8 @@ def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monke
     chosen = []
 
     def in_turn(planner):
+        assert planner.draft_s.keys() == set(planner.methods)
+        assert planner.seconds.draft_s == planner.draft_s["model"] > 0, "of the first, measured"
         chosen.append(planner.methods[len(chosen) % 3])
         planner.method = chosen[-1]
 
@@ -116,7 +120,9 @@ def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monke
     got = finish(tiny, tmp_path, *settings, sources)
     assert_same(got, plain)
     assert set(chosen) == {"model", "model2", "own"}
-    for row in got.rows:
+    names = {part.name for step in read_workers(got.folder) for part in step.parts}
+    assert names == {"worker 0", "worker 1", "drafting 0"}
+    for row in read_metrics(got.folder):
         by = {name: row[f"drafting/by_{name}"] for name in ("model", "model2", "own")}
         assert sum(by.values()) == 1 and 0 <= row["drafting/rounds_with_draft"] <= 1
 
