@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import DraftingConfig
+from rl.drafting.config import DraftingConfig, source_of
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, batch_prices, plan_workers
 from sched.policies.specactor import RequestPlan, prob_of, rank_methods, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
@@ -167,6 +167,17 @@ class Planner:
             return lambda batch: seconds.verify(batch, window) if window <= most else math.inf
 
         return rank_methods(found, drafting, verify, self._each)
+
+    def order_of_copies(self, sources: Sequence[str]) -> Sequence[str]:
+        """Return the sources that copies are drafted by: ranked ones, others, this rollout's own.
+
+        Idle workers are given the first of them first.
+        """
+        if self.seconds is None or len(self.methods) == 1:
+            return sources
+        own = source_of(self.method)
+        place = {source_of(m): k for k, m in reversed([*enumerate(self.ranked())])}
+        return sorted(sources, key=lambda s: (s == own, place.get(s, len(place))))
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan of so many drafting workers, by what is known now."""

@@ -73,6 +73,7 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
     """Have workers without requests answer others' last ones again, where the planner sees fit."""
     settings = planner.config
     speculation.methods_of_copies = settings.methods
+    speculation.order_of_copies = planner.order_of_copies
     size = len(settings.methods), settings.requests_per_helper
     engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
 

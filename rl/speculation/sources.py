@@ -127,6 +127,7 @@ class Speculation:
         self.apart: Mapping[str, DrafterSource] = {}
         self.apart_elsewhere = frozenset[str]()  # those of workers in other programs
         self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
+        self.order_of_copies: Callable[[Sequence[str]], Sequence[str]] = lambda sources: sources
 
     def drafter_factory(
         self,
@@ -203,7 +204,7 @@ class Speculation:
             budget = make_budget(self.config.budget, self.times)
         if not self.methods_of_copies:
             return union, budget
-        methods = [made(source) for source in self.methods_of_copies]
+        methods = [made(source) for source in self.order_of_copies(self.methods_of_copies)]
         return CopiesDrafter(union, methods, copy_of, progress), budget
 
     def bandit(self, worker: int) -> BegMab:

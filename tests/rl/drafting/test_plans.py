@@ -223,6 +223,18 @@ def test_the_fastest_method_is_chosen_by_seconds_and_then_by_what_was_seen():
     assert found.acceptance.p == PRIOR_PROB, "each has a profile of its own"
 
 
+def test_copies_are_drafted_by_the_best_of_the_others_first():
+    found = ladder([0.004, 0.002, 1e-7])
+    assert found.order_of_copies(("model", "own", "group")) == ("model", "own", "group")
+    found.seconds = seconds()
+    assert found.choose_method() == "own"
+    assert found.order_of_copies(("own", "group", "model")) == ["model", "group", "own"]
+    found.method = "model2"
+    assert found.order_of_copies(("model", "group", "own")) == ["own", "group", "model"]
+    alone = planner(measured=seconds())
+    assert alone.order_of_copies(("model", "own")) == ("model", "own")
+
+
 def test_of_one_method_nothing_is_chosen():
     found = planner(measured=seconds(draft_s=0.5))
     assert found.choose_method() == "model" and found.seconds.draft_s == 0.5

@@ -379,8 +379,8 @@ BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verif
         ),
         (
             ("Drafting.drafter='own'", "DraftModel.directories=('a',)"),
-            r"""DraftModel.directories=\('a',\) are for drafting workers to choose among: .*got 1 w"""
-            r"""ith \('own',\): set them, or leave directories out""",
+            r"""DraftModel.directories=\('a',\) are for drafting workers to choose among: .*"""
+            r"""got 1 with \('own',\): set them, or leave directories out""",
         ),
     ],
 )
