@@ -52,9 +52,8 @@ class DraftingConfig:
             raise ValueError(f"expected ahead of {', '.join(known)}, got {self.ahead!r}")
         if self.drafter not in (known := typing.get_args(DraftedBy)):
             raise ValueError(f"expected a drafter of {', '.join(known)}, got {self.drafter!r}")
-        if not {self.drafter, *self.ladder} <= set(known) or len(set(self.sources)) < len(
-            self.sources
-        ):
+        named = set(self.sources)
+        if not named <= set(known) or len(named) < len(self.sources):
             raise ValueError(
                 f"expected a ladder of {', '.join(known)} beside {self.drafter!r}, each once, got "
                 f"{self.ladder}"
@@ -74,7 +73,7 @@ class DraftingConfig:
             )
 
     @property
-    def sources(self) -> tuple[str, ...]:
+    def sources(self) -> tuple[DraftedBy, ...]:
         """The sources of `Speculation` that workers may draft by for others."""
         return self.drafter, *self.ladder
 
@@ -98,6 +97,6 @@ class DraftingConfig:
         return self.requests_per_helper > 0
 
 
-def source_of(method: str) -> str:
+def source_of(method: str) -> DraftedBy:
     """Return the source of `Speculation` that a method of `DraftingConfig.methods_of` is of."""
-    return MODEL if method.startswith(MODEL) else method
+    return next(source for source in typing.get_args(DraftedBy) if method.startswith(source))

@@ -134,21 +134,18 @@ class Planner:
 
     @property
     def acceptance(self) -> Acceptance:
-        return self._acceptance_of(self.method)
-
-    def _acceptance_of(self, method: str) -> Acceptance:
-        seen = self._seen[method]
-        return Acceptance(seen.p, None if self.config.goes_on(method) else seen.hits)
+        hits = None if self.config.goes_on(self.method) else self.observed.hits
+        return Acceptance(self.observed.p, hits)
 
     def choose_method(self) -> str:
         """Choose the method of a rollout that begins now (section 4.2, initial selection).
 
         One that was not tried yet has the acceptance that is assumed, which is high.
         """
-        if len(self.methods) > 1 and self.seconds is not None:
+        if self.draft_s and self.seconds is not None:
             self.method = self.ranked()[0]
             draft_s = self.draft_s[self.method]
-            self.seconds = dataclasses.replace(self.seconds, draft_s=draft_s)
+            self.seconds, self._rates = dataclasses.replace(self.seconds, draft_s=draft_s), {}
         return self.method
 
     def ranked(self) -> list[str]:
@@ -160,7 +157,8 @@ class Planner:
         seconds, most = self.seconds, self.most_window
         assert seconds is not None, "they are ranked by measured seconds"
         w = min(FIRST_WINDOW, most)
-        found = {m: prob_of(self._acceptance_of(m).tokens(w), w) for m in self.methods}
+        tokens = {m: Acceptance(s.p, s.hits).tokens(w) for m, s in self._seen.items()}
+        found = {m: prob_of(tokens[m], w) for m in self.methods}
         drafting = {m: (lambda batch, s=self.draft_s[m]: s) for m in self.methods}
 
         def verify(window: int) -> Callable[[float], float]:
@@ -173,7 +171,7 @@ class Planner:
 
         Idle workers are given the first of them first.
         """
-        if self.seconds is None or len(self.methods) == 1:
+        if not self.draft_s or len(self.methods) == 1:
             return sources
         own = source_of(self.method)
         place = {source_of(m): k for k, m in reversed([*enumerate(self.ranked())])}
@@ -243,10 +241,12 @@ class Planner:
             return True
         # asked of every request whenever one ends
         p, hits = round(self.observed.p, 2), round(self.observed.hits, 2)
-        if (key := (id(seconds), p, hits)) not in self._rates:
-            self._rates = {key: self._rates_of(seconds, p)}
+        key = id(seconds), p, hits
+        if (rates := self._rates.get(key)) is None:
+            rates = self._rates_of(seconds, p)
+            self._rates = {key: rates}
         costs_s = seconds.costs.copy_seconds(held_tokens) + seconds.model_s
-        return worth_helping(left_tokens / 2, *self._rates[key], costs_s)
+        return worth_helping(left_tokens / 2, *rates, costs_s)
 
     def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
         """Return the tokens a second of one of a batch's requests, and of one on its own worker."""
