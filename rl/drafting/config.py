@@ -52,8 +52,8 @@ class DraftingConfig:
             raise ValueError(f"expected ahead of {', '.join(known)}, got {self.ahead!r}")
         if self.drafter not in (known := typing.get_args(DraftedBy)):
             raise ValueError(f"expected a drafter of {', '.join(known)}, got {self.drafter!r}")
-        named = set(self.sources)
-        if not named <= set(known) or len(named) < len(self.sources):
+        asked = set(self.sources)
+        if not asked <= set(known) or len(asked) < len(self.sources):
             raise ValueError(
                 f"expected a ladder of {', '.join(known)} beside {self.drafter!r}, each once, got "
                 f"{self.ladder}"

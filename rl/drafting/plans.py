@@ -174,7 +174,7 @@ class Planner:
         if not self.draft_s or len(self.methods) == 1:
             return sources
         own = source_of(self.method)
-        place = {source_of(m): k for k, m in reversed([*enumerate(self.ranked())])}
+        place: dict[str, int] = {source_of(m): k for k, m in reversed([*enumerate(self.ranked())])}
         return sorted(sources, key=lambda s: (s == own, place.get(s, len(place))))
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
