@@ -120,12 +120,16 @@ class Planner:
     ) -> None:
         self.config, self.methods = config, tuple(methods) or (config.drafter,)
         self.method = self.methods[0]  # of the rollout that began last
-        self._seen = {method: Observed(method) for method in self.methods}
+        self.forget_profile()
         self.num_workers, self.num_requests = num_workers, num_requests
         self.most_window, self.drafting_workers = most_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
         self.draft_s: dict[str, float] = {}  # and these: `MeasuredSeconds.draft_s` of each method
         self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
+
+    def forget_profile(self) -> None:
+        """Begin a profile: a warm-up's texts say nothing of a run's."""
+        self._seen = {method: Observed(method) for method in self.methods}
 
     @property
     def observed(self) -> Observed:

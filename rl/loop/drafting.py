@@ -75,7 +75,7 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
     speculation.methods_of_copies = settings.methods
     speculation.order_of_copies = planner.order_of_copies
     size = len(settings.methods), settings.requests_per_helper
-    engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
+    engine.helpers = Helpers(*size, planner.worth, lambda: planner.observed.acceptance())
 
 
 @contextlib.contextmanager

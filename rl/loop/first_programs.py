@@ -201,6 +201,8 @@ def warm_up(
             config.tuner,
             speculation.apart,
         )
+        if drafting is not None:
+            drafting.planner.forget_profile()
     jax.block_until_ready(step_key(0, 0))
 
 

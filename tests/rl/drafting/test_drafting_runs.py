@@ -11,12 +11,14 @@ from loop_runs import compilations, finish, learnt, stop_after
 
 from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
+from rl.drafting.plans import FIRST_HITS
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.worker_record import read_workers
 from rl.loop import drafting
 from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from sched.policies.drafting_plan import WorkerPlan
+from spec.acceptance import PRIOR_PROB
 from spec.decoupled.ahead import Enumerating, FreeRunning
 from spec.decoupled.copies import CopiesDrafter
 from spec.drafter import Source
@@ -108,6 +110,9 @@ def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monke
     chosen = []
 
     def in_turn(planner):
+        if len(chosen) == 1:  # the first rollout behind the warm-up's
+            seen = planner._seen[chosen[0]]
+            assert (seen.p, seen.hits) == (PRIOR_PROB, pytest.approx(FIRST_HITS))
         assert planner.draft_s.keys() == set(planner.methods)
         assert planner.seconds.draft_s == planner.draft_s["model"] > 0, "of the first, measured"
         chosen.append(planner.methods[len(chosen) % 3])
