@@ -228,8 +228,8 @@ def warm_up_drafting(
             return
         drafting.take(engine.engines, count)
         speculation.apart = drafting.by_source()
-        for source in speculation.apart:
-            times = times.without_drafts(source)
+        for name in speculation.apart:
+            times = times.without_drafts(name)
         speculation.times = times
     draft_s = 0.0
     if drafting.workers:
