@@ -104,7 +104,7 @@ class Rollout:
         with group:
             group.submit(0, spec, self._requests)
             while len(done) < len(self._requests):
-                result = group.next_result(60.0)
+                result = group.next_result(600.0)
                 assert isinstance(result, Trajectory), result
                 done[result.request_id] = result
                 self.ended_s.append(time.now_s)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import MOST_WINDOW, DraftingConfig
-from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
-from sched.policies.specactor import RequestPlan, sequential_tokens
+from rl.drafting.config import DraftingConfig, source_of
+from sched.policies.drafting_plan import Acceptance, WorkerPlan, batch_prices, plan_workers
+from sched.policies.specactor import RequestPlan, prob_of, rank_methods, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
 from sched.simulator.roofline import Costs
 from spec.acceptance import PRIOR_PROB
@@ -105,21 +105,81 @@ class MeasuredSeconds:
 
 
 class Planner:
-    """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds."""
+    """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds.
+
+    `methods` are those of `DraftingConfig.methods_of`, `config.drafter` alone without.
+    """
 
     def __init__(
-        self, config: DraftingConfig, num_workers: int, num_requests: int, most_window: int
+        self,
+        config: DraftingConfig,
+        num_workers: int,
+        num_requests: int,
+        most_window: int,
+        methods: Sequence[str] = (),
     ) -> None:
-        self.config, self.observed = config, Observed(config.drafter)
+        self.config, self.methods = config, tuple(methods) or (config.drafter,)
+        self.method = self.methods[0]  # of the rollout that began last
+        self.forget_profile()
         self.num_workers, self.num_requests = num_workers, num_requests
         self.most_window, self.drafting_workers = most_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
+        self.draft_s: dict[str, float] = {}  # and these: `MeasuredSeconds.draft_s` of each method
         self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
+
+    def forget_profile(self) -> None:
+        """Begin a profile: a warm-up's texts say nothing of a run's."""
+        self._seen = {method: Observed(method) for method in self.methods}
+
+    @property
+    def observed(self) -> Observed:
+        """What is seen of the method of the rollout that began last."""
+        return self._seen[self.method]
 
     @property
     def acceptance(self) -> Acceptance:
-        hits = None if self.config.goes_on else self.observed.hits
+        hits = None if self.config.goes_on(self.method) else self.observed.hits
         return Acceptance(self.observed.p, hits)
+
+    def choose_method(self) -> str:
+        """Choose the method of a rollout that begins now (section 4.2, initial selection).
+
+        One that was not tried yet has the acceptance that is assumed, which is high.
+        """
+        if self.draft_s and self.seconds is not None:
+            self.method = self.ranked()[0]
+            draft_s = self.draft_s[self.method]
+            self.seconds, self._rates = dataclasses.replace(self.seconds, draft_s=draft_s), {}
+        return self.method
+
+    def ranked(self) -> list[str]:
+        """Return the methods, first the one with the most tokens a second (the draft ladder).
+
+        The acceptance of each is that at which a window brings T(w): rounds without a draft count
+        as drafts that were wrong.
+        """
+        seconds, most = self.seconds, self.most_window
+        assert seconds is not None, "they are ranked by measured seconds"
+        w = min(FIRST_WINDOW, most)
+        tokens = {m: Acceptance(s.p, s.hits).tokens(w) for m, s in self._seen.items()}
+        found = {m: prob_of(tokens[m], w) for m in self.methods}
+        drafting = {m: (lambda batch, s=self.draft_s[m]: s) for m in self.methods}
+
+        def verify(window: int) -> Callable[[float], float]:
+            return lambda batch: seconds.verify(batch, window) if window <= most else math.inf
+
+        return rank_methods(found, drafting, verify, self._each)
+
+    def order_of_copies(self, sources: Sequence[str]) -> Sequence[str]:
+        """Return the sources that copies are drafted by: ranked ones, others, this rollout's own.
+
+        Idle workers are given the first of them first.
+        """
+        if not self.draft_s or len(self.methods) == 1:
+            return sources
+        own = source_of(self.method)
+        place: dict[str, int] = {source_of(m): k for k, m in reversed([*enumerate(self.ranked())])}
+        return sorted(sources, key=lambda s: (s == own, place.get(s, len(place))))
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan of so many drafting workers, by what is known now."""
@@ -134,19 +194,23 @@ class Planner:
 
     def plans(self) -> RequestPlans:
         """Return the plans of one worker's requests in a rollout that begins now."""
-        fixed, seconds, own = self.config.window, self.seconds, None
+        fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
         if seconds is None:
             window = min(fixed or FIRST_WINDOW, self.most_window)
             return _OfRollout(lambda batch: DraftPlan(window), self.observed)
-        if self.config.reconfigure_tokens:
-            every = self.config.reconfigure_tokens
-            own = Reconfiguration(self.config.drafter, COMMON, self._own_plan, every)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
+        method = self.method
+
+        @functools.cache
+        def own(batch: int) -> Reconfiguration:
+            plan_of = self._own_plans(batch, of_batch(batch).window)
+            return Reconfiguration(method, COMMON, plan_of, every)
+
         each = self._each
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
-        return _OfRollout(of_batch, self.observed, own, self.most_window, patience_s)
+        return _OfRollout(of_batch, self.observed, own if every else None, patience_s)
 
     def _window(self, batch: int) -> int:
         """Return the window with the most tokens a second for a worker's batch."""
@@ -158,12 +222,16 @@ class Planner:
 
         return max(range(1, self.most_window + 1), key=rate)
 
-    def _own_plan(self, p: float) -> RequestPlan:
-        """Return the plan of one request whose draft tokens are accepted with p."""
+    def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
+        """Return the plan of one of a batch's requests by p, where others have this window.
+
+        Its own is no longer: all requests are drafted for in steps as deep as the deepest window.
+        """
         assert self.seconds is not None, "plans come from measured seconds"
-        acceptance = dataclasses.replace(self.acceptance, p=p)
-        windows = range(1, self.most_window + 1)
-        return acceptance.own_plan(self.seconds.draft(1), self.seconds.verify, windows)
+        acceptance, windows = self.acceptance, range(1, window + 1)
+        times = self.seconds.draft, self.seconds.verify
+        prices = batch_prices(batch, window, *times, acceptance)
+        return lambda p: dataclasses.replace(acceptance, p=p).own_plan(prices, windows)
 
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
         """Return whether a copy of a request with so many tokens pays for what it costs.
@@ -177,10 +245,12 @@ class Planner:
             return True
         # asked of every request whenever one ends
         p, hits = round(self.observed.p, 2), round(self.observed.hits, 2)
-        if (key := (id(seconds), p, hits)) not in self._rates:
-            self._rates = {key: self._rates_of(seconds, p)}
+        key = id(seconds), p, hits
+        if (rates := self._rates.get(key)) is None:
+            rates = self._rates_of(seconds, p)
+            self._rates = {key: rates}
         costs_s = seconds.costs.copy_seconds(held_tokens) + seconds.model_s
-        return worth_helping(left_tokens / 2, *self._rates[key], costs_s)
+        return worth_helping(left_tokens / 2, *rates, costs_s)
 
     def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
         """Return the tokens a second of one of a batch's requests, and of one on its own worker."""
@@ -201,7 +271,7 @@ class Planner:
     @property
     def _awaits(self) -> bool:
         """True where a block that is nearly there is worth waiting for: it has many cases."""
-        return not self.config.goes_on
+        return not self.config.goes_on(self.method)
 
 
 class _OfRollout(RequestPlans):
@@ -211,12 +281,11 @@ class _OfRollout(RequestPlans):
         self,
         of_batch: Callable[[int], DraftPlan],
         observed: Observed,
-        own: Reconfiguration | None = None,
-        most_window: int = MOST_WINDOW,
+        own: Callable[[int], Reconfiguration] | None = None,
         patience_s: float = 0.0,
     ) -> None:
         self._of_batch, self._observed, self._own = of_batch, observed, own
-        self._most_window, self.patience_s = most_window, patience_s
+        self.patience_s = patience_s
         self._plans: dict[int, DraftPlan] = {}
         self._tokens: dict[int, int] = {}  # of a request's response, when it was looked at last
 
@@ -230,16 +299,15 @@ class _OfRollout(RequestPlans):
         self._observed.add(ids, accepted_A, seen_A)
         if self._own is None:
             return
-        tokens_A = live.total_tokens_A - live.prompt_tokens_A
+        own, tokens_A = self._own(len(live)), live.total_tokens_A - live.prompt_tokens_A
         for request_id, tokens in zip(ids, tokens_A.tolist(), strict=True):
             before, self._tokens[request_id] = self._tokens.get(request_id, 0), tokens
-            given = request_id, before, tokens, self._observed.profile
-            found = self._own.plan_when_due(*given)
+            found = own.plan_when_due(request_id, before, tokens, self._observed.profile)
             if found == COMMON:
                 self._plans.pop(request_id, None)
             elif found is not None:
-                window = min(found.window, self._most_window)
-                self._plans[request_id] = DraftPlan(window, found.decoupled)
+                window = found.window  # draft tokens that were priced, not what is beside a chain
+                self._plans[request_id] = DraftPlan(window, found.decoupled, max_nodes=window)
 
     def forget(self, request_ids: Sequence[int]) -> None:
         self._observed.forget(request_ids)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 
 from rl.drafting.worker import DraftingWorker
 from rl.engine.engine import Engine
-from spec.drafter import Source
 
 MOST_RESTARTS = 3  # of one worker: what fails more often will not heal
 LEAVING_S = 5.0  # that threads have to end
 
 
 class DraftingThreads:
-    """A drafting worker of one `source` on each of these engines.
+    """A drafting worker on each of these engines.
 
     `told` is called with a line about each loss. One that raises, or hangs for `hang_limit_s` with
     something to do, is replaced: what it knew is forgotten.
@@ -23,7 +22,6 @@ class DraftingThreads:
     def __init__(
         self,
         engines: Sequence[Engine],
-        source: Source,
         *,
         clock: Callable[[], float],
         told: Callable[[str], None],
@@ -31,7 +29,7 @@ class DraftingThreads:
     ) -> None:
         self._clock, self._told, self._hang_limit_s = clock, told, hang_limit_s
         self._lock, self._looked_s = threading.Lock(), 0.0
-        self.workers = [DraftingWorker(engine, source, clock) for engine in engines]
+        self.workers = [DraftingWorker(engine, clock) for engine in engines]
 
     def close(self) -> None:
         for worker in self.workers:

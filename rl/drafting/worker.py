@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 
 from rl.engine.engine import Engine
+from rl.engine.worker_record import Span
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit, DraftLink
 from spec.drafter import Source
 
 MOST_ROLLOUTS = 3  # whose requests are kept: that of the present step, and of those beside it
 MOST_WORDS = 64  # that wait to be heard: each may hold the policy's hidden states on a device
+MOST_SPANS = 2**14  # steps of a rollout that the picture of workers knows of
 LOOK_S = 0.5  # between two signs of life of a worker that nobody asks
 
 
@@ -43,10 +45,11 @@ class DraftingWorker:
     a new `generation`, and told anew.
     """
 
-    def __init__(self, engine: Engine, source: Source, clock: Callable[[], float]) -> None:
-        self.source, self._clock = source, clock
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.generation, self.restarts, self.steps, self.busy_s = 0, 0, 0, 0.0
         self.engine = engine
+        self._spans: collections.deque[Span] = collections.deque(maxlen=MOST_SPANS)
         self._given_up = False
         self._begin()
 
@@ -103,10 +106,16 @@ class DraftingWorker:
             if inbox is self._inbox:
                 self.error = error
 
-    def worked(self, inbox: object, seconds: float) -> None:
-        """Note a step; one that was left behind says nothing."""
+    def worked(self, inbox: object, began_s: float) -> None:
+        """Note a step that ends now; one that was left behind says nothing."""
         if inbox is self._inbox:
-            self.steps, self.busy_s = self.steps + 1, self.busy_s + seconds
+            ended_s = self._clock()
+            self.steps, self.busy_s = self.steps + 1, self.busy_s + ended_s - began_s
+            self._spans.append((began_s, ended_s))
+
+    def spans(self) -> list[Span]:
+        """Return when its steps were, of those since the last call the latest."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def caught_up(self, inbox: object) -> None:
         """Note that all words were heard; those that were left out are to be told again."""
@@ -140,7 +149,7 @@ class _Rollouts:
                 began_s = worker.now_s()
                 blocks = ahead.step()
                 if blocks:
-                    worker.worked(inbox, worker.now_s() - began_s)
+                    worker.worked(inbox, began_s)
                     self._send(rollout, blocks)
                     drafted = True
 
@@ -194,12 +203,13 @@ class WorkerLink(DraftLink):
     def __init__(
         self,
         worker: DraftingWorker,
+        source: Source,
         rollout: Hashable,
         make: Callable[[Engine], DraftingAhead],
         look: Callable[[], object],
     ) -> None:
         self._worker, self._rollout, self._make, self._look = worker, rollout, make, look
-        self.source = worker.source
+        self.source = source
         self._blocks: collections.deque[Block] = collections.deque()
         self._came = threading.Event()
 

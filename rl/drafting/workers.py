@@ -7,6 +7,8 @@ is made in their threads, on their devices, once a rollout. A worker that raises
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Hashable, Iterator, MutableSequence, Sequence
 from typing import Any, TypeVar
 
@@ -21,18 +23,20 @@ from rl.drafting.ahead_maker import (
     make_ahead,
     of_each_device,
 )
+from rl.drafting.config import source_of
 from rl.drafting.plans import Planner
 from rl.drafting.threads import DraftingThreads
 from rl.drafting.worker import DraftingWorker, WorkerLink
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext
+from rl.engine.worker_record import WorkerPart
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.device_drafters import DeviceDrafters
+from rl.speculation.device_drafters import DeviceDrafters, DrafterSource
 from rl.speculation.draft_model import DraftModel
 from spec.budget.config import MODEL
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.drafter import DecoupledDrafter
-from spec.drafter import Program, Source
+from spec.drafter import Program
 
 T = TypeVar("T")
 
@@ -56,19 +60,16 @@ class DraftingWorkers:
     ) -> None:
         self.planner, self.longest_tokens = planner, longest_tokens
         self._drafters = drafters
-        self._maker: AheadMaker | None = None
+        self.makers: dict[str, AheadMaker] = {}  # by method
         if planner.config.drafts_apart:
-            self._maker = make_ahead(planner.config, drafters, planner.most_window)
+            self.makers = _makers(planner, drafters)
+        self._choosing = threading.Lock()
+        self._began: Hashable = None  # the rollout that began last
         self._clock, self._said = clock, (clock(), 0, 0.0)  # when metrics were asked for last
         self._options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": hang_limit_s}
         self._engines: list[Engine] = []
         self._verifying: list[int] = []  # numbers of the engines that verify
-        self._threads = DraftingThreads((), Source.OTHER, **self._options)
-
-    @property
-    def maker(self) -> AheadMaker:
-        assert self._maker is not None, "workers draft for others"
-        return self._maker
+        self._threads = DraftingThreads((), **self._options)
 
     @property
     def workers(self) -> list[DraftingWorker]:
@@ -84,7 +85,7 @@ class DraftingWorkers:
         self._engines = drafting_engines(singles, *sizes)
         self._verifying = [engine.number for engine in engines]
         self.planner.drafting_workers = count
-        self._threads = DraftingThreads(self._engines, self.maker.source, **self._options)
+        self._threads = DraftingThreads(self._engines, **self._options)
 
     def __enter__(self) -> DraftingWorkers:
         return self
@@ -92,34 +93,48 @@ class DraftingWorkers:
     def __exit__(self, *_: object) -> None:
         self._threads.close()
 
-    def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
-        """Return the drafter of one verifying worker for one rollout."""
-        look, maker = self._threads.look, self.maker
+    def by_source(self) -> dict[str, DrafterSource]:
+        """Return what makes the drafters of each source that workers may draft by."""
+        return {source: _OfSource(self, source) for source in self.planner.config.sources}
+
+    def drafter_for(self, context: DrafterContext, source: str) -> DecoupledDrafter | None:
+        """Return the drafter of one verifying worker for one rollout; None: by another source.
+
+        The method is chosen when a rollout's first worker asks.
+        """
+        spec = context.spec
+        key = np.asarray(jax.random.key_data(spec.key)).tobytes(), spec.sampling
+        with self._choosing:  # workers begin in threads of their own
+            if key != self._began:
+                self._began = key
+                self.planner.choose_method()
+            method, plans = self.planner.method, self.planner.plans()
+        if source_of(method) != source:
+            return None
+        look, maker = self._threads.look, self.makers[method]
         # and not all of the weights: words are kept for a while
-        noise = DraftedRollout(context.spec.key, context.spec.sampling, maker.shared(context))
-        key = np.asarray(jax.random.key_data(noise.key)).tobytes()
-        rollout: Hashable = key, noise.sampling
+        noise = DraftedRollout(spec.key, spec.sampling, maker.shared(context))
+        rollout: Hashable = *key, method
 
         def make(engine: Engine) -> DraftingAhead:
             return maker.ahead(engine, noise)
 
         place, count = self._verifying.index(context.runner.number), len(self._verifying)
         drafting = share(self.workers, place, count)
-        links = [WorkerLink(worker, rollout, make, look) for worker in drafting]
-        plans, states = self.planner.plans(), maker.states(context)
-        return DecoupledDrafter(links, plans, noise.sampling, states)
+        links = [WorkerLink(worker, maker.source, rollout, make, look) for worker in drafting]
+        return DecoupledDrafter(links, plans, noise.sampling, maker.states(context))
 
-    def programs(self, rollout: DraftedRollout) -> Iterator[tuple[Engine, list[Program]]]:
+    def programs(
+        self, method: str, rollout: DraftedRollout
+    ) -> Iterator[tuple[Engine, list[Program]]]:
         """Yield what drafting workers run, with the engine that it is for."""
         for engine in self._engines:
-            yield engine, self.maker.programs(engine, rollout)
+            yield engine, self.makers[method].programs(engine, rollout)
 
-    def draft_seconds(self, rollout: DraftedRollout) -> float:
-        """Measure the seconds of a draft token for all requests of a drafting worker; 0 without."""
-        if not self._engines:
-            return 0.0
+    def draft_seconds(self, method: str, rollout: DraftedRollout) -> float:
+        """Measure the seconds of a draft token for all requests of a drafting worker."""
         given = self._engines[0], rollout, self.planner.most_window
-        return draft_seconds(self.maker, *given, self._clock)
+        return draft_seconds(self.makers[method], *given, self._clock)
 
     def model_seconds(self) -> float:
         """Measure the seconds of putting the draft model on another worker (model scale).
@@ -131,6 +146,13 @@ class DraftingWorkers:
             return 0.0
         return model.seconds_to_place(self._clock)
 
+    def parts(self, version: int) -> list[WorkerPart]:
+        """Return when each drafted since the last call, for a step with these weights."""
+        pairs = enumerate(self.workers)
+        return [
+            WorkerPart(f"drafting {k}", w.engine.where, version, tuple(w.spans())) for k, w in pairs
+        ]
+
     def metrics(self) -> dict[str, float]:
         """Return what the workers have done since the last call; nothing where there are none."""
         if not self.workers:
@@ -139,13 +161,41 @@ class DraftingWorkers:
         busy_s = sum(w.busy_s for w in self.workers)
         (then_s, steps_then, busy_then_s), self._said = self._said, (now_s, steps, busy_s)
         share = (busy_s - busy_then_s) / max((now_s - then_s) * len(self.workers), 1e-9)
-        observed = self.planner.observed
-        return {
+        observed, methods = self.planner.observed, self.planner.methods
+        by = {f"drafting/by_{m}": float(m == self.planner.method) for m in methods}
+        return by | {
             "drafting/steps": float(steps - steps_then),
             "drafting/busy_fraction": share,
             "drafting/accept_probability": observed.p,
             "drafting/rounds_with_draft": observed.hits,
         }
+
+
+class _OfSource(DrafterSource):
+    """Drafters of one source among those by which drafting workers may draft."""
+
+    def __init__(self, workers: DraftingWorkers, source: str) -> None:
+        self._workers, self._source = workers, source
+
+    def drafter_for(self, context: DrafterContext) -> DecoupledDrafter | None:
+        return self._workers.drafter_for(context, self._source)
+
+
+def _makers(planner: Planner, drafters: DeviceDrafters) -> dict[str, AheadMaker]:
+    """Return the maker of each of the planner's methods."""
+    found, models = dict[str, AheadMaker](), iter(_models(drafters))
+    for method in planner.methods:
+        source, mine = source_of(method), dict(drafters)
+        if source == MODEL:
+            mine[MODEL] = next(models)
+        config = dataclasses.replace(planner.config, drafter=source, ladder=())
+        found[method] = make_ahead(config, mine, planner.most_window)
+    return found
+
+
+def _models(drafters: DeviceDrafters) -> Sequence[DraftModel]:
+    model = drafters.get(MODEL)
+    return model.models if isinstance(model, DraftModel) else ()
 
 
 def share(drafting: Sequence[T], place: int, count: int) -> Sequence[T]:

@@ -103,6 +103,13 @@ def check_tuner(config: TrainConfig) -> None:
 def check_drafting(config: TrainConfig) -> None:
     """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
     settings = config.drafting
+    further = config.draft_model.directories
+    if further and not (settings.drafts_apart and MODEL in settings.sources):
+        raise ValueError(
+            f"DraftModel.directories={further} are for drafting workers to choose among: expected "
+            f'Drafting.workers and "model" as Drafting.drafter or in Drafting.ladder, got '
+            f"{settings.workers} with {settings.sources}: set them, or leave directories out"
+        )
     if settings.drafts_apart:
         _check_drafting_workers(config)
     if settings.helps:
@@ -118,13 +125,16 @@ def check_drafting(config: TrainConfig) -> None:
 def _check_drafting_workers(config: TrainConfig) -> None:
     settings, workers, speculation = config.drafting, config.sched.workers, config.speculation
     asked, drafter = settings.workers, settings.drafter
-    if not speculation.enabled or drafter not in speculation.sources:
+    for source in settings.sources:
+        if speculation.enabled and source in speculation.sources:
+            continue
+        name = "drafter" if source == drafter else "ladder"
         raise ValueError(
-            f"Drafting.workers={asked} draft by Drafting.drafter={drafter!r}: expected "
-            f'"{drafter}" in Speculation.sources, and a budget, got {speculation.sources} '
+            f"Drafting.workers={asked} draft by Drafting.{name}={source!r}: expected "
+            f'"{source}" in Speculation.sources, and a budget, got {speculation.sources} '
             f'with "{speculation.budget}": add it, or set Drafting.workers = 0'
         )
-    if settings.ahead == "free_running" and drafter != MODEL:
+    if settings.ahead == "free_running" and MODEL not in settings.sources:
         raise ValueError(
             'Drafting.ahead="free_running" goes on from draft tokens, as only a draft model can: '
             f'expected Drafting.drafter="model" with it, got {drafter!r}: set it, or leave '
@@ -148,6 +158,13 @@ def _check_drafting_workers(config: TrainConfig) -> None:
             'Cluster.kind="ray" reserves devices for programs before anything is measured: '
             "expected a number of Drafting.workers there, got None, which leaves it to a plan; "
             f'set Drafting.workers = 1 … {workers - 1}, or Cluster.kind = "local"'
+        )
+    if settings.ladder or config.draft_model.directories:
+        raise ValueError(
+            'Cluster.kind="ray" has drafting programs that read one draft model: expected no '
+            "Drafting.ladder and no DraftModel.directories there, got "
+            f"{settings.ladder} and {config.draft_model.directories}: leave them out, or set "
+            'Cluster.kind = "local"'
         )
     if drafter != MODEL:
         raise ValueError(

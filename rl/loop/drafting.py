@@ -26,10 +26,11 @@ from spec.budget.config import LEARNED, MODEL
 def make_planner(config: TrainConfig) -> Planner:
     """Return the planner of a run's drafting workers."""
     settings, sched, most = config.drafting, config.sched, config.engine.max_nodes - 1
+    methods = settings.methods_of(len(config.draft_model.each))
     deepest = {MODEL: config.draft_model.max_depth, LEARNED: config.drafter.max_depth}
-    longest = min(deepest.get(settings.drafter, MOST_WINDOW), most)
+    longest = min(most, *(deepest.get(source, MOST_WINDOW) for source in settings.sources))
     requests = min(config.rollout.num_requests, sched.workers * config.engine.max_slots)
-    return Planner(settings, sched.workers, requests, settings.window or longest)
+    return Planner(settings, sched.workers, requests, settings.window or longest, methods)
 
 
 def take_workers(
@@ -62,7 +63,7 @@ def take_workers(
     drafting = DraftingWorkers(drafters, planner, longest, **options)
     if settings.workers:
         drafting.take(engine.engines, settings.workers)
-        speculation.apart = {settings.drafter: drafting}
+        speculation.apart = drafting.by_source()
     if settings.helps:
         have_idle_help(engine, speculation, planner)
     return drafting
@@ -72,8 +73,9 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
     """Have workers without requests answer others' last ones again, where the planner sees fit."""
     settings = planner.config
     speculation.methods_of_copies = settings.methods
+    speculation.order_of_copies = planner.order_of_copies
     size = len(settings.methods), settings.requests_per_helper
-    engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
+    engine.helpers = Helpers(*size, planner.worth, lambda: planner.observed.acceptance())
 
 
 @contextlib.contextmanager

@@ -245,7 +245,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     if config.speculation.asks_model:
         from rl.speculation import draft_model
 
-        draft_model.check(config.draft_model, model, words, config.longest_tokens)
+        for one in config.draft_model.each:
+            draft_model.check(one, model, words, config.longest_tokens)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))

@@ -83,7 +83,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
     can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
     if config.drafting.workers:
-        can.discard(config.drafting.drafter)
+        can -= set(config.drafting.sources)
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
@@ -202,6 +202,8 @@ def warm_up(
             config.tuner,
             speculation.apart,
         )
+        if drafting is not None:
+            drafting.planner.forget_profile()
     jax.block_until_ready(step_key(0, 0))
 
 
@@ -226,11 +228,14 @@ def warm_up_drafting(
         if not count:
             return
         drafting.take(engine.engines, count)
-        speculation.apart = {source: drafting}
-        speculation.times = times = times.without_drafts(source)
+        speculation.apart = drafting.by_source()
+        for name in speculation.apart:
+            times = times.without_drafts(name)
+        speculation.times = times
     draft_s = 0.0
     if drafting.workers:
-        draft_s = _prepare_drafting(sampling, engine, weights, drafting, reach, told)
+        planner.draft_s = _prepare_drafting(sampling, engine, weights, drafting, reach, told)
+        draft_s = planner.draft_s[planner.method]
     model_s = drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
 
@@ -242,18 +247,21 @@ def _prepare_drafting(
     drafting: DraftingWorkers,
     reach: Reach,
     told: OnCompiled,
-) -> float:
-    """Compile what both kinds of workers run for drafts; return a draft token's seconds."""
-    for one in engine.engines:
-        buckets = round_buckets(one, sampling, reach)
-        sizes = sorted({(B, S) for B, _, S in buckets})
-        compile_buckets.prepare(one, drafting.maker.reading(one, sizes), told)
-    spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
-    shared = drafting.maker.shared(one.drafter_context(spec))
-    rollout = DraftedRollout(spec.key, sampling, shared)
-    for runner, programs in drafting.programs(rollout):
-        compile_buckets.prepare(runner, programs, told)
-    return drafting.draft_seconds(rollout)
+) -> dict[str, float]:
+    """Compile what both kinds of workers run for drafts; return a draft token's seconds of each."""
+    found = dict[str, float]()
+    for method, maker in drafting.makers.items():
+        for one in engine.engines:
+            buckets = round_buckets(one, sampling, reach)
+            sizes = sorted({(B, S) for B, _, S in buckets})
+            compile_buckets.prepare(one, maker.reading(one, sizes), told)
+        spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
+        shared = maker.shared(one.drafter_context(spec))
+        rollout = DraftedRollout(spec.key, sampling, shared)
+        for runner, programs in drafting.programs(method, rollout):
+            compile_buckets.prepare(runner, programs, told)
+        found[method] = drafting.draft_seconds(method, rollout)
+    return found
 
 
 def warm_up_evaluation(

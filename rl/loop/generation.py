@@ -221,7 +221,10 @@ def generate(
     coming = prompts.end if step < system.config.run.steps else None
     metrics |= remember(system, prompts.keys, trajectories, coming)
     metrics |= left_out(system, prompts.end - cursor - len(prompts))
-    metrics |= {} if system.drafting is None else system.drafting.metrics()
+    if system.drafting is not None:
+        metrics |= system.drafting.metrics()
+        newest = max((part.version for part in stats.parts), default=0)
+        stats.parts = [*stats.parts, *system.drafting.parts(newest)]
     if extra is not None:
         metrics |= {
             "dynamic_sampling/phases": float(len(passes)),

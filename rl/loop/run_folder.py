@@ -186,6 +186,7 @@ def _check_outside(folder: Path, config: TrainConfig) -> None:
         "Policy.directory": config.policy.directory,
         "Drafter.directory": config.drafter.directory,
         "DraftModel.directory": config.draft_model.directory,
+        **{f"DraftModel.directories[{k}]": d for k, d in enumerate(config.draft_model.directories)},
     }
     for name, value in inputs.items():
         if value and resolve_path(value).resolve().is_relative_to(folder.resolve()):

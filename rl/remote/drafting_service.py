@@ -159,7 +159,7 @@ class _Drafting:
         sizes = asked.rows, asked.longest_tokens, asked.most_window
         self._engines = drafting_engines(engines, *sizes)
         options = {"clock": clock, "told": told, "hang_limit_s": asked.hang_limit_s}
-        self.threads = DraftingThreads(self._engines, self._maker.source, **options)  # type: ignore[arg-type]
+        self.threads = DraftingThreads(self._engines, **options)  # type: ignore[arg-type]
 
     @property
     def generation(self) -> int:
@@ -210,7 +210,8 @@ class _Drafting:
             return self._maker.ahead(engine, DraftedRollout(noise, sampling))
 
         look, workers = self.threads.look, self.threads.workers
-        return [WorkerLink(worker, rollout, make, look) for worker in workers]
+        source = self._maker.source
+        return [WorkerLink(worker, source, rollout, make, look) for worker in workers]
 
 
 class _Talk:

@@ -223,6 +223,33 @@ PANELS: tuple[Panel, ...] = (
     ),
     BanditArms(),
     Curve(
+        "drafting_rounds.png",
+        "Rounds with a draft from drafting workers",
+        "% of requests' rounds",
+        "drafting/rounds_with_draft",
+        "Requests' rounds in which a draft of a drafting worker was there in time, in the run so "
+        "far; without one a request decodes plainly.",
+        scale=100.0,
+    ),
+    Curve(
+        "drafting_accept.png",
+        "Accepted of drafting workers",
+        "% of draft tokens",
+        "drafting/accept_probability",
+        "Draft tokens of drafting workers that the policy drew as well, where all before them were "
+        "accepted, in the run so far.",
+        scale=100.0,
+    ),
+    Curve(
+        "drafting_busy.png",
+        "Drafting workers at work",
+        "% of the time",
+        "drafting/busy_fraction",
+        "Of the seconds since the row before, updates included, those in which drafting workers "
+        "drafted; the Workers picture has them step by step.",
+        scale=100.0,
+    ),
+    Curve(
         "reused.png",
         "Reused",
         "% of response tokens",

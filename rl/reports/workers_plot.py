@@ -55,8 +55,8 @@ class WorkersTimeline:
     file: str = "workers.png"
     title: str = "Workers"
     caption: str = (
-        "Rounds of each rollout worker, coloured by the step whose weights it ran; grey lanes are "
-        "idle, blank ones absent."
+        "Rounds of each rollout worker, coloured by the step whose weights it ran, and steps of "
+        "workers that draft for others; grey lanes are idle, blank ones absent."
     )
 
     def shown(self, runs: Sequence[Run]) -> bool:

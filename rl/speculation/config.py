@@ -98,15 +98,23 @@ class SpeculationConfig:
 class DraftModelConfig:
     """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
 
-    `directory` is its Hugging Face folder or GGUF file, with the policy's tokenizer. A round
+    `directory` is its Hugging Face folder or GGUF file, with the policy's tokenizer; `directories`
+    are those of others, by which drafting workers may draft in its place (see Drafting). A round
     drafts a chain of up to `max_depth` tokens for each request: the `likeliest`, until their
     probability falls below `min_prob`, or its own draws with the policy's noise (`shared_noise`).
     """
 
     directory: str | None = None
+    directories: tuple[str, ...] = ()
     max_depth: int = 6
     proposal: Proposal = "likeliest"
     min_prob: float = 0.05
+
+    @property
+    def each(self) -> tuple[DraftModelConfig, ...]:
+        """The configuration of each of the models."""
+        folders = (self.directory, *self.directories)
+        return tuple(dataclasses.replace(self, directory=f, directories=()) for f in folders)
 
     def __post_init__(self) -> None:
         ChainConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,18 +61,25 @@ class DraftModel:
     """The draft model that all workers of a run share. Any thread may call it."""
 
     def __init__(
-        self, model: ModelConfig, params: transformer.Params | None, config: DraftModelConfig
+        self,
+        model: ModelConfig,
+        params: transformer.Params | None,
+        config: DraftModelConfig,
+        others: Sequence[DraftModel] = (),
     ) -> None:
         self.model, self.config = model, config
+        self.models = (self, *others)  # of `config.directories`, by which drafting workers draft
         self._params = params
         self._on_devices = PerRunner[transformer.Params]()
 
     @staticmethod
     def load(config: DraftModelConfig) -> DraftModel:
-        """Read the model from its folder, which `check` has passed."""
-        assert config.directory is not None
-        folder = resolve_path(config.directory)
-        return DraftModel(*hf.load_pretrained(folder, dtype=jnp.float32), config)
+        """Read the models from their folders, which `check` has passed."""
+        first, *others = (
+            (*hf.load_pretrained(resolve_path(str(one.directory)), dtype=jnp.float32), one)
+            for one in config.each
+        )
+        return DraftModel(*first, [DraftModel(*other) for other in others])
 
     @staticmethod
     def elsewhere(config: DraftModelConfig) -> DraftModel:
@@ -83,7 +90,7 @@ class DraftModel:
     @property
     def made_for(self) -> str:
         """A text that changes with its programs and their times."""
-        return repr((self.model, self.config))
+        return repr((self.model, self.config.each[0]))
 
     @property
     def max_depth(self) -> int:

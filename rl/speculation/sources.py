@@ -141,6 +141,7 @@ class Speculation:
         self.apart: Mapping[str, DrafterSource] = {}
         self.apart_elsewhere = frozenset[str]()  # those of workers in other programs
         self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
+        self.order_of_copies: Callable[[Sequence[str]], Sequence[str]] = lambda sources: sources
 
     def drafter_factory(
         self,
@@ -201,7 +202,8 @@ class Speculation:
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
             if source in self.apart:
-                parts[source] = self.apart[source].drafter_for(context)
+                if (drafter := self.apart[source].drafter_for(context)) is not None:
+                    parts[source] = drafter
             elif source != "last" or last:
                 parts[source] = made(source)
         if not parts:
@@ -218,7 +220,7 @@ class Speculation:
             budget = make_budget(self.config.budget, times, self.config.window_tokens)
         if not self.methods_of_copies:
             return union, budget
-        methods = [made(source) for source in self.methods_of_copies]
+        methods = [made(source) for source in self.order_of_copies(self.methods_of_copies)]
         return CopiesDrafter(union, methods, copy_of, progress), budget
 
     @property

@@ -15,7 +15,9 @@ drafted: h = p / (1 + p − p^(w+1)). Where all cases are drafted, h is profiled
 
 Deviations from the paper: a verifying worker without a draft decodes plainly instead of waiting, so
 that a miss brings a token (the paper's τ_w has half of a partial acceptance in its place); d is a
-number of workers for all together, not of devices for each verifier.
+number of workers for all together, not of devices for each verifier. Algorithm 2 plans a request as
+if it were alone, b = 1, where a node hardly costs anything and all requests get the batch's window;
+here its nodes and drafts are paid for at their price in the batch that they are verified with.
 """
 
 from __future__ import annotations
@@ -39,31 +41,73 @@ class Acceptance:
     p: float
     hits: float | None = None
 
+    def share(self, window: int) -> float:
+        """Return h."""
+        if self.hits is not None:
+            return self.hits
+        return self.p / (1 + self.p - self.p ** (window + 1))
+
     def tokens(self, window: int) -> float:
         """Return T(w)."""
-        p, h = self.p, self.hits
-        if h is None:
-            h = p / (1 + p - p ** (window + 1))
-        return h * sequential_tokens(p, window) + 1 - h
+        h = self.share(window)
+        return h * sequential_tokens(self.p, window) + 1 - h
 
-    def own_plan(
-        self, draft_s: float, verify: VerifySeconds, windows: Iterable[int]
-    ) -> RequestPlan:
-        """Return the fastest plan of one request (Algorithm 2 with the rates of this module).
+    def own_plan(self, prices: Prices, windows: Iterable[int]) -> RequestPlan:
+        """Return the plan of one request with the most tokens, less those that it costs the others.
 
-        Decoupled it has T(w) tokens in max(w · D, V_w(1)). Otherwise rounds take turns: a plain
-        one, in which the next window is drafted, then one that verifies what is left of it if the
-        plain round's token was the one that was drafted: 2 − p + p · C(w − 1) tokens in V_0 + V_w.
+            decoupled   1 + h · (C(w) − 1 − w · node) − w · draft             a round
+            coupled     2 + k · (C(v) − 1 − v · node) − w · draft             two rounds
+
+        Coupled rounds take turns: a plain one, during which a window is drafted, then one that
+        verifies the v tokens that are left of it. A chain keeps v = w − 1 if the plain round's
+        token was its first, k = p; of all cases the right one has v = w, k = h.
         """
-        best, p = RequestPlan(0, False, 1 / verify(1, 0)), self.p
+        best = RequestPlan(0, False, 1 / prices.round_s)
+
+        def gain(window: int) -> float:
+            return sequential_tokens(self.p, window) - 1 - window * prices.node
+
         for w in windows:
-            decoupled = self.tokens(w) / max(w * draft_s, verify(1, w))
-            in_turns = 2 - p + p * sequential_tokens(p, w - 1)
-            coupled = in_turns / (verify(1, 0) + max(verify(1, w), w * draft_s - verify(1, 0)))
-            for is_decoupled, found in ((True, decoupled), (False, coupled)):
-                if found > best.tokens_per_s:
+            draft, h = w * prices.draft, self.share(w)
+            left, k = (w - 1, self.p) if self.hits is None else (w, h)
+            decoupled, coupled = 1 + h * gain(w) - draft, (2 + k * gain(left) - draft) / 2
+            for is_decoupled, tokens in ((True, decoupled), (False, coupled)):
+                if (found := tokens / prices.round_s) > best.tokens_per_s:
                     best = RequestPlan(w, is_decoupled, found)
         return best
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """The tokens that a batch gets in the seconds of one more draft token, and of one more node.
+
+    `round_s` are the seconds of its round. Both prices are means over the batch's own draft tokens:
+    measured seconds go up in steps, at whose margin a node is free or as dear as hundreds.
+    """
+
+    round_s: float
+    draft: float
+    node: float
+
+
+def batch_prices(
+    batch: float,
+    window: int,
+    draft: DraftSeconds,
+    verify: VerifySeconds,
+    acceptance: Acceptance,
+) -> Prices:
+    """Return the prices in a batch of b requests, which all have windows of w draft tokens.
+
+    tokens a second      R = b · T(w) / max(w · D(b), V_w(b))
+    a draft token        R · (D(b) − D(1)) / (b − 1)
+    a verified node      R · (V_w(b) − V_0(b)) / (b · w)
+    """
+    round_s = max(window * draft(batch), verify(batch, window))
+    tokens_per_s = batch * acceptance.tokens(window) / round_s
+    draft_s = (draft(batch) - draft(1)) / (batch - 1) if batch > 1 else 0.0
+    node_s = (verify(batch, window) - verify(batch, 0)) / (batch * window)
+    return Prices(round_s, *(tokens_per_s * max(s, 0.0) for s in (draft_s, node_s)))
 
 
 @dataclasses.dataclass(frozen=True)

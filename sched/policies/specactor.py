@@ -30,6 +30,7 @@ class LinearTime:
         return self.per_request_s * batch + self.fixed_s
 
 
+Seconds = Callable[[float], float]  # batch → seconds, as of `LinearTime`
 DraftTime = Callable[[int], LinearTime]  # devices → seconds of one token
 VerifyTime = Callable[[int, int], LinearTime]  # (devices, window) → seconds of a verification
 
@@ -122,7 +123,7 @@ def _longest_window(drafting: LinearTime, verifying: LinearTime) -> int:
 
 
 def best_request_plan(
-    p: float, drafting: LinearTime, verify: Callable[[int], LinearTime], batch: float = 1
+    p: float, drafting: Seconds, verify: Callable[[int], Seconds], batch: float = 1
 ) -> RequestPlan:
     """Return the better of the best sequential and the best decoupled window."""
     best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding
@@ -154,8 +155,8 @@ def best_helper_plan(
 
 def rank_methods(
     acceptance: Mapping[str, float],
-    draft: Mapping[str, LinearTime],
-    verify: Callable[[int], LinearTime],
+    draft: Mapping[str, Seconds],
+    verify: Callable[[int], Seconds],
     batch: float = 1,
 ) -> list[str]:
     """Return the drafting methods, the fastest first: the draft ladder of section 4.2.

@@ -86,9 +86,10 @@ class DecoupledDrafter(Drafter):
         return self._links[0].source
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        ids = live.request_ids_A.tolist()
-        window_A = np.array([self._plans.plan(r, len(live)).window for r in ids], np.int64)
-        given = live, window_A, max_nodes_A, max_nodes, self.source
+        plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
+        window_A = np.array([plan.window for plan in plans], np.int64)
+        most_A = np.minimum(max_nodes_A, np.array([plan.max_nodes for plan in plans], np.int32))
+        given = live, window_A, most_A, max_nodes, self.source
         self._take(live)
         drafts = self.received.drafts(*given)
         if self._plans.patience_s and self._worth_waiting(live, drafts):

@@ -19,16 +19,20 @@ import numpy as np
 
 from spec.drafter import Source
 
+MOST_NODES = 2**15 - 1  # no limit: budgets have smaller ones
+
 
 class DraftPlan(NamedTuple):
     """The way a request is drafted for: its window of draft tokens, and if the next one is begun.
 
     Decoupled drafting goes on while a window is verified, up to 2 · window − 1 draft tokens in
     vain; otherwise the next window waits until the last one is verified (the paper: coupled).
+    A round verifies at most `max_nodes` of a block's draft tokens; drafting workers are not told.
     """
 
     window: int
     decoupled: bool = True
+    max_nodes: int = MOST_NODES
 
 
 class States(NamedTuple):

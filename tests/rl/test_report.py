@@ -276,6 +276,14 @@ def test_what_drafts_brought_is_said_and_drawn(tmp_path):
     assert "spec/seconds_saved" in text and "2.5 (step 2)" in text
 
 
+def test_drafting_workers_have_plots_of_their_own(tmp_path):
+    names = {"rounds_with_draft": "rounds", "accept_probability": "accept", "busy_fraction": "busy"}
+    folder = make_run(tmp_path / "run", [0.0, 0.5], **{f"drafting/{n}": [0.2, 0.5] for n in names})
+    assert report.main([str(folder)]) == 0
+    found = {path.name for path in (folder / "report").glob("drafting_*.png")}
+    assert found == {f"drafting_{short}.png" for short in names.values()}
+
+
 def test_every_plot_has_a_caption_of_one_sentence(tmp_path):
     folder = make_run(tmp_path / "run", [0.0, 0.0], entropy=[1.0, 2.0])
     assert report.main([str(folder)]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl.drafting.config import DraftingConfig
+from rl.drafting.config import DraftingConfig, source_of
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,17 @@ def test_what_settings_ask_for():
     ],
 )
 def test_only_a_draft_model_goes_on_from_draft_tokens(settings, goes_on):
-    assert DraftingConfig(**settings).goes_on == goes_on
+    config = DraftingConfig(**settings)
+    assert config.goes_on(config.drafter) == goes_on
+
+
+def test_methods_are_the_drafter_every_draft_model_and_the_ladder():
+    config = DraftingConfig(ladder=("own",), ahead="free_running")
+    assert config.sources == ("model", "own")
+    assert config.methods_of(3) == ("model", "model2", "model3", "own")
+    assert [source_of(m) for m in config.methods_of(2)] == ["model", "model", "own"]
+    assert config.goes_on("model2") and not config.goes_on("own")
+    assert DraftingConfig(drafter="own").methods_of(1) == ("own",)
+    for ladder in (("model",), ("own", "own"), ("telepathy",)):
+        with pytest.raises(ValueError, match="expected a ladder of"):
+            DraftingConfig(ladder=ladder)

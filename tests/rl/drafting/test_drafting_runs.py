@@ -11,10 +11,14 @@ from loop_runs import compilations, finish, learnt, stop_after
 
 from rl.drafting import threads
 from rl.drafting import workers as drafting_workers
+from rl.drafting.plans import FIRST_HITS
 from rl.drafting.workers import DraftingWorkers
+from rl.engine.worker_record import read_workers
 from rl.loop import drafting
+from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from sched.policies.drafting_plan import WorkerPlan
+from spec.acceptance import PRIOR_PROB
 from spec.decoupled.ahead import Enumerating, FreeRunning
 from spec.decoupled.copies import CopiesDrafter
 from spec.drafter import Source
@@ -98,6 +102,34 @@ def test_nor_do_those_with_other_drafters(tiny, tmp_path, plain, monkeypatch, dr
     assert_same(got, plain)
     assert not said(got, "drafting worker")
     assert [maker.source for maker in made] == [Source[drafter.upper()]]
+
+
+@pytest.mark.parity
+def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monkeypatch):
+    """Each rollout has the method that is chosen for it: here each in turn."""
+    chosen = []
+
+    def in_turn(planner):
+        if len(chosen) == 1:  # the first rollout behind the warm-up's
+            seen = planner._seen[chosen[0]]
+            assert (seen.p, seen.hits) == (PRIOR_PROB, pytest.approx(FIRST_HITS))
+        assert planner.draft_s.keys() == set(planner.methods)
+        assert planner.seconds.draft_s == planner.draft_s["model"] > 0, "of the first, measured"
+        chosen.append(planner.methods[len(chosen) % 3])
+        planner.method = chosen[-1]
+
+    monkeypatch.setattr(drafting_workers.Planner, "choose_method", in_turn)
+    folder = str(tiny.parent / "policy")
+    settings = apart(tiny, f"DraftModel.directories=({folder!r},)", "Drafting.ladder=('own',)")
+    sources = "Speculation.sources=('model','own')"
+    got = finish(tiny, tmp_path, *settings, sources)
+    assert_same(got, plain)
+    assert set(chosen) == {"model", "model2", "own"}
+    names = {part.name for step in read_workers(got.folder) for part in step.parts}
+    assert names == {"worker 0", "worker 1", "drafting 0"}
+    for row in read_metrics(got.folder):
+        by = {name: row[f"drafting/by_{name}"] for name in ("model", "model2", "own")}
+        assert sum(by.values()) == 1 and 0 <= row["drafting/rounds_with_draft"] <= 1
 
 
 @pytest.mark.parity

@@ -193,6 +193,52 @@ def test_patience_is_for_drafts_of_all_cases():
     assert quick.plans().patience_s == pytest.approx(PATIENCE * 0.010)
 
 
+# --- the draft ladder -------------------------------------------------------------------
+
+
+def ladder(draft_s):
+    """Three methods, for 8 requests on 3 verifying workers; V_w = 10 + 8/3 w ms, w up to 3."""
+    config = DraftingConfig(ladder=("own",))
+    found = Planner(config, 4, 8, 3, config.methods_of(2))
+    found.drafting_workers, found.draft_s = 1, dict(zip(found.methods, draft_s, strict=True))
+    return found
+
+
+def test_the_fastest_method_is_chosen_by_seconds_and_then_by_what_was_seen():
+    """T(3) = 0.85 · (0.7 + 0.49 + 0.343) + 1 of each at first: the quickest to draft is tried."""
+    found = ladder([0.004, 0.002, 1e-7])
+    assert found.choose_method() == "model", "the drafter, before rounds are measured"
+    found.seconds = seconds(draft_s=7.0)
+    assert found.ranked() == ["own", "model2", "model"] and found.choose_method() == "own"
+    assert found.seconds.draft_s == 1e-7
+    # it hardly ever has a draft: C of p = 0 in V_0; the next one takes 2 ms a token
+    for _ in range(500):
+        found.observed.add([1], np.zeros(1, int), np.zeros(1, int))
+    assert found.observed.hits < 0.1
+    assert found.choose_method() == "model2" and found.seconds.draft_s == 0.002
+    # it is always wrong, and 4 ms a token are worth it
+    for _ in range(500):
+        found.observed.add([1], np.zeros(1, int), np.ones(1, int))
+    assert found.choose_method() == "model"
+    assert found.acceptance.p == PRIOR_PROB, "each has a profile of its own"
+
+
+def test_copies_are_drafted_by_the_best_of_the_others_first():
+    found = ladder([0.004, 0.002, 1e-7])
+    found.seconds = seconds()
+    assert found.choose_method() == "own"
+    assert found.order_of_copies(("own", "group", "model")) == ["model", "group", "own"]
+    found.method = "model2"
+    assert found.order_of_copies(("model", "group", "own")) == ["own", "group", "model"]
+    alone = planner(measured=seconds(), ladder=("own",))  # and no worker drafts for others
+    assert alone.order_of_copies(("model", "own")) == ("model", "own")
+
+
+def test_of_one_method_nothing_is_chosen():
+    found = planner(measured=seconds(draft_s=0.5))
+    assert found.choose_method() == "model" and found.seconds.draft_s == 0.5
+
+
 # --- reconfiguration --------------------------------------------------------------------
 
 
@@ -213,24 +259,30 @@ def test_a_request_that_is_accepted_less_is_planned_anew_when_due():
     assert plans.plan(2, 8 / 3) == DraftPlan(3)
     p = found.observed.acceptance()[1]
     assert p < found.observed.p
-    # a draft token takes 4 ms, a round of one request 10 ms and one more for each draft token
-    assert plans.plan(1, 8 / 3) == best_by_hand(round(p, 2), found.observed.hits)
-    assert plans.plan(1, 8 / 3).window < 3
+    window = best_window_by_hand(round(p, 2), found.observed)
+    assert plans.plan(1, 8 / 3) == DraftPlan(window, max_nodes=window) and window < 3
     plans.forget([1])
     assert plans.plan(1, 8 / 3) == DraftPlan(3)
 
 
-def best_by_hand(p, hits):
-    def whole(w):
-        return sum(p**a for a in range(w + 1))
+def best_window_by_hand(p, observed):
+    """Two requests with windows of 3: a round takes max(3 · 4, 10 + 2 · 3) ms, a node 1 ms."""
 
-    best = (1 / 0.010, DraftPlan(0, False))
-    for w in range(1, 4):
-        draft_s, plain_s, verify_s = 0.004 * w, 0.010, 0.010 + 0.001 * w
-        ahead = (hits * whole(w) + 1 - hits) / max(draft_s, verify_s)
-        in_turns = (2 - p + p * whole(w - 1)) / (plain_s + max(verify_s, draft_s - plain_s))
-        best = max(best, (in_turns, DraftPlan(w, False)), (ahead, DraftPlan(w, True)))
-    return best[1]
+    def tokens(p, w):
+        return observed.hits * sum(p**a for a in range(1, w + 1)) + 1
+
+    node_tokens = 2 * tokens(observed.p, 3) / 0.016 * 0.001
+    return max(range(4), key=lambda w: tokens(p, w) - observed.hits * w * node_tokens)
+
+
+@pytest.mark.parametrize(("batch", "windows"), [(1, [1, 1, 3, 4]), (32, [0, 0, 1, 2])])
+def test_requests_have_shorter_windows_in_a_full_batch(batch, windows):
+    """T(4) is 2.507 tokens, a node 1 ms: of a round of 14 ms 0.18 tokens, of 138 ms for 32 0.58.
+
+    A window is as long as its last draft token's p^w is above that, and no longer than others'.
+    """
+    plan_of = planner(most_window=8, measured=seconds(0.0005))._own_plans(batch, window=4)
+    assert [plan_of(p).window for p in (0.2, 0.4, 0.6, 0.8)] == windows
 
 
 def test_without_reconfiguration_every_request_has_one_plan():

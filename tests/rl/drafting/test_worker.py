@@ -18,6 +18,7 @@ from rl.drafting.plans import Planner
 from rl.drafting.threads import MOST_RESTARTS, DraftingThreads
 from rl.drafting.worker import MOST_ROLLOUTS, MOST_WORDS, DraftingWorker, WorkerLink
 from rl.drafting.workers import DraftingWorkers, share
+from rl.engine.worker_record import WorkerPart
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.draft_model import DraftModel
 from spec.budget.config import MODEL
@@ -33,7 +34,7 @@ class FakeEngine:
     """An engine for threads that compute nothing."""
 
     def __init__(self, number=0):
-        self.number = number
+        self.number, self.where = number, f"device {number}"
 
     def mesh_context(self):
         return contextlib.nullcontext()
@@ -110,13 +111,13 @@ def clock():
 
 @pytest.fixture
 def worker(clock):
-    worker = DraftingWorker(FakeEngine(), Source.MODEL, clock)
+    worker = DraftingWorker(FakeEngine(), clock)
     yield worker
     worker.close(LIMIT_S)
 
 
 def link_to(worker, made, rollout="a", look=lambda: None):
-    return WorkerLink(worker, rollout, made, look)
+    return WorkerLink(worker, Source.MODEL, rollout, made, look)
 
 
 def test_blocks_reach_the_link_that_asked(worker):
@@ -220,7 +221,7 @@ def test_a_link_waits_no_longer_than_it_is_told(worker):
 
 
 def test_close_ends_the_thread(clock):
-    worker = DraftingWorker(FakeEngine(), Source.MODEL, clock)
+    worker = DraftingWorker(FakeEngine(), clock)
     link = link_to(worker, Made())
     link.tell([commit(1)], [])
     worker.close(LIMIT_S)
@@ -243,12 +244,13 @@ def fails():
 def team(clock):
     """Two drafting workers of a run, for verifying workers 0 and 1."""
     lines = []
-    planner = Planner(DraftingConfig(workers=2), 4, 8, 3)
+    config = DraftingConfig(workers=2, ladder=("own",))
+    planner = Planner(config, 4, 8, 3, config.methods_of(1))
     options = {"clock": clock, "told": lines.append, "hang_limit_s": 10.0}
     model = DraftModel(None, None, DraftModelConfig())  # nothing is drafted with it
     workers = DraftingWorkers({MODEL: model}, planner, 16, **options)
     engines = [FakeEngine(k) for k in range(2)]
-    workers._threads = DraftingThreads(engines, Source.MODEL, **options)
+    workers._threads = DraftingThreads(engines, **options)
     workers._verifying, workers.lines = [0, 1], lines
     with workers:
         yield workers
@@ -394,12 +396,28 @@ def test_links_keep_no_weights(team):
     weights = Weights()
     spec = SimpleNamespace(params=weights, key=jax.random.key(0), sampling=SamplingConfig())
     runner = SimpleNamespace(number=1)
-    drafter = team.drafter_for(SimpleNamespace(spec=spec, runner=runner))
+    drafter = team.drafter_for(SimpleNamespace(spec=spec, runner=runner), MODEL)
     gone = weakref.ref(weights)
     del weights, spec
     gc.collect()
     assert gone() is None
     assert drafter.source is Source.MODEL
+
+
+def test_a_rollout_is_drafted_by_the_source_that_was_chosen_for_it(team, monkeypatch):
+    """All its workers have the same; the next rollout may have another."""
+    choices = iter(["model", "own"])
+
+    def choose():
+        team.planner.method = next(choices)
+
+    monkeypatch.setattr(team.planner, "choose_method", choose)
+    for seed, chosen in ((0, Source.MODEL), (1, Source.OWN)):
+        spec = SimpleNamespace(params=None, key=jax.random.key(seed), sampling=SamplingConfig())
+        for number in (0, 1):
+            context = SimpleNamespace(spec=spec, runner=SimpleNamespace(number=number))
+            found = [team.drafter_for(context, source) for source in ("model", "own")]
+            assert [drafter.source for drafter in found if drafter is not None] == [chosen]
 
 
 def test_steps_and_seconds_are_counted(team, clock):
@@ -413,6 +431,12 @@ def test_steps_and_seconds_are_counted(team, clock):
     clock.now_s = 6.0
     metrics = team.metrics()
     assert (metrics["drafting/steps"], metrics["drafting/busy_fraction"]) == (1.0, 0.25)
+    assert (metrics["drafting/by_model"], metrics["drafting/by_own"]) == (1.0, 0.0)
+    assert team.parts(7) == [
+        WorkerPart("drafting 0", "device 0", 7, ((0.0, 3.0),)),
+        WorkerPart("drafting 1", "device 1", 7, ()),
+    ]
+    assert team.parts(8)[0].busy_s == (), "once"
     clock.now_s = 7.0
     metrics = team.metrics()
     assert (metrics["drafting/steps"], metrics["drafting/busy_fraction"]) == (0.0, 0.0)

@@ -109,12 +109,15 @@ def test_workers_on_ray_are_told_that_they_draft_for_copies_with_a_draft_model(t
 
 
 def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
-    config, engine = made(*DRAFTS, *HELPS), SimpleNamespace()
+    config, engine = made(*DRAFTS, *HELPS, "Drafting.ladder=('own',)"), SimpleNamespace()
     speculation, planner = SimpleNamespace(), make_planner(config)
     have_idle_help(engine, speculation, planner)
     assert speculation.methods_of_copies == ("model", "own")
     assert (engine.helpers.num_methods, engine.helpers.requests_each) == (2, 2)
     assert engine.helpers.worth == planner.worth
+    planner.method = "own"  # acceptance is that of the method of the rollout
+    planner.observed.add([5], np.ones(1, int), np.ones(1, int))
+    assert set(engine.helpers.acceptance()) == {5}
 
 
 class Silent:

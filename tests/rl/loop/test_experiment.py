@@ -369,6 +369,19 @@ BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verif
             ("Cluster.kind='ray'", "Drafting.workers=None"),
             "expected a number of Drafting.workers there, got None, .*; set Drafting.workers = 1",
         ),
+        (
+            ("Drafting.ladder=('learned',)",),
+            r"""Drafting.workers=1 draft by Drafting.ladder='learned': expected "learned" in """,
+        ),
+        (
+            ("Cluster.kind='ray'", "Drafting.ladder=('own',)"),
+            r"""expected no Drafting.ladder and no DraftModel.directories there, got \('own',\) """,
+        ),
+        (
+            ("Drafting.drafter='own'", "DraftModel.directories=('a',)"),
+            r"""DraftModel.directories=\('a',\) are for drafting workers to choose among: .*"""
+            r"""got 1 with \('own',\): set them, or leave directories out""",
+        ),
     ],
 )
 def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, message):

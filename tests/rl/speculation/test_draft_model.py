@@ -15,6 +15,7 @@ from models import hf, tokenizer, transformer
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.speculation.config import DraftModelConfig
+from rl.speculation.draft_model import DraftModel
 
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
 
@@ -72,6 +73,20 @@ def test_a_model_that_does_not_fit_stops_before_any_device(tiny, tmp_path, chang
     folder = save_model(tmp_path / "other", **changes)
     with pytest.raises(ValueError, match=message):
         open_inputs(load(TrainConfig, [tiny], [*DRAFTS, *asks(folder)]))
+
+
+def test_each_of_several_models_is_read_and_has_to_fit(tiny, tmp_path):
+    first, second = (save_model(tmp_path / name, d_model=d) for name, d in (("a", 8), ("b", 16)))
+    config = DraftModelConfig(str(first), (str(second),))
+    found = DraftModel.load(config)
+    assert [m.model.d_model for m in found.models] == [8, 16]
+    assert [m.config.directory for m in found.models] == [str(first), str(second)]
+    wide = save_model(tmp_path / "wide", vocab_size=25)
+    settings = (*DRAFTS, *asks(first), "Sched.workers=2", "Drafting.workers=1")
+    with pytest.raises(ValueError, match="wide: expected the policy's vocabulary of 24, got 25"):
+        open_inputs(
+            load(TrainConfig, [tiny], [*settings, f"DraftModel.directories=({str(wide)!r},)"])
+        )
 
 
 def test_so_does_none(tiny):

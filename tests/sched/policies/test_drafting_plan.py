@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sched.policies import drafting_plan
-from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers, rate
+from sched.policies.drafting_plan import (
+    Acceptance,
+    Prices,
+    WorkerPlan,
+    batch_prices,
+    plan_workers,
+    rate,
+)
+from sched.policies.specactor import RequestPlan
 
 HALF = Acceptance(0.5)
 
@@ -60,6 +68,43 @@ def test_rates_by_hand():
 def test_the_slower_of_drafting_and_verifying_is_the_round():
     slow = rate(2, 4, 1, 2, lambda b: 2.0 * b, verify, HALF)
     assert slow == pytest.approx(4 * HALF.tokens(2) / 16)
+
+
+def test_prices_in_a_batch_by_hand():
+    """Four requests with windows of two: T = 1.75, a round takes max(2 · 0.5, 3) s, R = 7/3 a s."""
+    found = batch_prices(4, 2, draft, verify, Acceptance(0.5, 1.0))
+    assert found.round_s == 3
+    assert found.draft == pytest.approx(7 / 3 * (0.5 - 0.125) / 3)
+    assert found.node == pytest.approx(7 / 3 * (3 - 2) / 8)
+    alone = batch_prices(1, 2, draft, verify, Acceptance(0.5, 1.0))
+    assert alone.draft == 0.0, "it shares the drafting worker with nobody"
+
+
+def test_windows_go_by_what_a_node_costs_the_batch():
+    """A node costs 7/12 of a token: 1 + Σ_{i ≤ w} (p^i − 7/12) is most at w = 5, 1 and 0."""
+    prices = Prices(round_s=3.0, draft=0.0, node=7 / 12)
+
+    def plan(p, prices=prices):
+        return Acceptance(p, 1.0).own_plan(prices, range(1, 9))
+
+    tokens = sum(0.9**i for i in range(6)) - 5 * 7 / 12
+    assert plan(0.9) == RequestPlan(5, True, pytest.approx(tokens / 3))
+    assert plan(0.6).window == 1
+    assert plan(0.5) == RequestPlan(0, False, pytest.approx(1 / 3)), "it decodes plainly"
+    # alone a node costs hardly anything, and windows are all alike
+    alone = Prices(3.0, 0.0, 0.001)
+    assert [plan(p, alone).window for p in (0.5, 0.6, 0.9)] == [8, 8, 8]
+
+
+def test_chains_that_run_ahead_stop_early_where_drafts_are_dear():
+    """p = 0.82: chains of 11 in turns bring 0.41 · (C(10) − 1) − 0.55, the most there is."""
+    p, prices = 0.82, Prices(1.0, draft=0.1, node=0.0)
+    found = Acceptance(p).own_plan(prices, range(1, 17))
+    left = sum(p**i for i in range(1, 11))
+    assert found == RequestPlan(11, False, pytest.approx(1 + (p * left - 1.1) / 2))
+    assert Acceptance(p).own_plan(Prices(1.0, 0.0, 0.0), range(1, 17)).decoupled
+    # all cases at once: what brings less than it costs is not drafted at all
+    assert Acceptance(p, 0.9).own_plan(prices, range(1, 17)).decoupled
 
 
 def best_of_all(workers, requests, draft, verify, acceptance, numbers, windows):

@@ -220,6 +220,17 @@ def test_the_window_of_a_plan_limits_the_depth():
 # --- waiting --------------------------------------------------------------------------------
 
 
+def test_a_plan_limits_the_draft_tokens_of_a_round():
+    """Of a chain of two and a second choice beside each the likeliest; others have them all."""
+    drafter, link = made()
+    drafter._plans.own = {1: DraftPlan(4, max_nodes=2), 2: DraftPlan(0, max_nodes=0)}
+    live = live_texts([1, 2, 3], [1, 2, 3], [1, 2, 3])
+    tokens, parents = np.array([7, 8, 9], np.int32), np.array([-1, 0, -1], np.int32)
+    prob = np.array([0.5, 0.25, 0.125], np.float32)
+    link.sent = [Block(r, 1, 3, tokens, parents, prob) for r in range(3)]
+    assert proposed(drafter, live) == [[7, 8, 9], [7, 8], []]
+
+
 def test_no_patience_no_wait():
     drafter, link = made()
     proposed(drafter, live_texts([1, 2, 3])), proposed(drafter, live_texts([1, 2, 3, 4]))
