@@ -44,14 +44,19 @@ def show(
     result: Mapping[str, Any], arguments: argparse.Namespace, figures: Mapping[str, Any]
 ) -> None:
     """Write and print a result as the output flags say; `figures` are what people read."""
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, arguments)
     if arguments.json:
         print(json.dumps(result))
         return
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
         print(f"{name:{width}}  {value}")
+
+
+def write(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Write a result to the file that the output flags name, if any."""
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _without_paths(arguments: Sequence[str], hidden: Sequence[str]) -> list[str]:

@@ -3,9 +3,10 @@
     python -m benchmarks.gpu --json --output benchmarks/results/gpu.json
 
 Each part runs in a process of its own with a deadline. A part that is not done by then is cut: the
-rows that it has are kept, and the result says so. What is compared takes turns in one process;
-medians count. `--size tiny` runs everything on any backend in seconds, to see that it works: its
-figures mean nothing. The exit status is 1 where a part was cut or failed.
+rows that it has are kept, and the result says so. The file is written after each part. What is
+compared takes turns in one process; medians count. `--size tiny` runs everything on any backend in
+seconds, to see that it works: its figures mean nothing. The exit status is 1 where a part was cut
+or failed.
 """
 
 from __future__ import annotations
@@ -123,15 +124,16 @@ def main() -> int:
     if why := refusal(arguments.size):
         print(why, file=sys.stderr)
         return 2
-    parts = {}
+    parts: dict[str, Any] = {}
+    result: dict[str, Any] = {"benchmark": "gpu", "kind": "measured", "size": arguments.size}
+    result |= {"policy": "Qwen3-0.6B's shape, random weights", "parts": parts}
+    if arguments.size == "tiny":
+        result |= {"kind": "try", "policy": "random weights"}
+    result |= environment.record("benchmarks.gpu", PACKAGES)
     for part in arguments.parts:
         parts[part] = run_part(part, arguments.size, arguments.deadline_s or DEADLINES_S[part])
         print(f"{part}: {parts[part]['status']}", file=sys.stderr, flush=True)
-    record = environment.record("benchmarks.gpu", PACKAGES)
-    result: dict[str, Any] = {"benchmark": "gpu", "kind": "measured", "size": arguments.size}
-    result |= {"policy": "Qwen3-0.6B's shape, random weights", "parts": parts, **record}
-    if arguments.size == "tiny":
-        result |= {"kind": "try", "policy": "random weights"}
+        environment.write(result, arguments)  # whoever started this may end it
     environment.show(result, arguments, figures(parts))
     return int(any(found["status"] != "done" for found in parts.values()))
 

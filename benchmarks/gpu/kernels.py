@@ -21,6 +21,7 @@ from models.attention import Packing
 CALLS = 8  # launched one behind the other, so that the host's part of a call is hidden
 KERNEL = "mosaic_gpu"  # what the call of a Mosaic GPU kernel is named in a lowered program
 PORTABLE = "the benchmark asks for it"
+Step = tuple[bool, Callable[..., Any]]  # whether it calls a kernel of ours, and the step
 
 
 @partial(jax.jit, static_argnames="portable")
@@ -100,10 +101,9 @@ def _page_rows(size: Size, live: int, nodes: int) -> Rows:
         jnp.asarray(np.random.default_rng(0).permutation(B * N).reshape(B, N), jnp.int32),
         jnp.full(B, live, jnp.int32),
     )
-    steps = {}
-    for name in ("ours", "portable"):
-        lowered = of_pages.lower(*inputs, portable=name == "portable")
-        steps[name] = KERNEL in lowered.as_text(), lowered.compile()
+    steps = {
+        name: partial(_compiled_pages, inputs, name == "portable") for name in ("ours", "portable")
+    }
     device, moved = accelerator(), 2 * int(np.prod(pages)) * size.itemsize
     floor_ms = None if device is None else 1e3 * moved / device.bytes_per_s
     shape = {"attention": "pages", "slots": B, "live_positions": live, "nodes_of_a_slot": nodes}
@@ -115,23 +115,20 @@ def _row_rows(size: Size, backward: bool) -> Rows:
     queries, keys = (B, T, heads.queries, heads.size), (B, T, heads.keys, heads.size)
     shapes = queries, keys, keys, queries
     inputs = tuple(_normal(i, shape, size.dtype) for i, shape in enumerate(shapes))
-    steps: dict[str, tuple[bool, Callable[..., Any]]] = {}
-    missing: list[Row] = []
+    steps = {
+        how: partial(_compiled_rows, inputs, how, backward)
+        for how in ("ours", "portable", size.baseline)
+    }
     shape = {"attention": "rows", "rows": B, "row_tokens": T, "backward": backward}
-    for how in ("ours", "portable", size.baseline):
-        try:
-            steps[how] = _compiled_rows(inputs, how, backward)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if how != size.baseline:
-                raise
-            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            missing.append({**shape, "how": how, "not_run": why})
     yield from _compared(size, shape, steps, inputs, size.baseline, None)
-    yield from missing
 
 
-def _compiled_rows(inputs: Any, how: str, backward: bool) -> tuple[bool, Callable[..., Any]]:
-    """Return whether a step calls a kernel of ours, and the step."""
+def _compiled_pages(inputs: Any, portable: bool) -> Step:
+    lowered = of_pages.lower(*inputs, portable=portable)
+    return KERNEL in lowered.as_text(), lowered.compile()
+
+
+def _compiled_rows(inputs: Any, how: str, backward: bool) -> Step:
     usual = row_attention.why_portable
     jax.clear_caches()  # of what was traced with the other path
     if how == "portable":
@@ -146,12 +143,23 @@ def _compiled_rows(inputs: Any, how: str, backward: bool) -> tuple[bool, Callabl
 def _compared(
     size: Size,
     shape: Row,
-    steps: dict[str, tuple[bool, Callable[..., Any]]],
+    compiled: dict[str, Callable[[], Step]],
     inputs: Any,
     baseline: str,
     floor_ms: float | None,
 ) -> Rows:
-    found = {name: jax.tree.leaves(step(*inputs)) for name, (_, step) in steps.items()}
+    """Compile, run and time the steps; a baseline of others that fails costs its own row alone."""
+    steps, found = dict[str, Step](), {}
+    for name, compile_step in compiled.items():
+        try:
+            step = compile_step()
+            found[name] = jax.block_until_ready(jax.tree.leaves(step[1](*inputs)))
+            steps[name] = step
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if name in ("ours", "portable"):
+                raise
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield {**shape, "how": name, "not_run": why}
     apart = {name: difference(x, found["portable"]) for name, x in found.items()}
     del found
     calls = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from rl.engine.engine import Engine
 from spec.drafter import no_drafts
 from spec.drawn import by_slot, unpack
 from spec.nodes import pack
-from spec.verify import decode_rounds, verify_round
+from spec.verify import Slots, decode_rounds, verify_round
 
 
 class Bench:
@@ -59,10 +60,18 @@ class Bench:
         self.state: list[Any] = [_filled(cache), self.engine.empty_pending(B)]
         self.nodes_5M = np.zeros((5, 0), np.int32)
 
-    def plain(self, live: int) -> np.ndarray:
+    def slots(self, live: int) -> Slots:
+        """Return the slots that rounds begin with, which is not a part of their seconds."""
+        return jax.block_until_ready(busy(self.size.slots, 2 * live))
+
+    def seconds(self, run: Callable[[Slots], Any], live: int) -> float:
+        """Return the seconds of `plain` or `verify`."""
+        slots = self.slots(live)
+        return timed(lambda: run(slots))
+
+    def plain(self, slots: Slots) -> np.ndarray:
         """Run a fetch's rounds without drafts; returns the tokens, [B, rounds]."""
-        N = np.int32(self.size.node_count)
-        slots, options = busy(self.size.slots, 2 * live), self.engine.decode_options("cdf")
+        N, options = np.int32(self.size.node_count), self.engine.decode_options("cdf")
         *self.state, _, found = decode_rounds(
             self.params, *self.state, slots, NO_STOP_E, N, np.int32(self.size.slots), **options
         )
@@ -77,10 +86,9 @@ class Bench:
         drafts.count_A[:] = N - 1
         self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, B * N, N)
 
-    def verify(self, live: int) -> tuple[np.ndarray, np.ndarray]:
+    def verify(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
         """Run a round that verifies; returns the tokens, [B, N], and how many each slot got."""
-        B = self.size.slots
-        slots, M = busy(B, 2 * live), self.nodes_5M.shape[1]
+        B, M = self.size.slots, self.nodes_5M.shape[1]
         *self.state, _, found, _ = verify_round(
             self.params,
             *self.state,
@@ -139,22 +147,22 @@ def rows(size: Size) -> Rows:
         return
     bench = Bench(size)
     for live in size.live_positions:
-        tokens_BN = bench.plain(live)
+        tokens_BN = bench.plain(bench.slots(live))
         bench.draft(tokens_BN)
         yield from _measured(bench, live, tokens_BN)
 
 
 def _measured(bench: Bench, live: int, plain_BN: np.ndarray) -> Rows:
     size = bench.size
-    verified_BN, count_B = bench.verify(live)
+    verified_BN, count_B = bench.verify(bench.slots(live))
     N = size.node_count
     padded_BN = np.pad(verified_BN, ((0, 0), (0, N - verified_BN.shape[1])))
     emitted_BN = np.arange(N) < count_B[:, None]
     # behind the first token that differs nothing is emitted
     differ = int(((padded_BN != plain_BN) & emitted_BN).sum())
     kinds = {
-        "plain": lambda: timed(lambda: bench.plain(live)) / N,  # a round of one fetch's
-        "verify": lambda: timed(lambda: bench.verify(live)),
+        "plain": lambda: bench.seconds(bench.plain, live) / N,  # a round of one fetch's
+        "verify": lambda: bench.seconds(bench.verify, live),
     }
     seconds, floor = in_turns(kinds, size.repeats), floor_s(size, live)
     for name, taken_T in seconds.items():

@@ -170,3 +170,62 @@ def test_pages_are_filled_in_place():
     filled = rounds._filled(cache)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values)), "no room for them twice"
     assert float(abs(filled.keys[0]).max()) > 0
+
+
+def test_parts_that_are_done_stay_if_the_command_is_ended(monkeypatch, tmp_path):
+    output = tmp_path / "gpu.json"
+
+    def run_part(part, size, deadline_s):
+        if part == "kernels":
+            raise KeyboardInterrupt
+        return {"status": "done", "rows": [{"ms": 1.0}]}
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    flags = ["--parts", "rounds", "kernels", "--size", "tiny", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["gpu", *flags])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    result = json.loads(output.read_text())
+    assert list(result["parts"]) == ["rounds"] and result["commit"] is not None
+
+
+def test_slots_are_made_outside_of_the_seconds_of_a_round(monkeypatch):
+    timing, made = [False], []
+
+    def timed(call):
+        timing[0] = True
+        call()
+        timing[0] = False
+        return 1.0
+
+    bench = rounds.Bench(dataclasses.replace(TINY, live_positions=(16,)))
+    busy = rounds.busy
+    monkeypatch.setattr(rounds, "busy", lambda *sizes: made.append(timing[0]) or busy(*sizes))
+    monkeypatch.setattr(rounds, "timed", timed)
+    bench.draft(bench.plain(bench.slots(16)))
+    assert bench.seconds(bench.plain, 16) == bench.seconds(bench.verify, 16) == 1.0
+    assert made == [False] * 3
+
+
+@pytest.mark.parametrize("fails", ["baseline", "ours"])
+def test_a_baseline_that_fails_as_it_runs_costs_its_own_row(monkeypatch, fails):
+    compiled = kernels._compiled_rows
+
+    def planted(inputs, how, backward):
+        if how != (TINY.baseline if fails == "baseline" else fails):
+            return compiled(inputs, how, backward)
+
+        def step(*inputs):
+            raise RuntimeError("planted\nand more")
+
+        return False, step
+
+    monkeypatch.setattr(kernels, "_compiled_rows", planted)
+    if fails == "ours":
+        with pytest.raises(RuntimeError, match="planted"):
+            list(kernels._row_rows(TINY, False))
+        return
+    first, *rest = kernels._row_rows(TINY, False)
+    assert (first["how"], first["not_run"]) == (TINY.baseline, "RuntimeError: planted")
+    assert [r["how"] for r in rest] == ["ours", "portable"] and all(r["ms"] > 0 for r in rest)
