@@ -254,6 +254,7 @@ def _draw_cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Arr
     upto_C = jnp.cumsum(mass_C, axis=-1)
     block = _first_above(mass_C, upto_C, u_2[..., 0] * upto_C[..., -1])
     mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
+    rows = (ROLLOUT_AXES[0], *[None] * mass_W.ndim)[: mass_W.ndim - 1]
     mass_W = constrain(mass_W, *rows, None)
     upto_W = jnp.cumsum(mass_W, axis=-1)
     inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
