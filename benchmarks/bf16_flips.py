@@ -39,7 +39,9 @@ from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 DTYPES = ("float32", "bfloat16")
-NODES = (1, 2, 4, 8)
+NODES = (1, 8)
+NAMED = ("flips_per_million", "responses_that_differ", "responses", "tokens")
+NAMED += ("mean_logprob_difference", "max_logprob_difference")
 ACCEPTANCE = 0.9  # of the drafts, a token
 
 
@@ -230,15 +232,13 @@ def _phases(
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of the default draw, of the widest passes."""
+    """The figures of the widest passes; those of other draws than the default have its name."""
     named: dict[str, Any] = {}
     for row in rows:
-        if row["draw"] == rows[0]["draw"] and row["measure"] in ("drafted", f"forced_{NODES[-1]}"):
-            kept = [k for k in ("flips_per_million", "responses_that_differ") if k in row]
-            kept += ["mean_logprob_difference", "max_logprob_difference"] if len(kept) else []
-            kind = row["measure"].split("_")[0]
-            named |= {f"{row['dtype']}_{kind}_{k}": row[k] for k in kept}
-            named[f"{row['dtype']}_{kind}_tokens"] = row["tokens"]
+        if row["measure"] in ("drafted", f"forced_{NODES[-1]}"):
+            draw = [] if row["draw"] == rows[0]["draw"] else [row["draw"]]
+            name = "_".join([row["dtype"], *draw, row["measure"].split("_")[0]])
+            named |= {f"{name}_{k}": row[k] for k in NAMED if k in row}
     return named
 
 

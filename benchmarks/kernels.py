@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from models.attention import may_see
+from models.attention import LOG2_E, may_see
 from models.kernels import (
     page_append_tpu,
     page_attention_gpu,
@@ -71,9 +71,9 @@ def _pages(q: Any, k: Any, v: Any, table_BN: np.ndarray, length_B: np.ndarray) -
             np.repeat(x[table_BN[b]].transpose(0, 2, 1, 3).reshape(-1, *x.shape[1::2]), G, 1)
             for x in (k, v)
         )
-        scores = np.einsum("whd,shd->whs", q[b], k_SHh[:length]) / np.sqrt(HEAD)
-        top[b] = scores.max(axis=-1, keepdims=True)
-        weights = np.exp(scores - top[b])
+        scores = np.einsum("whd,shd->whs", q[b], k_SHh[:length]) / np.sqrt(HEAD) * LOG2_E
+        top[b] = np.round(scores.max(axis=-1, keepdims=True))
+        weights = np.exp2(scores - top[b])
         total[b] = weights.sum(axis=-1, keepdims=True)
         out[b] = np.einsum("whs,shd->whd", weights, v_SHh[:length])
     return out, top, total

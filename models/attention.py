@@ -11,6 +11,7 @@ C tokens of each, X = T·C.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from models.layout import causal_block_tokens
 
+LOG2_E = math.log2(math.e)
 NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finite
 
 
@@ -129,9 +131,10 @@ class Chunks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialSoftmax:
-    """A softmax over some of the keys: Σ exp(score − top) · v, top, and Σ exp(score − top).
+    """A softmax over some of the keys: Σ 2^(score − top) · v, top, and Σ 2^(score − top).
 
-    Float32 [B, W, H, h] and twice [B, W, H, 1]. Over no key at all the top is `NEGATIVE`.
+    Scores are q·k/√h · log₂e, the top is the highest one's nearest whole number. Float32
+    [B, W, H, h] and twice [B, W, H, 1]. Over no key at all the top is `NEGATIVE`.
     """
 
     out: jax.Array
@@ -185,7 +188,7 @@ def attend_nodes(
     `k_MKh` and `v_MKh` are the nodes' own, which no cache holds yet. The two softmaxes are joined
     by their maxima and sums:
 
-        out = (o₁ e^(t₁ − t) + o₂ e^(t₂ − t)) / (Σ₁ e^(t₁ − t) + Σ₂ e^(t₂ − t)),  t = max(t₁, t₂)
+        out = (o₁ 2^(t₁ − t) + o₂ 2^(t₂ − t)) / (Σ₁ 2^(t₁ − t) + Σ₂ 2^(t₂ − t)),  t = max(t₁, t₂)
 
     Without `trees` node m is the only one of row m. Here rows are padded to W nodes.
     Source: docs/architecture.md, "The round".
@@ -228,7 +231,7 @@ def attend_chunks(
 def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
     """Return the softmax over the keys of both."""
     top = jnp.maximum(one.top, other.top)
-    of_one, of_other = jnp.exp(one.top - top), jnp.exp(other.top - top)
+    of_one, of_other = power_of_two(one.top - top), power_of_two(other.top - top)
     total = one.total * of_one + other.total * of_other
     return PartialSoftmax(one.out * of_one + other.out * of_other, top, total)
 
@@ -239,8 +242,24 @@ def _joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
     return both.out / both.total
 
 
+def weights(scores: jax.Array, top: jax.Array) -> jax.Array:
+    """2^(score − top) of a whole number `top`: another one gives the same mantissas.
+
+    So weights that are rounded to bfloat16 have the same rounding in a softmax over some of the
+    keys as in one over all of them.
+    """
+    whole = jax.lax.stop_gradient(jnp.round(scores))
+    return jnp.exp2(scores - whole) * power_of_two(whole - top)
+
+
+def power_of_two(whole: jax.Array) -> jax.Array:
+    """2^whole of float32 whole numbers up to 127, without rounding; 0 from −127 down."""
+    exponent = jnp.maximum(whole, -127).astype(jnp.int32) + 127
+    return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
 def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> PartialSoftmax:
-    """The softmax over a node's own key alone: its weight is 1."""
+    """The softmax over a node's own key alone."""
     B, T, H, h = q_BTHh.shape
     K = k_BTKh.shape[2]
     scores_BTKG = jnp.einsum(
@@ -249,10 +268,35 @@ def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> Parti
         k_BTKh,
         precision=precision_of(q_BTHh),
         preferred_element_type=jnp.float32,
-    ) * (h**-0.5)
+    ) * (h**-0.5 * LOG2_E)
     score_BTH1 = scores_BTKG.reshape(B, T, H, 1)
+    top_BTH1 = jnp.round(jax.lax.stop_gradient(score_BTH1))
+    weight_BTH1 = weights(score_BTH1, top_BTH1)
+    rounded_BTH1 = weight_BTH1.astype(v_BTKh.dtype).astype(jnp.float32)
     v_BTHh = jnp.repeat(v_BTKh, H // K, axis=2).astype(jnp.float32)
-    return PartialSoftmax(v_BTHh, score_BTH1, jnp.ones_like(score_BTH1))
+    return PartialSoftmax(v_BTHh * rounded_BTH1, top_BTH1, weight_BTH1)
+
+
+def _products(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
+    """q·k, float32 [B, K, X, S].
+
+    A CPU's product of bfloat16 sums in an order that depends on the number of queries, unless its
+    operands are float32.
+    """
+
+    def product(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            "bkxh,bkhs->bkxs",
+            q_BKXh,
+            k_BKhS,
+            precision=precision_of(q_BKXh),
+            preferred_element_type=jnp.float32,
+        )
+
+    def wide(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
+        return product(q_BKXh.astype(jnp.float32), k_BKhS.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(q_BKXh, k_BKhS, cpu=wide, default=product)
 
 
 def _apart(x: jax.Array) -> jax.Array:
@@ -271,19 +315,14 @@ def partial_attention(
     K = k_BKhS.shape[1]
     G = H // K
     q_BKXh = q_BTHh.reshape(B, T, K, G, h).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, h)
-    scores_BKXS = jnp.einsum(
-        "bkxh,bkhs->bkxs",
-        q_BKXh,
-        k_BKhS,
-        precision=precision_of(q_BKXh),
-        preferred_element_type=jnp.float32,
-    ) * (h**-0.5)
+    scores_BKXS = _products(q_BKXh, k_BKhS) * (h**-0.5 * LOG2_E)
     mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]
     scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
-    top_BKX1 = jax.lax.stop_gradient(jnp.max(scores_BKXS, axis=-1, keepdims=True))
-    weights_BKXS = jnp.exp(scores_BKXS - top_BKX1)
+    highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
+    weights_BKXS = weights(scores_BKXS, jnp.round(highest_BKX1))
     # A maximum of its own is returned: XLA's CPU computes the weights in one pass with the other.
-    found_BKX1 = jnp.max(_apart(jax.lax.stop_gradient(scores_BKXS)), axis=-1, keepdims=True)
+    apart_BKXS = _apart(jax.lax.stop_gradient(scores_BKXS))
+    found_BKX1 = jnp.round(jnp.max(apart_BKXS, axis=-1, keepdims=True))
     total_BKX1 = jnp.sum(weights_BKXS, axis=-1, keepdims=True)
     out_BKXh = jnp.einsum(
         "bkxs,bksh->bkxh",

@@ -6,7 +6,7 @@ the scores are computed again: no scores of a whole row ever exist. On TPUs and 
 do this (`models.kernels`) where they take the heads and the length; elsewhere the portable path
 below, which says what is computed.
 
-    forward    out = Σ_s e^(score_s − top) v_s / Σ_s e^(score_s − top),   lse = top + log Σ
+    forward    out = Σ_s 2^(score_s log₂e − top) v_s / Σ,   lse = top/log₂e + log Σ
     backward   p = e^(score − lse),  δ = Σ_h dout · out
                dv += pᵀ dout,  ds = p (dout vᵀ − δ),  dq += ds k,  dk += dsᵀ q
 
@@ -26,7 +26,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models.attention import NEGATIVE, Packing, may_see, precision_of
+from models.attention import (
+    LOG2_E,
+    NEGATIVE,
+    Packing,
+    may_see,
+    power_of_two,
+    precision_of,
+    weights,
+)
 from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
 from models.loops import scan_after
 
@@ -188,8 +196,9 @@ class _Blocks:
         return before_CS & may_see(self.prompt[i], self.branch[i], self.prompt[j], self.branch[j])
 
     def scores(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Return the scores of block i's queries with block j's keys, [B, K, G, C, S]."""
-        scores = _product("bkgch,bksh->bkgcs", self.q[i], self.k[j]) * self.q.shape[-1] ** -0.5
+        """Return q·k/√h · log₂e of block i's queries with block j's keys, [B, K, G, C, S]."""
+        products = _product("bkgch,bksh->bkgcs", self.q[i], self.k[j])
+        scores = products * (self.q.shape[-1] ** -0.5 * LOG2_E)
         return jnp.where(self.mask(i, j)[:, None, None], scores, NEGATIVE)
 
 
@@ -210,15 +219,15 @@ def _forward_by_blocks(
         def meet(j: jax.Array, carry: tuple) -> tuple:
             out, top, total = carry
             scores = blocks.scores(i, j)
-            higher = jnp.maximum(top, scores.max(axis=-1))
-            weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-            new = _product("bkgcs,bksh->bkgch", weights.astype(v_BTKh.dtype), blocks.v[j])
-            return out * kept[..., None] + new, higher, total * kept + weights.sum(axis=-1)
+            higher = jnp.maximum(top, jnp.round(scores.max(axis=-1)))
+            p, kept = weights(scores, higher[..., None]), power_of_two(top - higher)
+            new = _product("bkgcs,bksh->bkgch", p.astype(v_BTKh.dtype), blocks.v[j])
+            return out * kept[..., None] + new, higher, total * kept + p.sum(axis=-1)
 
         none = jnp.zeros((B, K, G, C, h), jnp.float32), jnp.full((B, K, G, C), NEGATIVE)
         start = *none, jnp.zeros((B, K, G, C), jnp.float32)
         out, top, total = jax.lax.fori_loop(0, i + 1, partial(_where_seen, blocks, i, meet), start)
-        return (), ((out / total[..., None]).astype(v_BTKh.dtype), top + jnp.log(total))
+        return (), ((out / total[..., None]).astype(v_BTKh.dtype), top / LOG2_E + jnp.log(total))
 
     _, (out_nBKGCh, lse_nBKGC) = scan_after(of_queries, (), jnp.arange(n), given)
     lse_BTH1 = _rows(lse_nBKGC[..., None], (*q_BTHh.shape[:3], 1))
@@ -238,7 +247,7 @@ def _backward_by_blocks(
     """Return the gradients of queries, keys and values: the portable path."""
     given, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT), k_BTKh.shape[2]
     n, scale = len(given.q), q_BTHh.shape[-1] ** -0.5
-    lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None]), K)
+    lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None] * LOG2_E), K)
     dout_by_head = _by_head(_cut(dout_BTHh), K)
     products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
     delta = _by_head(_cut(products_BTH1), K)
@@ -248,7 +257,7 @@ def _backward_by_blocks(
 
         def meet(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv = carry
-            p = jnp.exp(blocks.scores(i, j) - lse[i])
+            p = jnp.exp2(blocks.scores(i, j) - lse[i])
             dv_j = _product("bkgcs,bkgch->bksh", p.astype(dout.dtype), dout[i])
             dp = _product("bkgch,bksh->bkgcs", dout[i], blocks.v[j])
             ds = (p * (dp - delta[i])).astype(q_BTHh.dtype)

@@ -9,6 +9,7 @@ was batched, split or drafted, if its logits are: bfloat16 passes round by shape
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,9 @@ from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
 NOISE_NAMES = 2**31  # of requests
+ADDED_AT_ONCE = 16  # parts of a sum
+Axes = tuple[str, str]  # logical axes of logits: of their first axis, and of the vocabulary
+ROLLOUT_AXES: Axes = ("batch", "vocab")
 LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
 
 
@@ -187,31 +191,74 @@ def block_tokens(vocab_size: int) -> int:
     return 2 ** math.ceil(math.log2(vocab_size) / 2)
 
 
-def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draw a block by its cumulative mass, then a token of it; return also the total mass.
+def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    """Return masses in blocks, [..., C, W], and the mass of each, [..., C], in `_in_order`."""
+    W, (rows_axis, vocab_axis) = block_tokens(mass_V.shape[-1]), axes
+    # as many blocks for each part of the vocabulary: else every device would gather all of it
+    over = -mass_V.shape[-1] % (W * ways_in_use(vocab_axis))
+    mass_CW = jnp.pad(mass_V, [(0, 0)] * (mass_V.ndim - 1) + [(0, over)])
+    mass_CW = mass_CW.reshape(*mass_V.shape[:-1], -1, W)
+    rows = (rows_axis, *[None] * mass_V.ndim)[: mass_V.ndim - 1]
+    mass_CW = constrain(mass_CW, *rows, vocab_axis, None)
+    return mass_CW, _in_order(mass_CW)
+
+
+def _in_order(x_N: jax.Array) -> jax.Array:
+    """Return Σ over the last axis, in an order that its length alone decides.
+
+    XLA's reductions have orders that depend on the number of rows and on the program. Here
+    `ADDED_AT_ONCE` equal parts are added one after the other until one number is left.
+    """
+    while (length := x_N.shape[-1]) > 1:
+        parts = min(ADDED_AT_ONCE, length)
+        x_N = jnp.pad(x_N, [(0, 0)] * (x_N.ndim - 1) + [(0, -length % parts)])
+        x_N = functools.reduce(jnp.add, jnp.split(x_N, parts, axis=-1))
+    return x_N[..., 0]
+
+
+def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
+    """Return the log of the mass of all blocks, the same however the vocabulary is split."""
+    mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
+    rows = (rows_axis, *[None] * mass_C.ndim)[: mass_C.ndim - 1]
+    return jnp.log(_in_order(constrain(mass_C, *rows, None)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalizer(logits_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    """Return top and log Σ e^(logit − top): a log-probability is logit − top − log Σ.
+
+    The derivative of their sum is the second's; the first has none.
+    """
+    top = jnp.max(logits_V, axis=-1)
+    _, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), axes)
+    return top, _log_total(mass_C, logits_V.shape[-1], axes[0])
+
+
+@_normalizer.defjvp
+def _(axes: Axes, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    (logits_V,), (tangent_V,) = primals, tangents
+    top, log_total = _normalizer(logits_V, axes)
+    prob_V = jnp.exp(logits_V - (top + log_total)[..., None])
+    return (top, log_total), (jnp.zeros_like(top), jnp.sum(prob_V * tangent_V, axis=-1))
+
+
+def _draw_cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw a block by its cumulative mass, then a token of it.
 
     Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
     additions in sequence instead of V. Each has a uniform of its own: one for both would leave
     the second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens.
     A token of mass 0 is never drawn.
     """
-    V = mass_V.shape[-1]
-    W = block_tokens(V)
-    # as many blocks for each part of the vocabulary: else every device would gather all of it
-    padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % (W * ways_in_use("vocab")))]
-    mass_CW = jnp.pad(mass_V, padding).reshape(*mass_V.shape[:-1], -1, W)
-    rows = ("batch", *[None] * mass_V.ndim)[: mass_V.ndim - 1]
-    mass_CW = constrain(mass_CW, *rows, "vocab", None)
-    mass_C = jnp.sum(mass_CW, axis=-1)
+    u_2, W = uniforms(keys), mass_CW.shape[-1]
     upto_C = jnp.cumsum(mass_C, axis=-1)
-    total = upto_C[..., -1]
-    u_2 = uniforms(keys)
-    block = _first_above(mass_C, upto_C, u_2[..., 0] * total)
+    block = _first_above(mass_C, upto_C, u_2[..., 0] * upto_C[..., -1])
     mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
+    rows = (ROLLOUT_AXES[0], *[None] * mass_W.ndim)[: mass_W.ndim - 1]
     mass_W = constrain(mass_W, *rows, None)
     upto_W = jnp.cumsum(mass_W, axis=-1)
     inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
-    return (block * W + inside).astype(jnp.int32), total
+    return (block * W + inside).astype(jnp.int32)
 
 
 def _perturbed(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
@@ -252,11 +299,11 @@ def draw(
     unscaled one.
     """
     top = jnp.max(logits_V, axis=-1)
-    mass_V = jnp.exp(logits_V - top[..., None])
+    mass_CW, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), ROLLOUT_AXES)
     if scheme == "cdf":
-        tokens, total = _draw_cdf(mass_V, keys)
+        tokens = _draw_cdf(mass_CW, mass_C, keys)
     else:
-        tokens, total = _draw_gumbel(logits_V, keys), jnp.sum(mass_V, axis=-1)
+        tokens = _draw_gumbel(logits_V, keys)
     greedy = temperature <= 0
     tokens = jax.lax.cond(
         jnp.any(greedy),
@@ -264,7 +311,7 @@ def draw(
         lambda: tokens,
     )
     picked = jnp.take_along_axis(logits_V, tokens[..., None], axis=-1)[..., 0]
-    return tokens, picked - top - jnp.log(total)
+    return tokens, picked - top - _log_total(mass_C, logits_V.shape[-1], ROLLOUT_AXES[0])
 
 
 def log_probs(
@@ -273,22 +320,23 @@ def log_probs(
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
+    axes: Axes = ROLLOUT_AXES,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of given tokens, and the entropy, of the processed distribution.
 
-    Training uses it; it equals `draw`'s log-probability of an emitted token. A given token that
-    top-k or top-p would cut now (the policy has changed, or it was at the threshold) is put back
-    into its row, so that its log-probability and gradient stay finite. `logits_V` is [..., V],
-    the rest [...]; returns two [...].
+    Training uses it; of the same logits it has the bits of `draw`'s log-probability. A given token
+    that top-k or top-p would cut now (the policy has changed, or it was at the threshold) is put
+    back into its row, so that its log-probability and gradient stay finite. `logits_V` is
+    [..., V], the rest [...]; `axes` are the logical ones of its first and of V. Returns two [...].
     """
     raw_V = logits_V.astype(jnp.float32) / jnp.where(temperature <= 0, 1.0, temperature)[..., None]
     cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
     given_V = jnp.arange(raw_V.shape[-1]) == tokens[..., None]
     kept_V = (cut_V > -jnp.inf) | given_V
     masked_V = jnp.where(kept_V, raw_V, -jnp.inf)
-    total = jax.nn.logsumexp(masked_V, axis=-1)
-    token_logprob = jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1) - total
-    logprob_V = jnp.where(kept_V, raw_V - total[..., None], 0.0)
+    top, log_total = _normalizer(masked_V, axes)
+    token_logprob = jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1) - top - log_total
+    logprob_V = jnp.where(kept_V, raw_V - (top + log_total)[..., None], 0.0)
     entropy = -jnp.sum(jnp.where(kept_V, jnp.exp(logprob_V) * logprob_V, 0.0), axis=-1)
     return token_logprob, entropy
 
@@ -305,5 +353,6 @@ def given_log_probs(
     raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]
     raw = raw / scale
     kept = jnp.take_along_axis(processed_V, tokens[..., None], axis=-1)[..., 0] > -jnp.inf
-    total = jax.nn.logsumexp(processed_V, axis=-1)
-    return raw - jnp.where(kept, total, jnp.logaddexp(total, raw)), kept
+    given_V = jnp.arange(processed_V.shape[-1]) == tokens[..., None]
+    top, log_total = _normalizer(jnp.where(given_V, raw[..., None], processed_V), ROLLOUT_AXES)
+    return raw - top - log_total, kept

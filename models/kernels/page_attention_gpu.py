@@ -4,7 +4,10 @@ A thread block has one part of a slot's pages, one key/value head and up to 64 r
 the least that a warp group multiplies. Pages come by TMA into several buffers: while one is
 computed, the next ones are on their way. Parts of a slot are joined by their maxima and sums.
 
-    score = q·k/√h,   top = max score,   total = Σ e^(score − top),   out = Σ e^(score − top) v
+    score = q·k/√h · log₂e,   top = round(max score)
+    total = Σ 2^(score − top),   out = Σ 2^(score − top) v
+
+With a whole top the weights' mantissas, and so their rounding to bfloat16, are those of any other.
 
 B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
 key/value head, n tiles of R = 64 of them, P pages, T positions of a page, N pages of a slot at
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -27,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from models.kernels.tiles import GpuPageTiles, gpu_page_tiles
 from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
 
+LOG2_E = math.log2(math.e)
 NEGATIVE = -1e30  # the top of a slot without positions, as in models.attention
 
 
@@ -60,7 +65,7 @@ def attend_pages(
     interpret: Any = None,
     priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Σ e^(score − top) v, top and Σ e^(score − top) over the first `length` positions of a slot.
+    """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
 
     Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 where the length is 0.
     `table_BN` names the pages of a slot in order; entries behind the live ones are not read.
@@ -178,7 +183,8 @@ def _kernel(
         buffer = jax.lax.rem(step, D)
         live = length - (first + step) * T
         plgpu.barrier_wait(of_keys.at[buffer])
-        scores_RT = call.registers.product(q_Rh, keys_DTh.at[buffer], transposed=True) * h**-0.5
+        products_RT = call.registers.product(q_Rh, keys_DTh.at[buffer], transposed=True)
+        scores_RT = products_RT * (h**-0.5 * LOG2_E)
         weights_RT, (out_Rh, top_R, total_R) = _softmax(call, scores_RT, live, carry)
         plgpu.barrier_wait(of_values.at[buffer])
         call.clear(values_DTh.at[buffer], live)
@@ -200,9 +206,9 @@ def _softmax(
     out_Rh, old_R, total_R = carry
     position_RT = call.registers.positions(scores_RT.shape, axis=1)
     scores_RT = jnp.where(position_RT < live, scores_RT, NEGATIVE)
-    top_R = jnp.maximum(old_R, scores_RT.max(axis=1))
-    weights_RT = jnp.exp(scores_RT - jax.lax.broadcast_in_dim(top_R, scores_RT.shape, [0]))
-    kept_R = jnp.exp(old_R - top_R)
+    top_R = jnp.maximum(old_R, jnp.round(scores_RT.max(axis=1)))
+    weights_RT = jnp.exp2(scores_RT - jax.lax.broadcast_in_dim(top_R, scores_RT.shape, [0]))
+    kept_R = jnp.exp2(old_R - top_R)
     out_Rh = out_Rh * jax.lax.broadcast_in_dim(kept_R, out_Rh.shape, [0])
     return weights_RT, (out_Rh, top_R, total_R * kept_R + weights_RT.sum(axis=1))
 
@@ -210,7 +216,7 @@ def _softmax(
 def _joined(out: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
     """Join the softmaxes of all parts, the first axis."""
     highest = top.max(axis=0)
-    kept = jnp.exp(top - highest)
+    kept = jnp.exp2(top - highest)
     return (out * kept[..., None]).sum(axis=0), highest, (total * kept).sum(axis=0)
 
 

@@ -4,7 +4,10 @@ Slots are taken in turn. A slot's pages come from HBM in blocks, each into one o
 buffers: while one block is computed, the next ones are on their way, those of the next slots too.
 Only pages with live positions are read. All queries of a key/value head are rows of one product.
 
-    score = q·k/√h,   top = max score,   total = Σ e^(score − top),   out = Σ e^(score − top) v
+    score = q·k/√h · log₂e,   top = round(max score)
+    total = Σ 2^(score − top),   out = Σ 2^(score − top) v
+
+With a whole top the weights' mantissas, and so their rounding to bfloat16, are those of any other.
 
 B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
 key/value head, P pages, T positions of a page, N pages of a slot at
@@ -14,6 +17,7 @@ Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +29,7 @@ from jax.experimental import pallas as pl
 from models.kernels.page_blocks import ANYWHERE, LANES, Blocks, Call, call_of
 from models.kernels.tiles import PageTiles
 
+LOG2_E = math.log2(math.e)
 NEGATIVE = -1e30  # the top of a slot without positions, as in models.attention
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
 
@@ -60,7 +65,7 @@ def attend_pages(
     interpret: Any = False,
     priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Σ e^(score − top) v, top and Σ e^(score − top) over the first `length` positions of a slot.
+    """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
 
     Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 where the length is 0.
     `table_BN` names the pages of a slot in order; entries behind the live ones are not read.
@@ -138,7 +143,7 @@ def attend_slot(
 ) -> None:
     """Attend from the slot in turn: its blocks one after the other, into the running softmax.
 
-    Leaves Σ e^(score − top) v in `out_ref`, float32 [K, X, h], tops and totals in the scratch.
+    Leaves Σ 2^(score − top) v in `out_ref`, float32 [K, X, h], tops and totals in the scratch.
     """
     key_buffers, value_buffers, top_ref, total_ref, state, semaphores = scratch
     buffers, each = (key_buffers, value_buffers), call.grid[1]
@@ -184,13 +189,13 @@ def _attend_block(
 ) -> None:
     """Add a block of which the first `live` positions count to a head's running softmax."""
     q_Xh, h = q_ref[0, head], keys_Sh.shape[1]
-    scores_XS = _product(q_Xh, keys_Sh, 1) * (h**-0.5)
+    scores_XS = _product(q_Xh, keys_Sh, 1) * (h**-0.5 * LOG2_E)
     position_XS = jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
     scores_XS = jnp.where(position_XS < live, scores_XS, NEGATIVE)
     old_Xl = top_ref[head]
-    top_Xl = jnp.maximum(old_Xl, jnp.max(scores_XS, axis=1, keepdims=True))
-    weights_XS = jnp.exp(scores_XS - wide(top_Xl, scores_XS.shape[1]))
-    kept_Xl = jnp.exp(old_Xl - top_Xl)
+    top_Xl = jnp.maximum(old_Xl, jnp.round(jnp.max(scores_XS, axis=1, keepdims=True)))
+    weights_XS = jnp.exp2(scores_XS - wide(top_Xl, scores_XS.shape[1]))
+    kept_Xl = jnp.exp2(old_Xl - top_Xl)
     top_ref[head] = top_Xl
     total_ref[head] = total_ref[head] * kept_Xl + jnp.sum(weights_XS, axis=1, keepdims=True)
     new_Xh = _product(weights_XS.astype(values_Sh.dtype), values_Sh, 0)

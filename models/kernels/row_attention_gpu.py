@@ -341,7 +341,7 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         sum_Ch, top_C, total_C = carry
         scores_CS = block.scores(pair, q_Ch, ready(0))
-        higher_C = jnp.maximum(top_C, scores_CS.max(axis=1))
+        higher_C = jnp.maximum(top_C, jnp.round(scores_CS.max(axis=1)))
         p_CS, kept_C = jnp.exp2(scores_CS - _across(higher_C, C)), jnp.exp2(top_C - higher_C)
         total_C = total_C * kept_C + p_CS.sum(axis=1)
         sum_Ch = sum_Ch * _across(kept_C, h)

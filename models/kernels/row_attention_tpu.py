@@ -21,6 +21,7 @@ Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two passes backward).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels import row_pairs
 
+_LOG2_E = math.log2(math.e)
 _NEGATIVE = -1e30  # finite, so that a difference of two is a number
 _LANES = 128
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
@@ -315,10 +317,11 @@ def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> Non
     def each(masked: Callable) -> None:
         k_Sh, v_Sh = k[0, 0], v[0, 0]
         for g in range(group):
-            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * scale)
+            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * (scale * _LOG2_E))
             top_1C = top_GC[g : g + 1]
-            higher_1C = jnp.maximum(top_1C, scores_SC.max(axis=0, keepdims=True))
-            p_SC, kept_1C = jnp.exp(scores_SC - higher_1C), jnp.exp(top_1C - higher_1C)
+            highest_1C = jnp.round(scores_SC.max(axis=0, keepdims=True))
+            higher_1C = jnp.maximum(top_1C, highest_1C)
+            p_SC, kept_1C = jnp.exp2(scores_SC - higher_1C), jnp.exp2(top_1C - higher_1C)
             sum_GhC[g] = sum_GhC[g] * kept_1C + _product(v_Sh, p_SC.astype(v_Sh.dtype), _FIRST)
             total_GC[g : g + 1] = total_GC[g : g + 1] * kept_1C + p_SC.sum(axis=0, keepdims=True)
             top_GC[g : g + 1] = higher_1C
@@ -329,7 +332,7 @@ def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> Non
     def _() -> None:
         for g in range(group):
             out[0, 0, g] = (sum_GhC[g] / total_GC[g : g + 1]).T.astype(out.dtype)
-        lse[0, 0] = top_GC[...] + jnp.log(total_GC[...])
+        lse[0, 0] = top_GC[...] / _LOG2_E + jnp.log(total_GC[...])
 
 
 def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:

@@ -47,6 +47,16 @@ def test_bfloat16_is_seen_to_round(policy, plain):
     assert row["max_logprob_difference"] > 1e-4
 
 
+def test_each_draw_has_named_figures():
+    rows = [
+        {"dtype": "bfloat16", "draw": draw, "measure": "forced_8", "flips_per_million": n}
+        for n, draw in enumerate(("cdf", "gumbel"))
+    ]
+    named = bf16_flips._named(rows)
+    assert named["bfloat16_forced_flips_per_million"] == 0
+    assert named["bfloat16_gumbel_forced_flips_per_million"] == 1
+
+
 def test_drafted_responses_are_compared_up_to_where_they_differ(plain):
     assert bf16_flips.compare_drafted(plain, plain)["responses_that_differ"] == 0
     changed = plain[1].response_ids.copy()

@@ -99,7 +99,10 @@ def test_greedy_takes_the_first_of_equals():
 def draw_at(monkeypatch):
     """`_draw_cdf` at chosen uniforms, [R, 2] or one for both searches, instead of a key's."""
     monkeypatch.setattr(sampling, "uniforms", lambda uniforms: uniforms)
-    step = jax.jit(lambda mass_RV, u_R2: sampling._draw_cdf(mass_RV, u_R2)[0])
+
+    @jax.jit
+    def step(mass_RV, u_R2):
+        return sampling._draw_cdf(*sampling._blocks(mass_RV, sampling.ROLLOUT_AXES), u_R2)
 
     def draw(mass_RV, u_RU):
         u_RU = np.asarray(u_RU, np.float32).reshape(len(mass_RV), -1)
@@ -234,6 +237,37 @@ def test_recorded_log_probability_is_that_of_scoring(scheme):
         want = -np.where(mass_RV > 0, mass_RV * np.log(mass_RV), 0).sum(-1)
     np.testing.assert_allclose(entropy, want, atol=1e-5)
     np.testing.assert_allclose(logprobs, np.log(mass_RV[np.arange(R), tokens]), atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("V", [99, 700])
+def test_draws_recorded_values_and_the_trainer_share_their_bits(V, scheme):
+    """Whatever the number of rows, and whichever of the three functions computes them."""
+    R = 64
+    logits_RV = (3 * np.random.default_rng(V).standard_normal((R, V))).astype(np.float32)
+    rest = np.ones(R, np.float32), np.zeros(R, np.int32), np.ones(R, np.float32)
+    tokens, logprobs = DRAW(logits_RV, row_keys(R), rest[0], scheme)
+    given = jax.jit(sampling.given_log_probs)
+    for n in (1, 3, R):
+        few = tuple(x[:n] for x in (logits_RV, *rest))
+        drawn, found = DRAW(few[0], row_keys(R)[:n], few[1], scheme)
+        assert drawn.tolist() == tokens[:n].tolist()
+        np.testing.assert_array_equal(found, logprobs[:n])
+        np.testing.assert_array_equal(LOG_PROBS(few[0], drawn, *few[1:])[0], logprobs[:n])
+        np.testing.assert_array_equal(given(few[0], few[0], drawn, few[1])[0], logprobs[:n])
+
+
+def test_sums_in_order_are_sums():
+    for length in (1, 2, 16, 17, 99, 512):
+        x_N = np.random.default_rng(length).random((2, length)).astype(np.float32)
+        np.testing.assert_allclose(sampling._in_order(x_N), x_N.sum(-1), rtol=1e-6)
+
+
+def test_gradient_of_log_probs_is_that_of_the_softmax():
+    logits_RV = np.random.default_rng(5).standard_normal((3, 50)).astype(np.float32)
+    tokens, (one, zero) = np.asarray([0, 7, 49]), (np.ones(3, np.float32), np.zeros(3, np.int32))
+    found = jax.grad(lambda x: LOG_PROBS(x, tokens, one, zero, one)[0].sum())(logits_RV)
+    np.testing.assert_allclose(found, np.eye(50)[tokens] - softmax64(logits_RV), atol=1e-6)
 
 
 def test_log_probs_by_hand():

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import NEGATIVE
+from models.attention import LOG2_E, NEGATIVE
 
 B, h = 3, 128
 
@@ -37,9 +37,9 @@ def reference(q, k, v, table, lengths):
             np.repeat(x[pages].transpose(0, 2, 1, 3).reshape(-1, *x.shape[1::2])[:length], G, 1)
             for x in (k, v)
         )
-        scores = np.einsum("whd,shd->whs", q[b], k_SHh) / np.sqrt(q.shape[-1])
-        top[b] = scores.max(axis=-1, keepdims=True)
-        weights = np.exp(scores - top[b])
+        scores = np.einsum("whd,shd->whs", q[b], k_SHh) / np.sqrt(q.shape[-1]) * LOG2_E
+        top[b] = np.round(scores.max(axis=-1, keepdims=True))
+        weights = np.exp2(scores - top[b])
         total[b] = weights.sum(axis=-1, keepdims=True)
         out[b] = np.einsum("whs,shd->whd", weights, v_SHh)
     return out, top, total
