@@ -133,7 +133,7 @@ class Planner:
 
     @property
     def observed(self) -> Observed:
-        """What is seen of the method of the rollout that began last."""
+        """The profile of the method of the rollout that began last."""
         return self._seen[self.method]
 
     @property
