@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import page_soak
-from rl.engine.page_table import PageTable
+from spec.page_table import PageTable
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
