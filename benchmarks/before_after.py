@@ -7,6 +7,10 @@ Each budget decides by the seconds that its own checkout's rounds take. Tokens a
 the other's plain ones: where they differ the work does too. A change of the noise changes all
 tokens, so pick it onto the other checkout first (`git cherry-pick`).
 
+Reuse verifies what weights a little older have drawn: with lenience e^0.5, with the same noise
+(`coupled`), and begun ahead of the step. Its tokens are compared with the other's plain ones of the
+same noise, those of lenience with the other's. Workers are two, with plain rollouts.
+
 Updates are those of `python -m rl.train` with its default configuration, one run of each checkout
 in a turn: the median of its steps but the first, by its own metrics.
 """
@@ -14,6 +18,8 @@ in a turn: the median of its steps but the first, by its own metrics.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import json
 import os
 import statistics
@@ -29,7 +35,9 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
-WAYS = ("plain", "history")
+WAYS = ("plain", "history", "lenient", "coupled", "ahead", "workers")
+LIKE = {"lenient": "lenient", "coupled": "plain_gumbel", "ahead": "plain_gumbel"}  # else plain
+CHANGE = 0.06  # of weights that have drawn what is reused, relative to them
 EXPECTED = 0.98  # what a change may cost
 
 
@@ -52,20 +60,87 @@ class Rollouts:
         base = workloads.BASE_POLICY
         workload = workloads.tiny("base", base, base, prompts, group_size)
         self.bench = speculation.open_bench(workload, config)
-        for way in WAYS:
+        self._measure_chunks()
+        self._older()
+        self._start_workers()
+        for way in {*WAYS, *LIKE.values()}:
             self.run(way)
         return {}
 
+    def _measure_chunks(self) -> None:
+        """Have the seconds of rounds that draw in chunks, if this checkout has such rounds."""
+        from rl.warm_up import round_times
+
+        bench, measure = self.bench, round_times.measure
+        if "draws" in inspect.signature(measure).parameters:
+            work = bench.workload
+            given = bench.engine, work.params, work.sampling, bench.buckets
+            bench.times = measure(*given, draws=True)
+
+    def _older(self) -> None:
+        """What older weights have drawn, by each scheme."""
+        import jax
+
+        from benchmarks.speculation import KEY
+        from rl.engine.rollout_spec import RolloutSpec
+        from spec.reuse.rollout_cache import CachedResponse, Scores
+
+        work = self.bench.workload
+        leaves, tree = jax.tree.flatten(work.params)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        noise = (CHANGE * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True))
+        older = tree.unflatten(
+            [x * (1 + n) if x.ndim > 1 else x for x, n in zip(leaves, noise, strict=True)]
+        )
+        self.requests = {"plain": work.requests, "plain_gumbel": work.requests}
+        for way in LIKE:
+            sampling = self._sampling(way)
+            spec = RolloutSpec(older, sampling, KEY, work.stop_token_ids)
+            made = []
+            for r, t in zip(work.requests, self.bench.engine.run(spec, work.requests), strict=True):
+                scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions)
+                cached = CachedResponse(r.sample_index, t.response_ids, 0.0, scores)
+                begun = tuple(t.response_ids.tolist())
+                more = {"begun": begun} if way == "ahead" else {"cached": cached}
+                made.append(dataclasses.replace(r, **more))
+            self.requests[way] = tuple(made)
+
+    def _sampling(self, way: str) -> Any:
+        draw: Any = "gumbel" if LIKE.get(way, way) == "plain_gumbel" else "cdf"
+        return dataclasses.replace(self.bench.workload.sampling, draw=draw)
+
+    def _start_workers(self) -> None:
+        from rl.workers.config import SchedConfig
+        from rl.workers.multi_engine import MultiEngine, make_engines
+
+        engine, sched = self.bench.engine, SchedConfig(workers=2, chunk_tokens=64, policy="seer")
+        engines = make_engines(engine.model, engine.config, sched, dtype=engine.dtype)
+        self.workers = MultiEngine(engines, sched, seed=0)
+
     def run(self, way: str) -> dict:
         """Seconds of one phase."""
+        from benchmarks.speculation import KEY
+        from rl.engine.rollout_spec import RolloutSpec, draft_with
         from spec.budget.goodput import Goodput
+        from spec.reuse.lenience import log
+        from spec.reuse.prefix_rule import PrefixRule, parse_mode
 
-        drafter = budget = None
+        bench, work, options = self.bench, self.bench.workload, dict[str, Any]()
         if way == "history":
-            drafter = self.bench.workload.drafters["all"]({})
-            budget = Goodput(self.bench.times)
+            options["drafts"] = draft_with(work.drafters["all"]({}), Goodput(bench.times))
+        if way in ("lenient", "coupled"):
+            mode = parse_mode("lenient:e^0.5" if way == "lenient" else way)
+            options["rule"] = PrefixRule(mode, log(mode.lenience), 0, 1)
+        if way in LIKE:  # as a run does whose budget goes by the seconds of rounds
+            options["drafts"] = draft_with(None, Goodput(bench.times))
+            options["begun"] = way == "ahead"
+            if any(field.name == "times" for field in dataclasses.fields(RolloutSpec)):
+                options["times"] = bench.times
+        spec = RolloutSpec(work.params, self._sampling(way), KEY, work.stop_token_ids, **options)
+        engine = self.workers if way == "workers" else bench.engine
+        requests = self.requests.get(way, work.requests)
         began_s = time.perf_counter()
-        self.done = self.bench.phase(drafter, budget)
+        self.done = engine.run(spec, requests)
         return {"seconds": time.perf_counter() - began_s}
 
     def tokens(self) -> dict:
@@ -127,14 +202,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         for child in children:
             child.ask("prepare", **size)
-        before.ask("run", way="plain")
-        wanted = before.ask("tokens")["tokens"]
         rows = []
         for way in WAYS:
+            before.ask("run", way=LIKE.get(way, "plain"))
+            wanted = before.ask("tokens")["tokens"]
             turns = in_turns(
                 children,
                 arguments.repeats,
-                lambda child, way=way: child.ask("run", way=way)["seconds"],
+                lambda child, way=way: child.ask("run", way=way)["seconds"],  # type: ignore[misc]
             )
             got = [child.ask("tokens")["tokens"] for child in children]
             rows.append(row(way, turns, wanted, got))

@@ -62,7 +62,7 @@ def gap(
     whole prefix: of blocks where the tokens are in different ones, with the uniform that chooses
     a block, else of tokens inside theirs, with the other. Needs `draw` cdf and nothing cut.
     """
-    assert workload.sampling.draw == "cdf" and workload.sampling.temperature == 1.0
+    assert workload.sampling.scheme == "cdf" and workload.sampling.temperature == 1.0
     prompt = next(r.prompt_ids for r in workload.requests if r.request_id == request_id)
     prefix = [*prompt, *one[:at].tolist()]
     tokens_1T = np.zeros((1, workload.model.max_positions), np.int32)

@@ -29,6 +29,7 @@ from rl.engine import rounds
 from rl.loop import exchange, setup, train_loop
 from rl.runtime import host_memory
 from rl.runtime.signals import leave
+from spec.round_times import RoundTimes
 
 TYPES_SHOWN = 6
 
@@ -245,7 +246,8 @@ class Fault:
         """Its own table of seconds says that rounds with drafts take a thousandth."""
         times = system.speculation.times
         assert times is not None, "budgets that decide by seconds have a table"
-        times.put({bucket: s / 1000 for bucket, s in times.rounds.items() if bucket[1] > bucket[0]})
+        less = {bucket: s / 1000 for bucket, s in times.rounds.items() if bucket[1] > bucket[0]}
+        times.put(RoundTimes(less))
         self.planted()
 
 

@@ -88,17 +88,18 @@ class Chunks:
 
     A row may have several chunks, each later one from where the one before ends, or from less far.
     Its row `slot_T` of the cache holds all positions before the first of them. Chunks of slot −1
-    are padding, behind the others.
+    are padding, behind the others. If they `are_apart` no row has two of them.
     """
 
     slot_T: jax.Array
     start_T: jax.Array
     tokens_TC: jax.Array
+    are_apart: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @staticmethod
-    def of_table(table_TX: jax.Array) -> Chunks:
+    def of_table(table_TX: jax.Array, *, are_apart: bool = False) -> Chunks:
         """Return the chunks of a table with a column for slots, one for starts, C for tokens."""
-        return Chunks(table_TX[:, 0], table_TX[:, 1], table_TX[:, 2:])
+        return Chunks(table_TX[:, 0], table_TX[:, 1], table_TX[:, 2:], are_apart)
 
     @property
     def positions_TC(self) -> jax.Array:
@@ -149,8 +150,10 @@ class CachedLayer(Protocol):
         """Attend from W nodes of each slot to its first `length` positions."""
         ...
 
-    def of_slots(self, slot_T: jax.Array) -> CachedLayer:
-        """Return the layer as T rows, each those of a slot."""
+    def of_chunks(
+        self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
+    ) -> PartialSoftmax:
+        """Attend from C tokens to the first `length` positions of a slot, for T of these."""
         ...
 
 
@@ -220,7 +223,11 @@ def attend_chunks(
 
     The two softmaxes are joined as in `attend_nodes`.
     """
-    of_prefix = cached.of_slots(jnp.maximum(chunks.slot_T, 0)).of_prefix(q_TCHh, chunks.prefix_T)
+    of_prefix = cached.of_chunks(q_TCHh, jnp.maximum(chunks.slot_T, 0), chunks.prefix_T)
+    if chunks.are_apart:
+        k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
+        own = partial_attention(q_TCHh, k_TKhC, v_TKCh, causal_mask(q_TCHh.shape[1]))
+        return _joined(of_prefix, own).astype(v_TCKh.dtype)
     q_1XHh, k_1XKh, v_1XKh = (x.reshape(1, -1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
     k_1KhX, v_1KXh = k_1XKh.transpose(0, 2, 3, 1), v_1XKh.transpose(0, 2, 1, 3)
     own = partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])

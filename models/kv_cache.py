@@ -58,9 +58,23 @@ class Rows:
         mask_BWS = jnp.broadcast_to(committed_BS[:, None], size)
         return partial_attention(q_BWHh, self.keys_BKhS, self.values_BKSh, mask_BWS)
 
-    def of_slots(self, slot_T: jax.Array) -> Rows:
-        """Return copies of the rows of these slots."""
-        return Rows(*(jnp.take(x, slot_T, axis=0) for x in (self.keys_BKhS, self.values_BKSh)))
+    def of_chunks(
+        self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
+    ) -> PartialSoftmax:
+        """Attend from C tokens to the first `length` positions of a slot, for T of these.
+
+        To copies of them, no longer than the longest needs: a quarter, half, or all positions.
+        """
+        most = self.keys_BKhS.shape[-1]
+        sizes = sorted({-(-most // 4), -(-most // 2), most})
+
+        def of_first(size: int) -> PartialSoftmax:
+            keys, values = self.keys_BKhS[..., :size], self.values_BKSh[:, :, :size]
+            rows = Rows(*(jnp.take(x, slot_T, axis=0) for x in (keys, values)))
+            return rows.of_prefix(q_TCHh, length_T)
+
+        which = jnp.sum(jnp.max(length_T) > jnp.array(sizes[:-1]))
+        return jax.lax.switch(which, [partial(of_first, size) for size in sizes])
 
     def append_and_attend(
         self,

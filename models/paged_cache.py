@@ -68,10 +68,13 @@ class Pages:
         found = attend(q_BWHh, self.keys_PKTh, self.values_PKTh, self.table_BN, length_B)
         return PartialSoftmax(*found)
 
-    def of_slots(self, slot_T: jax.Array) -> Pages:
-        """Return the same pages, for one row after the other of these slots."""
+    def of_chunks(
+        self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
+    ) -> PartialSoftmax:
+        """Attend from C tokens to the first `length` positions of a slot, for T of these."""
         table_TN = jnp.take(self.table_BN, slot_T, axis=0)
-        return dataclasses.replace(self, table_BN=table_TN, anywhere=True)
+        of_slots = dataclasses.replace(self, table_BN=table_TN, anywhere=True)
+        return of_slots.of_prefix(q_TCHh, length_T)
 
     def append_and_attend(
         self,

@@ -240,8 +240,10 @@ def hidden_beside_chunks(
     start_B: jax.Array,
     mask_B1S: jax.Array | None,
     chunks: Chunks,
-) -> tuple[jax.Array, Cached, Entries]:
-    """Compute `hidden_with_cache` of a node a slot, [B, D], and the entries of chunks beside it.
+) -> tuple[jax.Array, jax.Array, Cached, Entries]:
+    """Compute `hidden_with_cache` of a node a slot, [B, D], with chunks beside it.
+
+    Returns the hidden states of the chunks' tokens too, [X, D], and their entries.
 
     The entries of `chunks`, whose rows have no node that is written, are not written.
     """
@@ -268,7 +270,7 @@ def hidden_beside_chunks(
         (features_X1W[B:, 0],) if cache.features else (),
     )
     features = cache.with_features(features_X1W[:B], start_B)
-    return x_X1D[:B, 0], cache.with_layers(layers, features), of_chunks
+    return x_X1D[:B, 0], x_X1D[B:, 0], cache.with_layers(layers, features), of_chunks
 
 
 def hidden_of_nodes(

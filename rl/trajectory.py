@@ -213,10 +213,10 @@ def check_requests(
             raise ValueError(
                 f"{name} has max_new_tokens={request.max_new_tokens}: expected at least 1"
             )
-        if request.sampling is not None and request.sampling.draw != sampling.draw:
+        if request.sampling is not None and request.sampling.scheme != sampling.scheme:
             raise ValueError(
-                f"{name} has draw={request.sampling.draw!r}: expected that of the rollout, "
-                f"{sampling.draw!r}, in its sampling"
+                f"{name} has draw={request.sampling.scheme!r}: expected that of the rollout, "
+                f"{sampling.scheme!r}, in its sampling"
             )
         limit = request.limit(sampling)
         needed = len(request.prompt_ids) + limit

@@ -28,9 +28,11 @@ class SamplingConfig:
     the threshold are all kept. `draw` names the scheme: `cdf` inverts the
     cumulative distribution of blocks of tokens, then that inside the block, at one
     uniform each per position; `gumbel` takes the argmax of logits plus Gumbel noise
-    per token. A response ends with the first end token of the model or its tokenizer or
-    of `stop_ids`, with the first token that completes one of the strings in `stop`, or at
-    `max_new_tokens`. That token is part of the response, and so is its text.
+    per token, which stays the same far more often after an update; `auto` is `gumbel` in a run
+    that verifies what was drawn with the same noise before (`Reuse.mode = "coupled"`,
+    `Sched.mode = "ahead"`), else `cdf`. A response ends with the first end token of the model or
+    its tokenizer or of `stop_ids`, with the first token that completes one of the strings in
+    `stop`, or at `max_new_tokens`. That token is part of the response, and so is its text.
     `by_task` has other settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128";
     values are JSON, and `stop` and `stop_ids` are added to those of all tasks.
     """
@@ -39,7 +41,7 @@ class SamplingConfig:
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 256
-    draw: Draw = "cdf"
+    draw: Literal["auto", "cdf", "gumbel"] = "auto"
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     by_task: tuple[str, ...] = ()
@@ -56,10 +58,21 @@ class SamplingConfig:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.draw not in ("cdf", "gumbel"):
-            raise ValueError(f"draw must be 'cdf' or 'gumbel', got {self.draw!r}")
+        if self.draw not in ("auto", "cdf", "gumbel"):
+            raise ValueError(f"draw must be 'auto', 'cdf' or 'gumbel', got {self.draw!r}")
         _check_stops(self.stop_ids, self.stop)
         _ = self.tasks
+
+    @property
+    def scheme(self) -> Draw:
+        """Return how tokens are drawn."""
+        return "cdf" if self.draw == "auto" else self.draw
+
+    def with_scheme(self, *, verified: bool) -> SamplingConfig:
+        """Return it with a draw: whether what older weights drew with its noise is verified."""
+        if self.draw != "auto":
+            return self
+        return dataclasses.replace(self, draw="gumbel" if verified else "cdf")
 
     @functools.cached_property
     def tasks(self) -> Mapping[str, SamplingConfig]:

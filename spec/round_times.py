@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST_SECONDS = 1e5  # of a round
-ROUND = "packed round"  # a name among the tables
+ROUND, CHUNKS = "packed round", "round beside chunks"  # names among the tables
 OLDER = ("round", "lookup")  # rounds that older runs timed
 Table = Mapping[tuple[int, int, int], float]
 
@@ -40,16 +40,23 @@ class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
-    positions).
+    positions). `chunk_seconds` are those of plain rounds beside which tokens of chunks are computed
+    and drawn behind, by (slots, tokens of chunks, positions).
     """
 
-    def __init__(self, seconds: Table, draft_seconds: Mapping[str, Table] | None = None) -> None:
-        self._seconds = dict(seconds)
+    def __init__(
+        self,
+        seconds: Table,
+        draft_seconds: Mapping[str, Table] | None = None,
+        chunk_seconds: Table | None = None,
+    ) -> None:
+        self._seconds, self._chunks = dict(seconds), dict(chunk_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
-    def put(self, seconds: Table) -> None:
+    def put(self, more: RoundTimes) -> None:
         """Set the seconds of some rounds, in place of those that stood there."""
-        self._seconds.update(seconds)
+        self._seconds.update(more._seconds)
+        self._chunks.update(more._chunks)
 
     @property
     def rounds(self) -> Table:
@@ -69,14 +76,34 @@ class RoundTimes:
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def scaled(self, factor: float, rounds: Table) -> RoundTimes:
-        """Return these seconds of rounds, with those of drafts times a factor."""
+        """Return these seconds of rounds, with those of drafts and chunks times a factor."""
         drafts = self._drafts.items()
         scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
-        return RoundTimes(rounds, scaled)
+        chunks = {at: factor * s for at, s in self._chunks.items()}
+        return RoundTimes(rounds, scaled, chunks)
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
-        return RoundTimes(self._seconds, {n: t for n, t in self._drafts.items() if n != name})
+        drafts = {n: t for n, t in self._drafts.items() if n != name}
+        return RoundTimes(self._seconds, drafts, self._chunks)
+
+    def chunks_pay(self, num_slots: int, num_positions: int, chunk_tokens: int) -> bool:
+        """Return True if a round verifies a known token faster in a chunk than as a node.
+
+            t(tokens of chunks) / tokens of chunks  <  min over M of t(M nodes) / M
+
+        Both rounds decode the other slots as well. What is not measured is taken for slower; of
+        two such chunks are taken: they go with any round.
+        """
+        chunks_s = self._chunks.get((num_slots, chunk_tokens, num_positions))
+        nodes_s = [
+            (self(*bucket) or MOST_SECONDS) / bucket[1]
+            for bucket in self._seconds
+            if bucket[::2] == (num_slots, num_positions) and bucket[1] > num_slots
+        ]
+        if chunks_s is None or not nodes_s:
+            return not nodes_s
+        return chunks_s / chunk_tokens < min(nodes_s)
 
     def draft_depths(self, name: str) -> tuple[int, ...]:
         """Return the measured depths of a drafter, ascending."""
@@ -84,22 +111,22 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
-        tables = {ROUND: self._seconds}
+        tables = {ROUND: self._seconds, CHUNKS: self._chunks}
         tables |= {f"draft {name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
         """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
-        tables: dict[str, dict[tuple[int, int, int], float]] = {ROUND: {}}
+        tables: dict[str, dict[tuple[int, int, int], float]] = {ROUND: {}, CHUNKS: {}}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MOST_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds = tables.pop(ROUND)
+        rounds, chunks = tables.pop(ROUND), tables.pop(CHUNKS)
         for name in OLDER:
             tables.pop(name, None)
         drafts = {name.removeprefix("draft "): table for name, table in tables.items()}
-        return RoundTimes(rounds, drafts)
+        return RoundTimes(rounds, drafts, chunks)

@@ -256,7 +256,7 @@ class Programs:
         params, *state, stop_E = self._rows(engine, B)
         nothing = no_drafts(0, 1)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes, 1)
-        options = engine.verify_options(self.sampling.draw, B, B * num_nodes)
+        options = engine.verify_options(self.sampling.scheme, B, B * num_nodes)
         return verify.verify_round.lower(params, *state, nodes_5M, stop_E, None, **options)
 
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:
@@ -277,7 +277,7 @@ class Programs:
         self, engine: Engine, B: int, strategy: Strategy
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of `fused_round`, for rows at rest."""
-        search = Search(self.shape, strategy.top_k, strategy.depth, self.sampling.draw)
+        search = Search(self.shape, strategy.top_k, strategy.depth, self.sampling.scheme)
         searched = kv_cache.init(self.shape.layer, B, self.num_positions, engine.dtype)
         weights = DeviceWeights(self.weights(), eagle.frozen(self.params, None))
         table_BX = np.zeros((B, search.window_tokens + len(END_COLUMNS)), np.int32)

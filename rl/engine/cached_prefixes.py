@@ -1,12 +1,14 @@
-"""The responses that live requests may start from: chains of nodes, up to the first that differs.
+"""The responses that requests may start from, up to the first token that is not kept.
 
 A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from what
-was begun ahead of its step (`Request.begun`), or from the one and then the other. Rounds verify the
-tokens that it has behind those kept so far, as many as the budget takes, beside the drafts of
-others. Where noise is the same a token is kept if the policy draws it: the chain is a draft like
-any other. Else a rule says so, and the round is given the tokens with the log-probabilities that it
-asks for.
-B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes.
+was begun ahead of its step (`Request.begun`), or from the one and then the other. Its tokens are
+verified as the rest of its prompt, in chunks behind whose tokens a round draws, before its row
+joins the rounds; or, where nodes are cheaper (`spec.round_times.nodes_verify`), by the rounds that
+the row takes part in: as chains of nodes, as many as the budget takes, beside the drafts of others.
+Where noise is the same a token is kept if the policy draws it. Else a rule says so, and the round
+is given the tokens with the log-probabilities that it asks for.
+B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,
+X = tokens of chunks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from rl.engine.ending import Endings
 from rl.engine.stats import CachedCounts
 from rl.trajectory import PartialRequest, Prefix, Request
 from spec.drafter import Drafts, LiveSlots, Source
+from spec.drawn import KEPT
+from spec.nodes import NOT_GIVEN
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
 
@@ -31,7 +35,8 @@ class CachedPrefixes:
     """The chains of B rows; row b may still keep tokens `emitted … end_B[b]` of its own.
 
     `end_B` is 0 where a row's request has none, or has one that does not go on. Without a `rule`
-    cached responses are not used. `counts` are of these alone.
+    cached responses are not used. `counts` are of these alone. `in_chunks` says how all of them are
+    verified.
     """
 
     def __init__(
@@ -41,7 +46,10 @@ class CachedPrefixes:
         counts: CachedCounts,
         num_slots: int,
         longest: int,
+        *,
+        in_chunks: bool = False,
     ) -> None:
+        self.in_chunks = in_chunks
         self._rule, self._endings, self.counts = rule, endings, counts
         self._begun_counts = CachedCounts()
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
@@ -102,6 +110,12 @@ class CachedPrefixes:
             self.tokens_BL[row, : len(begun)], self.end_B[row] = begun, len(begun)
             self.of_begun_B[row] = True
 
+    def most_gained(self, waiting: PartialRequest) -> int:
+        """Return how many tokens of a waiting request chunks may verify."""
+        cached, begun = waiting.request.cached, waiting.request.begun
+        longest = max(0 if cached is None else len(cached.tokens), len(begun))
+        return max(0, longest - waiting.num_tokens) if self.in_chunks else 0
+
     def goes_on(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows' requests that may still keep tokens; bool."""
         return self.end_B[rows] > 0
@@ -119,6 +133,32 @@ class CachedPrefixes:
         """Write the tokens that may be kept behind the nodes of a round to its table."""
         end_B = np.where(self.of_begun_B, 0, self.end_B).astype(np.int32)
         _give(nodes_5M, emitted_B, end_B, self.tokens_BL, self.least_logprobs_BL)
+
+    def give_chunks(self, chunks_TX: np.ndarray, prompt_tokens_B: np.ndarray) -> np.ndarray:
+        """Return the tokens that may be kept behind those of chunks, and their bounds; [2, X]."""
+        given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
+        end_B = np.where(self.of_begun_B | (not self.given), 0, self.end_B).astype(np.int32)
+        _give_chunks(
+            chunks_TX, prompt_tokens_B, end_B, self.tokens_BL, self.least_logprobs_BL, given_2X
+        )
+        return given_2X
+
+    def stand(
+        self,
+        chunks_TX: np.ndarray,
+        drawn_X: np.ndarray,
+        kind_X: np.ndarray,
+        prompt_tokens_B: np.ndarray,
+        emitted_B: np.ndarray,
+        limit_B: np.ndarray,
+    ) -> np.ndarray:
+        """Return the kinds of what was drawn behind tokens of chunks, 0 where nothing stands.
+
+        A row's draws stand up to the first that is not kept, that one included.
+        """
+        ruled_B, end_B = self.given & ~self.of_begun_B, np.minimum(self.end_B, limit_B)
+        rows = prompt_tokens_B, emitted_B, end_B, ruled_B, self.tokens_BL
+        return _stand(chunks_TX, drawn_X, kind_X, *rows)
 
     def commit(
         self,
@@ -208,6 +248,33 @@ def _give(nodes_5M, emitted_B, end_B, tokens_BL, least_BL):  # type: ignore[no-u
         if at < end_B[b]:
             nodes_5M[3, m] = tokens_BL[b, at]
             nodes_5M[4, m] = least_BL[b, at : at + 1].view(np.int32)[0]
+
+
+@numba.njit(cache=True, nogil=True)
+def _give_chunks(chunks_TX, prompt_B, end_B, tokens_BL, least_BL, given_2X):  # type: ignore[no-untyped-def]
+    C = chunks_TX.shape[1] - 2
+    for t in range(len(chunks_TX)):
+        b = chunks_TX[t, 0]
+        for c in range(C if b >= 0 else 0):
+            at = chunks_TX[t, 1] + c + 1 - prompt_B[b]
+            if 0 <= at < end_B[b]:
+                given_2X[0, t * C + c] = tokens_BL[b, at]
+                given_2X[1, t * C + c] = least_BL[b, at : at + 1].view(np.int32)[0]
+
+
+@numba.njit(cache=True, nogil=True)
+def _stand(chunks_TX, drawn_X, kind_X, prompt_B, emitted_B, end_B, ruled_B, tokens_BL):  # type: ignore[no-untyped-def]
+    C, found_X, at_B = chunks_TX.shape[1] - 2, np.zeros_like(kind_X), emitted_B.copy()
+    for t in range(len(chunks_TX)):
+        b = chunks_TX[t, 0]
+        for c in range(C if b >= 0 else 0):
+            x, at = t * C + c, chunks_TX[t, 1] + c + 1 - prompt_B[b]
+            if at != at_B[b] or at >= end_B[b]:
+                continue
+            found_X[x] = kind_X[x]
+            kept = kind_X[x] == KEPT if ruled_B[b] else drawn_X[x] == tokens_BL[b, at]
+            at_B[b] = at + 1 if kept else -1
+    return found_X
 
 
 @numba.njit(cache=True, nogil=True)

@@ -27,8 +27,8 @@ class EngineConfig:
     `prefill_chunk_tokens` each, in rows at most `min_positions`; a prompt may have several of them.
     A round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
     but twice the slots at least, and at most `max_nodes` of one request. Tokens of cached responses
-    are nodes as well. Where devices share out the slots, slots and `prefill_rows` are rounded up
-    to multiples of the ways in which they do.
+    are nodes as well, or, in chunks, at most `max_round_nodes` of a round. Where devices share out
+    the slots, slots and `prefill_rows` are rounded up to multiples of the ways in which they do.
 
     `cache` is "rows", one of the longest request's length for each slot, or "pages" of
     `page_tokens` positions, of which a request has as many as it has tokens; "auto": rows on CPUs.
@@ -111,6 +111,14 @@ class EngineConfig:
         """The tokens of a chunk: as many positions are in every bucket of rows, and in any slot."""
         paged_tokens = self.slot_pages(longest_tokens) * self.page_tokens
         return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.min_positions)
+
+    def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
+        """Return the numbers of chunks of rounds that draw behind their tokens, smallest first.
+
+        As many as rounds that compute prompts have, and as have the tokens of the largest round.
+        """
+        P, most = self.prefill_rows, min(self.max_round_nodes // chunk_tokens, num_slots)
+        return sorted({P, P * max(1, most // P)})
 
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""

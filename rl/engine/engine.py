@@ -114,9 +114,12 @@ class Engine(ModelRunner):
         self._speculator = Speculator(self.config, drafting, self.stats)
         self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
         num_slots, cached = self.slots_for(most_requests), None
+        self.expect(most_requests, most_tokens)
         if spec.rule is not None or spec.begun:
-            rows = num_slots, most_tokens
-            cached = CachedPrefixes(spec.rule, endings, self.stats.cached, *rows)
+            rows, in_chunks = (num_slots, most_tokens), self._verifies_in_chunks(spec, num_slots)
+            cached = CachedPrefixes(
+                spec.rule, endings, self.stats.cached, *rows, in_chunks=in_chunks
+            )
         # a fetch may write one beyond
         table = SlotTable(num_slots, most_tokens + 1, endings, cached)
         self._waiting = WaitingQueue(table.numbers)
@@ -126,7 +129,6 @@ class Engine(ModelRunner):
         with self.mesh_context(), delivery as self._delivery:
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self.expect(most_requests, most_tokens)
                 self._rows.reset(table)
                 while self._receive() or len(self._waiting) or self._table.num_busy:
                     for trajectory in self._advance():
@@ -139,6 +141,12 @@ class Engine(ModelRunner):
                 self._rows.drop()
                 raise
         return [done[r.request_id] for r in requests]
+
+    def _verifies_in_chunks(self, spec: RolloutSpec, num_slots: int) -> bool:
+        """Return whether a rollout verifies cached responses in chunks rather than as nodes."""
+        chunk_tokens = self.drawing_chunks(num_slots)[-1] * self.chunk_tokens
+        bucket = num_slots, self.round_positions(num_slots)[0]
+        return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
 
     @property
     def _table(self) -> SlotTable:
@@ -199,7 +207,8 @@ class Engine(ModelRunner):
         self._preempt()
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
         self._rows.copy_prompts()
-        while self._table.num_busy and not self._table.live_B.any():
+        table = self._table
+        while table.num_busy and not (table.live_B | table.verifies_B).any():
             self._rounds.compute_prompts(1)
         if not self._table.num_busy:
             return []
@@ -286,6 +295,7 @@ class Engine(ModelRunner):
                 num_nodes=decision.num_nodes,
                 cached_nodes=num_cached,
                 prompt_tokens=self.stats.prefilled_tokens - prompt_tokens,
+                cached_in_chunks=self._rounds.cached_in_chunks,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],
                 cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],

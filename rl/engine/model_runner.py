@@ -134,9 +134,9 @@ class ModelRunner:
         """Return room on these devices for the entries of the largest round."""
         return self._no_pending(self.config.most_nodes(num_slots))
 
-    def empty_entries(self) -> kv_cache.Entries:
+    def empty_entries(self, num_chunks: int) -> kv_cache.Entries:
         """Return entries of a round's chunks, on these devices."""
-        none = self._no_pending(self.config.prefill_rows * self.chunk_tokens)
+        none = self._no_pending(num_chunks * self.chunk_tokens)
         return kv_cache.Entries(none.keys, none.values, none.features)
 
     def _no_pending(self, num_entries: int) -> kv_cache.Pending:
@@ -207,6 +207,10 @@ class ModelRunner:
         """The tokens of a prompt that a round computes in one chunk."""
         return self.config.chunk_tokens(self.longest_tokens, self.is_paged)
 
+    def drawing_chunks(self, num_slots: int) -> list[int]:
+        """Return the numbers of chunks of rounds that draw behind their tokens, smallest first."""
+        return self.config.drawing_chunks(num_slots, self.chunk_tokens)
+
     def slots_for(self, num_requests: int) -> int:
         """Return the bucket of slots that a rollout begins in: prompts are computed in it."""
         needed = self.config.slot_bucket(num_requests)
@@ -218,9 +222,9 @@ class ModelRunner:
         """Copy rows, (from, to)."""
         return cache_ops.copy_rows(cache, *_pairs(copies, cache.num_slots))
 
-    def no_chunks(self) -> np.ndarray:
+    def no_chunks(self, num_chunks: int) -> np.ndarray:
         """Return a table for `Chunks.of_table` with nothing but padding."""
-        table_TX = np.zeros((self.config.prefill_rows, 2 + self.chunk_tokens), np.int32)
+        table_TX = np.zeros((num_chunks, 2 + self.chunk_tokens), np.int32)
         table_TX[:, 0] = -1
         return table_TX
 

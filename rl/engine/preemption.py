@@ -4,6 +4,8 @@ A row needs what it holds and what the next fetch can add, at most what its requ
 
     needed = min(tokens + most that a fetch adds, most tokens of the request)
 
+and all of a cached response that it verifies in chunks.
+
 Schedulers that reserve whole chunks never let the sum exceed the budget. Where none reserves,
 requests wait until they fit, and the newest rows are preempted once the others have grown.
 """
@@ -21,7 +23,8 @@ from rl.trajectory import PartialRequest
 def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
     """Return the positions that each row needs until the next fetch; 0 for free rows."""
     final_B = table.prompt_tokens_B + table.limit_B
-    return np.where(table.busy_B, np.minimum(table.total_tokens_B + fetch_tokens, final_B), 0)
+    needed_B = np.minimum(table.total_tokens_B + fetch_tokens, final_B)
+    return np.where(table.busy_B, np.maximum(needed_B, table.known_tokens_B + 1), 0)
 
 
 def needed_by(waiting: PartialRequest, table: SlotTable, fetch_tokens: int) -> int:
@@ -29,7 +32,10 @@ def needed_by(waiting: PartialRequest, table: SlotTable, fetch_tokens: int) -> i
     left = waiting.request.limit(table.endings.sampling) - waiting.num_tokens
     if waiting.max_tokens is not None:
         left = min(left, waiting.max_tokens)
-    return len(waiting.request.prompt_ids) + waiting.num_tokens + min(fetch_tokens, left)
+    gained = fetch_tokens
+    if table.cached is not None:
+        gained = max(gained, table.cached.most_gained(waiting))
+    return len(waiting.request.prompt_ids) + waiting.num_tokens + min(gained, left)
 
 
 def num_fitting(

@@ -25,6 +25,7 @@ from spec.draft_cache.drafting import StateSource
 from spec.drafter import Drafter
 from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
+from spec.round_times import RoundTimes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +75,9 @@ class RolloutSpec:
     `words` is the text of the policy's tokens, which stop strings are found by.
     `drafts` makes each worker's drafter and budget; without a budget all draft tokens are
     verified. `rule` says how much of the requests' cached responses is kept; without one they are
-    not used. `begun` says that requests may have been begun ahead (`Request.begun`).
+    not used. `begun` says that requests may have been begun ahead (`Request.begun`). By `times`,
+    measured seconds of rounds, cached and begun responses are verified in chunks or as nodes;
+    without, in chunks.
     `sink` receives finished responses with the policy's hidden states, from engines
     that keep them.
     """
@@ -89,6 +92,7 @@ class RolloutSpec:
     sink: HiddenStateSink | None = None
     words: TokenBytes | None = None
     begun: bool = False
+    times: RoundTimes | None = None
 
     @functools.cached_property
     def stop_ids(self) -> np.ndarray:

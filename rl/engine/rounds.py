@@ -26,6 +26,7 @@ from spec.nodes import pack
 from spec.verify import Slots, decode_beside_chunks, decode_rounds, verify_round
 
 T = TypeVar("T")
+Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `spec.drawn.unpack`
 
 
 class Limits(NamedTuple):
@@ -56,10 +57,12 @@ class Rounds:
     ) -> None:
         self._runner, self._rows, self._spec = runner, rows, spec
         self._speculator, self._stats = speculator, stats
-        self._stop_E, self._scheme = runner.put(spec.stop_ids), spec.sampling.draw
+        self._stop_E, self._scheme = runner.put(spec.stop_ids), spec.sampling.scheme
         self._key = runner.put(spec.key)
         self.called_s = self.fetched_s = 0.0  # of the last call
         self._busy = False  # whether the device has a call that is not yet fetched
+        self._drawn_TX: np.ndarray | None = None  # the chunks that the last round drew behind
+        self.cached_in_chunks = 0  # cached tokens that they decided on
 
     @property
     def _table(self) -> SlotTable:
@@ -69,7 +72,7 @@ class Rounds:
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits
     ) -> Fetched:
         """Run the rounds that were decided for; where rows lack tokens, they compute them too."""
-        self._busy = False
+        self._busy, self.cached_in_chunks = False, 0
         if decision.taken_A is not None:
             assert drafts is not None
             return self._verify(live, drafts, decision)
@@ -98,7 +101,7 @@ class Rounds:
         """Call one round, which computes chunks of prompts if rows lack any; its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
-        chunks_TX = rows.next_chunks() if table.lacking() else None
+        chunks_TX = rows.next_chunks()[0] if table.lacking() else None
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
         runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, found, entries = verify_round(
@@ -116,17 +119,23 @@ class Rounds:
         return found
 
     def _prompt_round(self) -> jax.Array:
-        """Call one round without draft tokens that computes chunks of prompts; its result."""
+        """Call one round without draft tokens that computes chunks; its result.
+
+        If it draws behind their tokens, `_drawn_TX` is its table afterwards.
+        """
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
-        chunks_TX = rows.next_chunks()
-        runner.record.note("a prompt round", (len(table), rows.num_positions), table, chunks_TX)
+        chunks_TX, given_2X = rows.next_chunks()
+        self._drawn_TX = None if given_2X is None else chunks_TX
+        sizes = len(table), rows.num_positions
+        runner.record.note("a prompt round", sizes, table, chunks_TX, given_2X)
         *state, found, entries = decode_beside_chunks(
             self._spec.params,
             *state,
             slots,
             self._stop_E,
             runner.argument(chunks_TX),
+            None if given_2X is None else runner.argument(given_2X),
             **runner.prompt_options(self._scheme),
         )
         rows.stepped(*state, waits=False)
@@ -142,13 +151,15 @@ class Rounds:
     def compute_prompts(self, most_rounds: int) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; their results.
 
-        The host does not wait for what they draw. Rows join the rounds once they lack nothing; one
-        with a cached response is decided on first.
+        The host does not wait for what they draw, but for what they draw in chunks. Rows join the
+        rounds once they lack nothing; one with a cached response is decided on first.
         """
-        found, live_B = list[jax.Array](), self._table.live_B
+        found, live_B, self._drawn_TX = list[jax.Array](), self._table.live_B, None
         while len(found) < most_rounds and self._table.lacking() and not self._undecided(live_B):
             found.append(self._prompt_round())
             self._rows.copy_prompts()
+            if self._drawn_TX is not None:
+                break
         return found
 
     def _undecided(self, live_B: np.ndarray) -> bool:
@@ -168,7 +179,8 @@ class Rounds:
         self._rows.reserve(most_B)
         live_B = table.live_B
         found = self.compute_prompts(rounds)
-        if rounds > (beside_prompts := len(found)) and not self._undecided(live_B):
+        decided = self._drawn_TX is None and not self._undecided(live_B)
+        if rounds > (beside_prompts := len(found)) and decided:
             slots = self._device_slots()
             sizes = B, self._rows.num_positions, rounds - beside_prompts, limits.stop_after
             self._runner.record.note("plain rounds", sizes, table)
@@ -184,12 +196,30 @@ class Rounds:
             self._rows.stepped(*state, waits=False)
             self._called()
             found.append(found_3RB)
-        drawn = self._fetched(live, _in_turn, found)
-        slots_X = np.arange(len(drawn[0])) % B
-        tokens_BN, logprobs_BN, count_B, none_B = by_slot(*drawn, slots_X, B)
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, none_B > 0, none_B)
-        self._count(B, max(beside_prompts, int(count_B.max())))
-        return Fetched(tokens_BN, count_B, count_B)
+        drawn, slots_X = self._in_slots(self._fetched(live, _in_turn, found))
+        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, slots_X, B)
+        in_chunks_B = ~live_B & (count_B > 0) if self._drawn_TX is not None else np.zeros(B, bool)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, in_chunks_B, kept_B)
+        rounds_B = np.where(in_chunks_B, 1, count_B)
+        self._count(B, max(beside_prompts, int(rounds_B.max())))
+        return Fetched(tokens_BN, count_B, rounds_B)
+
+    def _in_slots(self, drawn: Fetch) -> tuple[Fetch, np.ndarray]:
+        """Return what rounds drew, and whose it is; of draws in chunks those that stand."""
+        table, chunks_TX, (tokens_X, logprobs_X, kind_X) = self._table, self._drawn_TX, drawn
+        B, of_nodes = len(table), len(tokens_X)
+        if chunks_TX is None:
+            return drawn, np.arange(of_nodes) % B
+        C = chunks_TX.shape[1] - 2
+        of_nodes -= len(chunks_TX) * C
+        assert table.cached is not None
+        rows = table.prompt_tokens_B, table.emitted_B, table.limit_B
+        here = np.s_[of_nodes:]
+        standing = table.cached.stand(chunks_TX, tokens_X[here], kind_X[here], *rows)
+        self.cached_in_chunks = int(np.count_nonzero(standing))
+        kind_X = np.concatenate([kind_X[:of_nodes], standing])
+        slots_X = np.concatenate([np.arange(of_nodes) % B, np.repeat(chunks_TX[:, 0], C)])
+        return (tokens_X, logprobs_X, kind_X), slots_X
 
     def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Fetched:
         """Rounds that draft and verify on the device; their tokens are not returned in a table."""
@@ -239,7 +269,8 @@ class Rounds:
     def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
         """Return what a call found, once the device has it; the drafter is told meanwhile."""
         assert self._busy, "fetched before the device was called"
-        self._speculator.committed(live)
+        if len(live):  # none may take part while all compute their prompts
+            self._speculator.committed(live)
         drawn = unpack(found)
         self._busy = False
         self.fetched_s = self._runner.clock()
@@ -260,7 +291,9 @@ class Rounds:
         kept_B: np.ndarray,
     ) -> np.ndarray:
         """Append the tokens that a fetch brought each slot; returns how many it got."""
+        live_B = self._table.live_B
         count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, kept_B)
+        self._rows.joined(np.nonzero(self._table.live_B & ~live_B)[0].tolist())
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device goes on there
         self._stats.tokens += int(count_B.sum())
@@ -274,6 +307,6 @@ class Rounds:
         return self._rows.slots(self._key)
 
 
-def _in_turn(found: Sequence[jax.Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _in_turn(found: Sequence[jax.Array]) -> Fetch:
     """Wait for the results of rounds one after the other; return those of all as `unpack` does."""
     return unpack(np.concatenate([np.asarray(some).reshape(3, -1) for some in found], axis=1))

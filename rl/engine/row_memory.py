@@ -68,6 +68,7 @@ class RowMemory:
         """Make room for requests that enter, some of them with keys and values."""
         lengths = [kv.num_tokens for kv, _ in brought]
         lengths += [len(p.token_ids) for p in requests if p.kv is None]
+        lengths += table.known_tokens_B[table.busy_B].tolist()
         self.reserve(np.asarray(lengths) + 1)
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:

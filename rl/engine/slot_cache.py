@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -68,7 +68,7 @@ class SlotCache:
     def for_round(self) -> tuple[Cache, kv_cache.Pending]:
         """Return the cache, with room for what waits to be written, and what waits."""
         table = self.table
-        self.reserve(np.where(table.live_B, table.cached_tokens_B, 0))
+        self.reserve(np.where(table.busy_B, table.known_tokens_B, 0))
         assert self._pending is not None
         return self._memory.held, self._pending
 
@@ -166,20 +166,33 @@ class SlotCache:
             for row in self._settled().share(copies, self.table):
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
-    def next_chunks(self) -> np.ndarray:
-        """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`."""
-        table, table_TX = self.table, self._runner.no_chunks()
-        T, C = len(table_TX), self._runner.chunk_tokens
+    def next_chunks(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`.
+
+        With them what it is given to draw behind each, if rows begin with cached responses: then
+        a row has one chunk at most. Of the two numbers of chunks it is the larger if half are used.
+        """
+        table, runner = self.table, self._runner
         _, rows = self._fills()
+        rows = [row for row in rows if self._memory.has_room(row)]
+        draws = bool(table.verifies_B[rows].any())
+        sizes = runner.drawing_chunks(len(table)) if draws else [runner.config.prefill_rows]
+        table_TX = runner.no_chunks(sizes[-1 if 2 * len(rows) > sizes[-1] else 0])
+        T, C, known_B = len(table_TX), runner.chunk_tokens, table.known_tokens_B
         starts = (
-            (row, at) for row in rows if self._memory.has_room(row) for at in self._starts(row, C)
+            (row, at)
+            for row in rows
+            for at in itertools.islice(self._starts(row, int(known_B[row]), C), 1 if draws else T)
         )
         for i, (row, start) in enumerate(itertools.islice(starts, T)):
-            tokens = table.tokens_BL[row, start : min(start + C, table.cached_tokens_B[row])]
+            tokens = table.tokens_BL[row, start : min(start + C, known_B[row])]
             table_TX[i, : 2 + len(tokens)] = row, start, *tokens
         is_live = table.live_B.any() or (table_TX[:, 0] >= 0).any()
         assert is_live, f"a round that would do nothing: {self._memory.books(table)}"
-        return table_TX
+        if not draws:
+            return table_TX, None
+        assert table.cached is not None
+        return table_TX, table.cached.give_chunks(table_TX, table.prompt_tokens_B)
 
     def _fills(self) -> tuple[list[tuple[int, int]], list[int]]:
         table = self.table
@@ -188,9 +201,8 @@ class SlotCache:
         parts = self._memory.parts(len(table))
         return admission.fills(lacking, table.prompts, parts, table.busy_B.tolist())
 
-    def _starts(self, row: int, chunk_tokens: int) -> Iterator[int]:
+    def _starts(self, row: int, end: int, chunk_tokens: int) -> Iterator[int]:
         """Yield where chunks of what the row lacks begin."""
-        end = int(self.table.cached_tokens_B[row])
         for start in range(end - int(self.table.lacking_tokens_B[row]), end, chunk_tokens):
             yield self._memory.chunk_start(row, start)
 
@@ -206,8 +218,12 @@ class SlotCache:
     def _filled(self, row: int, num_tokens: int) -> int:
         found = self.table.filled(row, num_tokens)
         if self.table.live_B[row]:
-            self._joining.add(row)
+            self.joined([row])
         return found
+
+    def joined(self, rows: Iterable[int]) -> None:
+        """Note that rows lack nothing any more."""
+        self._joining.update(rows)
 
     # -- requests leave ----------------------------------------------------------------
 

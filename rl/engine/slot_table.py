@@ -87,6 +87,22 @@ class SlotTable:
         return self.total_tokens_B - 1
 
     @property
+    def known_tokens_B(self) -> np.ndarray:
+        """Return the cache positions of all tokens that a row is to have computed before it joins.
+
+        With those of what it may keep, behind which the same pass draws (`CachedPrefixes`).
+        """
+        if self.cached is None or not self.cached.in_chunks:
+            return self.cached_tokens_B
+        known_B = self.prompt_tokens_B + np.minimum(self.cached.end_B, self.limit_B) - 1
+        return np.maximum(self.cached_tokens_B, known_B)
+
+    @property
+    def verifies_B(self) -> np.ndarray:
+        """Return the rows that lack what draws in chunks decide on."""
+        return self.busy_B & (self.known_tokens_B > self.cached_tokens_B)
+
+    @property
     def emitted_B(self) -> np.ndarray:
         return self.total_tokens_B - self.prompt_tokens_B
 
@@ -110,7 +126,9 @@ class SlotTable:
         before = int(self.lacking_tokens_B[row])
         if num_tokens >= self.prompt_tokens_B[row] - 1:
             self.prompts[row] = int(self.prompt_B[row])
-        self.lacking_tokens_B[row] = lacking = max(0, int(self.cached_tokens_B[row]) - num_tokens)
+        sure = int(self.total_tokens_B[row]) - 1
+        held = min(num_tokens, sure)  # draws decide on the rest
+        self.lacking_tokens_B[row] = lacking = int(self.known_tokens_B[row]) - held
         return before - lacking
 
     def enter(self, row: int, partial: PartialRequest, filled_tokens: int | None = None) -> None:
@@ -127,7 +145,6 @@ class SlotTable:
             self.logprobs_BL[row, n:end] = prefix.logprobs
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
-        self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
         self.limit_B[row] = self.final_B[row] = request.limit(endings.sampling)
         self.rule_B[row] = rule = endings.rule(request.sampling)
         _, self.state_B[row], self.stopped_B[row] = endings.read(rule, self.tokens_BL[row, n:end])
@@ -141,6 +158,16 @@ class SlotTable:
         self.sample_indices_B[row] = request.sample_index
         if self.cached is not None:
             self.cached.enter(row, partial)
+            self._look_ahead(row)
+        self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
+
+    def _look_ahead(self, row: int) -> None:
+        """Let a row compute what it may keep of a cached response, in chunks with draws."""
+        assert self.cached is not None
+        first, now = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
+        end = int(self.known_tokens_B[row]) + 1
+        self.tokens_BL[row, now:end] = self.cached.tokens_BL[row, now - first : end - first]
+        self.lacking_tokens_B[row] = end - now
 
     def commit(
         self,
@@ -174,6 +201,8 @@ class SlotTable:
             self.origins_BL,
             self.total_tokens_B,
         )
+        for row in np.nonzero(self.lacking_tokens_B * count_B)[0].tolist():  # drawn in chunks
+            self._look_ahead(row)
         return count_B
 
     def ended_rows(self) -> np.ndarray:
@@ -183,6 +212,8 @@ class SlotTable:
     def extend(self, row: int, max_tokens: int) -> None:
         """Let the row's request have `max_tokens` more tokens."""
         self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
+        if self.verifies_B[row]:
+            self._look_ahead(row)
 
     def is_whole(self, row: int) -> bool:
         """Return True if an ended row's response is whole, False if only its chunk ended."""

@@ -29,7 +29,8 @@ class RoundRecord:
     fetch for the first), up to `fetched_s` it answered, up to `ended_s` tokens were committed. As
     many nodes as slots are plain decoding, of as many rounds as the most that a request emitted;
     `rounds_A` counts those in which a request took part. `cached_nodes` of the nodes were tokens
-    of cached responses; beside them `prompt_tokens` were computed. A = live requests.
+    of cached responses; beside them `prompt_tokens` were computed, and `cached_in_chunks` decided
+    on. A = live requests.
     """
 
     began_s: float
@@ -47,6 +48,7 @@ class RoundRecord:
     emitted_A: np.ndarray
     cached_nodes: int = 0
     prompt_tokens: int = 0
+    cached_in_chunks: int = 0
 
     @property
     def drafted(self) -> bool:
@@ -194,8 +196,13 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
 
 
 def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
-    """Return the seconds of rounds, by the share of their nodes that cached tokens had."""
-    return sum((r.ended_s - r.ready_s) * r.cached_nodes / r.num_nodes for r in rounds)
+    """Return the seconds of rounds, by the share of their tokens that cached ones had."""
+    return sum(
+        (r.ended_s - r.ready_s)
+        * (r.cached_nodes + r.cached_in_chunks)
+        / (r.num_nodes + r.prompt_tokens + r.cached_in_chunks)
+        for r in rounds
+    )
 
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:

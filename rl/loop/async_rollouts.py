@@ -248,6 +248,7 @@ class AsyncRollouts:
             rule=answering.rule,
             sink=None if system.drafter is None else system.drafter.sink(step),
             words=system.inputs.words_for(config.sampling),
+            times=system.speculation.times,
         )
 
     def _asked_anew(self) -> list[Request]:

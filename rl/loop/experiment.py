@@ -138,6 +138,10 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
+    def __post_init__(self) -> None:
+        verified = self.reuse.couples_noise or self.sched.mode == "ahead"
+        object.__setattr__(self, "sampling", self.sampling.with_scheme(verified=verified))
+
     @property
     def open_sizes(self) -> tuple[str, ...]:
         """The settings of `SIZES` that are "auto"."""

@@ -297,6 +297,7 @@ def generate_and_score(
                 rule=system.reuse.rule(step),
                 sink=None if drafter is None else drafter.sink(step),
                 words=system.inputs.words_for(config.sampling),
+                times=system.speculation.times,
             )
             done, stats = run(system.engine, spec, requests, scorer, watch)
         if drafter is not None:

@@ -293,6 +293,7 @@ class WorkerProgram(MessageProgram):
             rule=job.rule,
             words=words,
             begun=job.begun,
+            times=None if self._speculation is None else self._speculation.times,
         )
         with contextlib.ExitStack() as stack:
             if job.drafting is not None:

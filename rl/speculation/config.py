@@ -136,8 +136,8 @@ class ReuseConfig:
     bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
     Training does look: updates learn from responses made with this noise, as with common
     random numbers elsewhere.
-    Set Sampling.draw = "gumbel" with it: after an update at 1e-5 81% of SmolLM2-135M's tokens
-    stood, and 31% with `cdf`, which is slower than no reuse.
+    Sampling.draw is "gumbel" with it unless set: after an update at 1e-5 81% of SmolLM2-135M's
+    tokens stood, and 31% with `cdf`, which is slower than no reuse.
     """
 
     mode: str = "off"
@@ -165,6 +165,10 @@ class ReuseConfig:
         return parse_mode(self.mode).enabled
 
     @property
+    def couples_noise(self) -> bool:
+        return parse_mode(self.mode).couples_noise
+
+    @property
     def epochs(self) -> int:
         """The number of epochs that the rollout cache has to hold."""
         return 1 + parse_mode(self.mode).back
@@ -183,7 +187,7 @@ def check_coupling(
     A step may have an example `most_times`: where it has all its prompts in a row of the data
     order, two if an epoch ends in it.
     """
-    if not parse_mode(config.mode).couples_noise:
+    if not config.couples_noise:
         return
     most_examples = 2**31 // (2 * MOST_SAMPLES)
     if group_size > MOST_SAMPLES or num_examples > most_examples:

@@ -22,7 +22,7 @@ from spec.round_times import RoundTimes
 if TYPE_CHECKING:
     from rl.cluster.processes import Processes
 
-FORMAT = 5  # of the first
+FORMAT = 6  # of the first
 
 
 def rounds_of_first(times: RoundTimes | None, processes: Processes) -> RoundTimes | None:

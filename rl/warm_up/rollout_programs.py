@@ -24,7 +24,7 @@ from spec.budget.device_gate import DeviceDrafter
 from spec.config import SamplingConfig
 from spec.draft_cache.rounds import Asked, draft_rounds
 from spec.drafter import no_drafts
-from spec.nodes import pack
+from spec.nodes import NOT_GIVEN, pack
 from spec.sampling import step_key
 from spec.verify import decode_beside_chunks, decode_rounds, settle, verify_round
 
@@ -144,9 +144,16 @@ class Pool:
                 yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             if B in self.first_slots:
                 yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
+                sizes = {self.engine.config.prefill_rows}
+                if self.reach.reuse:
+                    sizes.update(drawing := self.engine.drawing_chunks(B))
+                    for T in drawing:
+                        made = partial(self.prompt_arguments, B, S, draws=T)
+                        yield Program(decode_beside_chunks, made, S)
                 for M in self._nodes_beside_prompts(B):
                     yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
-                yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S), S)
+                for T in sizes:
+                    yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S, T), S)
             for name, kind in () if self.engine.is_paged else self.kinds:
                 for change in self._changes(B, S):
                     yield self._resize(name, (B, S), change, kind)
@@ -260,7 +267,7 @@ class Pool:
         """Return the arguments of `decode_rounds` for slots at rest."""
         cache, rest = self.engine.empty_cache(B, S), self.at_rest(B)
         args = self.params, cache, *rest, np.int32(1), np.int32(1)
-        return args, self.engine.decode_options(self.sampling.draw)
+        return args, self.engine.decode_options(self.sampling.scheme)
 
     def _join_slots(self, B: int) -> Arguments:
         arguments, none = self._make_slots(B)
@@ -274,16 +281,23 @@ class Pool:
         # a rule decides on tokens also where none is a draft token
         return [*([B] if self.reach.reuse else ()), *self.engine.config.sizes_beside_prompts(B)]
 
-    def prompt_arguments(self, B: int, S: int) -> Arguments:
-        """Return the arguments of `decode_beside_chunks` for slots at rest."""
-        (*args, _, _), _ = self.decode_arguments(B, S)
-        chunks_TX = self.engine.argument(self.engine.no_chunks())
-        return (*args, chunks_TX), self.engine.prompt_options(self.sampling.draw)
+    def prompt_arguments(self, B: int, S: int, *, draws: int = 0) -> Arguments:
+        """Return the arguments of `decode_beside_chunks` for slots at rest.
 
-    def _write_chunks(self, B: int, S: int) -> Arguments:
+        It `draws` behind the tokens of so many chunks, or computes prompts alone.
+        """
+        (*args, _, _), _ = self.decode_arguments(B, S)
+        engine, given = self.engine, None
+        chunks_TX = engine.no_chunks(draws or engine.config.prefill_rows)
+        if draws:
+            given = engine.argument(np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32))
+        options = engine.prompt_options(self.sampling.scheme)
+        return (*args, engine.argument(chunks_TX), given), options
+
+    def _write_chunks(self, B: int, S: int, T: int) -> Arguments:
         engine = self.engine
-        chunks_TX = engine.argument(engine.no_chunks())
-        return (engine.empty_cache(B, S), engine.empty_entries(), chunks_TX), {}
+        chunks_TX = engine.argument(engine.no_chunks(T))
+        return (engine.empty_cache(B, S), engine.empty_entries(T), chunks_TX), {}
 
     def _settle(self, B: int, S: int) -> Arguments:
         return (self.engine.empty_cache(B, S), self.engine.empty_pending(B)), {}
@@ -293,9 +307,11 @@ class Pool:
         (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
         nothing = no_drafts(0, 1)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M, 1)
-        chunks_TX = engine.argument(engine.no_chunks()) if chunks else None
+        chunks_TX = None
+        if chunks:
+            chunks_TX = engine.argument(engine.no_chunks(engine.config.prefill_rows))
         args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E, chunks_TX
-        return args, engine.verify_options(self.sampling.draw, B, M)
+        return args, engine.verify_options(self.sampling.scheme, B, M)
 
     def _draft_rounds(
         self, drafter: DeviceDrafter, decision: DraftDecision, B: int, S: int
@@ -305,7 +321,7 @@ class Pool:
         numbers = put(np.ones(4, np.int32)), put(np.ones(B, np.float32))
         asked = Asked(given.constants, given.table_RX, *numbers)
         args = params, cache, pending, slots, stop_E, given.cache, asked
-        options = self.engine.draft_options(self.sampling.draw, B, decision)
+        options = self.engine.draft_options(self.sampling.scheme, B, decision)
         return args, options | {"drafting": given.drafting}
 
     def _insert(self, B: int, S: int, T: int) -> Arguments:

@@ -33,15 +33,16 @@ from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drawn import by_slot, unpack
-from spec.nodes import pack
+from spec.nodes import NOT_GIVEN, pack
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes, monotone
 from spec.sampling import step_key
-from spec.verify import Slots, decode_rounds, verify_round
+from spec.verify import Slots, decode_beside_chunks, decode_rounds, verify_round
 
 REPEATS = 7
 LEAST_SECONDS = 1e-9
+CHUNKS = 0  # in place of a number of nodes
 
 
 def load_or_measure(
@@ -65,20 +66,20 @@ def load_or_measure(
     get process 0's table: that of its file, or its measurement, for which all run the same rounds.
     """
     buckets = list(round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach.drafters, 1 + len(beside))
+    made_for = _made_for(engine, buckets, reach, 1 + len(beside))
     kept = _kept(path, made_for, processes)
     if kept is not None:
         return kept
     now = [b for b in buckets if most_positions is None or b[2] <= most_positions]
     options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
-    times = measure(engine, params, sampling, now, **options)
+    times = measure(engine, params, sampling, now, draws=reach.reuse, **options)
     if most_positions is None:
         _keep(path, times, made_for, processes)
         return times
     for B, M, S in buckets:
         if S > most_positions:
             longest = max(s for b, m, s in now if (b, m) == (B, M))
-            times.put({(B, M, S): times.rounds[B, M, longest]})
+            times.put(RoundTimes({(B, M, S): times.rounds[B, M, longest]}))
     return times
 
 
@@ -106,10 +107,11 @@ def complete(
 ) -> None:
     """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
     buckets = list(round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach.drafters, num_workers=1)
+    made_for = _made_for(engine, buckets, reach, num_workers=1)
     if _kept(path, made_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > most_positions]
-        times.put(measure(engine, params, sampling, rest, processes=processes).rounds)
+        measured = engine, params, sampling, rest
+        times.put(measure(*measured, draws=reach.reuse, processes=processes))
         _keep(path, times, made_for, processes)
 
 
@@ -121,6 +123,7 @@ def measure(
     *,
     drafters: DeviceDrafters = NO_DRAFTERS,
     beside: Sequence[Engine] = (),
+    draws: bool = False,
     processes: Processes = ALONE,
 ) -> RoundTimes:
     """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
@@ -129,7 +132,8 @@ def measure(
     engine runs it, several to a fetch; a round with draft tokens with drafting them (siblings and
     own text) and committing. Numbers of nodes take turns: what slows the machine for a while
     slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
-    and as deep as they get. The workers `beside` decode plainly meanwhile, as in a rollout. More
+    and as deep as they get. With `draws` so are plain rounds that draw in chunks, of as many slots
+    as rollouts begin with. The workers `beside` decode plainly meanwhile, as in a rollout. More
     nodes never take less time (`spec.round_times.monotone`). The processes of a mesh do so
     together; the table is process 0's.
     """
@@ -139,18 +143,25 @@ def measure(
         nodes_of.setdefault((B, S), []).append(M)
     seconds: dict[tuple[int, int, int], float] = {}
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
+    chunk_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
             rounds = None  # its cache is gone before there is another
             rounds = _Rounds(engine, spec, B, S)
+            in_chunks = [CHUNKS] if draws and B in engine.first_slots else []
             with _decoding(beside, spec, B, S):
-                tries = [(M, rounds.seconds(M)) for M in sizes * (REPEATS + 1)]
+                tries = [(M, rounds.seconds(M)) for M in [*sizes, *in_chunks] * (REPEATS + 1)]
                 drafts = {name: rounds.draft_seconds(d) for name, d in drafters.items()}
-            seconds |= {(B, M, S): taken_s for M, taken_s in _medians(tries).items()}
+            medians = _medians(tries)
+            if in_chunks:
+                X = engine.drawing_chunks(B)[-1] * engine.chunk_tokens
+                chunk_seconds[B, X, S] = medians.pop(CHUNKS)
+            seconds |= {(B, M, S): taken_s for M, taken_s in medians.items()}
             for name, found in drafts.items():
                 times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
                 draft_seconds.setdefault(name, {}).update(times)
-    table = rounds_of_first(RoundTimes(monotone(seconds), draft_seconds), processes)
+    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds)
+    table = rounds_of_first(own, processes)
     assert table is not None, "it was measured"
     return table
 
@@ -206,11 +217,17 @@ class _Rounds:
         self._table.tokens_BL[:] = rng.integers(0, letters, shape)
 
     def seconds(self, num_nodes: int) -> float:
-        """Time one round with draft tokens, or a fetch of plain rounds divided by their number."""
+        """Time one round with draft tokens, or a fetch of plain rounds divided by their number.
+
+        `CHUNKS` for a number of nodes: a plain round that draws in chunks.
+        """
         slots, drafted = self._busy_slots(), num_nodes > len(self._table)
         jax.block_until_ready((self._cache, slots))
         began_s = self._engine.clock()
-        rounds = self._drafted_round(slots, num_nodes) if drafted else self._plain_rounds(slots)
+        if num_nodes == CHUNKS:
+            rounds = self._round_in_chunks(slots)
+        else:
+            rounds = self._drafted_round(slots, num_nodes) if drafted else self._plain_rounds(slots)
         return (self._engine.clock() - began_s) / rounds
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
@@ -237,7 +254,7 @@ class _Rounds:
         live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
         taken_A = best(drafts, np.ones(len(live)), len(table), num_nodes)
-        options = engine.verify_options(self._spec.sampling.draw, len(table), num_nodes)
+        options = engine.verify_options(self._spec.sampling.scheme, len(table), num_nodes)
         sizes = len(table), num_nodes, options["max_nodes"]
         nodes_5M = pack(drafts, taken_A, live.rows_A, *sizes)
         state = self._cache, self._pending, slots
@@ -257,6 +274,22 @@ class _Rounds:
         table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, kept_B)
         return 1
 
+    def _round_in_chunks(self, slots: Slots) -> int:
+        engine, B = self._engine, len(self._table)
+        T, start = engine.drawing_chunks(B)[-1], self._cache.num_positions // 2
+        chunks_TX = engine.no_chunks(T)
+        chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, start)], axis=1)
+        chunks = engine.argument(chunks_TX)
+        given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
+        cache, self._pending, _, found, entries = decode_beside_chunks(
+            *(self._spec.params, self._cache, self._pending, slots, self._stop_E),
+            *(chunks, engine.argument(given_2X)),
+            **engine.prompt_options(self._spec.sampling.scheme),
+        )
+        self._cache = cache_ops.write_chunks(cache, entries, chunks)
+        unpack(found)
+        return 1
+
     def _plain_rounds(self, slots: Slots) -> int:
         rounds = self._engine.config.rounds_per_fetch
         self._cache, self._pending, _, found = decode_rounds(
@@ -267,7 +300,7 @@ class _Rounds:
             self._stop_E,
             np.int32(rounds),
             np.int32(len(self._table)),
-            **self._engine.decode_options(self._spec.sampling.draw),
+            **self._engine.decode_options(self._spec.sampling.scheme),
         )
         unpack(found)
         return rounds
@@ -290,10 +323,7 @@ class _Rounds:
 
 
 def _made_for(
-    engine: Engine,
-    buckets: list[tuple[int, int, int]],
-    drafters: DeviceDrafters,
-    num_workers: int,
+    engine: Engine, buckets: list[tuple[int, int, int]], reach: Reach, num_workers: int
 ) -> dict[str, Any]:
     """Return the device, policy shape, buckets and workers that a table is valid for."""
     device = jax.devices()[0]
@@ -304,6 +334,7 @@ def _made_for(
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
         "rounds_per_fetch": engine.config.rounds_per_fetch,
-        "drafters": {name: d.made_for for name, d in drafters.items()},
+        "chunks": [engine.config.prefill_rows, engine.chunk_tokens, reach.reuse],
+        "drafters": {name: d.made_for for name, d in reach.drafters.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

@@ -80,8 +80,8 @@ def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
     B, S, C = cache.num_slots, cache.num_positions, engine.chunk_tokens
-    (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.draw)
-    chunks_TX = engine.no_chunks()
+    (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.scheme)
+    chunks_TX = engine.no_chunks(engine.config.prefill_rows)
     for first in range(0, num_tokens, len(chunks_TX) * C):
         starts = range(first, num_tokens, C)[: len(chunks_TX)]
         chunks_TX[:, 0] = -1

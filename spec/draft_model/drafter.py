@@ -68,7 +68,7 @@ class DraftModelDrafter(CachingDrafter):
         self._proposal = proposal
         # `reach` cuts chains of shared noise: the model does not know their probabilities
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
-        drafting = ChainDrafting(model, sampling.draw if proposal == "shared_noise" else None)
+        drafting = ChainDrafting(model, sampling.scheme if proposal == "shared_noise" else None)
         cached = model, _passes(self.config), drafting, runner
         self._held = DraftCache(*cached, may_be_paged=self.may_be_paged)
         self._drafting, self._argument = drafting, runner.argument

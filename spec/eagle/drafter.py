@@ -50,7 +50,7 @@ class EagleDrafter(CachingDrafter):
         self._weights, self._states = weights, states
         self._sampling, self._key = sampling, key
         shared_noise = tree.proposal == "shared_noise" and sampling.temperature > 0
-        search = Search(config, tree.top_k, tree.max_depth, sampling.draw, shared_noise)
+        search = Search(config, tree.top_k, tree.max_depth, sampling.scheme, shared_noise)
         passes = Passes(search.window_tokens, (CHUNK_TOKENS,))
         self._held = DraftCache(config.layer, passes, TreeDrafting(search), runner)
 

@@ -21,3 +21,8 @@ def test_a_folder_without_a_checkout_is_refused(tmp_path):
         command, cwd=before_after.ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and "expected --before a folder with a checkout" in done.stderr
+
+
+def test_reuse_and_workers_take_turns_too():
+    assert {"lenient", "coupled", "ahead", "workers"} <= set(before_after.WAYS)
+    assert before_after.LIKE["coupled"] == before_after.LIKE["ahead"] == "plain_gumbel"

@@ -170,7 +170,7 @@ def naive_rollout(
             np.int32(config.top_k),
             np.float32(config.top_p),
             model=model,
-            scheme=config.draw,
+            scheme=config.scheme,
         )
         token_R = np.where(forced_RT[:, t] >= 0, forced_RT[:, t], token_R)
         tokens_RT = tokens_RT.at[np.arange(len(ids_R)), prompt_R + t].set(token_R)

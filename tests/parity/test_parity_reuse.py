@@ -32,11 +32,16 @@ from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
+from spec.round_times import RoundTimes
 from spec.sampling import given_log_probs, processed_logits
 
 pytestmark = pytest.mark.parity
 
 OLD_LOGPROB = -2.5
+# by the first, which has no seconds of chunks, cached tokens are nodes; else they are in chunks
+NODES = RoundTimes({(b, 2 * b, s): 1.0 for b in (1, 2, 4, 8) for s in (32, 64)})
+WAYS = {"nodes": NODES, "chunks": None}
+both_ways = pytest.mark.parametrize("times", WAYS.values(), ids=WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +135,27 @@ def test_without_a_rule_cached_responses_are_ignored(golden, rollout, requests, 
     assert not differences(golden("plain"), got) and not engine.stats.cached.responses
 
 
+@both_ways
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
-def test_coupled_accepts_what_it_draws_itself(golden, rollout, requests, reusing, params, name):
+def test_coupled_accepts_what_it_draws_itself(
+    golden, rollout, requests, reusing, params, name, times
+):
     want = golden(name)
     given = with_cached(requests, lambda r: changed(want, r))
-    got = rollout(name, given, engine=reusing, rule=rule("coupled"))
+    got = rollout(name, given, engine=reusing, rule=rule("coupled"), times=times)
     assert not differences(want, got)
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
     counts = reusing.stats.cached
     assert 0 < counts.whole < counts.responses and 0 < counts.kept_tokens < counts.tokens
     agreeing = [agreement(usable(r, r.cached.tokens), want[r.request_id]) for r in given]
     assert counts.kept_tokens == sum(agreeing)
-    assert 0 < reusing.stats.accepted_tokens <= counts.kept_tokens
+    assert reusing.stats.accepted_tokens <= counts.kept_tokens
+    in_chunks = sum(r.cached_in_chunks for r in reusing.stats.timeline)
+    if times is NODES:
+        assert reusing.stats.accepted_tokens > 0 == in_chunks
+    else:  # a row that is decided on in chunks has no drafts of it
+        decided = counts.kept_tokens + counts.responses - counts.whole
+        assert reusing.stats.accepted_tokens == 0 and in_chunks == decided
     assert all((t.policy_versions == 0).all() for t in got)
     assert all(np.array_equal(t.logprobs, t.emission_logprobs) for t in got)
 
@@ -178,30 +192,33 @@ def test_kept_prefixes_stay_and_the_rest_is_decoded(rollout, requests, reusing, 
         assert sum(map(len, prefixes.values())) > 0
 
 
+@both_ways
 @pytest.mark.parametrize(("name", "mode"), [("plain", "lenient:1"), ("cool", "lenient:e^0.5")])
 def test_the_kept_prefix_is_what_the_rule_says_of_whole_passes(
-    golden, rollout, requests, reusing, params, name, mode
+    golden, rollout, requests, reusing, params, name, mode, times
 ):
     want, mine = golden(name), rule(mode)
     given = with_cached(requests, lambda r: changed(want, r))
-    got = rollout(name, given, engine=reusing, rule=mine)
+    got = rollout(name, given, engine=reusing, rule=mine, times=times)
     assert not wrongly_kept(params, given, got, SAMPLINGS[name], mine)
     kept = [int((t.origins == Origin.REUSED).sum()) for t in got]
     assert len(set(kept)) > 3
 
 
+@both_ways
 def test_a_planted_fault_bounds_one_place_off_would_be_found(
-    golden, rollout, requests, reusing, params, monkeypatch
+    golden, rollout, requests, reusing, params, monkeypatch, times
 ):
-    give = cached_prefixes._give
+    name = "_give" if times is NODES else "_give_chunks"
+    give = getattr(cached_prefixes, name)
 
-    def off(nodes, emitted_B, end_B, tokens_BL, least_BL):
-        give(nodes, emitted_B, end_B, tokens_BL, np.roll(least_BL, 1, axis=1))
+    def off(table, at_B, end_B, tokens_BL, least_BL, *found):
+        give(table, at_B, end_B, tokens_BL, np.roll(least_BL, 1, axis=1), *found)
 
-    monkeypatch.setattr(cached_prefixes, "_give", off)
+    monkeypatch.setattr(cached_prefixes, name, off)
     want, mine = golden("plain"), rule("lenient:1")
     given = with_cached(requests, lambda r: changed(want, r))
-    got = rollout("plain", given, engine=reusing, rule=mine)
+    got = rollout("plain", given, engine=reusing, rule=mine, times=times)
     assert wrongly_kept(params, given, got, SAMPLINGS["plain"], mine)
 
 
@@ -221,7 +238,8 @@ def wrongly_kept(params, given, got, sampling, mine):
     return found
 
 
-def test_prefixes_and_drafters_together(golden, rollout, requests, reusing):
+@both_ways
+def test_prefixes_and_drafters_together(golden, rollout, requests, reusing, times):
     want = golden("cool")
     given = with_cached(requests, lambda r: changed(want, r))
     for budget in ("fixed:7", "goodput"):
@@ -232,6 +250,7 @@ def test_prefixes_and_drafters_together(golden, rollout, requests, reusing):
             rule=rule("coupled"),
             drafter=make("all", want, requests),
             budget=make_budget(budget, TIMES),
+            times=times,
         )
         assert not differences(want, got)
     assert reusing.stats.accepted_tokens > 0
@@ -272,6 +291,7 @@ class NotedBudget(SeeingBudget):
         {"max_nodes": 2},
         {"max_round_nodes": 16},
         {"slots": 4, "min_slots": 2, "max_nodes": 32},
+        {"cache": "pages", "page_tokens": 8, "pages": 26, "min_slots": 2},
     ],
 )
 def test_few_slots_small_rounds_and_caches_that_grow(golden, rollout, requests, change):
@@ -285,7 +305,10 @@ def test_few_slots_small_rounds_and_caches_that_grow(golden, rollout, requests, 
 def test_whole_responses_take_few_rounds(golden, rollout, requests, reusing):
     want = golden("plain")
     given = with_cached(requests, lambda r: want[r.request_id].response_ids)
-    got = rollout("plain", given, engine=reusing, rule=rule("full"))
+    rollout("plain", given, engine=reusing, rule=rule("full"))
+    of_chunks = reusing.stats
+    assert of_chunks.cached.kept_tokens == sum(r.cached_in_chunks for r in of_chunks.timeline)
+    got = rollout("plain", given, engine=reusing, rule=rule("full"), times=NODES)
     assert not differences(want, got)
     assert all((t.origins == Origin.REUSED).all() for t in got)
     counts, nodes = reusing.stats.cached, sum(r.cached_nodes for r in reusing.stats.timeline)

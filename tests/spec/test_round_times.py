@@ -7,6 +7,7 @@ from spec.round_times import RoundTimes, monotone
 TIMES = RoundTimes(
     {(8, 8, 64): 1.0, (8, 32, 64): 2.0},
     {"learned": {(8, 1, 64): 0.5, (8, 5, 64): 2.5, (4, 1, 64): 9.0}, "model": {(8, 2, 64): 7.0}},
+    {(8, 64, 64): 3.0},
 )
 
 
@@ -26,8 +27,22 @@ def test_depths_between_two_are_on_their_line():
 
 def test_rows_and_back():
     again = RoundTimes.from_rows(TIMES.rows())
-    assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 6
-    assert {row[0] for row in TIMES.rows()} == {"packed round", "draft learned", "draft model"}
+    assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 7
+    names = {"packed round", "round beside chunks", "draft learned", "draft model"}
+    assert {row[0] for row in TIMES.rows()} == names
+
+
+def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():
+    assert TIMES.chunks_pay(8, 64, 64)  # 3 / 64 < 2 / 32
+    fast_nodes = RoundTimes({(8, 8, 64): 1.0, (8, 32, 64): 1.4}, None, {(8, 64, 64): 3.0})
+    assert not fast_nodes.chunks_pay(8, 64, 64)
+    none_measured = RoundTimes({(8, 8, 64): 1.0, (8, 32, 64): 1.4})
+    assert not none_measured.chunks_pay(8, 64, 64), "nodes are measured, chunks are not"
+    assert none_measured.chunks_pay(8, 128, 64), "neither is"
+    assert RoundTimes({}).chunks_pay(8, 64, 64)
+    assert TIMES.without_drafts("learned").chunks_pay(8, 64, 64)
+    none_measured.put(TIMES)
+    assert none_measured.chunks_pay(8, 64, 64)
 
 
 def test_rows_of_a_table_that_older_runs_had_are_left_out():

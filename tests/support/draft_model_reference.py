@@ -132,7 +132,7 @@ def slowly(text, prompt_tokens, request_id, count, draws, mode):
             np.float32(draws.temperature),
             np.int32(draws.top_k),
             np.float32(draws.top_p),
-            scheme=draws.draw,
+            scheme=draws.scheme,
         )
         prob *= float(p)
         tokens.append(int(likeliest if mode == "greedy" else drawn))

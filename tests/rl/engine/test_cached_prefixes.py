@@ -11,6 +11,7 @@ from rl.engine.stats import CachedCounts
 from rl.trajectory import Origin, PartialRequest, Request
 from spec.config import SamplingConfig
 from spec.drafter import Source, no_drafts
+from spec.drawn import DRAWN, KEPT, by_slot
 from spec.nodes import NOT_GIVEN, pack
 from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
@@ -201,3 +202,86 @@ def test_what_was_begun_moves_with_its_row():
     assert cached.goes_on(np.arange(2)).tolist() == [True, False]
     table.widen(4)
     assert cached.goes_on(np.arange(4)).tolist() == [True, False, False, False]
+
+
+def chunked(mode, requests, **fields):
+    """A table whose cached responses are verified in chunks; nothing is computed yet."""
+    endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
+    rule = PrefixRule(parse_mode(mode), log(parse_mode(mode).lenience), 0, 1)
+    cached = CachedPrefixes(rule, endings, CachedCounts(), 2, 10, in_chunks=True)
+    table = SlotTable(2, 11, endings, cached)
+    for row, r in enumerate(requests):
+        table.enter(row, PartialRequest(r, **fields), 0)
+    return table, cached
+
+
+def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
+    """Commit what was drawn behind the tokens of chunks; return how many of each row stand."""
+    B, C = len(table), chunks_TX.shape[1] - 2
+    drawn_X = np.asarray(drawn, np.int32)
+    kind_X = np.where(np.isin(np.arange(len(drawn_X)), kept), KEPT, DRAWN)
+    rows = table.prompt_tokens_B, table.emitted_B, table.limit_B
+    kind_X = table.cached.stand(chunks_TX, drawn_X, kind_X, *rows)
+    for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
+        table.filled(row, start + C)
+    slots_X = np.repeat(chunks_TX[:, 0], C)
+    logprobs_X = np.full(len(drawn_X), -0.5, np.float32)
+    tokens_BN, logprobs_BN, count_B, kept_B = by_slot(drawn_X, logprobs_X, kind_X, slots_X, B)
+    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 0, kept_B).tolist()
+
+
+def test_in_chunks_a_row_lacks_its_cached_response_until_the_first_token_that_is_not_kept():
+    """Chunks of three tokens, whose row has a prompt of two: 1 2 5, then 6 7 8."""
+    table, cached = chunked("coupled", [request(0), request(1)])
+    assert table.lacking_tokens_B.tolist() == [6, 6] and table.verifies_B.all()
+    assert table.tokens_BL[0, :7].tolist() == [1, 2, 5, 6, 7, 8, 9]
+    chunks_TX = np.array([[0, 0, 1, 2, 5], [1, 0, 1, 2, 5]], np.int32)
+    assert (cached.give_chunks(chunks_TX, table.prompt_tokens_B) == NOT_GIVEN).all()
+    # behind the first token of the prompt nothing is drawn; row 1 draws a 4 behind it all
+    assert drawn_in_chunks(table, chunks_TX, [9, 5, 6, 9, 5, 4]) == [2, 2]
+    assert table.live_B.tolist() == [False, True] and table.lacking_tokens_B.tolist() == [3, 0]
+    assert table.tokens_BL[1, :4].tolist() == [1, 2, 5, 4] and not cached.goes_on(np.array([1]))
+    chunks_TX = np.array([[0, 3, 6, 7, 8]], np.int32)
+    assert drawn_in_chunks(table, chunks_TX, [7, 8, 9]) == [3, 0]
+    assert table.ended_rows().tolist() == [0] and table.live_B.all()
+    assert (cached.counts.responses, cached.counts.whole, cached.counts.kept_tokens) == (2, 1, 6)
+    want = [Origin.ACCEPTED, Origin.BONUS, Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS]
+    assert table.origins_BL[0, 2:7].tolist() == want
+
+
+def test_in_chunks_a_rule_is_given_tokens_and_bounds_and_nothing_stands_behind_a_refused_one():
+    table, cached = chunked("lenient:1", [request(0)])
+    chunks_TX = np.array([[0, 1, 2, 5, 6, 7], [-1, 0, 0, 0, 0, 0]], np.int32)
+    given_2X = cached.give_chunks(chunks_TX, table.prompt_tokens_B)
+    assert given_2X[0].tolist() == [5, 6, 7, 8] + [NOT_GIVEN] * 4
+    bounds = given_2X[1, :4].view(np.float32)
+    np.testing.assert_array_equal(bounds, cached.least_logprobs_BL[0, :4])
+    # the third is not kept, even though the policy draws it
+    assert drawn_in_chunks(table, chunks_TX, [5, 6, 7, 8, 0, 0, 0, 0], kept=[0, 1, 3]) == [3, 0]
+    assert table.live_B[0] and not cached.goes_on(np.array([0]))[0]
+    reused, bonus = Origin.REUSED, Origin.BONUS
+    assert table.origins_BL[0, 2:5].tolist() == [reused, reused, bonus]
+    assert table.leave(0, 7).prefix.reused_tokens == 2
+
+
+def test_in_chunks_a_part_of_a_request_ends_at_its_limit_and_goes_on_behind_it():
+    table, _ = chunked("full", [request(0)], max_tokens=2)
+    assert table.lacking_tokens_B[0] == 3
+    chunks_TX = np.array([[0, 0, 1, 2, 5]], np.int32)
+    assert drawn_in_chunks(table, chunks_TX, [0, 5, 6], kept=[1, 2]) == [2, 0]
+    assert table.ended_rows().tolist() == [0] and not table.is_whole(0)
+    table.extend(0, 6)
+    assert table.lacking_tokens_B[0] == 3 and table.verifies_B[0]
+    left = table.leave(0, 1)
+    there, _ = chunked("full", [])
+    there.enter(1, left)  # with keys and values of all its tokens but the last
+    assert there.lacking_tokens_B[1] == 3 and there.tokens_BL[1, 4:7].tolist() == [7, 8, 9]
+
+
+def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():
+    r = Request(0, PROMPT, cached=request(0).cached, begun=(5, 4, 3, 3))
+    table, cached = chunked("full", [r])
+    chunks_TX = np.array([[0, 1, 2, 5, 6]], np.int32)
+    assert drawn_in_chunks(table, chunks_TX, [5, 4, 7], kept=[0]) == [2, 0]
+    assert cached.goes_on(np.array([0]))[0] and table.lacking_tokens_B[0] == 2
+    assert table.tokens_BL[0, 2:6].tolist() == [5, 4, 3, 3]

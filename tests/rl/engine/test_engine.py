@@ -318,7 +318,7 @@ def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
     starts, step = set(), rl.engine.rounds.decode_beside_chunks
 
     def watched(*args, **options):
-        starts.update(args[-1][:, 1].tolist())
+        starts.update(args[5][:, 1].tolist())
         return step(*args, **options)
 
     monkeypatch.setattr(rl.engine.rounds, "decode_beside_chunks", watched)

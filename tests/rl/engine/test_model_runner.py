@@ -104,9 +104,10 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         cache, _, _, _, entries = decode_beside_chunks(*args, **options)
         assert not misplaced(engine, cache)
         # as the step was compiled for them
-        pairs = zip(jax.tree.leaves(entries), jax.tree.leaves(engine.empty_entries()), strict=True)
+        empty = engine.empty_entries(engine.config.prefill_rows)
+        pairs = zip(jax.tree.leaves(entries), jax.tree.leaves(empty), strict=True)
         assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
-        cache = cache_ops.write_chunks(cache, entries, args[-1])
+        cache = cache_ops.write_chunks(cache, entries, args[-2])
         assert not misplaced(engine, cache)
         cache = engine.copy_rows(cache, [(0, 2)])
         assert not misplaced(engine, cache)
@@ -146,6 +147,6 @@ def test_chunks_of_prompts_are_cut_to_the_smallest_rows_and_not_by_pages(
 ):
     runner = ModelRunner(MODEL, EngineConfig(cache=cache))
     runner.expect(1, longest_tokens)
-    assert runner.no_chunks().shape == (4, 2 + chunk_tokens)
+    assert runner.no_chunks(4).shape == (4, 2 + chunk_tokens)
     with runner.shapes_only():
         assert runner.empty_entries().keys[0].shape[0] == 4 * chunk_tokens

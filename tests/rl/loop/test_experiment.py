@@ -438,3 +438,21 @@ def test_one_of_two_workers_that_drafts_leaves_nobody_to_help(tiny):
     opened(tiny, *drafts_apart(tiny, *both, "Cluster.kind='ray'"))
     with pytest.raises(ValueError, match='got 1 and "fixed:3": raise Sched.workers'):
         opened(tiny, *drafts_apart(tiny, *both, "Sched.workers=2"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scheme"),
+    [
+        ((), "cdf"),
+        (("Reuse.mode='lenient:e^0.5'",), "cdf"),
+        (("Reuse.mode='coupled'",), "gumbel"),
+        (("Reuse.mode='coupled'", "Sampling.draw='cdf'"), "cdf"),
+        (("Sched.mode='ahead'",), "gumbel"),
+        (("Sampling.draw='gumbel'",), "gumbel"),
+    ],
+)
+def test_what_the_same_noise_draws_again_is_drawn_by_gumbel_unless_it_is_named(
+    tiny, overrides, scheme
+):
+    sampling = load(TrainConfig, [tiny], overrides).sampling
+    assert sampling.draw == sampling.scheme == scheme

@@ -192,7 +192,7 @@ def test_a_round_needs_what_is_estimated(vocab_size):
         verify.verify_round.lower(
             *(params, cache, pending, slots, nodes_5M, stop_E, chunks_TX),
             config=model,
-            scheme=SamplingConfig().draw,
+            scheme=SamplingConfig().scheme,
             max_nodes=8,
         )
     )

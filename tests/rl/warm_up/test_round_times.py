@@ -8,14 +8,20 @@ import time
 import jax
 import numpy as np
 import pytest
+from loop_runs import counted_compilations
 
 from models import transformer
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from rl.warm_up import round_times
+from rl.engine.rollout_spec import RolloutSpec
+from rl.trajectory import Request
+from rl.warm_up import compile_buckets, round_times
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.config import SamplingConfig
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedResponse
+from spec.sampling import step_key
 
 MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 CONFIG = EngineConfig(
@@ -131,3 +137,32 @@ def test_measuring_leaves_the_engine_as_it_was(params):
     buckets = list(round_buckets(engine, SAMPLING, REACH))
     round_times.measure(engine, params, SAMPLING, buckets)
     assert engine.stats.fetches == 0 and not np.any(engine._rows.table.busy_B)
+
+
+def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_reused(
+    params, tmp_path
+):
+    few = {"slots": 4, "prefill_chunk_tokens": 4, "max_round_nodes": 16}
+    config, reach = dataclasses.replace(CONFIG, **few), Reach(4, 8, reuse=True)
+    assert config.drawing_chunks(4, 4) == [1, 4] and config.drawing_chunks(2, 4) == [1, 2]
+    engine = Engine(MODEL, config, clock=ticking())
+    compile_buckets.warm_up(engine, params, SAMPLING, reach)
+    path = tmp_path / "round_times.json"
+    times = round_times.load_or_measure(path, engine, params, SAMPLING, reach)
+    assert ["round beside chunks", 4, 16, 16, 1.0] in times.rows()
+    assert round_times.read_rounds(path).rows() == times.rows()
+
+    def request(i):
+        cached = CachedResponse(i, np.arange(5 + i, dtype=np.int32), 0.0)
+        return Request(i, (1, 2, 3 + i), i, 0, cached=cached)
+
+    rule = PrefixRule(parse_mode("full"), 0.0, 0, 1)
+    spec = RolloutSpec(params, SAMPLING, step_key(0, 0), rule=rule)
+    first = engine.run(spec, [request(i) for i in range(4)])
+    with counted_compilations() as found:
+        again = engine.run(spec, [request(i) for i in range(4)])
+    assert not found
+    in_chunks = [r.cached_in_chunks for r in engine.stats.timeline if r.cached_in_chunks]
+    assert sum(in_chunks) == 5 + 6 + 7 + 8 and len(in_chunks) > 2, "both numbers of chunks"
+    pairs = zip(first, again, strict=True)
+    assert all(np.array_equal(a.response_ids, b.response_ids) for a, b in pairs)
