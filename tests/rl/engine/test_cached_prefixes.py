@@ -88,7 +88,7 @@ def test_given_tokens_and_their_bounds():
     table, cached = table_of("lenient:1", [request(0), Request(1, PROMPT), request(2)])
     commit(table, {0: [5], 1: [5]}, {0: 1})
     drafts = stack([chain([6, 7]), chain([4]), chain([5, 6, 7, 8, 9])], 5)
-    nodes_5M = pack(drafts, drafts.count_A, np.arange(3), 4, 16)
+    nodes_5M = pack(drafts, drafts.count_A, np.arange(3), 4, 16, 8)
     cached.give(nodes_5M, table.emitted_B)
     none = NOT_GIVEN
     assert nodes_5M[3].tolist() == [6, 7, 8, none, none, 5, 6, 7, 8, 9, none, none, *[none] * 4]
@@ -179,7 +179,7 @@ def test_behind_what_a_rule_keeps_the_begun_response_goes_on_where_it_agrees(sec
     commit(table, {0: [3]})
     assert table.origins_BL[0, 2:5].tolist() == [Origin.REUSED, Origin.BONUS, Origin.PLAIN]
     assert (cached.counts.responses, cached.counts.kept_tokens) == (1, 1)
-    nodes = pack(chains(table), np.zeros(1, np.int32), table.live().rows_A, 4, 4)
+    nodes = pack(chains(table), np.zeros(1, np.int32), table.live().rows_A, 4, 4, 8)
     cached.give(nodes, table.emitted_B)
     assert (nodes[3] == NOT_GIVEN).all(), "begun tokens are draft tokens, and never given"
 
