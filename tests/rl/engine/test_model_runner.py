@@ -149,4 +149,4 @@ def test_chunks_of_prompts_are_cut_to_the_smallest_rows_and_not_by_pages(
     runner.expect(1, longest_tokens)
     assert runner.no_chunks(4).shape == (4, 2 + chunk_tokens)
     with runner.shapes_only():
-        assert runner.empty_entries().keys[0].shape[0] == 4 * chunk_tokens
+        assert runner.empty_entries(4).keys[0].shape[0] == 4 * chunk_tokens
