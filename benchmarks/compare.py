@@ -2,6 +2,8 @@
 
     python -m benchmarks.compare --json --tunix_python PATH --transformers_python PATH
 
+`--before` compares with another checkout of this project as well, which its commit names.
+
 One process a system, kept alive; they take turns, A B C A B C …, so that only one
 computes at a time and all see the same machine. All load one policy folder with
 the same random weights (or that of `--policy`, whose shape then counts) and generate
@@ -17,12 +19,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,18 +43,19 @@ MODULES = {
     "tunix": "benchmarks.baselines.tunix_sampler",
     "transformers": "benchmarks.baselines.transformers_generate",
 }
-REQUIRED = {"tunix": 1.5, "transformers": 3.0}
+REQUIRED = {"tunix": 1.5, "transformers": 3.0}  # goals; other checkouts have none here
 
 
 class Child:
     """One system in its own process; asked for one thing at a time."""
 
-    def __init__(self, name: str, python: str) -> None:
+    def __init__(self, name: str, python: str, checkout: Path = environment.ROOT) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [python, "-m", MODULES[name]],
-            cwd=environment.ROOT,
+            [python, "-m", MODULES.get(name, MODULES["reprise"])],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -138,8 +143,12 @@ def compare(
     repeats: int,
     choosing_repeats: int,
     folder: Path | None = None,
+    before: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """One row: every system on this shape, `repeats` turns after all are warm."""
+    """One row: every system on this shape, `repeats` turns after all are warm.
+
+    `before` are other checkouts by name, run by our own interpreter.
+    """
     children: list[Child] = []
     with tempfile.TemporaryDirectory() as scratch:
         policy = str(folder or Path(scratch) / "policy")
@@ -147,8 +156,10 @@ def compare(
             write_policy(shape, Path(policy))
         try:
             systems: dict[str, dict[str, Any]] = {}
-            for name, python in pythons.items():
-                children.append(child := Child(name, python))
+            checkouts = {name: environment.ROOT for name in pythons} | dict(before)
+            for name, checkout in checkouts.items():
+                python = pythons.get(name, sys.executable)
+                children.append(child := Child(name, python, checkout))
                 variant, speeds = choose_variant(child, shape, policy, choosing_repeats)
                 systems[name] = {"variant": variant, "variants_tokens_per_s": speeds}
                 systems[name] |= child.ask(
@@ -170,7 +181,7 @@ def compare(
     return {
         "shape": dataclasses.asdict(shape),
         "systems": systems,
-        "ratios": {name: ratio(turns, name) for name in pythons if name != "reprise"},
+        "ratios": {name: ratio(turns, name) for name in systems if name != "reprise"},
     }
 
 
@@ -185,13 +196,21 @@ def ratio(turns: Sequence[dict[str, float]], name: str) -> dict[str, Any]:
     """How many times faster we are than `name`, turn by turn."""
     ratios = [turn[name] / turn["reprise"] for turn in turns]
     median = statistics.median(ratios)
-    return {
+    found: dict[str, Any] = {
         "median": round(median, 3),
         "least": round(min(ratios), 3),
         "most": round(max(ratios), 3),
-        "required": REQUIRED[name],
-        "reached": median >= REQUIRED[name],
     }
+    if name in REQUIRED:
+        found |= {"required": REQUIRED[name], "reached": median >= REQUIRED[name]}
+    return found
+
+
+def commit_of(checkout: Path) -> str:
+    """The short hash of a checkout's commit."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def steady(system: dict[str, Any]) -> bool:
@@ -213,7 +232,8 @@ def show(row: dict[str, Any]) -> None:
     )
     for name, system in row["systems"].items():
         times = row["ratios"].get(name)
-        ours = f"ours is {times['median']:.2f}× (required {times['required']}×)" if times else ""
+        goal = f" (required {times['required']}×)" if times and "required" in times else ""
+        ours = f"ours is {times['median']:.2f}×{goal}" if times else ""
         unsteady = "" if system["steady"] else "  UNSTEADY: run again on a quiet machine"
         print(f"  {name:14}{system['variant']:26}{system['tokens_per_s']:>9.0f}  {ours}{unsteady}")
 
@@ -225,6 +245,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--policy", type=Path, help="weights of a folder instead of random ones")
     parser.add_argument("--tunix_python", help="interpreter of an environment with google-tunix")
     parser.add_argument("--transformers_python", help="interpreter of one with torch, transformers")
+    parser.add_argument("--before", type=Path, action="append", default=[], help="a checkout")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the medians count")
     parser.add_argument("--choosing_repeats", type=int, default=3, help="runs of each variant")
     parser.add_argument("--json", action="store_true", help="print one JSON line last")
@@ -247,7 +268,8 @@ def main() -> int:
             shapes = [shape_of(arguments.policy, shape) for shape in shapes]
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
-    hidden = ("--policy", "--tunix_python", "--transformers_python", "--output")
+    before = {commit_of(checkout): checkout.resolve() for checkout in arguments.before}
+    hidden = ("--policy", "--tunix_python", "--transformers_python", "--before", "--output")
     result = {
         "benchmark": "rollout_vs_others",
         **environment.record("benchmarks.compare", ("jax", "jaxlib", "numpy"), hidden=hidden),
@@ -256,7 +278,7 @@ def main() -> int:
     }
     for shape in shapes:
         repeats = arguments.repeats, arguments.choosing_repeats
-        row = compare(pythons, shape, *repeats, arguments.policy)
+        row = compare(pythons, shape, *repeats, arguments.policy, before)
         result["rows"].append(row)
         if not arguments.json:
             show(row)
