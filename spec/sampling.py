@@ -218,9 +218,11 @@ def _in_order(x_N: jax.Array) -> jax.Array:
 
 def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
     """Return the log of the mass of all blocks, the same however the vocabulary is split."""
-    mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
     rows = (rows_axis, *[None] * mass_C.ndim)[: mass_C.ndim - 1]
-    return jnp.log(_in_order(constrain(mass_C, *rows, None)))
+    # gathered, then cut: XLA fails to partition the other order where the cut splits a part
+    mass_C = constrain(mass_C, *rows, None)
+    mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
+    return jnp.log(_in_order(mass_C))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
