@@ -220,7 +220,8 @@ def _forward_by_blocks(
             out, top, total = carry
             scores = blocks.scores(i, j)
             higher = jnp.maximum(top, jnp.round(scores.max(axis=-1)))
-            p, kept = weights(scores, higher[..., None]), power_of_two(top - higher)
+            p = weights(scores, higher[..., None], v_BTKh.dtype)
+            kept = power_of_two(top - higher)
             new = _product("bkgcs,bksh->bkgch", p.astype(v_BTKh.dtype), blocks.v[j])
             return out * kept[..., None] + new, higher, total * kept + p.sum(axis=-1)
 

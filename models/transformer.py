@@ -44,6 +44,7 @@ from models.remat import through_layers
 from models.rope import rope_turns, rotate
 from models.row_attention import attend_rows
 from models.sharding import constrain
+from models.sums import mean_square
 
 Cached = TypeVar("Cached", KVCache, PagedCache)
 
@@ -72,7 +73,7 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
 def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
     x = x_D.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    x = x * jax.lax.rsqrt(mean_square(x_D) + eps)
     return (x * weight_D.astype(jnp.float32)).astype(x_D.dtype)
 
 

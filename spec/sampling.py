@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.sharding import constrain, ways_in_use
+from models.sums import sum_in_order
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
 NOISE_NAMES = 2**31  # of requests
-ADDED_AT_ONCE = 16  # parts of a sum
 Axes = tuple[str, str]  # logical axes of logits: of their first axis, and of the vocabulary
 ROLLOUT_AXES: Axes = ("batch", "vocab")
 LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
@@ -192,7 +192,7 @@ def block_tokens(vocab_size: int) -> int:
 
 
 def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return masses in blocks, [..., C, W], and the mass of each, [..., C], in `_in_order`."""
+    """Return masses in blocks, [..., C, W], and the mass of each, [..., C], in `sum_in_order`."""
     W, (rows_axis, vocab_axis) = block_tokens(mass_V.shape[-1]), axes
     # as many blocks for each part of the vocabulary: else every device would gather all of it
     over = -mass_V.shape[-1] % (W * ways_in_use(vocab_axis))
@@ -200,20 +200,7 @@ def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
     mass_CW = mass_CW.reshape(*mass_V.shape[:-1], -1, W)
     rows = (rows_axis, *[None] * mass_V.ndim)[: mass_V.ndim - 1]
     mass_CW = constrain(mass_CW, *rows, vocab_axis, None)
-    return mass_CW, _in_order(mass_CW)
-
-
-def _in_order(x_N: jax.Array) -> jax.Array:
-    """Return Σ over the last axis, in an order that its length alone decides.
-
-    XLA's reductions have orders that depend on the number of rows and on the program. Here
-    `ADDED_AT_ONCE` equal parts are added one after the other until one number is left.
-    """
-    while (length := x_N.shape[-1]) > 1:
-        parts = min(ADDED_AT_ONCE, length)
-        x_N = jnp.pad(x_N, [(0, 0)] * (x_N.ndim - 1) + [(0, -length % parts)])
-        x_N = functools.reduce(jnp.add, jnp.split(x_N, parts, axis=-1))
-    return x_N[..., 0]
+    return mass_CW, sum_in_order(mass_CW)
 
 
 def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
@@ -222,7 +209,7 @@ def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
     # gathered, then cut: XLA fails to partition the other order where the cut splits a part
     mass_C = constrain(mass_C, *rows, None)
     mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
-    return jnp.log(_in_order(mass_C))
+    return jnp.log(sum_in_order(mass_C))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

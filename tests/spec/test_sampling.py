@@ -257,12 +257,6 @@ def test_draws_recorded_values_and_the_trainer_share_their_bits(V, scheme):
         np.testing.assert_array_equal(given(few[0], few[0], drawn, few[1])[0], logprobs[:n])
 
 
-def test_sums_in_order_are_sums():
-    for length in (1, 2, 16, 17, 99, 512):
-        x_N = np.random.default_rng(length).random((2, length)).astype(np.float32)
-        np.testing.assert_allclose(sampling._in_order(x_N), x_N.sum(-1), rtol=1e-6)
-
-
 def test_gradient_of_log_probs_is_that_of_the_softmax():
     logits_RV = np.random.default_rng(5).standard_normal((3, 50)).astype(np.float32)
     tokens, (one, zero) = np.asarray([0, 7, 49]), (np.ones(3, np.float32), np.zeros(3, np.int32))
