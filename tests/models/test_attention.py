@@ -83,7 +83,7 @@ DRAFTS = [
 @LAYOUTS
 def test_nodes_attend_to_their_row_and_their_path(cached, drafts, num_nodes, lengths, scale):
     found = stack(drafts, 9)
-    packed = packed_nodes.pack(found, found.count_A, np.arange(3), 3, num_nodes)
+    packed = packed_nodes.pack(found, found.count_A, np.arange(3), 3, num_nodes, 12)
     _, slots_M, parents_M = packed[:3]
     arrays = inputs(num_nodes, lengths, scale)
     trees = packed_nodes.trees(packed_nodes.Nodes(*map(jnp.asarray, packed[:3])), 3, max_nodes=12)
