@@ -204,8 +204,11 @@ class Runs:
 
     def responses(self, row: Row) -> list[str]:
         """Return the responses of a row's run. Raises as the run does."""
+        import jax
+
         from benchmarks import tiny_run
 
+        jax.clear_caches()  # thousands of programs are too many for one process
         with tempfile.TemporaryDirectory(dir=self._folder) as run:
             tiny_run.train(self._config, Path(run) / "run", *overrides(row, self._policy))
             lines = (Path(run) / "run" / "samples.jsonl").read_text("utf-8").splitlines()
