@@ -126,6 +126,7 @@ Rollout.prompts_per_step = 2
 Rollout.group_size = 4
 Rollout.max_prompt_tokens = 8
 Sampling.max_new_tokens = 8
+Sampling.draw = "cdf"
 Engine.slots = 8
 Engine.min_slots = 8
 Engine.min_positions = 16

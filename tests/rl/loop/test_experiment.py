@@ -18,6 +18,7 @@ from rl.learner.algorithms import ALGORITHMS
 from rl.loop.experiment import TrainConfig, open_inputs, recipe, remarks
 from spec.budget.bandit_budget import node_counts
 from spec.budget.config import TunerConfig
+from spec.config import SamplingConfig
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 
@@ -443,16 +444,17 @@ def test_one_of_two_workers_that_drafts_leaves_nobody_to_help(tiny):
 @pytest.mark.parametrize(
     ("overrides", "scheme"),
     [
-        ((), "cdf"),
-        (("Reuse.mode='lenient:e^0.5'",), "cdf"),
-        (("Reuse.mode='coupled'",), "gumbel"),
+        (("Sampling.draw='auto'",), "cdf"),
+        (("Sampling.draw='auto'", "Reuse.mode='lenient:e^0.5'"), "cdf"),
+        (("Sampling.draw='auto'", "Reuse.mode='coupled'"), "gumbel"),
         (("Reuse.mode='coupled'", "Sampling.draw='cdf'"), "cdf"),
-        (("Sched.mode='ahead'",), "gumbel"),
+        (("Sampling.draw='auto'", "Sched.mode='ahead'"), "gumbel"),
         (("Sampling.draw='gumbel'",), "gumbel"),
     ],
 )
 def test_what_the_same_noise_draws_again_is_drawn_by_gumbel_unless_it_is_named(
     tiny, overrides, scheme
 ):
+    assert SamplingConfig().draw == "auto"
     sampling = load(TrainConfig, [tiny], overrides).sampling
     assert sampling.draw == sampling.scheme == scheme
