@@ -63,10 +63,10 @@ class Rows:
     ) -> PartialSoftmax:
         """Attend from C tokens to the first `length` positions of a slot, for T of these.
 
-        To copies of them, no longer than the longest needs: a quarter, half, or all positions.
+        To copies of them, no longer than the longest needs: some eighths of all positions.
         """
         most = self.keys_BKhS.shape[-1]
-        sizes = sorted({-(-most // 4), -(-most // 2), most})
+        sizes = sorted({-(-most * eighths // 8) for eighths in (2, 3, 4, 5, 6, 8)})
 
         def of_first(size: int) -> PartialSoftmax:
             keys, values = self.keys_BKhS[..., :size], self.values_BKSh[:, :, :size]

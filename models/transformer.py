@@ -241,10 +241,8 @@ def hidden_beside_chunks(
     start_B: jax.Array,
     mask_B1S: jax.Array | None,
     chunks: Chunks,
-) -> tuple[jax.Array, jax.Array, Cached, Entries]:
+) -> tuple[jax.Array, Cached, Entries]:
     """Compute `hidden_with_cache` of a node a slot, [B, D], with chunks beside it.
-
-    Returns the hidden states of the chunks' tokens too, [X, D], and their entries.
 
     The entries of `chunks`, whose rows have no node that is written, are not written.
     """
@@ -271,7 +269,7 @@ def hidden_beside_chunks(
         (features_X1W[B:, 0],) if cache.features else (),
     )
     features = cache.with_features(features_X1W[:B], start_B)
-    return x_X1D[:B, 0], x_X1D[B:, 0], cache.with_layers(layers, features), of_chunks
+    return x_X1D[:B, 0], cache.with_layers(layers, features), of_chunks
 
 
 def hidden_of_nodes(
@@ -284,13 +282,13 @@ def hidden_of_nodes(
     trees: Trees | None,
     chunks: Chunks | None = None,
 ) -> tuple[jax.Array, Entries]:
-    """Return the hidden states of packed nodes, [M, D], and their entries, which are not written.
+    """Return the hidden states of packed nodes, [X, D], and their entries, which are not written.
 
     A node attends to the first `length` positions of its row and to its ancestors among the nodes,
     as `models.attention.attend_nodes` says. `positions_M` are the rotary positions. Behind the
-    nodes' entries come those of the T·C tokens of `chunks`: X = M + T·C in all.
+    nodes come the T·C tokens of `chunks`: X = M + T·C in all. There may be no node.
     """
-    M, tokens_X, positions_X = len(tokens_M), tokens_M, positions_M
+    tokens_X, positions_X = tokens_M, positions_M
     if chunks is not None:
         tokens_X = jnp.concatenate([tokens_M, chunks.tokens_TC.reshape(-1)])
         positions_X = jnp.concatenate([positions_M, chunks.positions_TC.reshape(-1)])
@@ -305,7 +303,7 @@ def hidden_of_nodes(
         outputs += [x_X1D] if i in cache.feature_layers else []
     x_X1D = rms_norm(x_X1D, params.final_norm_D, config.norm_eps)
     features = (jnp.concatenate([*outputs, x_X1D], axis=-1)[:, 0],) if cache.features else ()
-    return x_X1D[:M, 0], Entries(tuple(keys), tuple(values), features)
+    return x_X1D[:, 0], Entries(tuple(keys), tuple(values), features)
 
 
 # Layers have equal shapes: as jitted functions they are traced and lowered once for all of them.
@@ -397,12 +395,12 @@ def _nodes_layer(
     def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
         q_XHh, k_XKh, v_XKh = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
         entries.append((k_XKh, v_XKh))
-        nodes = q_XHh[:M], k_XKh[:M], v_XKh[:M]
-        out_M1Hh = attend_nodes(*nodes, cached, length_B, trees)[:, None]
-        if chunks is None:
-            return out_M1Hh
-        out_X1Hh = _look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], cached, chunks)
-        return jnp.concatenate([out_M1Hh, out_X1Hh])
+        nodes, out = (q_XHh[:M], k_XKh[:M], v_XKh[:M]), []
+        if M:
+            out.append(attend_nodes(*nodes, cached, length_B, trees)[:, None])
+        if chunks is not None:
+            out.append(_look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], cached, chunks))
+        return jnp.concatenate(out)
 
     x_X1D = block(config, layer, x_X1D, rope, look)
     return x_X1D, *entries[0]

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST_SECONDS = 1e5  # of a round
-ROUND, CHUNKS = "packed round", "round beside chunks"  # names among the tables
+ROUND, CHUNKS = "packed round", "draws in chunks"  # names among the tables
+CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
+NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
 OLDER = ("round", "lookup")  # rounds that older runs timed
 Table = Mapping[tuple[int, int, int], float]
 
@@ -40,8 +42,8 @@ class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
-    positions). `chunk_seconds` are those of plain rounds beside which tokens of chunks are computed
-    and drawn behind, by (slots, tokens of chunks, positions).
+    positions). `chunk_seconds` are those of passes that draw behind the tokens of chunks, by
+    (slots, tokens of chunks, positions).
     """
 
     def __init__(
@@ -90,10 +92,10 @@ class RoundTimes:
     def chunks_pay(self, num_slots: int, num_positions: int, chunk_tokens: int) -> bool:
         """Return True if a round verifies a known token faster in a chunk than as a node.
 
-            t(tokens of chunks) / tokens of chunks  <  min over M of t(M nodes) / M
+            t(tokens of chunks) / (c · tokens of chunks)  <  min over M of t(M nodes) / (n · M)
 
-        Both rounds decode the other slots as well. What is not measured is taken for slower; of
-        two such chunks are taken: they go with any round.
+        c and n are the shares of chunks and of nodes that bring a token: `CHUNKS_USED`,
+        `NODES_USED`. What is not measured is taken for slower; of two such chunks are taken.
         """
         chunks_s = self._chunks.get((num_slots, chunk_tokens, num_positions))
         nodes_s = [
@@ -103,7 +105,7 @@ class RoundTimes:
         ]
         if chunks_s is None or not nodes_s:
             return not nodes_s
-        return chunks_s / chunk_tokens < min(nodes_s)
+        return chunks_s / chunk_tokens / CHUNKS_USED < min(nodes_s) / NODES_USED
 
     def draft_depths(self, name: str) -> tuple[int, ...]:
         """Return the measured depths of a drafter, ascending."""

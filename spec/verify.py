@@ -114,11 +114,11 @@ def verify(
         depth_M = _of_nodes(_depths(trees), trees)
         of_slots = jax.tree.map(lambda x: jnp.take(x, nodes.slots_M, axis=0, mode="clip"), slots)
     positions_M = of_slots.length + depth_M
-    hidden_MD, entries = transformer.hidden_of_nodes(
+    hidden_XD, entries = transformer.hidden_of_nodes(
         config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
     )
     tokens_M, logprobs_M, kept_M = _draw(
-        params, _Undrawn(hidden_MD, nodes, of_slots, depth_M), scheme
+        params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
     )
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     if trees is None:
@@ -210,12 +210,12 @@ def decode(
     stop_E: jax.Array,
     scheme: sampling.Draw,
     chunks: Chunks | None = None,
-) -> tuple[Cached, Slots, Drawn, jax.Array | None]:
+) -> tuple[Cached, Slots, Drawn]:
     """Run one round of roots alone where nothing waits to be written.
 
     Each layer writes its entry before it reads the row: one softmax instead of two, so that this
     rounds otherwise than `verify`, and alike with `chunks` and without. Rows at rest are not
-    written. The hidden states of the tokens of `chunks` are returned as well.
+    written.
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
@@ -225,10 +225,10 @@ def decode(
         hidden_B1D, cache = transformer.hidden_with_cache(
             config, params, cache, token_B1, position_B1, start_B, mask_B1S
         )
-        hidden_BD, chunk_hidden_XD, of_chunks = hidden_B1D[:, 0], None, None
+        hidden_BD, of_chunks = hidden_B1D[:, 0], None
     else:
         nodes = slots.last_token, slots.length, start_B, mask_B1S
-        hidden_BD, chunk_hidden_XD, cache, entries = transformer.hidden_beside_chunks(
+        hidden_BD, cache, entries = transformer.hidden_beside_chunks(
             config, params, cache, *nodes, chunks
         )
         of_chunks = entries.take(np.s_[:], cache.values[0].dtype)
@@ -236,32 +236,7 @@ def decode(
     tokens_B, logprobs_B, kept_B = _draw(params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme)
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
-    drawn = Drawn(tokens_B, logprobs_B, emitted_B, kept_B, of_chunks)
-    return cache, slots, drawn, chunk_hidden_XD
-
-
-def _draw_in_chunks(
-    params: transformer.Params,
-    hidden_XD: jax.Array,
-    chunks: Chunks,
-    given_2X: jax.Array,
-    slots: Slots,
-    scheme: sampling.Draw,
-) -> Drawn:
-    """Draw behind every token of chunks, as a node there would; `given_2X` is as of `Nodes`.
-
-    The host knows which of them stand: those of a row up to the first that is not the cached one.
-    """
-    of_slots = jax.tree.map(lambda x: jnp.take(x, chunks.slot_X, axis=0, mode="clip"), slots)
-    depth_X = chunks.positions_TC.reshape(-1) - of_slots.length
-    given_X, bits_X = given_2X
-    least_X = jax.lax.bitcast_convert_type(bits_X, jnp.float32)
-    tokens_X = chunks.tokens_TC.reshape(-1)
-    nodes = Nodes(tokens_X, chunks.slot_X, jnp.full_like(tokens_X, -1), given_X, least_X)
-    tokens_X, logprobs_X, kept_X = _draw(
-        params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
-    )
-    return Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, kept_X, None)
+    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, of_chunks)
 
 
 def _last_of_slots(
@@ -338,25 +313,52 @@ def decode_beside_chunks(
     slots: Slots,
     stop_E: jax.Array,
     chunks_TX: jax.Array,
-    given_2X: jax.Array | None = None,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
-    """Run a round without drafts that computes chunks too; the results are as of `verify_round`.
-
-    With `given_2X`, tokens and bits of log-probabilities as in the table of `spec.nodes.pack`, it
-    draws behind the tokens of the chunks as well: the result is [3, B + X].
-    """
+    """Run a round without drafts that computes chunks too; the results are as of `verify_round`."""
     cache, pending = settle(cache, pending)
-    chunks, before = Chunks.of_table(chunks_TX, are_apart=given_2X is not None), slots
-    cache, slots, drawn, hidden_XD = decode(config, params, cache, slots, stop_E, scheme, chunks)
-    assert drawn.of_chunks is not None and hidden_XD is not None
-    found = pack(drawn)
-    if given_2X is not None:
-        more = _draw_in_chunks(params, hidden_XD, chunks, given_2X, before, scheme)
-        found = jnp.concatenate([found, pack(more)], axis=1)
-    return cache, pending, slots.pinned(), replicated(found), drawn.of_chunks
+    chunks = Chunks.of_table(chunks_TX)
+    cache, slots, drawn = decode(config, params, cache, slots, stop_E, scheme, chunks)
+    assert drawn.of_chunks is not None
+    return cache, pending, slots.pinned(), replicated(pack(drawn)), drawn.of_chunks
+
+
+@partial(jax.jit, static_argnames=("config", "scheme"))
+def chunks_alone(
+    params: transformer.Params,
+    cache: Cached,
+    slots: Slots,
+    chunks_TX: jax.Array,
+    given_2X: jax.Array | None,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+) -> tuple[jax.Array | None, Entries]:
+    """Compute chunks without nodes, where nothing waits to be written; return their entries.
+
+    With `given_2X`, tokens and bits of log-probabilities as in the table of `spec.nodes.pack`, draw
+    behind every token, as a node there would: [3, X] as of `pack`. The host knows which draws
+    stand: those of a row up to the first that is not the cached one.
+    """
+    chunks = Chunks.of_table(chunks_TX, are_apart=given_2X is not None)
+    none_M, tokens_X = jnp.zeros(0, jnp.int32), chunks.tokens_TC.reshape(-1)
+    hidden_XD, entries = transformer.hidden_of_nodes(
+        config, params, cache, none_M, none_M, slots.length, None, chunks
+    )
+    entries = entries.take(np.s_[:], cache.values[0].dtype)
+    if given_2X is None:
+        return None, entries
+    of_slots = jax.tree.map(lambda x: jnp.take(x, chunks.slot_X, axis=0, mode="clip"), slots)
+    depth_X = chunks.positions_TC.reshape(-1) - of_slots.length
+    least_X = jax.lax.bitcast_convert_type(given_2X[1], jnp.float32)
+    nodes = Nodes(tokens_X, chunks.slot_X, jnp.full_like(tokens_X, -1), given_2X[0], least_X)
+    tokens_X, logprobs_X, kept_X = _draw(
+        params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
+    )
+    found = pack(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, kept_X, None))
+    return replicated(found), entries
 
 
 @partial(
@@ -392,7 +394,7 @@ def decode_rounds(
 
     def step(carry: tuple) -> tuple:
         r, cache, slots, found_3RB = carry
-        cache, slots, out, _ = decode(config, params, cache, slots, stop_E, scheme)
+        cache, slots, out = decode(config, params, cache, slots, stop_E, scheme)
         found_3RB = jax.lax.dynamic_update_slice(found_3RB, pack(out)[:, None], (0, r, 0))
         return r + 1, cache, slots, found_3RB
 

@@ -113,12 +113,13 @@ class EngineConfig:
         return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.min_positions)
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
-        """Return the numbers of chunks of rounds that draw behind their tokens, smallest first.
+        """Return the numbers of chunks of passes that draw behind their tokens, smallest first.
 
-        As many as rounds that compute prompts have, and as have the tokens of the largest round.
+        From as many as rounds that compute prompts have up to the tokens of the largest round.
         """
-        P, most = self.prefill_rows, min(self.max_round_nodes // chunk_tokens, num_slots)
-        return sorted({P, P * max(1, most // P)})
+        most = min(self.max_round_nodes // chunk_tokens, num_slots)
+        sizes = buckets(most, self.prefill_rows)
+        return [size for size in sizes if size <= most] or sizes[:1]
 
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""

@@ -31,6 +31,7 @@ from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import PartialRequest, Request, Trajectory, longest_tokens
 from sched.request import copy_of
+from spec.budget.budget import plain
 
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
@@ -208,9 +209,10 @@ class Engine(ModelRunner):
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
         self._rows.copy_prompts()
         table = self._table
-        while table.num_busy and not (table.live_B | table.verifies_B).any():
-            self._rounds.compute_prompts(1)
-        if not self._table.num_busy:
+        while self._rows.prompts_first():
+            self._rounds.prompts_alone()
+            self._rows.copy_prompts()
+        if not table.num_busy:
             return []
         self._rows.wait_in_turn()
         self._round(began_s)
@@ -271,13 +273,20 @@ class Engine(ModelRunner):
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
         table = self._table
-        drafts, decision = self._speculator.decide(
-            live, len(table), self._rows.num_positions, table.cached, len(table.lacking())
-        )
+        drafts, decision = None, plain(len(table))
+        draws = self._rows.draws_next(waits=len(self._waiting) > 0)
+        if not draws:
+            prompts_B = table.busy_B & (table.lacking_tokens_B > 0) & ~table.verifies_B
+            drafts, decision = self._speculator.decide(
+                live, len(table), self._rows.num_positions, table.cached, int(prompts_B.sum())
+            )
         drafted_s = self.clock()
         limits = Limits(self._stop_after(), self._fetch_tokens)
         prompt_tokens = self.stats.prefilled_tokens
-        tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
+        if draws:
+            tokens_BN, count_B, rounds_B = self._rounds.draw_in_chunks(live)
+        else:
+            tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
         if drafts is not None:
             emitted = tokens_BN[live.rows_A], count_B[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, *emitted)

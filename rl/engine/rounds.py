@@ -23,7 +23,7 @@ from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots
 from spec.drawn import by_slot, unpack
 from spec.nodes import pack
-from spec.verify import Slots, decode_beside_chunks, decode_rounds, verify_round
+from spec.verify import Slots, chunks_alone, decode_beside_chunks, decode_rounds, verify_round
 
 T = TypeVar("T")
 Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `spec.drawn.unpack`
@@ -61,8 +61,7 @@ class Rounds:
         self._key = runner.put(spec.key)
         self.called_s = self.fetched_s = 0.0  # of the last call
         self._busy = False  # whether the device has a call that is not yet fetched
-        self._drawn_TX: np.ndarray | None = None  # the chunks that the last round drew behind
-        self.cached_in_chunks = 0  # cached tokens that they decided on
+        self.cached_in_chunks = 0  # cached tokens that the last call's chunks decided on
 
     @property
     def _table(self) -> SlotTable:
@@ -101,7 +100,7 @@ class Rounds:
         """Call one round, which computes chunks of prompts if rows lack any; its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
-        chunks_TX = rows.next_chunks()[0] if table.lacking() else None
+        chunks_TX = rows.next_chunks() if rows.ready(draws=False) else None
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
         runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, found, entries = verify_round(
@@ -119,23 +118,17 @@ class Rounds:
         return found
 
     def _prompt_round(self) -> jax.Array:
-        """Call one round without draft tokens that computes chunks; its result.
-
-        If it draws behind their tokens, `_drawn_TX` is its table afterwards.
-        """
+        """Call one round without draft tokens that computes chunks; its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
-        chunks_TX, given_2X = rows.next_chunks()
-        self._drawn_TX = None if given_2X is None else chunks_TX
-        sizes = len(table), rows.num_positions
-        runner.record.note("a prompt round", sizes, table, chunks_TX, given_2X)
+        chunks_TX, sizes = rows.next_chunks(), (len(table), rows.num_positions)
+        runner.record.note("a prompt round", sizes, table, chunks_TX)
         *state, found, entries = decode_beside_chunks(
             self._spec.params,
             *state,
             slots,
             self._stop_E,
             runner.argument(chunks_TX),
-            None if given_2X is None else runner.argument(given_2X),
             **runner.prompt_options(self._scheme),
         )
         rows.stepped(*state, waits=False)
@@ -151,16 +144,53 @@ class Rounds:
     def compute_prompts(self, most_rounds: int) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; their results.
 
-        The host does not wait for what they draw, but for what they draw in chunks. Rows join the
-        rounds once they lack nothing; one with a cached response is decided on first.
+        The host does not wait for what they draw. Rows join the rounds once they lack nothing; one
+        with a cached response is decided on first.
         """
-        found, live_B, self._drawn_TX = list[jax.Array](), self._table.live_B, None
-        while len(found) < most_rounds and self._table.lacking() and not self._undecided(live_B):
+        found, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
+        while len(found) < most_rounds and rows.ready(draws=False) and not self._undecided(live_B):
             found.append(self._prompt_round())
-            self._rows.copy_prompts()
-            if self._drawn_TX is not None:
-                break
+            rows.copy_prompts()
         return found
+
+    def prompts_alone(self) -> None:
+        """Compute chunks of prompts without nodes."""
+        self._chunks_alone(self._rows.next_chunks(), None)
+
+    def _chunks_alone(self, chunks_TX: np.ndarray, given_2X: np.ndarray | None) -> Any:
+        table, rows, runner = self._table, self._rows, self._runner
+        cache, slots = rows.cache, self._device_slots()
+        sizes = len(table), rows.num_positions
+        runner.record.note("chunks alone", sizes, table, chunks_TX, given_2X)
+        found, entries = chunks_alone(
+            self._spec.params,
+            cache,
+            slots,
+            runner.argument(chunks_TX),
+            None if given_2X is None else runner.argument(given_2X),
+            **runner.prompt_options(self._scheme),
+        )
+        self._called()
+        self._write_chunks(entries, chunks_TX)
+        return found
+
+    def draw_in_chunks(self, live: LiveSlots) -> Fetched:
+        """Decide on cached tokens of rows that do not take part in rounds yet."""
+        table = self._table
+        assert table.cached is not None
+        self._busy, chunks_TX = False, self._rows.next_chunks(draws=True)
+        given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
+        found = self._chunks_alone(chunks_TX, given_2X)
+        tokens_X, logprobs_X, kind_X = self._fetched(live, unpack, found)
+        state = table.prompt_tokens_B, table.emitted_B, table.limit_B
+        kind_X = table.cached.stand(chunks_TX, tokens_X, kind_X, *state)
+        self.cached_in_chunks = int(np.count_nonzero(kind_X))
+        slots_X = np.repeat(chunks_TX[:, 0], chunks_TX.shape[1] - 2)
+        drawn = by_slot(tokens_X, logprobs_X, kind_X, slots_X, len(table))
+        tokens_BN, logprobs_BN, count_B, kept_B = drawn
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, kept_B)
+        self._count(len(table), 1)
+        return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
     def _undecided(self, live_B: np.ndarray) -> bool:
         """Return True if others than these rows have become live with a cached response."""
@@ -179,8 +209,7 @@ class Rounds:
         self._rows.reserve(most_B)
         live_B = table.live_B
         found = self.compute_prompts(rounds)
-        decided = self._drawn_TX is None and not self._undecided(live_B)
-        if rounds > (beside_prompts := len(found)) and decided:
+        if rounds > (beside_prompts := len(found)) and not self._undecided(live_B):
             slots = self._device_slots()
             sizes = B, self._rows.num_positions, rounds - beside_prompts, limits.stop_after
             self._runner.record.note("plain rounds", sizes, table)
@@ -196,30 +225,11 @@ class Rounds:
             self._rows.stepped(*state, waits=False)
             self._called()
             found.append(found_3RB)
-        drawn, slots_X = self._in_slots(self._fetched(live, _in_turn, found))
-        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, slots_X, B)
-        in_chunks_B = ~live_B & (count_B > 0) if self._drawn_TX is not None else np.zeros(B, bool)
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, in_chunks_B, kept_B)
-        rounds_B = np.where(in_chunks_B, 1, count_B)
-        self._count(B, max(beside_prompts, int(rounds_B.max())))
-        return Fetched(tokens_BN, count_B, rounds_B)
-
-    def _in_slots(self, drawn: Fetch) -> tuple[Fetch, np.ndarray]:
-        """Return what rounds drew, and whose it is; of draws in chunks those that stand."""
-        table, chunks_TX, (tokens_X, logprobs_X, kind_X) = self._table, self._drawn_TX, drawn
-        B, of_nodes = len(table), len(tokens_X)
-        if chunks_TX is None:
-            return drawn, np.arange(of_nodes) % B
-        C = chunks_TX.shape[1] - 2
-        of_nodes -= len(chunks_TX) * C
-        assert table.cached is not None
-        rows = table.prompt_tokens_B, table.emitted_B, table.limit_B
-        here = np.s_[of_nodes:]
-        standing = table.cached.stand(chunks_TX, tokens_X[here], kind_X[here], *rows)
-        self.cached_in_chunks = int(np.count_nonzero(standing))
-        kind_X = np.concatenate([kind_X[:of_nodes], standing])
-        slots_X = np.concatenate([np.arange(of_nodes) % B, np.repeat(chunks_TX[:, 0], C)])
-        return (tokens_X, logprobs_X, kind_X), slots_X
+        drawn = self._fetched(live, _in_turn, found)
+        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, np.arange(len(drawn[0])) % B, B)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), kept_B)
+        self._count(B, max(beside_prompts, int(count_B.max())))
+        return Fetched(tokens_BN, count_B, count_B)
 
     def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Fetched:
         """Rounds that draft and verify on the device; their tokens are not returned in a table."""

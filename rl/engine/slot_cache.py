@@ -166,19 +166,53 @@ class SlotCache:
             for row in self._settled().share(copies, self.table):
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
-    def next_chunks(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`.
-
-        With them what it is given to draw behind each, if rows begin with cached responses: then
-        a row has one chunk at most. Of the two numbers of chunks it is the larger if half are used.
-        """
-        table, runner = self.table, self._runner
+    def ready(self, *, draws: bool) -> list[int]:
+        """Return the rows that the next chunks can be of: those that draw in them, or others."""
         _, rows = self._fills()
-        rows = [row for row in rows if self._memory.has_room(row)]
-        draws = bool(table.verifies_B[rows].any())
+        verifies_B = self.table.verifies_B
+        return [r for r in rows if verifies_B[r] == draws and self._memory.has_room(r)]
+
+    def chunks_first(self) -> bool:
+        """Return whether chunks are computed without nodes: few rows are live, or none is.
+
+        Nodes of few rows cost as much as those of many. Those of a rollout that verifies in chunks
+        wait until half of the busy rows are live.
+        """
+        table = self.table
+        num_live = int(table.live_B.sum())
+        in_chunks = table.cached is not None and table.cached.in_chunks
+        return 2 * num_live <= table.num_busy if in_chunks else num_live == 0
+
+    def prompts_first(self) -> bool:
+        """Return whether prompts are computed without nodes before anything else is done."""
+        table = self.table
+        stuck = not (table.live_B | table.verifies_B).any() and table.num_busy > 0
+        return stuck or (self.chunks_first() and bool(self.ready(draws=False)))
+
+    def draws_next(self, *, waits: bool) -> bool:
+        """Return whether a pass of chunks that draw comes next.
+
+        While most rows are live and requests wait for others, it comes if it is full.
+        """
+        table = self.table
+        if not table.verifies_B.any():
+            return False
+        ready = len(self.ready(draws=True))
+        if not table.live_B.any() or (ready and (self.chunks_first() or not waits)):
+            return True
+        return ready >= self._runner.drawing_chunks(len(table))[-1]
+
+    def next_chunks(self, *, draws: bool = False) -> np.ndarray:
+        """Return the tokens that are computed next, as a table for `Chunks.of_table`.
+
+        With `draws`, of rows that begin with cached responses: a row has one chunk at most. Of the
+        numbers of chunks it is the largest that is used, or the smallest.
+        """
+        table, runner, rows = self.table, self._runner, self.ready(draws=draws)
         sizes = runner.drawing_chunks(len(table)) if draws else [runner.config.prefill_rows]
-        table_TX = runner.no_chunks(sizes[-1 if 2 * len(rows) > sizes[-1] else 0])
-        T, C, known_B = len(table_TX), runner.chunk_tokens, table.known_tokens_B
+        table_TX = runner.no_chunks(max([n for n in sizes if n <= len(rows)], default=sizes[0]))
+        T, C = len(table_TX), runner.chunk_tokens
+        known_B = table.known_tokens_B if draws else table.cached_tokens_B
         starts = (
             (row, at)
             for row in rows
@@ -187,12 +221,9 @@ class SlotCache:
         for i, (row, start) in enumerate(itertools.islice(starts, T)):
             tokens = table.tokens_BL[row, start : min(start + C, known_B[row])]
             table_TX[i, : 2 + len(tokens)] = row, start, *tokens
-        is_live = table.live_B.any() or (table_TX[:, 0] >= 0).any()
-        assert is_live, f"a round that would do nothing: {self._memory.books(table)}"
-        if not draws:
-            return table_TX, None
-        assert table.cached is not None
-        return table_TX, table.cached.give_chunks(table_TX, table.prompt_tokens_B)
+        goes_on = not draws and table.live_B.any()
+        assert rows or goes_on, f"a round that would do nothing: {self._memory.books(table)}"
+        return table_TX
 
     def _fills(self) -> tuple[list[tuple[int, int]], list[int]]:
         table = self.table
@@ -203,7 +234,9 @@ class SlotCache:
 
     def _starts(self, row: int, end: int, chunk_tokens: int) -> Iterator[int]:
         """Yield where chunks of what the row lacks begin."""
-        for start in range(end - int(self.table.lacking_tokens_B[row]), end, chunk_tokens):
+        table = self.table
+        held = int(table.known_tokens_B[row] - table.lacking_tokens_B[row])
+        for start in range(held, end, chunk_tokens):
             yield self._memory.chunk_start(row, start)
 
     def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:

@@ -99,8 +99,9 @@ class SlotTable:
 
     @property
     def verifies_B(self) -> np.ndarray:
-        """Return the rows that lack what draws in chunks decide on."""
-        return self.busy_B & (self.known_tokens_B > self.cached_tokens_B)
+        """Return the rows that lack what draws in chunks decide on, and nothing else."""
+        unsure_B = self.known_tokens_B - self.cached_tokens_B
+        return self.busy_B & (unsure_B > 0) & (self.lacking_tokens_B == unsure_B)
 
     @property
     def emitted_B(self) -> np.ndarray:
@@ -212,7 +213,7 @@ class SlotTable:
     def extend(self, row: int, max_tokens: int) -> None:
         """Let the row's request have `max_tokens` more tokens."""
         self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
-        if self.verifies_B[row]:
+        if self.known_tokens_B[row] > self.cached_tokens_B[row]:
             self._look_ahead(row)
 
     def is_whole(self, row: int) -> bool:

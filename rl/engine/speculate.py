@@ -38,12 +38,11 @@ class Speculator:
         """Return the drafts of a round, and which of their tokens to verify.
 
         Requests that may keep more of their cached response have no other draft. While most rows
-        lack their prompt, what counts is that they get it: nothing is drafted. Nor is it beside
-        chunks that draw.
+        lack their prompt, what counts is that they get it: nothing is drafted.
         """
         sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
         if num_lacking:
-            few = num_lacking <= len(live) and not (cached is not None and cached.in_chunks)
+            few = num_lacking <= len(live)
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1

@@ -26,13 +26,13 @@ from spec.draft_cache.rounds import Asked, draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import NOT_GIVEN, pack
 from spec.sampling import step_key
-from spec.verify import decode_beside_chunks, decode_rounds, settle, verify_round
+from spec.verify import chunks_alone, decode_beside_chunks, decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (draft_rounds, verify_round, decode_beside_chunks, decode_rounds)
+WHOLE_MODEL = (draft_rounds, verify_round, decode_beside_chunks, chunks_alone, decode_rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +144,13 @@ class Pool:
                 yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             if B in self.first_slots:
                 yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
-                sizes = {self.engine.config.prefill_rows}
+                sizes = {P := self.engine.config.prefill_rows}
+                made = partial(self._chunks_alone, B, S, P, draws=False)
+                yield Program(chunks_alone, made, S)
                 if self.reach.reuse:
                     sizes.update(drawing := self.engine.drawing_chunks(B))
                     for T in drawing:
-                        made = partial(self.prompt_arguments, B, S, draws=T)
-                        yield Program(decode_beside_chunks, made, S)
+                        yield Program(chunks_alone, partial(self._chunks_alone, B, S, T), S)
                 for M in self._nodes_beside_prompts(B):
                     yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
                 for T in sizes:
@@ -281,18 +282,19 @@ class Pool:
         # a rule decides on tokens also where none is a draft token
         return [*([B] if self.reach.reuse else ()), *self.engine.config.sizes_beside_prompts(B)]
 
-    def prompt_arguments(self, B: int, S: int, *, draws: int = 0) -> Arguments:
-        """Return the arguments of `decode_beside_chunks` for slots at rest.
-
-        It `draws` behind the tokens of so many chunks, or computes prompts alone.
-        """
+    def prompt_arguments(self, B: int, S: int) -> Arguments:
+        """Return the arguments of `decode_beside_chunks` for slots at rest."""
         (*args, _, _), _ = self.decode_arguments(B, S)
-        engine, given = self.engine, None
-        chunks_TX = engine.no_chunks(draws or engine.config.prefill_rows)
-        if draws:
-            given = engine.argument(np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32))
-        options = engine.prompt_options(self.sampling.scheme)
-        return (*args, engine.argument(chunks_TX), given), options
+        engine = self.engine
+        chunks_TX = engine.argument(engine.no_chunks(engine.config.prefill_rows))
+        return (*args, chunks_TX), engine.prompt_options(self.sampling.scheme)
+
+    def _chunks_alone(self, B: int, S: int, T: int, *, draws: bool = True) -> Arguments:
+        (params, cache, _, slots, *_), _ = self.decode_arguments(B, S)
+        chunks_TX = self.engine.no_chunks(T)
+        given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
+        tables = self.engine.argument(chunks_TX), self.engine.argument(given_2X) if draws else None
+        return (params, cache, slots, *tables), self.engine.prompt_options(self.sampling.scheme)
 
     def _write_chunks(self, B: int, S: int, T: int) -> Arguments:
         engine = self.engine

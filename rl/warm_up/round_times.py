@@ -38,7 +38,7 @@ from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes, monotone
 from spec.sampling import step_key
-from spec.verify import Slots, decode_beside_chunks, decode_rounds, verify_round
+from spec.verify import Slots, chunks_alone, decode_rounds, verify_round
 
 REPEATS = 7
 LEAST_SECONDS = 1e-9
@@ -132,7 +132,7 @@ def measure(
     engine runs it, several to a fetch; a round with draft tokens with drafting them (siblings and
     own text) and committing. Numbers of nodes take turns: what slows the machine for a while
     slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
-    and as deep as they get. With `draws` so are plain rounds that draw in chunks, of as many slots
+    and as deep as they get. With `draws` so are passes that draw in chunks, of as many slots
     as rollouts begin with. The workers `beside` decode plainly meanwhile, as in a rollout. More
     nodes never take less time (`spec.round_times.monotone`). The processes of a mesh do so
     together; the table is process 0's.
@@ -219,7 +219,7 @@ class _Rounds:
     def seconds(self, num_nodes: int) -> float:
         """Time one round with draft tokens, or a fetch of plain rounds divided by their number.
 
-        `CHUNKS` for a number of nodes: a plain round that draws in chunks.
+        `CHUNKS` for a number of nodes: a pass that draws in chunks.
         """
         slots, drafted = self._busy_slots(), num_nodes > len(self._table)
         jax.block_until_ready((self._cache, slots))
@@ -281,12 +281,11 @@ class _Rounds:
         chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, start)], axis=1)
         chunks = engine.argument(chunks_TX)
         given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
-        cache, self._pending, _, found, entries = decode_beside_chunks(
-            *(self._spec.params, self._cache, self._pending, slots, self._stop_E),
-            *(chunks, engine.argument(given_2X)),
+        found, entries = chunks_alone(
+            *(self._spec.params, self._cache, slots, chunks, engine.argument(given_2X)),
             **engine.prompt_options(self._spec.sampling.scheme),
         )
-        self._cache = cache_ops.write_chunks(cache, entries, chunks)
+        self._cache = cache_ops.write_chunks(self._cache, entries, chunks)
         unpack(found)
         return 1
 

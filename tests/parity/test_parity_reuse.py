@@ -265,7 +265,8 @@ def test_drafters_and_budgets_are_told_of_what_they_were_asked_for(
     seventh = lambda r: (r, int(r // 1000 % 7 == 0))  # noqa: E731
     copies = CopiesDrafter(Asked(NgramDrafter()), [Asked(NgramDrafter())], seventh, progress)
     budget, drafter = NotedBudget(), Asked(copies)
-    got = rollout("cool", given, rule=rule("coupled"), drafter=drafter, budget=budget)
+    drafts = {"drafter": drafter, "budget": budget, "times": NODES}
+    got = rollout("cool", given, rule=rule("coupled"), **drafts)
     assert not differences(want, got)
     assert drafter.told == budget.told > 5
     cached = [r.cached_nodes for r in reusing.stats.timeline if r.num_nodes > r.num_slots]

@@ -28,13 +28,13 @@ def test_depths_between_two_are_on_their_line():
 def test_rows_and_back():
     again = RoundTimes.from_rows(TIMES.rows())
     assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 7
-    names = {"packed round", "round beside chunks", "draft learned", "draft model"}
+    names = {"packed round", "draws in chunks", "draft learned", "draft model"}
     assert {row[0] for row in TIMES.rows()} == names
 
 
 def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():
-    assert TIMES.chunks_pay(8, 64, 64)  # 3 / 64 < 2 / 32
-    fast_nodes = RoundTimes({(8, 8, 64): 1.0, (8, 32, 64): 1.4}, None, {(8, 64, 64): 3.0})
+    assert TIMES.chunks_pay(8, 64, 64)  # 3 / (0.75 · 64) < 2 / (0.6 · 32)
+    fast_nodes = RoundTimes({(8, 8, 64): 1.0, (8, 32, 64): 1.1}, None, {(8, 64, 64): 3.0})
     assert not fast_nodes.chunks_pay(8, 64, 64)
     none_measured = RoundTimes({(8, 8, 64): 1.0, (8, 32, 64): 1.4})
     assert not none_measured.chunks_pay(8, 64, 64), "nodes are measured, chunks are not"

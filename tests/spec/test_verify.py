@@ -242,7 +242,7 @@ def test_a_round_of_roots_alone_equals_one_with_padding():
     for num_nodes in (3, 12):
         slots = make_slots(3, length=np.asarray([0, 4, S - 1]))
         pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
-        nodes_5M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes)
+        nodes_5M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes, 4)
         state = full_cache(3), pending, slots
         cache, pending, slots, drawn_3M, _ = verify_round(
             params, *state, nodes_5M, stop_E, None, **static, max_nodes=M

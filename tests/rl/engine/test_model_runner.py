@@ -107,7 +107,7 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         empty = engine.empty_entries(engine.config.prefill_rows)
         pairs = zip(jax.tree.leaves(entries), jax.tree.leaves(empty), strict=True)
         assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
-        cache = cache_ops.write_chunks(cache, entries, args[-2])
+        cache = cache_ops.write_chunks(cache, entries, args[-1])
         assert not misplaced(engine, cache)
         cache = engine.copy_rows(cache, [(0, 2)])
         assert not misplaced(engine, cache)

@@ -144,16 +144,16 @@ def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_r
 ):
     few = {"slots": 4, "prefill_chunk_tokens": 4, "max_round_nodes": 16}
     config, reach = dataclasses.replace(CONFIG, **few), Reach(4, 8, reuse=True)
-    assert config.drawing_chunks(4, 4) == [1, 4] and config.drawing_chunks(2, 4) == [1, 2]
+    assert config.drawing_chunks(4, 4) == [1, 2, 4] and config.drawing_chunks(3, 4) == [1, 2]
     engine = Engine(MODEL, config, clock=ticking())
     compile_buckets.warm_up(engine, params, SAMPLING, reach)
     path = tmp_path / "round_times.json"
     times = round_times.load_or_measure(path, engine, params, SAMPLING, reach)
-    assert ["round beside chunks", 4, 16, 16, 1.0] in times.rows()
+    assert ["draws in chunks", 4, 16, 16, 1.0] in times.rows()
     assert round_times.read_rounds(path).rows() == times.rows()
 
     def request(i):
-        cached = CachedResponse(i, np.arange(5 + i, dtype=np.int32), 0.0)
+        cached = CachedResponse(i, np.arange(2 + 2 * i, dtype=np.int32), 0.0)
         return Request(i, (1, 2, 3 + i), i, 0, cached=cached)
 
     rule = PrefixRule(parse_mode("full"), 0.0, 0, 1)
@@ -163,6 +163,6 @@ def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_r
         again = engine.run(spec, [request(i) for i in range(4)])
     assert not found
     in_chunks = [r.cached_in_chunks for r in engine.stats.timeline if r.cached_in_chunks]
-    assert sum(in_chunks) == 5 + 6 + 7 + 8 and len(in_chunks) > 2, "both numbers of chunks"
+    assert in_chunks == [2 + 4 + 4 + 4, 2 + 4], "of four chunks, then of two"
     pairs = zip(first, again, strict=True)
     assert all(np.array_equal(a.response_ids, b.response_ids) for a, b in pairs)
