@@ -138,7 +138,8 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
     drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)
     taken_B = np.minimum(count_B, chosen.verify_tokens)
-    nodes_5M = pack(drafts, taken_B, np.arange(B), B, B * (chosen.verify_tokens + 1))
+    N = chosen.verify_tokens + 1
+    nodes_5M = pack(drafts, taken_B, np.arange(B), B, B * N, N)
     *_, apart, _ = verify.verify_round(
         params,
         cache,
