@@ -212,10 +212,11 @@ class Drafter(Protocol):
 
     It asks for those requests alone that may have draft tokens: not for those with a cached
     response that goes on. `skipped` names the drafters that a union of several is not to ask in the
-    next round.
+    next round. With `arrives_later` other workers make its drafts, and no round goes without it.
     """
 
     skipped: frozenset[str] = frozenset()
+    arrives_later: bool = False
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft up to `max_nodes_A` (1 or more) tokens for each request, at most `max_nodes`.

@@ -23,6 +23,8 @@ class Speculator:
     def __init__(self, config: EngineConfig, drafting: Drafting, stats: EngineStats) -> None:
         self.drafter, budget = drafting
         self._budget = budget or FixedBudget()
+        if self.drafter is not None and self.drafter.arrives_later:
+            self._budget.ask_each_round()
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
         self._asked_A: np.ndarray | None = None  # for whom the drafter was asked; None: for all

@@ -63,6 +63,9 @@ class Aimd(Budget):
         self._undrafted = PlainSpell(index, *UNDRAFTED_ROUNDS)
         self._closed = PlainSpell(index, *CLOSED_ROUNDS)
 
+    def ask_each_round(self) -> None:
+        self._undrafted = PlainSpell(RequestIndex(), 1, 1)
+
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         if self._undrafted.lasts(live, num_slots) or self._closed.lasts(live, num_slots):
             return np.zeros(len(live), np.int32)

@@ -101,6 +101,9 @@ class BanditBudget(Budget):
         self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
         self._undrafted = PlainSpell(RequestIndex(), *UNDRAFTED_ROUNDS)
 
+    def ask_each_round(self) -> None:
+        self._undrafted = PlainSpell(RequestIndex(), 1, 1)
+
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
         self._strategy = strategy = self._bandit.select(self._batch)

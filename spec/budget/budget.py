@@ -48,6 +48,10 @@ class Budget(Protocol):
         """Return the drafters, by name, that are not asked in this round."""
         return frozenset()
 
+    def ask_each_round(self) -> None:
+        """Decode plainly for one round at a time while nothing is drafted: drafts arrive later."""
+        return None
+
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         """Return the most draft tokens that each live request may get; int [A]."""
         ...
@@ -245,6 +249,9 @@ class FixedBudget(Budget):
     def __init__(self, most: int = 2**30) -> None:
         self._most = most
         self._undrafted = PlainSpell(RequestIndex(), *UNDRAFTED_ROUNDS)
+
+    def ask_each_round(self) -> None:
+        self._undrafted = PlainSpell(RequestIndex(), 1, 1)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         lasts = self._undrafted.lasts(live, num_slots)

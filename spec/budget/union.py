@@ -37,6 +37,7 @@ class DrafterUnion(Drafter):
         assert drafters, "a union of nothing"
         self.names = tuple(names)
         self._drafters = tuple(drafters)
+        self.arrives_later = any(drafter.arrives_later for drafter in drafters)
         self._asked = np.zeros(len(self._drafters))
         self._accepted = np.zeros(len(self._drafters))
         self._round = 0

@@ -65,6 +65,8 @@ class CopiesDrafter(Drafter):
     Whoever is behind another copy drafts what that one has.
     """
 
+    arrives_later = True
+
     def __init__(
         self, usual: Drafter, methods: Sequence[Drafter], of_copy: OfCopy, progress: Progress
     ) -> None:

@@ -65,6 +65,8 @@ class DecoupledDrafter(Drafter):
     hidden states too.
     """
 
+    arrives_later = True
+
     def __init__(
         self,
         links: Sequence[DraftLink],

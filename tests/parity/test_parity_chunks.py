@@ -14,7 +14,7 @@ from parity_drafters import RandomTrees
 from parity_model import MODEL, SAMPLINGS, STEP_KEY, STOP, TOLERANCE, differences, naive_rollout
 from test_parity_draft_model import SMALL, drafter
 from test_parity_learned import Keeps, hidden, learned
-from test_parity_reuse import changed, rule, with_cached
+from test_parity_reuse import NODES, changed, rule, with_cached
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -101,7 +101,8 @@ def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
 
 def test_reuse(check, engine, want, chunked):
     given = with_cached(chunked, lambda r: changed(want, r))
-    assert check(engine, lambda: {"rule": rule("coupled")}, given) == {1, 2, 4}
+    assert check(engine, lambda: {"rule": rule("coupled"), "times": NODES}, given) == {1, 2, 4}
+    assert check(engine, lambda: {"rule": rule("coupled")}, given) == {1}, "in chunks that draw"
 
 
 @pytest.mark.parametrize("mode", ["lenient:1", "random"])
