@@ -37,7 +37,6 @@ from rl.runtime.run_files import (
     ROUNDS_FILE,
 )
 from rl.warm_up.measured_run import read_rounds
-from rl.warm_up.step_seconds import SecondsRecord
 
 # Settings without which it is another experiment; what says only how fast, or where, is left out.
 _EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
@@ -230,6 +229,8 @@ def _check_can_go_on(folder: Folder) -> None:
             f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
             "--gin.Run.directory=…"
         )
+    from rl.warm_up.step_seconds import SecondsRecord  # which loads what budgets are made of
+
     read_rounds(path / ROUNDS_FILE)
     SecondsRecord(folder)
     read_record(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,10 +16,12 @@ from models.folder import Folder
 from rl.cluster.processes import ALONE, Processes
 from rl.engine.stats import RoundRecord, seconds_saved
 from rl.runtime.run_files import SECONDS_FILE
-from rl.speculation.sources import Speculation
 from spec.budget.device_gate import DEVICE_SOURCES
 from spec.budget.run_seconds import Bucket, RunSeconds, StepSeconds
 from spec.round_times import RoundTimes
+
+if TYPE_CHECKING:  # which loads the engine
+    from rl.speculation.sources import Speculation
 
 MAX_BYTES = 2**28  # of the file that is read: a step takes some 500 bytes
 MOST_SECONDS = 1e12  # of all rounds of a step, of all workers

@@ -194,7 +194,7 @@ def test_copies_that_are_none_are_refused(record, message):
 def test_methods_of_drafting_are_known_ones():
     drafting = dataclasses.replace(a_job().drafting, methods=("telepathy",))
     record = messages.Begin(3, dataclasses.replace(a_job(), drafting=drafting))
-    with pytest.raises(WireError, match="expected methods of drafting of model, own"):
+    with pytest.raises(WireError, match="expected methods of drafting of model, learned, own"):
         CODEC.decode(CODEC.encode(record))
 
 
