@@ -181,7 +181,14 @@ class ModelRunner:
         """Return `make(*args)`, arrays whole on each of these devices, or their shapes."""
         if not self.makes_shapes:
             return make(*args)
-        return jax.tree.map(self.put, jax.eval_shape(make, *args))
+        return jax.tree.map(self._made, jax.eval_shape(make, *args))
+
+    def _made(self, x: jax.ShapeDtypeStruct) -> Any:
+        """Return the shape of a program's whole result: the spec of keys names each axis."""
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if self.mesh is None or not is_key:
+            return self.put(x)
+        return _shape(x, NamedSharding(self.mesh, PartitionSpec(*[None] * x.ndim)))
 
     def expect(self, num_requests: int, longest_tokens: int) -> None:
         """Make room in the buckets for so many requests of `longest_tokens`."""
