@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,15 +212,30 @@ def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
     return jnp.log(sum_in_order(mass_C))
 
 
+class Masses(NamedTuple):
+    """e^(logit − top) in blocks, [..., C, W] and [..., C], the top and log Σ of all, [...].
+
+    A log-probability is logit − top − log Σ, whoever computes it.
+    """
+
+    of_tokens_CW: jax.Array
+    of_blocks_C: jax.Array
+    top: jax.Array
+    log_total: jax.Array
+
+
+def masses(logits_V: jax.Array, axes: Axes = ROLLOUT_AXES) -> Masses:
+    """Return the masses of processed logits [..., V]."""
+    top = jnp.max(logits_V, axis=-1)
+    mass_CW, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), axes)
+    return Masses(mass_CW, mass_C, top, _log_total(mass_C, logits_V.shape[-1], axes[0]))
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _normalizer(logits_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return top and log Σ e^(logit − top): a log-probability is logit − top − log Σ.
-
-    The derivative of their sum is the second's; the first has none.
-    """
-    top = jnp.max(logits_V, axis=-1)
-    _, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), axes)
-    return top, _log_total(mass_C, logits_V.shape[-1], axes[0])
+    """Return `Masses.top` and `log_total`, with a derivative of their sum: the second's."""
+    found = masses(logits_V, axes)
+    return found.top, found.log_total
 
 
 @_normalizer.defjvp
@@ -279,18 +294,23 @@ def rank_draws(
 
 
 def draw(
-    logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
+    logits_V: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    scheme: Draw,
+    mass: Masses | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw tokens from processed logits [..., V], one key per row; return their log-probs too.
+
+    `mass` are the logits' masses, if they are there already.
 
     Rows of temperature 0 take the argmax (the first of equals). Log-probabilities
     are those of the processed distribution; at temperature 0, those of the
     unscaled one.
     """
-    top = jnp.max(logits_V, axis=-1)
-    mass_CW, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), ROLLOUT_AXES)
+    mass = mass or masses(logits_V)
     if scheme == "cdf":
-        tokens = _draw_cdf(mass_CW, mass_C, keys)
+        tokens = _draw_cdf(mass.of_tokens_CW, mass.of_blocks_C, keys)
     else:
         tokens = _draw_gumbel(logits_V, keys)
     greedy = temperature <= 0
@@ -300,7 +320,7 @@ def draw(
         lambda: tokens,
     )
     picked = jnp.take_along_axis(logits_V, tokens[..., None], axis=-1)[..., 0]
-    return tokens, picked - top - _log_total(mass_C, logits_V.shape[-1], ROLLOUT_AXES[0])
+    return tokens, picked - mass.top - mass.log_total
 
 
 def log_probs(
@@ -331,17 +351,21 @@ def log_probs(
 
 
 def given_log_probs(
-    logits_V: jax.Array, processed_V: jax.Array, tokens: jax.Array, temperature: jax.Array
+    logits_V: jax.Array,
+    processed_V: jax.Array,
+    mass: Masses,
+    tokens: jax.Array,
+    temperature: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of given tokens, as `log_probs`, and if they can be drawn.
 
-    `processed_V` are the processed `logits_V`, both [..., V]. A token that was cut is put back
-    into its row, so that its log-probability is finite. Returns (float32 [...], bool [...]).
+    `processed_V` are the processed `logits_V`, both [..., V], with their `mass`. A token that was
+    cut is put back into its row, so that its log-probability is finite. Returns (float32 [...],
+    bool [...]).
     """
     scale = jnp.where(temperature <= 0, 1.0, temperature)
     raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]
     raw = raw / scale
     kept = jnp.take_along_axis(processed_V, tokens[..., None], axis=-1)[..., 0] > -jnp.inf
-    given_V = jnp.arange(processed_V.shape[-1]) == tokens[..., None]
-    top, log_total = _normalizer(jnp.where(given_V, raw[..., None], processed_V), ROLLOUT_AXES)
-    return raw - top - log_total, kept
+    put_back = raw - jnp.logaddexp(mass.top + mass.log_total, raw)
+    return jnp.where(kept, raw - mass.top - mass.log_total, put_back), kept

@@ -188,12 +188,13 @@ def _draw_part(
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
     temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
     processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
-    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme)
+    mass = sampling.masses(processed_MV)
+    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme, mass)
     if nodes.given_M is None:
         return drawn_M, logprobs_M, jnp.zeros(drawn_M.shape, bool)
     given_M, least_M = nodes.given_M, nodes.least_logprob_M
     given_logprobs_M, possible_M = sampling.given_log_probs(
-        logits_MV, processed_MV, jnp.maximum(given_M, 0), temperature_M
+        logits_MV, processed_MV, mass, jnp.maximum(given_M, 0), temperature_M
     )
     possible_M &= (temperature_M > 0) | (drawn_M == given_M)
     kept_M = (least_M == -jnp.inf) | (possible_M & (given_logprobs_M >= least_M))

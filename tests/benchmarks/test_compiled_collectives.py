@@ -13,7 +13,7 @@ COMPILER = ROOT / ".venv" / "gpu_compiler"  # of `make`; elsewhere it may be ins
 
 
 @pytest.mark.slow
-def test_rounds_on_eight_gpus_gather_no_logits():
+def test_rounds_on_eight_gpus_gather_less_than_a_megabyte():
     """Whole logits of a verify round are 311 MB, of a plain one 39, of one token 0.6."""
     command = [sys.executable, "-m", "benchmarks.compiled_collectives", "--layers=1"]
     command += ["--one", "qwen3_8b", "h100:1x1x8"]
@@ -26,7 +26,7 @@ def test_rounds_on_eight_gpus_gather_no_logits():
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tensor"] == 8
-    assert 0 < found["plain"]["gathered_mb"] < 0.1 and 0 < found["verify"]["gathered_mb"] < 1.5
+    assert 0 < found["plain"]["gathered_mb"] < 0.1 and 0 < found["verify"]["gathered_mb"] < 1
     assert found["verify"]["summed_mb"] > 4, "512 activations are summed in each layer"
     # no branch of top-p is computed on whole logits
     assert found["plain"]["temporaries_mb"] < 39 and found["verify"]["temporaries_mb"] < 155

@@ -33,7 +33,7 @@ from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.round_times import RoundTimes
-from spec.sampling import given_log_probs, processed_logits
+from spec.sampling import given_log_probs, masses, processed_logits
 
 pytestmark = pytest.mark.parity
 
@@ -100,7 +100,7 @@ def _given(params, tokens_1T, targets_1T, *, sampling):
     processed = processed_logits(
         logits_1TV, temperature, jnp.full(tokens_1T.shape, cuts[0]), cuts[1]
     )
-    return given_log_probs(logits_1TV, processed, targets_1T, temperature)
+    return given_log_probs(logits_1TV, processed, masses(processed), targets_1T, temperature)
 
 
 def given_logprobs(params, prompt_ids, tokens, sampling):
