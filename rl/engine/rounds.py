@@ -153,9 +153,15 @@ class Rounds:
             rows.copy_prompts()
         return found
 
-    def prompts_alone(self) -> None:
-        """Compute chunks of prompts without nodes."""
-        self._chunks_alone(self._rows.next_chunks(), None)
+    def prompts_first(self) -> None:
+        """Compute chunks of prompts before anything else, whatever is live.
+
+        Without nodes if cached responses are verified in chunks; else nothing is live.
+        """
+        if self._table.verifies_in_chunks:
+            self._chunks_alone(self._rows.next_chunks(), None)
+        else:
+            self._prompt_round()
 
     def _chunks_alone(self, chunks_TX: np.ndarray, given_2X: np.ndarray | None) -> Any:
         table, rows, runner = self._table, self._rows, self._runner

@@ -173,18 +173,17 @@ class SlotCache:
         return [r for r in rows if verifies_B[r] == draws and self._memory.has_room(r)]
 
     def chunks_first(self) -> bool:
-        """Return whether chunks are computed without nodes: few rows are live, or none is.
+        """Return whether chunks are computed before nodes: few rows are live, or none is.
 
         Nodes of few rows cost as much as those of many. Those of a rollout that verifies in chunks
         wait until half of the busy rows are live.
         """
         table = self.table
         num_live = int(table.live_B.sum())
-        in_chunks = table.cached is not None and table.cached.in_chunks
-        return 2 * num_live <= table.num_busy if in_chunks else num_live == 0
+        return 2 * num_live <= table.num_busy if table.verifies_in_chunks else num_live == 0
 
     def prompts_first(self) -> bool:
-        """Return whether prompts are computed without nodes before anything else is done."""
+        """Return whether prompts are computed before anything else is done."""
         table = self.table
         stuck = not (table.live_B | table.verifies_B).any() and table.num_busy > 0
         return stuck or (self.chunks_first() and bool(self.ready(draws=False)))

@@ -87,13 +87,19 @@ class SlotTable:
         return self.total_tokens_B - 1
 
     @property
+    def verifies_in_chunks(self) -> bool:
+        """Return whether cached responses are verified in chunks that draw."""
+        return self.cached is not None and self.cached.in_chunks
+
+    @property
     def known_tokens_B(self) -> np.ndarray:
         """Return the cache positions of all tokens that a row is to have computed before it joins.
 
         With those of what it may keep, behind which the same pass draws (`CachedPrefixes`).
         """
-        if self.cached is None or not self.cached.in_chunks:
+        if not self.verifies_in_chunks:
             return self.cached_tokens_B
+        assert self.cached is not None
         known_B = self.prompt_tokens_B + np.minimum(self.cached.end_B, self.limit_B) - 1
         return np.maximum(self.cached_tokens_B, known_B)
 

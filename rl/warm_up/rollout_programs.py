@@ -145,9 +145,9 @@ class Pool:
             if B in self.first_slots:
                 yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
                 sizes = {P := self.engine.config.prefill_rows}
-                made = partial(self._chunks_alone, B, S, P, draws=False)
-                yield Program(chunks_alone, made, S)
                 if self.reach.reuse:
+                    made = partial(self._chunks_alone, B, S, P, draws=False)
+                    yield Program(chunks_alone, made, S)
                     sizes.update(drawing := self.engine.drawing_chunks(B))
                     for T in drawing:
                         yield Program(chunks_alone, partial(self._chunks_alone, B, S, T), S)

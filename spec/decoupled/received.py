@@ -140,10 +140,17 @@ def _follow(  # type: ignore[no-untyped-def]
             depth_N[n] = 1 if parent == node else depth_N[parent] + 1
             if depth_N[n] > window_A[a] or size >= most_A[a]:
                 continue
-            out.tokens_AN[a, size] = tokens_FN[f, n]
-            out.parents_AN[a, size] = -1 if parent == node else place_N[parent]
+            at = -1 if parent == node else place_N[parent]
+            same = at + 1  # a block that is wrong may have siblings with one token
+            while same < size and (
+                out.parents_AN[a, same] != at or out.tokens_AN[a, same] != tokens_FN[f, n]
+            ):
+                same += 1
+            place_N[n] = same
+            if same < size:
+                continue
+            out.tokens_AN[a, size], out.parents_AN[a, size] = tokens_FN[f, n], at
             out.prob_AN[a, size] = min(prob_FN[f, n] / above, np.float32(1.0))
-            place_N[n] = size
             size += 1
         out.count_A[a] = size
     return stale

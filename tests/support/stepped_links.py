@@ -81,11 +81,11 @@ def repeats(blocks, rng):
 
 
 def wrong_tokens(blocks, rng):
-    """The tokens of some blocks are others; siblings still differ, as those of any drafter do."""
+    """Some of a block's tokens are others."""
     found = []
     for block in blocks:
-        shift = rng.integers(0, 50) if rng.random() < 0.6 else 0
-        tokens_N = np.where(block.tokens_N < 0, block.tokens_N, (block.tokens_N + shift) % 50)
+        other = rng.random(len(block.tokens_N)) < 0.4
+        tokens_N = np.where(other, rng.integers(0, 50, len(other)), block.tokens_N)
         found.append(block._replace(tokens_N=tokens_N.astype(np.int32)))
     return found
 

@@ -21,8 +21,8 @@ from spec.budget.budget import FixedBudget, best_trees, equal_trees
 from spec.config import SamplingConfig
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "tiny_cpu.gin"
-MOST = 13  # of rollouts and training
-MOST_LONG = 64  # of 256 slots and 18k positions, with the engine's defaults
+MOST = 12  # of rollouts and training
+MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
 
 
 def count(*overrides):
