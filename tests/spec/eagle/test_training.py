@@ -13,6 +13,7 @@ import pytest
 from drafters_by_hand import as_float64, drafter, hidden_states, packed, written_out_loss
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models import products
 from models.config import MeshConfig, ModelConfig
 from models.layout import RULES
 from models.sharding import make_mesh, param_shardings
@@ -226,8 +227,10 @@ def test_a_batch_without_entries_gives_zeros():
     assert not any(x.any() for x in leaves((slope, metrics)))
 
 
-def test_members_gradients_average_to_those_of_all():
+def test_members_gradients_average_to_those_of_all(monkeypatch):
     """Weighted by `num_entries`, where prompts are longer than the unroll."""
+    # a CPU's product of few rows sums in orders that depend on their number
+    monkeypatch.setattr(products, "FEW_ROWS", 0)
     config, params, frozen = drafter("eagle3")
     training = DrafterTrainingConfig("short_eagle3")
     run = partial(gradients, params, frozen, config=config, training=training)
@@ -238,7 +241,7 @@ def test_members_gradients_average_to_those_of_all():
     assert sum(shares) == pytest.approx(1) and shares[0] != 0.5
     mean = jax.tree.map(lambda a, b: shares[0] * a + shares[1] * b, parts[0][0], parts[1][0])
     for a, b in zip(leaves(mean), leaves(whole), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(a, b, atol=3e-6)
     loss = sum(share * m["loss"] for share, (_, m) in zip(shares, parts, strict=True))
     assert float(loss) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
