@@ -149,14 +149,16 @@ class Worker:
         return host + on_device
 
     def coupled(self):
-        """The last epoch's responses, of which some tokens differ."""
+        """The last epoch's responses, of which some tokens differ: in chunks, then as nodes."""
         cached = {}
         for t in self.last:
             tokens = t.response_ids.copy()
             tokens[5 + t.request_id % 4 :] += 1
             cached[t.request_id] = CachedResponse(t.sample_index, tokens % 32, 0.0)
         rule = PrefixRule(parse_mode("coupled"), 1.0, 0, 1, False)
-        return self.run(make_requests(cached), rule=rule)
+        requests = make_requests(cached)
+        in_chunks = self.run(requests, rule=rule)
+        return in_chunks + self.run(requests, rule=rule, times=seconds(1.05))
 
     def run(self, requests=None, **changes):
         spec = dataclasses.replace(self.spec, **changes)
