@@ -81,9 +81,10 @@ def forced(
             keys_B, jnp.maximum(at_BN + 1 - prompt_tokens_B[:, None], 0)
         )
         processed_BNV = sampling.processed_logits(logits_BNV, one_BN, off_BN, one_BN)
-        drawn_BN, _ = sampling.draw(processed_BNV, noise_BN, one_BN, scheme)
+        mass = sampling.masses(processed_BNV)
+        drawn_BN, _ = sampling.draw(processed_BNV, noise_BN, one_BN, scheme, mass)
         logprob_BN, _ = sampling.given_log_probs(
-            logits_BNV, processed_BNV, next_BT[:, at_N], one_BN
+            logits_BNV, processed_BNV, mass, next_BT[:, at_N], one_BN
         )
         return cache, (drawn_BN, logprob_BN)
 

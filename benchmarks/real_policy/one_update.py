@@ -62,9 +62,10 @@ def _score(
     keys_X = sampling.position_keys(sampling.request_keys(key, ids_R), position_RT).reshape(-1)
     one_X = jnp.ones(len(logits_XV))
     processed_XV = sampling.processed_logits(logits_XV, one_X, one_X.astype(jnp.int32) * 0, one_X)
-    drawn_X, _ = sampling.draw(processed_XV, keys_X, one_X, scheme)
+    mass = sampling.masses(processed_XV)
+    drawn_X, _ = sampling.draw(processed_XV, keys_X, one_X, scheme, mass)
     targets_X = jnp.roll(tokens_RT, -1, axis=1).reshape(-1)
-    found = *sampling.given_log_probs(logits_XV, processed_XV, targets_X, one_X), drawn_X
+    found = *sampling.given_log_probs(logits_XV, processed_XV, mass, targets_X, one_X), drawn_X
     return tuple(x.reshape(tokens_RT.shape) for x in found)
 
 

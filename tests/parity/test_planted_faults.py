@@ -227,8 +227,8 @@ def test_children_that_need_not_be_right(golden, rollout, plant):
 def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, first, plant):
     original = sampling.draw
 
-    def draw(logits_V, keys, temperature, scheme):
-        tokens, _ = original(logits_V, keys, temperature, scheme)
+    def draw(logits_V, keys, temperature, *rest):
+        tokens, _ = original(logits_V, keys, temperature, *rest)
         logprob_V = jax.nn.log_softmax(logits_V * temperature[..., None])
         return tokens, jnp.take_along_axis(logprob_V, tokens[..., None], axis=-1)[..., 0]
 
