@@ -174,7 +174,7 @@ def attend_both(
     other: tuple[jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
     """Compute `attend` over the keys of two caches, each (keys, values, mask); [B, T, H, h]."""
-    found = _joined(partial_attention(q_BTHh, *one), partial_attention(q_BTHh, *other))
+    found = joined(partial_attention(q_BTHh, *one), partial_attention(q_BTHh, *other))
     return found.astype(one[1].dtype)
 
 
@@ -199,7 +199,7 @@ def attend_nodes(
     if trees is None:
         of_prefix = cached.of_prefix(q_MHh[:, None], length_B)
         own = _of_itself(q_MHh[:, None], k_MKh[:, None], v_MKh[:, None])
-        return _joined(of_prefix, own)[:, 0].astype(v_MKh.dtype)
+        return joined(of_prefix, own)[:, 0].astype(v_MKh.dtype)
     W = trees.path_BWW.shape[1]
     node_BW = trees.first_B[:, None] + jnp.arange(W)
     q_BWHh, k_BWKh, v_BWKh = (
@@ -208,7 +208,7 @@ def attend_nodes(
     of_prefix = cached.of_prefix(q_BWHh, length_B)
     k_BKhW, v_BKWh = k_BWKh.transpose(0, 2, 3, 1), v_BWKh.transpose(0, 2, 1, 3)
     own = partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW)
-    out_XHh = _joined(of_prefix, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
+    out_XHh = joined(of_prefix, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
     return jnp.take(out_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
 
 
@@ -227,12 +227,12 @@ def attend_chunks(
     if chunks.are_apart:
         k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
         own = partial_attention(q_TCHh, k_TKhC, v_TKCh, causal_mask(q_TCHh.shape[1]))
-        return _joined(of_prefix, own).astype(v_TCKh.dtype)
+        return joined(of_prefix, own).astype(v_TCKh.dtype)
     q_1XHh, k_1XKh, v_1XKh = (x.reshape(1, -1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
     k_1KhX, v_1KXh = k_1XKh.transpose(0, 2, 3, 1), v_1XKh.transpose(0, 2, 1, 3)
     own = partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])
     own = jax.tree.map(lambda x: x.reshape(*q_TCHh.shape[:3], -1), own)
-    return _joined(of_prefix, own).astype(v_TCKh.dtype)
+    return joined(of_prefix, own).astype(v_TCKh.dtype)
 
 
 def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
@@ -243,8 +243,8 @@ def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
     return PartialSoftmax(one.out * of_one + other.out * of_other, top, total)
 
 
-def _joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
-    """The attention over the keys of both."""
+def joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
+    """Return the attention over the keys of both."""
     both = merged(one, other)
     return both.out / both.total
 
@@ -334,7 +334,7 @@ def partial_attention(
     K = k_BKhS.shape[1]
     G = H // K
     q_BKXh = q_BTHh.reshape(B, T, K, G, h).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, h)
-    # e^ in float32, which is 6% of a CPU's plain rounds faster than 2^ of whole tops
+    # e^ in float32: 2^ of whole tops is slower on a CPU, and float32 does not need its bits
     is_exact = v_BKSh.dtype == jnp.float32
     scores_BKXS = _products(q_BKXh, k_BKhS) * (h**-0.5 * (1.0 if is_exact else LOG2_E))
     mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models import kv_cache
-from models.attention import PartialSoftmax, causal_mask, merged, partial_attention
+from models.attention import PartialSoftmax, causal_mask, joined, partial_attention
 from models.config import ModelConfig
 from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
@@ -124,8 +124,7 @@ class Pages:
         k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
         causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
         own = partial_attention(q_BNHh, k_BKhN.astype(dtype), v_BKNh.astype(dtype), causal_BNN)
-        both = merged(of_prefix, own)
-        return layer, (both.out / both.total).astype(dtype)
+        return layer, joined(of_prefix, own).astype(dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -3,8 +3,9 @@
 A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from what
 was begun ahead of its step (`Request.begun`), or from the one and then the other. Its tokens are
 verified as the rest of its prompt, in chunks behind whose tokens a round draws, before its row
-joins the rounds; or, where nodes are cheaper (`spec.round_times.nodes_verify`), by the rounds that
-the row takes part in: as chains of nodes, as many as the budget takes, beside the drafts of others.
+joins the rounds. Where chunks do not pay (`spec.round_times.RoundTimes.chunks_pay`), the rounds
+that the row takes part in verify them: as chains of nodes, as many as the budget takes, beside the
+drafts of others.
 Where noise is the same a token is kept if the policy draws it. Else a rule says so, and the round
 is given the tokens with the log-probabilities that it asks for.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,

@@ -12,9 +12,12 @@ from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import Drafting
 from rl.engine.stats import EngineStats
 from spec.acceptance import plain_acceptance, round_acceptance
-from spec.budget.budget import DraftDecision, FixedBudget, plain
+from spec.budget.budget import DraftDecision, FixedBudget, PlainSpell, plain
 from spec.draft_cache.rounds import DraftedRound
 from spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source, no_drafts
+from spec.per_request import RequestIndex
+
+UNDRAFTED_ROUNDS = 2, 16  # shortest and longest spell after nobody had a draft token
 
 
 class Speculator:
@@ -23,8 +26,8 @@ class Speculator:
     def __init__(self, config: EngineConfig, drafting: Drafting, stats: EngineStats) -> None:
         self.drafter, budget = drafting
         self._budget = budget or FixedBudget()
-        if self.drafter is not None and self.drafter.arrives_later:
-            self._budget.ask_each_round()
+        in_time = self.drafter is None or not self.drafter.arrives_later
+        self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
         self._asked_A: np.ndarray | None = None  # for whom the drafter was asked; None: for all
@@ -55,7 +58,8 @@ class Speculator:
         if cached is not None:
             chained_A = cached.goes_on(live.rows_A)
         most_A = np.zeros(len(live), np.int32)
-        if self.drafter is not None and sizes:
+        is_asked = sizes and not self._undrafted.lasts(live, num_slots)
+        if self.drafter is not None and is_asked:
             self.drafter.skipped = self._budget.skips(live, num_slots, num_positions)
             most_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
             most_A[chained_A] = 0
@@ -69,6 +73,11 @@ class Speculator:
         if cached is not None and chained_A.any():
             cached.draft(live, np.where(chained_A, left_A, 0), drafts)
         decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
+        if drafts.count_A.any():
+            self._undrafted.end()
+        else:
+            spell = self._undrafted.begin(live, num_slots)
+            decision = max(decision, spell, key=lambda d: d.num_rounds)
         if decision.taken_A is None and cached is not None and cached.ruled(live.rows_A).any():
             # the rule decides on the next token also where no draft token is verified
             return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int32))

@@ -211,7 +211,6 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert times is not None, "a bandit needs the measured seconds of a round"
-            assert times is not None, "a bandit needs the measured seconds of a round"
             bandit, here = self.bandit(context.runner.number), self._deepest_here
             budget: Budget | None = BanditBudget(
                 *(bandit, times, union, here), is_copy=lambda r: copy_of(r)[1] > 0

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec.acceptance import longest_paths
-from spec.budget.budget import (
-    UNDRAFTED_ROUNDS,
-    Budget,
-    DraftDecision,
-    PlainSpell,
-    all_that_fit,
-)
+from spec.budget.budget import Budget, DraftDecision, PlainSpell, all_that_fit
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
 from spec.round_times import RoundTimes
@@ -60,14 +54,10 @@ class Aimd(Budget):
         index = RequestIndex()
         self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
         self._tokens_per_request = 0.0  # of a round of trees, decayed mean
-        self._undrafted = PlainSpell(index, *UNDRAFTED_ROUNDS)
         self._closed = PlainSpell(index, *CLOSED_ROUNDS)
 
-    def ask_each_round(self) -> None:
-        self._undrafted = PlainSpell(RequestIndex(), 1, 1)
-
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        if self._undrafted.lasts(live, num_slots) or self._closed.lasts(live, num_slots):
+        if self._closed.lasts(live, num_slots):
             return np.zeros(len(live), np.int32)
         return self._windows.get(live).astype(np.int32)
 
@@ -80,11 +70,11 @@ class Aimd(Budget):
         num_positions: int,
     ) -> DraftDecision:
         found = all_that_fit(drafts, sizes, num_slots)
-        if found is None or self._pays(drafts, (num_slots, found.num_nodes, num_positions)):
-            self._closed.end()
-            return self._undrafted.unless(found, live, num_slots)
-        self._undrafted.end()
-        return self._closed.begin(live, num_slots)
+        bucket = num_slots, found.num_nodes, num_positions
+        if found.taken_A is not None and not self._pays(drafts, bucket):
+            return self._closed.begin(live, num_slots)
+        self._closed.end()
+        return found
 
     def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
         """Return whether the round brings more tokens a second than plain ones, as far as known."""

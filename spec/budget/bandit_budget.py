@@ -13,19 +13,11 @@ from typing import cast
 import numpy as np
 
 from spec.budget.bandit import BegMab, Strategy
-from spec.budget.budget import (
-    UNDRAFTED_ROUNDS,
-    Budget,
-    DraftDecision,
-    PlainSpell,
-    best,
-    equal_trees,
-)
+from spec.budget.budget import Budget, DraftDecision, best, equal_trees, plain
 from spec.budget.config import LEARNED, BanditConfig, TunerConfig
 from spec.budget.device_gate import DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafts, LiveSlots, Source
-from spec.per_request import RequestIndex
 from spec.round_times import RoundTimes
 
 PLAIN = Strategy("plain", (), 0, 0, 0)
@@ -99,10 +91,6 @@ class BanditBudget(Budget):
         self._on_device, self._is_copy = frozenset(on_device), is_copy
         self._strategy, self._size, self._is_mixed = PLAIN, 1, False
         self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
-        self._undrafted = PlainSpell(RequestIndex(), *UNDRAFTED_ROUNDS)
-
-    def ask_each_round(self) -> None:
-        self._undrafted = PlainSpell(RequestIndex(), 1, 1)
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
@@ -143,8 +131,7 @@ class BanditBudget(Budget):
         taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
         if not taken_A.any() or (self._is_mixed and not self._pays(drafts, taken_A)):
             self._size = num_slots
-            return self._undrafted.begin(live, num_slots)
-        self._undrafted.end()
+            return plain(num_slots)
         return DraftDecision(self._size, taken_A)
 
     def _pays(self, drafts: Drafts, taken_A: np.ndarray) -> bool:

@@ -48,10 +48,6 @@ class Budget(Protocol):
         """Return the drafters, by name, that are not asked in this round."""
         return frozenset()
 
-    def ask_each_round(self) -> None:
-        """Decode plainly for one round at a time while nothing is drafted: drafts arrive later."""
-        return None
-
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         """Return the most draft tokens that each live request may get; int [A]."""
         ...
@@ -174,20 +170,14 @@ def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyp
     return taken_SA, accepted_S
 
 
-def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision | None:
-    """Decide for the smallest round that holds all draft tokens, else for the best of them.
-
-    None: there are none, or no round that holds any.
-    """
+def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
+    """Decide for the smallest round that holds all draft tokens, else for the best of them."""
     if not drafts.count_A.any() or not sizes:
-        return None
+        return plain(num_slots)
     taken_SA, _ = best_by_size(drafts, np.ones(len(drafts.count_A)), num_slots, sizes)
     holds_all_S = taken_SA.sum(axis=1) == drafts.count_A.sum()
     s = int(holds_all_S.argmax()) if holds_all_S.any() else -1
     return DraftDecision(sizes[s], taken_SA[s])
-
-
-UNDRAFTED_ROUNDS = 2, 16  # shortest and longest spell after nobody had a draft token
 
 
 class Backoff:
@@ -233,29 +223,15 @@ class PlainSpell:
         """Let the next spell be the shortest."""
         self._num_slots = self._wait.rounds = 0
 
-    def unless(
-        self, decision: DraftDecision | None, live: LiveSlots, num_slots: int
-    ) -> DraftDecision:
-        """Return the decision, which ends the spell; begin one if there is none."""
-        if decision is None:
-            return self.begin(live, num_slots)
-        self.end()
-        return decision
-
 
 class FixedBudget(Budget):
     """Verifies all draft tokens that there are, at most `most` a request."""
 
     def __init__(self, most: int = 2**30) -> None:
         self._most = most
-        self._undrafted = PlainSpell(RequestIndex(), *UNDRAFTED_ROUNDS)
-
-    def ask_each_round(self) -> None:
-        self._undrafted = PlainSpell(RequestIndex(), 1, 1)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        lasts = self._undrafted.lasts(live, num_slots)
-        return np.full(len(live), 0 if lasts else self._most, np.int32)
+        return np.full(len(live), self._most, np.int32)
 
     def unseen(
         self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
@@ -270,7 +246,7 @@ class FixedBudget(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        return self._undrafted.unless(all_that_fit(drafts, sizes, num_slots), live, num_slots)
+        return all_that_fit(drafts, sizes, num_slots)
 
 
 class SeeingBudget(FixedBudget):

@@ -59,7 +59,7 @@ def test_two_softmaxes_of_bfloat16_round_as_one():
         found = partial_attention(q, k, v, seen)
         both = (k[..., :cut], v[:, :, :cut]), (k[..., cut:], v[:, :, cut:])
         parts = (partial_attention(q, *pair, seen[..., : pair[0].shape[-1]]) for pair in both)
-        return found.out / found.total, attention._joined(*parts)
+        return found.out / found.total, attention.joined(*parts)
 
     one, two = one_and_two(q_BTHh, k_BKhS, v_BKSh, seen_BTS)
     np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)

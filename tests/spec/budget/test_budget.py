@@ -187,16 +187,6 @@ def test_aimd_closes_where_the_table_says_that_drafts_cost_more_than_they_bring(
     assert budget.limits(live(4), 4).tolist() == [2] * 4, "windows are of verified drafts"
 
 
-@pytest.mark.parametrize("budget", [FixedBudget(5), Aimd()], ids=["fixed", "aimd"])
-def test_without_a_draft_token_rounds_are_plain_for_a_while(budget):
-    nothing = chains([0] * 4, 1.0)
-    assert asked_at(budget, live(4), nothing, 4, 60) == [0, 2, 6, 14, 30, 46]
-    assert budget.limits(live(2), 2).all()  # another size of batch
-    assert choose(budget, live(4), chains([3] * 4, 1.0), 4) == 4
-    assert budget.limits(live(4), 4).all()
-    assert asked_at(budget, live(4), nothing, 4, 5) == [0, 2]
-
-
 def test_goodput_takes_all_where_nodes_are_free():
     assert choose(Goodput(FREE), live(4), chains([15] * 4, 0.9), 4) == 16
     assert choose(Goodput(FREE), live(4), chains([3] * 4, 0.9), 4) == 4
