@@ -169,7 +169,7 @@ def test_softmaxes_joined_without_their_maxima(golden, rollout, plant):
     def joined(one, other):
         return (one.out + other.out) / (one.total + other.total)
 
-    plant(attention, "_joined", joined)
+    plant(attention, "joined", joined)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
