@@ -78,7 +78,8 @@ class Turns:
             found[name] = self._engine.run(ways[name], requests)
             seconds[name] = time.perf_counter() - began_s
             stats[name] = self._engine.stats
-        self._engine.run(dataclasses.replace(spec, drafts=self._decided_elsewhere), requests)
+        elsewhere = {"drafts": self._decided_elsewhere, "times": self._accelerator_times}
+        self._engine.run(dataclasses.replace(spec, **elsewhere), requests)
         stats["projected"] = self._engine.stats
         self._engine.stats = stats["reuse"]
         self.rows.append(_row(seconds, stats) | _differences(found["plain"], found["reuse"]))

@@ -332,25 +332,24 @@ def chunks_alone(
     cache: Cached,
     slots: Slots,
     chunks_TX: jax.Array,
-    given_2X: jax.Array | None,
+    given_2X: jax.Array,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[jax.Array | None, Entries]:
-    """Compute chunks without nodes, where nothing waits to be written; return their entries.
+) -> tuple[jax.Array, Entries]:
+    """Compute chunks without nodes, one of a row, where nothing waits to be written.
 
-    With `given_2X`, tokens and bits of log-probabilities as in the table of `spec.nodes.pack`, draw
-    behind every token, as a node there would: [3, X] as of `pack`. The host knows which draws
-    stand: those of a row up to the first that is not the cached one.
+    A token is drawn behind each of theirs, as a node there would: [3, X] as of `pack`. `given_2X`
+    are tokens and bits of log-probabilities as in the table of `spec.nodes.pack`. The host knows
+    which draws stand: those of a row up to the first that is not the cached one. The entries of the
+    chunks are returned, not written.
     """
-    chunks = Chunks.of_table(chunks_TX, are_apart=given_2X is not None)
+    chunks = Chunks.of_table(chunks_TX, are_apart=True)
     none_M, tokens_X = jnp.zeros(0, jnp.int32), chunks.tokens_TC.reshape(-1)
     hidden_XD, entries = transformer.hidden_of_nodes(
         config, params, cache, none_M, none_M, slots.length, None, chunks
     )
     entries = entries.take(np.s_[:], cache.values[0].dtype)
-    if given_2X is None:
-        return None, entries
     of_slots = jax.tree.map(lambda x: jnp.take(x, chunks.slot_X, axis=0, mode="clip"), slots)
     depth_X = chunks.positions_TC.reshape(-1) - of_slots.length
     least_X = jax.lax.bitcast_convert_type(given_2X[1], jnp.float32)

@@ -210,7 +210,7 @@ class Engine(ModelRunner):
         self._rows.copy_prompts()
         table = self._table
         while self._rows.prompts_first():
-            self._rounds.prompts_first()
+            self._rounds.prompt_round()
             self._rows.copy_prompts()
         if not table.num_busy:
             return []

@@ -117,7 +117,7 @@ class Rounds:
         self._write_chunks(entries, chunks_TX)
         return found
 
-    def _prompt_round(self) -> jax.Array:
+    def prompt_round(self) -> jax.Array:
         """Call one round without draft tokens that computes chunks; its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
@@ -149,22 +149,16 @@ class Rounds:
         """
         found, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
         while len(found) < most_rounds and rows.ready(draws=False) and not self._undecided(live_B):
-            found.append(self._prompt_round())
+            found.append(self.prompt_round())
             rows.copy_prompts()
         return found
 
-    def prompts_first(self) -> None:
-        """Compute chunks of prompts before anything else, whatever is live.
-
-        Without nodes if cached responses are verified in chunks; else nothing is live.
-        """
-        if self._table.verifies_in_chunks:
-            self._chunks_alone(self._rows.next_chunks(), None)
-        else:
-            self._prompt_round()
-
-    def _chunks_alone(self, chunks_TX: np.ndarray, given_2X: np.ndarray | None) -> Any:
+    def draw_in_chunks(self, live: LiveSlots) -> Fetched:
+        """Compute chunks of rows that do not take part in rounds yet; decide on cached tokens."""
         table, rows, runner = self._table, self._rows, self._runner
+        assert table.cached is not None
+        self._busy, chunks_TX = False, rows.next_chunks(draws=True)
+        given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
         cache, slots = rows.cache, self._device_slots()
         sizes = len(table), rows.num_positions
         runner.record.note("chunks alone", sizes, table, chunks_TX, given_2X)
@@ -173,20 +167,11 @@ class Rounds:
             cache,
             slots,
             runner.argument(chunks_TX),
-            None if given_2X is None else runner.argument(given_2X),
+            runner.argument(given_2X),
             **runner.prompt_options(self._scheme),
         )
         self._called()
         self._write_chunks(entries, chunks_TX)
-        return found
-
-    def draw_in_chunks(self, live: LiveSlots) -> Fetched:
-        """Decide on cached tokens of rows that do not take part in rounds yet."""
-        table = self._table
-        assert table.cached is not None
-        self._busy, chunks_TX = False, self._rows.next_chunks(draws=True)
-        given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
-        found = self._chunks_alone(chunks_TX, given_2X)
         tokens_X, logprobs_X, kind_X = self._fetched(live, unpack, found)
         state = table.prompt_tokens_B, table.emitted_B, table.limit_B
         kind_X = table.cached.stand(chunks_TX, tokens_X, kind_X, *state)

@@ -167,45 +167,41 @@ class SlotCache:
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
     def ready(self, *, draws: bool) -> list[int]:
-        """Return the rows that the next chunks can be of: those that draw in them, or others."""
+        """Return the rows that the next chunks can be of: those that lack their prompt first.
+
+        Without `draws` these alone: chunks beside nodes decide on no cached token.
+        """
         _, rows = self._fills()
         verifies_B = self.table.verifies_B
-        return [r for r in rows if verifies_B[r] == draws and self._memory.has_room(r)]
-
-    def chunks_first(self) -> bool:
-        """Return whether chunks are computed before nodes: few rows are live, or none is.
-
-        Nodes of few rows cost as much as those of many. Those of a rollout that verifies in chunks
-        wait until half of the busy rows are live.
-        """
-        table = self.table
-        num_live = int(table.live_B.sum())
-        return 2 * num_live <= table.num_busy if table.verifies_in_chunks else num_live == 0
+        rows = [r for r in rows if (draws or not verifies_B[r]) and self._memory.has_room(r)]
+        return sorted(rows, key=lambda r: bool(verifies_B[r]))
 
     def prompts_first(self) -> bool:
-        """Return whether prompts are computed before anything else is done."""
+        """Return whether rounds without nodes compute prompts, as no row is live."""
         table = self.table
-        stuck = not (table.live_B | table.verifies_B).any() and table.num_busy > 0
-        return stuck or (self.chunks_first() and bool(self.ready(draws=False)))
+        return table.num_busy > 0 and not (table.verifies_in_chunks or table.live_B.any())
 
     def draws_next(self, *, waits: bool) -> bool:
         """Return whether a pass of chunks that draw comes next.
 
-        While most rows are live and requests wait for others, it comes if it is full.
+        Nodes of few rows cost as much as those of many: they wait until half of the busy rows are
+        live. Then it comes if it is full, or if no request waits whose chunks could fill it.
         """
         table = self.table
-        if not table.verifies_B.any():
+        if not table.verifies_in_chunks:
             return False
-        ready = len(self.ready(draws=True))
-        if not table.live_B.any() or (ready and (self.chunks_first() or not waits)):
+        num_live, ready = int(table.live_B.sum()), self.ready(draws=True)
+        if 2 * num_live <= table.num_busy:
+            return bool(ready) or not num_live
+        if len(ready) >= self._runner.drawing_chunks(len(table))[-1]:
             return True
-        return ready >= self._runner.drawing_chunks(len(table))[-1]
+        return not waits and bool(table.verifies_B[ready].any())
 
     def next_chunks(self, *, draws: bool = False) -> np.ndarray:
         """Return the tokens that are computed next, as a table for `Chunks.of_table`.
 
-        With `draws`, of rows that begin with cached responses: a row has one chunk at most. Of the
-        numbers of chunks it is the largest that is used, or the smallest.
+        With `draws` a row has one chunk at most, and there are as many chunks as the largest pass
+        that they fill has, or the smallest one.
         """
         table, runner, rows = self.table, self._runner, self.ready(draws=draws)
         sizes = runner.drawing_chunks(len(table)) if draws else [runner.config.prefill_rows]

@@ -144,10 +144,8 @@ class Pool:
                 yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             if B in self.first_slots:
                 yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
-                sizes = {P := self.engine.config.prefill_rows}
+                sizes = {self.engine.config.prefill_rows}
                 if self.reach.reuse:
-                    made = partial(self._chunks_alone, B, S, P, draws=False)
-                    yield Program(chunks_alone, made, S)
                     sizes.update(drawing := self.engine.drawing_chunks(B))
                     for T in drawing:
                         yield Program(chunks_alone, partial(self._chunks_alone, B, S, T), S)
@@ -289,11 +287,11 @@ class Pool:
         chunks_TX = engine.argument(engine.no_chunks(engine.config.prefill_rows))
         return (*args, chunks_TX), engine.prompt_options(self.sampling.scheme)
 
-    def _chunks_alone(self, B: int, S: int, T: int, *, draws: bool = True) -> Arguments:
+    def _chunks_alone(self, B: int, S: int, T: int) -> Arguments:
         (params, cache, _, slots, *_), _ = self.decode_arguments(B, S)
         chunks_TX = self.engine.no_chunks(T)
         given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
-        tables = self.engine.argument(chunks_TX), self.engine.argument(given_2X) if draws else None
+        tables = self.engine.argument(chunks_TX), self.engine.argument(given_2X)
         return (params, cache, slots, *tables), self.engine.prompt_options(self.sampling.scheme)
 
     def _write_chunks(self, B: int, S: int, T: int) -> Arguments:

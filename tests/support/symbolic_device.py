@@ -161,11 +161,6 @@ def decode_beside_chunks(params, cache, pending, slots, stop_E, chunks_TX, **_):
     return cache, [], slots, _decode(cache, slots, stop_E), entries
 
 
-def chunks_alone(params, cache, slots, chunks_TX, given_2X, **_):
-    assert given_2X is None, "no request has a cached response here"
-    return None, _chunk_entries(cache, chunks_TX)
-
-
 def verify_round(params, cache, pending, slots, nodes_5M, stop_E, chunks_TX, *, max_nodes, **_):
     """Each slot's tree is walked from its root, along the children that equal what is drawn."""
     _write(cache, pending)
@@ -304,7 +299,7 @@ def device() -> Iterator[None]:
     """Inside, the engine's steps are those of this module."""
     with contextlib.ExitStack() as stack:
         for module, steps in (
-            (rounds, (decode_rounds, decode_beside_chunks, chunks_alone, verify_round)),
+            (rounds, (decode_rounds, decode_beside_chunks, verify_round)),
             (cache_ops, (make_slots, join_slots, copy_pages, insert_pages, read_pages)),
         ):
             for step in steps:
