@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -32,6 +34,7 @@ from spec.page_table import spread
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
+MOST_AT_ONCE = 2  # programs of a CPU, each of which has parts for several cores
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -66,6 +69,7 @@ class ModelRunner:
         # each of which runs the same rounds, from the same requests
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE)  # each begins with its first call
         self._held = threading.local()  # another thread may run rounds meanwhile
         self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
@@ -372,6 +376,29 @@ class ModelRunner:
         if self.mesh is not None:
             return sharding.fitting_sharding(self.mesh, shape, axes)
         return None if self.device is None else SingleDeviceSharding(self.device)
+
+    @property
+    def num_at_once(self) -> int:
+        """Return how many programs these devices run at a time: a CPU several.
+
+        One on a mesh, whose devices would meet the programs of two threads in different orders.
+        """
+        is_cpu = self.mesh is None and (self.device or jax.devices()[0]).platform == "cpu"
+        return min(MOST_AT_ONCE, os.cpu_count() or 1) if is_cpu else 1
+
+    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return what calls of programs return of which none needs another.
+
+        A CPU runs the programs that a thread calls one after the other: so there are threads.
+        """
+        if min(self.num_at_once, len(calls)) == 1:
+            return [call() for call in calls]
+
+        def here(call: Callable[[], T]) -> T:
+            with self.mesh_context():
+                return call()
+
+        return list(self._threads.map(here, calls))
 
     def mesh_context(self) -> Any:
         """Return the context that steps on these devices are called in."""

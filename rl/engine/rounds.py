@@ -6,6 +6,7 @@ A call is several rounds where the host makes no draft tokens; each brings one f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -155,24 +156,16 @@ class Rounds:
 
     def draw_in_chunks(self, live: LiveSlots) -> Fetched:
         """Compute chunks of rows that do not take part in rounds yet; decide on cached tokens."""
-        table, rows, runner = self._table, self._rows, self._runner
+        table, rows = self._table, self._rows
         assert table.cached is not None
-        self._busy, chunks_TX = False, rows.next_chunks(draws=True)
-        given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
-        cache, slots = rows.cache, self._device_slots()
-        sizes = len(table), rows.num_positions
-        runner.record.note("chunks alone", sizes, table, chunks_TX, given_2X)
-        found, entries = chunks_alone(
-            self._spec.params,
-            cache,
-            slots,
-            runner.argument(chunks_TX),
-            runner.argument(given_2X),
-            **runner.prompt_options(self._scheme),
-        )
+        self._busy, passes = False, rows.next_passes()
+        # the cache is written once all have been called that read it
+        results = self._runner.at_once([self._chunks_alone(chunks_TX) for chunks_TX in passes])
         self._called()
-        self._write_chunks(entries, chunks_TX)
-        tokens_X, logprobs_X, kind_X = self._fetched(live, unpack, found)
+        for chunks_TX, (_, entries) in zip(passes, results, strict=True):
+            self._write_chunks(entries, chunks_TX)
+        found, chunks_TX = [drawn for drawn, _ in results], np.concatenate(passes)
+        tokens_X, logprobs_X, kind_X = self._fetched(live, _in_turn, found)
         state = table.prompt_tokens_B, table.emitted_B, table.limit_B
         kind_X = table.cached.stand(chunks_TX, tokens_X, kind_X, *state)
         self.cached_in_chunks = int(np.count_nonzero(kind_X))
@@ -182,6 +175,18 @@ class Rounds:
         count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, kept_B)
         self._count(len(table), 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
+
+    def _chunks_alone(self, chunks_TX: np.ndarray) -> Callable[[], tuple[jax.Array, Entries]]:
+        """Return the call of a pass of chunks that draw."""
+        table, rows, runner = self._table, self._rows, self._runner
+        assert table.cached is not None
+        given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
+        cache, slots = rows.cache, self._device_slots()
+        sizes = len(table), rows.num_positions
+        runner.record.note("chunks alone", sizes, table, chunks_TX, given_2X)
+        tables = runner.argument(chunks_TX), runner.argument(given_2X)
+        options = runner.prompt_options(self._scheme)
+        return partial(chunks_alone, self._spec.params, cache, slots, *tables, **options)
 
     def _undecided(self, live_B: np.ndarray) -> bool:
         """Return True if others than these rows have become live with a cached response."""

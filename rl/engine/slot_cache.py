@@ -197,28 +197,46 @@ class SlotCache:
             return True
         return not waits and bool(table.verifies_B[ready].any())
 
-    def next_chunks(self, *, draws: bool = False) -> np.ndarray:
-        """Return the tokens that are computed next, as a table for `Chunks.of_table`.
+    def next_chunks(self) -> np.ndarray:
+        """Return the tokens that a round computes beside its nodes, for `Chunks.of_table`."""
+        table, T = self.table, self._runner.config.prefill_rows
+        rows = self.ready(draws=False)
+        assert rows or table.live_B.any(), self._stuck()
+        return self._chunks(rows, T, table.cached_tokens_B, most_of_row=T)
 
-        With `draws` a row has one chunk at most, and there are as many chunks as the largest pass
-        that they fill has, or the smallest one.
+    def next_passes(self) -> list[np.ndarray]:
+        """Return tables of a chunk of each row that is ready, for passes that draw.
+
+        None needs another: there are as many as run at once, if the rows fill so many. Else a pass
+        is the largest that the rows left fill, or the smallest one.
         """
-        table, runner, rows = self.table, self._runner, self.ready(draws=draws)
-        sizes = runner.drawing_chunks(len(table)) if draws else [runner.config.prefill_rows]
-        table_TX = runner.no_chunks(max([n for n in sizes if n <= len(rows)], default=sizes[0]))
-        T, C = len(table_TX), runner.chunk_tokens
-        known_B = table.known_tokens_B if draws else table.cached_tokens_B
+        table, rows, passes = self.table, self.ready(draws=True), list[np.ndarray]()
+        assert rows, self._stuck()
+        sizes = self._runner.drawing_chunks(len(table))
+        most = max(len(rows) // self._runner.num_at_once, sizes[0])
+        while rows:
+            T = max([n for n in sizes if n <= min(most, len(rows))], default=sizes[0])
+            passes.append(self._chunks(rows[:T], T, table.known_tokens_B, most_of_row=1))
+            rows = rows[T:]
+        return passes
+
+    def _chunks(
+        self, rows: Sequence[int], num_chunks: int, end_B: np.ndarray, most_of_row: int
+    ) -> np.ndarray:
+        """Return a table of chunks of what rows lack, each row's up to `end_B`."""
+        table_TX, C = self._runner.no_chunks(num_chunks), self._runner.chunk_tokens
         starts = (
             (row, at)
             for row in rows
-            for at in itertools.islice(self._starts(row, int(known_B[row]), C), 1 if draws else T)
+            for at in itertools.islice(self._starts(row, int(end_B[row]), C), most_of_row)
         )
-        for i, (row, start) in enumerate(itertools.islice(starts, T)):
-            tokens = table.tokens_BL[row, start : min(start + C, known_B[row])]
+        for i, (row, start) in enumerate(itertools.islice(starts, num_chunks)):
+            tokens = self.table.tokens_BL[row, start : min(start + C, end_B[row])]
             table_TX[i, : 2 + len(tokens)] = row, start, *tokens
-        goes_on = not draws and table.live_B.any()
-        assert rows or goes_on, f"a round that would do nothing: {self._memory.books(table)}"
         return table_TX
+
+    def _stuck(self) -> str:
+        return f"a round that would do nothing: {self._memory.books(self.table)}"
 
     def _fills(self) -> tuple[list[tuple[int, int]], list[int]]:
         table = self.table
