@@ -389,7 +389,8 @@ class ModelRunner:
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return what calls of programs return of which none needs another.
 
-        A CPU runs the programs that a thread calls one after the other: so there are threads.
+        A CPU runs the programs that a thread calls one after the other: so there are threads. jax's
+        settings for the caller's thread alone do not count there.
         """
         if min(self.num_at_once, len(calls)) == 1:
             return [call() for call in calls]

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # tests elsewhere compile without it
 def full_precision():
     import jax
 
