@@ -9,13 +9,14 @@ import functools
 import pytest
 
 
-@pytest.fixture(scope="module", autouse=True)  # tests elsewhere compile without it
+@pytest.fixture(scope="session", autouse=True)
 def full_precision():
     import jax
 
-    # Accelerators multiply float32 in fewer bits unless told otherwise.
-    with jax.default_matmul_precision("highest"):
-        yield
+    # Accelerators multiply float32 in fewer bits unless told otherwise; an engine's threads too.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_default_matmul_precision", None)
 
 
 @pytest.fixture(scope="session")
