@@ -1,5 +1,8 @@
 """What a replica puts on the devices of a mesh: nothing whole on one of them, nothing twice."""
 
+import os
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -150,3 +153,13 @@ def test_chunks_of_prompts_are_cut_to_the_smallest_rows_and_not_by_pages(
     assert runner.no_chunks(4).shape == (4, 2 + chunk_tokens)
     with runner.shapes_only():
         assert runner.empty_entries(4).keys[0].shape[0] == 4 * chunk_tokens
+
+
+def test_a_cpu_runs_programs_at_once_and_a_mesh_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    both = threading.Barrier(2, timeout=60)
+    runner = ModelRunner(MODEL, CONFIG)
+    assert runner.at_once([lambda: both.wait() >= 0, lambda: both.wait() >= 0]) == [True, True]
+    meshed = ModelRunner(MODEL, CONFIG, mesh=make_mesh(MeshConfig(data=2), jax.devices()[:2]))
+    found = meshed.at_once([threading.get_ident] * 3)
+    assert found == [threading.get_ident()] * 3
