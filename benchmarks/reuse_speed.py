@@ -83,6 +83,8 @@ def main() -> int:
     figures = {
         "lenient_rollout_ratio": lenient["all_epochs"]["rollout_ratio"],
         "projected_lenient_rollout_ratio": lenient["all_epochs"]["projected_rollout_ratio"],
+        "lenient_later_rollout_ratio": lenient["later_epochs"]["rollout_ratio"],
+        "projected_lenient_later_rollout_ratio": lenient["later_epochs"]["projected_rollout_ratio"],
         "strict_rollout_ratio": strict["all_epochs"]["rollout_ratio"],
         "projected_strict_rollout_ratio": strict["all_epochs"]["projected_rollout_ratio"],
         "coupled_later_rollout_ratio": coupled["later_epochs"]["rollout_ratio"],
