@@ -160,7 +160,9 @@ class Rounds:
         assert table.cached is not None
         self._busy, passes = False, rows.next_passes()
         # the cache is written once all have been called that read it
-        results = self._runner.at_once([self._chunks_alone(chunks_TX) for chunks_TX in passes])
+        slots = self._device_slots()
+        calls = [self._chunks_alone(slots, chunks_TX) for chunks_TX in passes]
+        results = self._runner.at_once(calls)
         self._called()
         for chunks_TX, (_, entries) in zip(passes, results, strict=True):
             self._write_chunks(entries, chunks_TX)
@@ -176,17 +178,18 @@ class Rounds:
         self._count(len(table), 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
-    def _chunks_alone(self, chunks_TX: np.ndarray) -> Callable[[], tuple[jax.Array, Entries]]:
+    def _chunks_alone(
+        self, slots: Slots, chunks_TX: np.ndarray
+    ) -> Callable[[], tuple[jax.Array, Entries]]:
         """Return the call of a pass of chunks that draw."""
         table, rows, runner = self._table, self._rows, self._runner
         assert table.cached is not None
         given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
-        cache, slots = rows.cache, self._device_slots()
         sizes = len(table), rows.num_positions
         runner.record.note("chunks alone", sizes, table, chunks_TX, given_2X)
         tables = runner.argument(chunks_TX), runner.argument(given_2X)
         options = runner.prompt_options(self._scheme)
-        return partial(chunks_alone, self._spec.params, cache, slots, *tables, **options)
+        return partial(chunks_alone, self._spec.params, rows.cache, slots, *tables, **options)
 
     def _undecided(self, live_B: np.ndarray) -> bool:
         """Return True if others than these rows have become live with a cached response."""
