@@ -121,8 +121,8 @@ def after_step(
         steps = speculation.config.losing_steps
         end = "turned off for the rest of the run" if speculation.is_off else "kept as configured"
         say(
-            f"drafts have cost about {lost_s:.1f} of {rollout_s:.1f} s of rounds in the last "
-            f"{steps} steps: they are {end} (Speculation.losing_steps)"
+            f"drafts have cost about {lost_s / rollout_s:.1%} of {rollout_s:.1f} s of rounds in "
+            f"the last {steps} steps: they are {end} (Speculation.losing_steps)"
         )
     return metric
 

@@ -128,7 +128,7 @@ def test_a_budget_that_loses_says_so_once_and_turns_itself_off(always_lost, tmp_
     off, said = play(speculation, tmp_path, 5)
     assert off == [0, 0, 0, 1, 1]
     (line,) = said
-    assert "cost about 3.0 of 30.0 s of rounds in the last 3 steps: they are turned off" in line
+    assert "cost about 10.0% of 30.0 s of rounds in the last 3 steps: they are turned off" in line
     assert speculation.drafter_factory(["a"], [(1, 2)])(None) == (None, None)
     assert not speculation.keeps_history and speculation.history_metrics() == {}
 
