@@ -133,6 +133,7 @@ class Rollout:
         self.numbers = itertools.count()
         self.inboxes: dict[int, Any] = {}
         self.taken: dict[int, list[Start]] = collections.defaultdict(list)
+        self.begun: dict[int, int] = collections.defaultdict(int)  # that workers have begun
         self.rows: dict[int, dict[int, Row]] = collections.defaultdict(dict)
         self.ended: set[int] = set()  # workers whose threads are no more
         self.requests: dict[int, Request] = {}
@@ -208,7 +209,10 @@ class Rollout:
             if item is None:
                 self.ended.add(worker)
                 return True
-            self.taken[worker].append(item[1])
+            step, start = item
+            self.begun[worker] = max(step, self.begun[worker])
+            self.coordinator.begin_step(worker, self.begun[worker])
+            self.taken[worker].append(start)
         self.pool._changed.looked = False  # type: ignore[attr-defined]
         try:
             chunk = self.coordinator.chunk(worker, self.taken[worker][0])

@@ -69,6 +69,7 @@ class _Present:
 
     inbox: Inbox
     sign: _Sign
+    step: int = 0  # that its engine runs
     starts: dict[int, Start] = dataclasses.field(default_factory=dict)  # by request
     given_up: bool = False  # the owner has been told that it hangs
 
@@ -161,8 +162,9 @@ class Coordinator:
     def returned(self, request_id: int) -> PartialRequest:
         """Remove and return a request that is `Returned`, as far as it has come."""
 
-        def waits_for(worker_id: int) -> None:
+        def waits_for(worker_id: int) -> bool:
             self._owner_s = self._clock()
+            return True
 
         pooled = self._pool.take(request_id, waits_for)
         with self._lock:
@@ -262,12 +264,17 @@ class Coordinator:
         if doing is None and (silent_s := self._clock() - self._owner_s) > self._owner_limit_s:
             raise Hang(f"worker {worker_id} waits for requests: nothing asked for {silent_s:.1f} s")
 
+    def begin_step(self, worker_id: int, step: int) -> None:
+        """Note that a worker's reports are of a rollout of this step from now on."""
+        with self._lock:
+            self._alive(worker_id, "generating").step = step
+
     def chunk(self, worker_id: int, start: Start) -> PartialRequest | None:
         """Return the request that a worker is to start; None if it was dropped meanwhile."""
         request_id = start.request_id
-        pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner))
+        pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner, start))
         with self._lock:
-            if request_id not in self._alive(worker_id, "generating").starts:
+            if not self._is_in_force(self._alive(worker_id, "generating"), start):
                 return None
             asked = self._asked[request_id]
             if pooled is not None:
@@ -283,9 +290,10 @@ class Coordinator:
         """Report a request's whole trajectory."""
         request_id = trajectory.request_id
         with self._lock:
-            start = self._alive(worker_id, "generating").starts.pop(request_id, None)
-            if start is None:
+            worker = self._alive(worker_id, "generating")
+            if self._was_dropped(worker, request_id):
                 return  # a copy was first
+            start = worker.starts.pop(request_id)
             del self._asked[request_id]
             original, number = copy_of(request_id)
             if number:
@@ -298,8 +306,8 @@ class Coordinator:
         """Return how many more tokens the request may have where it is; at 0 it must leave."""
         with self._lock:
             worker = self._alive(worker_id, "generating")
-            if request_id not in worker.starts:
-                return 0  # it was dropped
+            if self._was_dropped(worker, request_id):
+                return 0
             # before others can be told to take it
             self._pool.promise(request_id, worker_id)
             chunk = worker.starts.pop(request_id).chunk
@@ -314,10 +322,12 @@ class Coordinator:
 
     def copied(self, worker_id: int, number: int, partial: PartialRequest | None) -> None:
         """Hand the copy of a request over to whoever is to start it; None: it does not run here."""
-        self.alive(worker_id, "handing over requests")
+        with self._lock:
+            worker, asked = self._alive(worker_id, "handing over requests"), self._asked.get(number)
+            is_late = asked is not None and asked.step > worker.step
         if partial is None:
             self._pool.give_up(number, worker_id)
-        else:
+        elif not is_late:  # else the next step's request, which has its number, is still to run
             request = dataclasses.replace(partial.request, request_id=number)
             self._pool.put(dataclasses.replace(partial, request=request), worker_id)
 
@@ -343,16 +353,31 @@ class Coordinator:
         worker.sign = self._clock(), doing, None
         return worker
 
-    def _waits_for(self, worker_id: int, owner: int) -> None:
-        """A worker that waits for another's copy is as alive as that one."""
+    def _was_dropped(self, worker: _Present, request_id: int) -> bool:
+        """Return True if a request that a worker has, or had, was dropped.
+
+        The next step may have given its number to this worker, which still runs the step before.
+        """
+        return request_id not in worker.starts or self._asked[request_id].step > worker.step
+
+    def _is_in_force(self, worker: _Present, start: Start) -> bool:
+        request_id = start.request_id
+        return not self._was_dropped(worker, request_id) and worker.starts[request_id] == start
+
+    def _waits_for(self, worker_id: int, owner: int, start: Start) -> bool:
+        """Return whether a worker is still to wait for another's copy, as alive as that one.
+
+        A copy's number may have been given again after a drop, to be handed over by this worker.
+        """
         with self._lock:
             if self._aborted or worker_id not in self._workers:
                 raise Aborted
+            worker = self._workers[worker_id]
             if (other := self._workers.get(owner)) is not None:
-                worker = self._workers[worker_id]
                 alive_s = max(worker.sign[0], other.sign[0])
                 what = f"waiting for keys and values from worker {owner}"
                 worker.sign = alive_s, what, owner
+            return self._is_in_force(worker, start)
 
     def _tell(self, event: Event) -> Sequence[Action]:
         now_s = self._clock() - self._began_s

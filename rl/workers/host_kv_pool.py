@@ -84,11 +84,11 @@ class KvPool:
             self._entries[request_id] = partial
             self._kept(request_id, worker_id)
 
-    def take(self, request_id: int, waits_for: Callable[[int], None]) -> PartialRequest | None:
+    def take(self, request_id: int, waits_for: Callable[[int], bool]) -> PartialRequest | None:
         """Remove and return an entry; None if there is none, or its promise is withdrawn.
 
         While it is only promised, `waits_for` is called with the worker that promised it, again
-        and again: what it raises ends the wait.
+        and again: the wait ends with None if it returns False, and with what it raises.
         """
         while True:
             with self._lock:
@@ -103,7 +103,8 @@ class KvPool:
                 self._awaited.add(request_id)
                 self._changed.wait(POLL_S)
                 self._awaited.discard(request_id)
-            waits_for(entry)
+            if not waits_for(entry):
+                return None
 
     def _kept(self, request_id: int, worker_id: int) -> None:
         """Forget a promise, which was kept or taken back."""

@@ -110,6 +110,7 @@ class WorkerSource:
         if not self._starts:
             return None
         self._step = self._starts[0][0]
+        self._coordinator.begin_step(self._worker_id, self._step)
         return self._step
 
     def _nothing_runs(self) -> None:

@@ -19,7 +19,7 @@ from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Aborted
 from rl.workers.worker_source import WorkerSource
 from sched.policies.registry import make_scheduler
-from sched.protocol import Copy, Drop, Finished, Profiled, Start, Submitted, WorkerLost
+from sched.protocol import ChunkDone, Copy, Drop, Finished, Profiled, Start, Submitted, WorkerLost
 from sched.request import COPIES, Kv
 from spec.config import SamplingConfig
 
@@ -176,6 +176,9 @@ def test_a_worker_that_hangs_is_named_once_while_others_answer():
     assert "worker 2" in str(books.hung(10.0))
 
 
+START = Start(1, 0, 1, 4, 8, Kv.POOL)
+
+
 def test_a_worker_that_waits_for_one_that_hangs_is_innocent():
     clock = Clock()
     books = coordinator(clock)
@@ -183,11 +186,11 @@ def test_a_worker_that_waits_for_one_that_hangs_is_innocent():
         books.join(worker_id, 100, 4)
     books.alive(1)
     books.alive(2)
-    books._waits_for(0, 2)
+    books._waits_for(0, 2, START)
     clock.now_s = 5.0
     books.alive(1)
     clock.now_s = 11.0
-    books._waits_for(0, 2)
+    books._waits_for(0, 2, START)
     assert "worker 2" in str(books.hung(10.0))
     assert books.hung(10.0) is None, "worker 0 waits until that one is lost"
     books.lose(2)
@@ -203,8 +206,8 @@ def test_two_workers_that_wait_for_one_another_are_found():
     for worker_id in range(2):
         books.join(worker_id, 100, 4)
         books.alive(worker_id)
-    books._waits_for(0, 1)
-    books._waits_for(1, 0)
+    books._waits_for(0, 1, START)
+    books._waits_for(1, 0, START)
     clock.now_s = 11.0
     assert "waiting for keys and values from worker 1" in str(books.hung(10.0))
 
@@ -309,6 +312,8 @@ def copied():
     inboxes = [books.join(worker_id, 100, 4) for worker_id in range(2)]
     scheduler.answers[Submitted] = [Start(5, 0, 1, 8, 9, Kv.PREFILL), begin_copy()]
     books.submit(3, [Request(5, (1,), 2, 1)], SamplingConfig(max_new_tokens=8), {})
+    for worker_id in range(2):
+        books.begin_step(worker_id, 3)
     return books, scheduler, pool, inboxes
 
 
@@ -382,6 +387,7 @@ def test_a_lost_copy_may_be_begun_again(copied, handed):
     if handed:
         books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 3))
     books.join(2, 100, 4)
+    books.begin_step(2, 3)
     scheduler.answers[WorkerLost] = [begin_copy(2)]
     books.lose(1)
     books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 4))
@@ -426,6 +432,52 @@ def test_workers_sort_what_they_are_told(copied):
     assert first.take(wait=True) == [], "the engine is to see to it"
     assert list(first.copies()) == [(5, COPY)]
     assert list(first.copies()) == []
+
+
+@pytest.mark.fault
+def test_a_worker_does_not_wait_for_a_number_that_was_given_again(copied):
+    """It moved: the worker that waits for a copy is now to hand it over, and would for ever."""
+    books, scheduler, pool, _ = copied
+    ended = []
+    thread = threading.Thread(
+        target=lambda: ended.append(books.chunk(1, begin_copy().start)), daemon=True
+    )
+    thread.start()
+    while COPY not in pool._awaited:
+        assert thread.is_alive()
+    moved = [Drop(COPY, 1), Start(5, 1, 2, 8, 9, Kv.POOL)]
+    moved.append(Copy(5, 1, Start(COPY, 0, 1, 8, 9, Kv.POOL)))
+    scheduler.answers[ChunkDone] = moved
+    assert books.chunk_ended(0, 5, 3) == 0
+    thread.join(10.0)
+    assert ended == [None]
+
+
+@pytest.mark.fault
+def test_late_reports_of_a_step_are_not_of_the_next_ones_request(copied):
+    """A copy has answered request 5, and the next step gives its number to the same worker."""
+    books, scheduler, _, _ = copied
+    again = Request(5, (1,), 2, 1)
+    books.copied(0, COPY, None)
+    books.chunk(1, begin_copy().start)
+    scheduler.answers[Finished] = [Drop(5, 0)]
+    books.finished(1, trajectory(Request(COPY, (1,), 2, 1), 4))
+    assert books.next_result(0.0).num_tokens == 4
+    scheduler.answers[Submitted] = [Start(5, 0, 1, 8, 9, Kv.PREFILL), begin_copy()]
+    books.submit(5, [again], SamplingConfig(max_new_tokens=8), {})
+    books.finished(0, trajectory(again, 4))  # which was under way
+    assert books.chunk_ended(0, 5, 3) == 0
+    books.copied(0, COPY, begun(again, 3))
+    assert books.chunk(0, Start(5, 0, 1, 8, 9, Kv.PREFILL)) is None
+    assert books.next_result(0.0) is None
+    books.begin_step(0, 5)
+    assert books.chunk(0, Start(5, 0, 1, 8, 9, Kv.PREFILL)).prefix is None
+    books.copied(0, COPY, begun(again, 2))
+    books.begin_step(1, 5)
+    assert books.chunk(1, begin_copy().start).num_tokens == 2
+    scheduler.answers[Finished] = [Drop(COPY, 1)]
+    books.finished(0, trajectory(again, 6))
+    assert books.next_result(0.0).num_tokens == 6
 
 
 def test_a_number_that_is_dropped_and_given_again_starts_once(copied):
