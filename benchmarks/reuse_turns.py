@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import roofline, tiny_run
 from rl.ablation.grid import cells
 from rl.engine.engine import OnFinish, OnRound
-from rl.engine.rollout_spec import DrafterContext, DrafterFactory, RolloutSpec, no_drafts
+from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats, cached_seconds
 from rl.loop import train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -32,6 +32,7 @@ from rl.metrics.writer import Timings
 from rl.trajectory import Request, Trajectory
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from sched.simulator.roofline import Instance
+from spec.budget.run_seconds import RunSeconds
 
 PRICED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
 
@@ -49,14 +50,20 @@ class Turns:
         reach = Reach(rollout.num_requests, rollout.max_prompt_tokens)
         buckets = round_buckets(self._engine, self._config.sampling, reach)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
-        self._drafts: DrafterFactory = no_drafts
-        phase = self._speculation.drafter_factory
+        self._elsewhere: DrafterFactory = no_drafts
+        phase, speculation = self._speculation.drafter_factory, self._speculation
 
-        def remembered(*asked: Any, **named: Any) -> DrafterFactory:
-            self._drafts = phase(*asked, **named)
-            return self._drafts
+        def with_both(*asked: Any, **named: Any) -> DrafterFactory:
+            """Have the phase's drafts decided on by the roofline's seconds as well."""
+            here = speculation.times, speculation.seconds
+            speculation.times, speculation.seconds = self._accelerator_times, RunSeconds()
+            try:
+                self._elsewhere = phase(*asked, **named)
+            finally:
+                speculation.times, speculation.seconds = here
+            return phase(*asked, **named)
 
-        self._speculation.drafter_factory = remembered  # type: ignore[method-assign]
+        speculation.drafter_factory = with_both  # type: ignore[method-assign]
         self.rows: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -78,7 +85,7 @@ class Turns:
             found[name] = self._engine.run(ways[name], requests)
             seconds[name] = time.perf_counter() - began_s
             stats[name] = self._engine.stats
-        elsewhere = {"drafts": self._decided_elsewhere, "times": self._accelerator_times}
+        elsewhere = {"drafts": self._elsewhere, "times": self._accelerator_times}
         self._engine.run(dataclasses.replace(spec, **elsewhere), requests)
         stats["projected"] = self._engine.stats
         self._engine.stats = stats["reuse"]
@@ -86,15 +93,6 @@ class Turns:
         for trajectory in found["reuse"]:
             on_finish(trajectory)
         return found["reuse"]
-
-    def _decided_elsewhere(self, context: DrafterContext) -> tuple[Any, Any]:
-        """The phase's drafter and budget, with the roofline's seconds."""
-        mine = self._speculation.times
-        self._speculation.times = self._accelerator_times
-        try:
-            return self._drafts(context)
-        finally:
-            self._speculation.times = mine
 
 
 def _row(seconds: dict[str, float], stats: dict[str, EngineStats]) -> dict[str, Any]:
