@@ -13,11 +13,13 @@ import argparse
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +174,13 @@ def overrides(row: Row, policy: Path) -> list[str]:
     ]
     if row["cache"] == "pages":
         given.append(f"Engine.pages={FEW_PAGES * (1 if devices == 1 else 2)}")
+    beside = workers == "one" and row["mode"] != "sync"  # half of the devices are the worker's
     if devices > 1:
-        given += ["Mesh.data=2", "Mesh.tensor=2"]
+        given += [f"Mesh.data={1 if beside else 2}", "Mesh.tensor=2"]
+    if beside or workers != "one":
+        given.append(f"Sched.devices_per_worker={min(2, devices)}")
     if workers != "one":
-        given += ["Sched.workers=2", f"Sched.devices_per_worker={min(2, devices)}"]
+        given.append("Sched.workers=2")
     if workers == "helpers":
         given += ["Drafting.requests_per_helper=2", "Drafting.methods=('own',)"]
     return given
@@ -228,34 +233,45 @@ class Runs:
         return sum(a != b for a, b in zip(got, wanted, strict=True)), len(wanted)
 
 
-def measure(rows: Iterable[Row], runs: Runs) -> dict[str, Any]:
-    """Run all rows; the figures, and the rows that failed with their errors."""
-    failed, differing, responses, count = list[dict[str, Any]](), 0, 0, 0
-    for row in rows:
-        count += 1
-        try:
-            different, total = runs.differing(row)
-        except Exception as error:
-            message = "".join(traceback.format_exception_only(error)).strip()
-            failed.append({"row": row, "error": message})
-            print("failed", row, message, file=sys.stderr, flush=True)
-            continue
-        responses += total
-        differing += different
-        if different:
-            failed.append({"row": row, "differing": different})
-        print(count, dict(row), different, file=sys.stderr, flush=True)
-    not_rejected = [row for row in rejected() if not is_rejected(row, runs)]
-    hangs = sum("hang" in f.get("error", "") for f in failed)
+def played(rows: Sequence[Row], folder: Path) -> list[dict[str, Any]]:
+    """Run rows in this process; return of each how many responses differ, or its error."""
+    import jax
+
+    from benchmarks import tiny_run
+
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))  # rows share most
+    found = list[dict[str, Any]]()
+    with tiny_run.keep_every_program(), tempfile.TemporaryDirectory(dir=folder) as own:
+        runs = Runs(Path(own))
+        for row in rows:
+            outcome: dict[str, Any]
+            try:
+                if rejection(row) is not None:
+                    outcome = {"rejected": is_rejected(row, runs)}
+                else:
+                    differing, responses = runs.differing(row)
+                    outcome = {"differing": differing, "responses": responses}
+            except Exception as error:
+                outcome = {"error": "".join(traceback.format_exception_only(error)).strip()}
+            found.append({"row": dict(row), **outcome})
+            print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what rows came to, and those that failed."""
+    run = [f for f in found if "rejected" not in f]
+    errors = [f["error"] for f in run if "error" in f]
+    hangs = sum("hang" in error for error in errors)
     return {
-        "rows": count,
-        "pairs": len(set().union(*map(pairs, rows))),
-        "crashes": sum("error" in f for f in failed) - hangs,
+        "rows": len(run),
+        "pairs": len(set().union(*(pairs(f["row"]) for f in run))),
+        "crashes": len(errors) - hangs,
         "hangs": hangs,
-        "responses": responses,
-        "responses_that_differ": differing,
-        "not_rejected": len(not_rejected),
-        "failed": failed,
+        "responses": sum(f.get("responses", 0) for f in run),
+        "responses_that_differ": sum(f.get("differing", 0) for f in run),
+        "not_rejected": sum(not f.get("rejected", True) for f in found),
+        "failed": [f for f in found if "error" in f or f.get("differing")],
     }
 
 
@@ -273,23 +289,21 @@ def is_rejected(row: Row, runs: Runs) -> bool:
 def main() -> int:
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}".strip()  # before jax starts
-    import jax
-
-    from benchmarks import environment, tiny_run
+    from benchmarks import environment
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--first", type=int, help="only so many rows")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, tiny_run.keep_every_program():
-        jax.config.update("jax_compilation_cache_dir", folder + "/programs")  # rows share most
-        figures = measure(covering(FACTORS)[: arguments.first], Runs(Path(folder)))
-    result = {
-        "benchmark": "combinations",
-        **figures,
-        **environment.record("benchmarks.combinations", ("jax", "jaxlib", "numpy", "optax")),
-    }
-    environment.show(result, arguments, {k: v for k, v in figures.items() if k != "failed"})
+    rows, P = [*covering(FACTORS)[: arguments.first], *rejected()], arguments.processes
+    fresh = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(P, fresh) as pool:
+        parts = pool.map(played, [rows[p::P] for p in range(P)], [Path(folder)] * P)
+        result = figures([row for part in parts for row in part])
+    record = environment.record("benchmarks.combinations", ("jax", "jaxlib", "numpy", "optax"))
+    shown = {name: value for name, value in result.items() if name != "failed"}
+    environment.show({"benchmark": "combinations", **result, **record}, arguments, shown)
     return 0
 
 
