@@ -262,7 +262,7 @@ def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what rows came to, and those that failed."""
     run = [f for f in found if "rejected" not in f]
     errors = [f["error"] for f in run if "error" in f]
-    hangs = sum("hang" in error for error in errors)
+    hangs = sum("Hang: " in error for error in errors)
     return {
         "rows": len(run),
         "pairs": len(set().union(*(pairs(f["row"]) for f in run))),

@@ -323,11 +323,10 @@ class Coordinator:
     def copied(self, worker_id: int, number: int, partial: PartialRequest | None) -> None:
         """Hand the copy of a request over to whoever is to start it; None: it does not run here."""
         with self._lock:
-            worker, asked = self._alive(worker_id, "handing over requests"), self._asked.get(number)
-            is_late = asked is not None and asked.step > worker.step
+            is_late = self._is_late(self._alive(worker_id, "handing over requests"), number)
         if partial is None:
             self._pool.give_up(number, worker_id)
-        elif not is_late:  # else the next step's request, which has its number, is still to run
+        elif not is_late:
             request = dataclasses.replace(partial.request, request_id=number)
             self._pool.put(dataclasses.replace(partial, request=request), worker_id)
 
@@ -354,11 +353,13 @@ class Coordinator:
         return worker
 
     def _was_dropped(self, worker: _Present, request_id: int) -> bool:
-        """Return True if a request that a worker has, or had, was dropped.
+        """Return True if a request that a worker has, or had, was dropped."""
+        return request_id not in worker.starts or self._is_late(worker, request_id)
 
-        The next step may have given its number to this worker, which still runs the step before.
-        """
-        return request_id not in worker.starts or self._asked[request_id].step > worker.step
+    def _is_late(self, worker: _Present, request_id: int) -> bool:
+        """Return True if a later step than the one that a worker runs has this number now."""
+        asked = self._asked.get(request_id)
+        return asked is not None and asked.step > worker.step
 
     def _is_in_force(self, worker: _Present, start: Start) -> bool:
         request_id = start.request_id

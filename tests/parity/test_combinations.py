@@ -48,3 +48,26 @@ def test_the_table_has_every_pair_that_may_be_combined():
             )
             assert (frozenset(row.items()) in found) == allowed
     assert all(rejection(row) is None for row in covering(FACTORS))
+
+
+def test_crashes_hangs_and_responses_that_differ_are_counted_apart():
+    row, other, cannot = ROWS[0], ROWS[1], rejected()[0]
+    hang = "rl.workers.messages.WorkerError: worker 0 failed on requests 1: Hang: no sign of life"
+    found = [
+        {"row": row, "differing": 0, "responses": 60},
+        {"row": row, "differing": 2, "responses": 60},
+        {"row": other, "error": "TypeError: hang_limit_s"},
+        {"row": other, "error": hang},
+        {"row": cannot, "rejected": False},
+    ]
+    counted = combinations.figures(found)
+    assert counted.pop("failed") == found[1:4]
+    assert counted == {
+        "rows": 4,
+        "pairs": len(pairs(row) | pairs(other)),
+        "crashes": 1,
+        "hangs": 1,
+        "responses": 120,
+        "responses_that_differ": 2,
+        "not_rejected": 1,
+    }
