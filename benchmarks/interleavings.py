@@ -133,7 +133,7 @@ class Rollout:
         self.numbers = itertools.count()
         self.inboxes: dict[int, Any] = {}
         self.taken: dict[int, list[Start]] = collections.defaultdict(list)
-        self.begun: dict[int, int] = collections.defaultdict(int)  # that workers have begun
+        self.begun: dict[int, int] = collections.defaultdict(int)  # the latest step, by worker
         self.rows: dict[int, dict[int, Row]] = collections.defaultdict(dict)
         self.ended: set[int] = set()  # workers whose threads are no more
         self.requests: dict[int, Request] = {}
