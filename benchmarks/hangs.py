@@ -51,7 +51,7 @@ from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine
 from rl.workers.worker_group import WorkerGroup
-from sched.policies.registry import make_scheduler
+from sched.protocol import ChunkDone, Start, Submitted
 from sched.request import Kv
 from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
@@ -159,15 +159,17 @@ def spare_time(never: Never) -> str:
 
 
 def keys_and_values(never: Never) -> str:
-    """What a worker waits for is promised by another, which hangs; once that is lost it goes on."""
-    pool = KvPool(0)
-    books = Coordinator(make_scheduler("group_fifo", seed=0, chunk_tokens=4), time.monotonic, pool)
-    inbox = books.join(0, 64, 4)
-    books.submit(0, REQUESTS, SamplingConfig(max_new_tokens=4), {})
-    _, start = inbox.get_nowait()  # type: ignore[misc]
-    books.join(1, 64, 4)
-    pool.promise(start.request_id, 0)
-    moved = start._replace(worker_id=1, kv=Kv.POOL)
+    """A worker waits for a request that another never hands over; once that is lost it goes on."""
+    begun, moved = Start(0, 0, 0, 4, 6, Kv.PREFILL), Start(0, 1, 1, 4, 6, Kv.POOL)
+    starts = {Submitted: [begun], ChunkDone: [moved]}
+    scheduler: Any = SimpleNamespace(handle=lambda event, now_s: starts.get(type(event), ()))
+    books = Coordinator(scheduler, time.monotonic, KvPool(0))
+    for worker_id in range(2):
+        books.join(worker_id, 64, 4)
+    books.submit(0, REQUESTS[:1], SamplingConfig(max_new_tokens=8), {})
+    books.chunk(0, begun)
+    books.chunk_ended(0, 0, 4)
+    books.alive(0, None)  # with the request that it has promised
     waiting = threading.Thread(target=books.chunk, args=(1, moved), daemon=True)
     waiting.start()
     began_s, hung = time.monotonic(), None
