@@ -124,7 +124,7 @@ class StandIn:
     def mesh_context(self) -> Any:
         return contextlib.nullcontext()
 
-    def run(self, *_: object, source: Any, on_finish: Callable[..., None], **__: object) -> None:
+    def drive(self, spec: Any, source: Any, *, on_finish: Callable[..., None], **_: object) -> None:
         while (requests := source.take(wait=True)) is not None:
             self._at("rounds")
             for partial_request in requests:

@@ -166,13 +166,11 @@ class PricedEngine(Engine):
         self._price_entry, self._after_round = price_entry, after_round
         self.clock = time
 
-    def _receive(self) -> bool:
-        before = len(self._waiting)
-        more = super()._receive()
-        for new in list(self._waiting.sourced)[before:]:
+    def add(self, requests: Sequence[PartialRequest]) -> None:
+        super().add(requests)
+        for new in requests:
             if new.kv is not None:
                 self._time.sleep(self._price_entry(new))
-        return more
 
     def _retire_ended(self) -> list[Trajectory]:
         if (drafted := self.stats.drafted_nodes) < self._drafted:

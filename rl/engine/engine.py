@@ -1,19 +1,26 @@
 """One worker's rounds: admit → draft → verify → commit → retire.
 
+    with engine.rollout(spec, max_requests=64, max_tokens=2048):
+        engine.add(requests)
+        while engine.has_work:
+            for event in engine.step():
+                ...                     # a Trajectory, or a ChunkEnd: `extend` or `take` it
+
 Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled
 once; `rl.engine.slot_cache` holds the cache. There is one fetch per device call, and one device
-call is several rounds where no draft is wanted. The engine owns no weights: every rollout brings
+call is several rounds when no draft is wanted. The engine owns no weights: every rollout brings
 its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +28,7 @@ import numpy as np
 from rl.engine import preemption
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import CachedStates, DrafterContext, RequestSource, RolloutSpec
+from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
 from rl.engine.rounds import Limits, Rounds
 from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
@@ -36,6 +43,16 @@ from spec.budget.budget import plain
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
+
+
+class ChunkEnd(NamedTuple):
+    """A request has its `max_tokens` more tokens; it holds its row until `extend` or `take`."""
+
+    request_id: int
+    response_tokens: int
+
+
+Event = Trajectory | ChunkEnd
 
 
 class Engine(ModelRunner):
@@ -87,123 +104,88 @@ class Engine(ModelRunner):
         spec: RolloutSpec,
         requests: Sequence[Request],
         *,
-        source: RequestSource | None = None,
         stats: EngineStats | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
-        `source` brings more requests while the rollout runs; their trajectories are passed to
-        `on_finish` only. Counts are added to `stats`. `on_round` is called after every fetch; what
-        it raises ends the rollout, and the engine stays usable. On a mesh of several processes all
-        call this with the same requests, bring the same ones, and raise after the same fetch.
+        Counts are added to `stats`. `on_round` is called after every fetch; an exception from it
+        ends the rollout, and the engine stays usable. On a mesh of several processes all call this
+        with the same requests, and raise after the same fetch.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
         """
         self.check(requests, spec.sampling)
-        self.stats = stats or EngineStats()
-        most_requests = len(requests)
-        most_tokens = longest_tokens(requests, spec.sampling)
-        endings = spec.endings(requests)
-        if source is not None:
-            most_requests += source.most_requests
-            most_tokens = max(most_tokens, source.longest_tokens)
-        self._spec, self._source = spec, source
+        spec.endings(requests)
+        longest, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
+        with self.rollout(spec, max_requests=len(requests), max_tokens=longest, stats=stats):
+            self._waiting.add(requests)
+            while self.has_work:
+                for trajectory in self.step():
+                    assert isinstance(trajectory, Trajectory), "whole requests have no chunks"
+                    done[trajectory.request_id] = trajectory
+                    if on_finish is not None:
+                        on_finish(trajectory)
+                if on_round is not None:
+                    on_round(len(done), self.stats.tokens)
+        return [done[r.request_id] for r in requests]
+
+    @contextlib.contextmanager
+    def rollout(
+        self,
+        spec: RolloutSpec,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        kv_tokens: int | None = None,
+        stats: EngineStats | None = None,
+    ) -> Iterator[None]:
+        """Open a rollout: inside, `add`, `step` and `remove` work on requests of `spec`.
+
+        At most `max_requests` run at once, none with more than `max_tokens` of prompt and response
+        together; all that run hold at most `kv_tokens` cache positions (None: as many as fit).
+        After an exception the engine stays usable.
+        """
+        self.stats, self._spec, self._kv_tokens = stats or EngineStats(), spec, kv_tokens
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
         self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
-        num_slots, cached = self.slots_for(most_requests), None
-        self.expect(most_requests, most_tokens)
+        num_slots, cached = self.slots_for(max_requests), None
+        self.expect(max_requests, max_tokens)
+        endings = spec.endings()
         if spec.rule is not None or spec.begun:
-            rows, in_chunks = (num_slots, most_tokens), self._verifies_in_chunks(spec, num_slots)
+            rows, in_chunks = (num_slots, max_tokens), self._verifies_in_chunks(spec, num_slots)
             cached = CachedPrefixes(
                 spec.rule, endings, self.stats.cached, *rows, in_chunks=in_chunks
             )
         # a fetch may write one beyond
-        table = SlotTable(num_slots, most_tokens + 1, endings, cached)
+        table = SlotTable(num_slots, max_tokens + 1, endings, cached)
         self._waiting = WaitingQueue(table.numbers)
-        self._waiting.add(requests)
-        done: dict[int, Trajectory] = {}
         delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
         with self.mesh_context(), delivery as self._delivery:
             try:
                 # rows of an earlier policy hold nothing that is of use
                 self._rows.reset(table)
-                while self._receive() or len(self._waiting) or self._table.num_busy:
-                    for trajectory in self._advance():
-                        done[trajectory.request_id] = trajectory
-                        if on_finish is not None:
-                            on_finish(trajectory)
-                    if on_round is not None:
-                        on_round(len(done), self.stats.tokens)
+                yield
             except BaseException:
                 self._rows.drop()
                 raise
-        return [done[r.request_id] for r in requests]
 
-    def _verifies_in_chunks(self, spec: RolloutSpec, num_slots: int) -> bool:
-        """Return whether a rollout verifies cached responses in chunks rather than as nodes."""
-        chunk_tokens = self.drawing_chunks(num_slots)[-1] * self.chunk_tokens
-        bucket = num_slots, self.round_positions(num_slots)[0]
-        return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
+    def add(self, requests: Sequence[PartialRequest]) -> None:
+        """Queue requests, each for at most its `max_tokens` more tokens."""
+        self._waiting.add_partial(requests)
 
     @property
-    def _table(self) -> SlotTable:
-        return self._rows.table
+    def has_work(self) -> bool:
+        """Return whether a request is queued or has a row."""
+        return len(self._waiting) > 0 or self._table.num_busy > 0
 
-    def _receive(self) -> bool:
-        """Queue what the source brings; return True if it may bring more."""
-        if self._source is None:
-            return False
-        requests = self._source.take(wait=not (len(self._waiting) or self._table.num_busy))
-        self._drop(self._source.dropped())  # first: one of their numbers may be given again
-        self._waiting.add_sourced(requests or ())
-        for request_id, number in self._source.copies():
-            self._source.copied(number, self._copy(request_id))
-        if self._source.lets_go:
-            self._let_go(self._source)
-        return requests is not None
-
-    def _drop(self, request_ids: Sequence[int]) -> None:
-        """End these requests, as far as they are here: another worker has answered them."""
-        if not request_ids:
-            return
-        table, gone = self._table, set(request_ids)
-        self._waiting.drop(gone)
-        (rows,) = np.nonzero(table.busy_B & np.isin(table.request_ids_B, list(gone)))
-        if len(rows):
-            self._speculator.left(table.view(rows[table.live_B[rows]]))
-            for row in rows.tolist():
-                table.leave(row, self._spec.policy_version)
-            self._rows.changed()
-
-    def _copy(self, request_id: int) -> PartialRequest | None:
-        """Return a request that runs here as it is now, with its keys and values."""
-        table = self._table
-        (rows,) = np.nonzero(table.live_B & (table.request_ids_B == request_id))
-        if not len(rows):
-            return None
-        return self._rows.copied(int(rows[0]), self._spec.policy_version)
-
-    def _let_go(self, source: RequestSource) -> None:
-        """Have all requests leave with the tokens that they have, without keys and values."""
-        table, version = self._table, self._spec.policy_version
-        (rows,) = np.nonzero(table.busy_B)
-        self._speculator.left(table.view(rows[table.live_B[rows]]))
-        leaving = [table.leave(row, version) for row in rows.tolist()]
-        leaving += [p.without_kv() for p in self._waiting.take_sourced()]
-        leaving = [p if p.num_tokens else PartialRequest(p.request) for p in leaving]
-        for left in leaving:
-            more = source.chunk_ended(left.request.request_id, left.num_tokens)
-            assert not more, "nothing goes on where all has to leave"
-        source.park(leaving)
-        self._rows.changed()
-
-    def _advance(self) -> list[Trajectory]:
-        """Admit, run one fetch's rounds, retire; return the trajectories that ended."""
+    def step(self) -> list[Event]:
+        """Admit, run one fetch's rounds, retire; return which requests or chunks ended."""
         began_s = self.clock()
+        assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
         self._preempt()
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
@@ -216,7 +198,65 @@ class Engine(ModelRunner):
             return []
         self._rows.wait_in_turn()
         self._round(began_s)
-        return self._retire_ended()
+        return [*self._chunk_ends(), *self._retire_ended()]
+
+    def extend(self, request_id: int, max_tokens: int) -> None:
+        """Let a request whose chunk ended have `max_tokens` more tokens in its row."""
+        self._table.extend(self._row_of(request_id), max_tokens)
+        self._rows.changed()
+
+    def take(self, request_ids: Sequence[int]) -> Iterator[list[PartialRequest]]:
+        """Yield requests whose chunks ended, with keys and values, and free their rows.
+
+        As many at a time as one call reads: the first can be sent while others are read.
+        """
+        rows, P = [self._row_of(r) for r in request_ids], self.config.prefill_rows
+        if rows:
+            self._speculator.left(self._table.view(np.array(rows)))
+        for first in range(0, len(rows), P):
+            yield self._rows.leave(rows[first : first + P], self._spec.policy_version)
+        self._rows.changed()
+
+    def copy(self, request_id: int) -> PartialRequest | None:
+        """Return a running request as it is now, with keys and values; None if it has no row."""
+        table = self._table
+        (rows,) = np.nonzero(table.live_B & (table.request_ids_B == request_id))
+        if not len(rows):
+            return None
+        return self._rows.copied(int(rows[0]), self._spec.policy_version)
+
+    def remove(self, request_ids: Sequence[int]) -> None:
+        """End these requests without an answer, if they are here."""
+        if not request_ids:
+            return
+        table, gone = self._table, set(request_ids)
+        self._waiting.drop(gone)
+        (rows,) = np.nonzero(table.busy_B & np.isin(table.request_ids_B, list(gone)))
+        if len(rows):
+            self._leave_rows(rows)
+
+    def release(self) -> list[PartialRequest]:
+        """Return all requests with the tokens that they have, without keys and values."""
+        (rows,) = np.nonzero(self._table.busy_B)
+        leaving = self._leave_rows(rows)
+        leaving += [p.without_kv() for p in self._waiting.take_partial()]
+        return [p if p.num_tokens else PartialRequest(p.request) for p in leaving]
+
+    def _leave_rows(self, rows: np.ndarray) -> list[PartialRequest]:
+        table = self._table
+        self._speculator.left(table.view(rows[table.live_B[rows]]))
+        self._rows.changed()
+        return [table.leave(row, self._spec.policy_version) for row in rows.tolist()]
+
+    def _verifies_in_chunks(self, spec: RolloutSpec, num_slots: int) -> bool:
+        """Return whether a rollout verifies cached responses in chunks rather than as nodes."""
+        chunk_tokens = self.drawing_chunks(num_slots)[-1] * self.chunk_tokens
+        bucket = num_slots, self.round_positions(num_slots)[0]
+        return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
+
+    @property
+    def _table(self) -> SlotTable:
+        return self._rows.table
 
     # -- admission ---------------------------------------------------------
 
@@ -224,7 +264,7 @@ class Engine(ModelRunner):
         """Fill the free rows, as far as the cache has room."""
         rows, waiting = self._rows, self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
-            first = waiting.first(self._num_fitting(free) if waiting.sourced else free)
+            first = waiting.first(self._num_fitting(free) if waiting.partial else free)
             places = rows.places(first, self._fetch_tokens, waiting.prompts)
             if not places:
                 break
@@ -232,19 +272,17 @@ class Engine(ModelRunner):
             rows.changed()
 
     def _num_fitting(self, free_rows: int) -> int:
-        """Return how many of the queued requests can have a row by the source's budget."""
-        if self._source is None:
+        """Return how many of the queued requests can have a row within `kv_tokens`."""
+        if self._kv_tokens is None:
             return free_rows
-        first = itertools.islice(self._waiting.sourced, free_rows)
-        budget = self._source.kv_tokens
-        return preemption.num_fitting(first, self._table, self._fetch_tokens, budget)
+        first = itertools.islice(self._waiting.partial, free_rows)
+        return preemption.num_fitting(first, self._table, self._fetch_tokens, self._kv_tokens)
 
     def _preempt(self) -> None:
         """Free rows that do not fit any more; their requests wait to be recomputed."""
         table, rows = self._table, list[int]()
-        if self._source is not None:
-            budget = self._source.kv_tokens
-            rows = preemption.rows_to_preempt(table, self._fetch_tokens, budget)
+        if self._kv_tokens is not None:
+            rows = preemption.rows_to_preempt(table, self._fetch_tokens, self._kv_tokens)
             self._leave(rows)
         short = self._rows.make_room(self._fetch_tokens, self._waiting.prompts)
         self._leave(short)
@@ -257,7 +295,7 @@ class Engine(ModelRunner):
         table = self._table
         self._speculator.left(table.view(np.array(rows)[table.live_B[rows]]))
         for row in rows:
-            self._waiting.sourced.appendleft(table.preempt(row, self._spec.policy_version))
+            self._waiting.partial.appendleft(table.preempt(row, self._spec.policy_version))
         self._rows.changed()
 
     @property
@@ -323,37 +361,23 @@ class Engine(ModelRunner):
     def _retire_ended(self) -> list[Trajectory]:
         """Free the rows of requests that the last round ended; return their trajectories."""
         spec, table = self._spec, self._table
-        rows = table.ended_rows()
+        rows = np.array(table.ended_rows(), int)
         if not len(rows):
             return []
-        whole = np.array([table.is_whole(b) for b in rows.tolist()], bool)
-        if not whole.all():
-            assert self._source is not None, "only a source brings requests in chunks"
-            self._end_chunks(self._source, rows[~whole].tolist())
-        whole_rows = rows[whole].tolist()
-        self._speculator.finished(table.view(rows[whole]))
+        self._speculator.finished(table.view(rows))
         # what a copy has seen is the request's own, which may be sent by its worker
-        originals = [b for b in whole_rows if not copy_of(int(table.request_ids_B[b]))[1]]
+        originals = [b for b in rows.tolist() if not copy_of(int(table.request_ids_B[b]))[1]]
         self._rows.send(originals, self._delivery, spec.policy_version)
-        return [table.retire(b, spec.policy_version) for b in whole_rows]
+        return [table.retire(b, spec.policy_version) for b in rows.tolist()]
 
-    def _end_chunks(self, source: RequestSource, rows: Sequence[int]) -> None:
-        """Let each of these requests resume here, or leave with the tokens that it has."""
-        table, leaving = self._table, []
-        for row in rows:
-            request_id = int(table.request_ids_B[row])
-            more = source.chunk_ended(request_id, int(table.emitted_B[row]))
-            if more:
-                table.extend(row, more)
-            else:
-                leaving.append(row)
-        if leaving:
-            self._speculator.left(table.view(np.array(leaving)))
-        # as many at a time as are read in one call: a worker that waits for one has it sooner
-        P = self.config.prefill_rows
-        for first in range(0, len(leaving), P):
-            source.park(self._rows.leave(leaving[first : first + P], self._spec.policy_version))
-        self._rows.changed()
+    def _chunk_ends(self) -> list[ChunkEnd]:
+        ids_B, emitted_B = self._table.request_ids_B, self._table.emitted_B
+        return [ChunkEnd(int(ids_B[b]), int(emitted_B[b])) for b in self._table.chunk_ended_rows()]
+
+    def _row_of(self, request_id: int) -> int:
+        """Return the row of a request whose chunk ended."""
+        ids_B = self._table.request_ids_B
+        return next(b for b in self._table.chunk_ended_rows() if ids_B[b] == request_id)
 
 
 class ThreadedEngine(Engine):

@@ -1,14 +1,11 @@
-"""A rollout to run: the policy and sampling of all its requests, and who drafts.
-
-Requests that come while it runs are brought by a `RequestSource`.
-"""
+"""A rollout to run: the policy and sampling of all its requests, and its drafters."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +15,7 @@ from models.token_text import TokenBytes
 from models.transformer import Params
 from rl.engine.ending import Endings, padded_ids
 from rl.engine.model_runner import ModelRunner
-from rl.trajectory import PartialRequest, Request
+from rl.trajectory import Request
 from spec.budget.budget import Budget
 from spec.config import SamplingConfig
 from spec.draft_cache.drafting import StateSource
@@ -105,47 +102,3 @@ class RolloutSpec:
         for request in requests:
             endings.rule(request.sampling)
         return endings
-
-
-class RequestSource(Protocol):
-    """Brings one engine its requests while a rollout runs, and takes those that leave unfinished.
-
-    At most `most_requests` run at once, none with more than `longest_tokens` of prompt and
-    response together; all that run hold at most `kv_tokens` cache positions.
-    """
-
-    most_requests: int
-    longest_tokens: int
-    kv_tokens: int
-
-    def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
-        """Return the requests to start now; None once no more will come.
-
-        With `wait` nothing else runs: return only with a request, or with None.
-        """
-        ...
-
-    @property
-    def lets_go(self) -> bool:
-        """Return True where all that runs is to leave now, with the tokens that it has."""
-        ...
-
-    def dropped(self) -> Sequence[int]:
-        """Return the requests that are to end here without an answer."""
-        return ()
-
-    def copies(self) -> Sequence[tuple[int, int]]:
-        """Return the requests that another worker is to have a copy of, and the copies' numbers."""
-        return ()
-
-    def copied(self, number: int, partial: PartialRequest | None) -> None:
-        """Take the copy of a request, with keys and values; None if the request is not here."""
-        return
-
-    def chunk_ended(self, request_id: int, response_tokens: int) -> int:
-        """Return how many more tokens a request may have in its row; at 0 it leaves the worker."""
-        ...
-
-    def park(self, leaving: Sequence[PartialRequest]) -> None:
-        """Take requests that leave, with their keys and values."""
-        ...

@@ -212,19 +212,24 @@ class SlotTable:
             self._look_ahead(row)
         return count_B
 
-    def ended_rows(self) -> np.ndarray:
-        """Return the rows whose request or chunk has ended, by a stop or by its limit."""
-        return np.nonzero(self.busy_B & (self.stopped_B | (self.emitted_B >= self.limit_B)))[0]
+    def ended_rows(self) -> list[int]:
+        """Return the rows whose response is whole: a stop, or its last token, has ended it."""
+        return np.nonzero(self.busy_B & self._is_whole_B)[0].tolist()
+
+    def chunk_ended_rows(self) -> list[int]:
+        """Return the rows whose chunk alone has ended."""
+        at_end_B = self.emitted_B >= self.limit_B
+        return np.nonzero(self.busy_B & at_end_B & ~self._is_whole_B)[0].tolist()
+
+    @property
+    def _is_whole_B(self) -> np.ndarray:
+        return self.stopped_B | (self.emitted_B >= self.final_B)
 
     def extend(self, row: int, max_tokens: int) -> None:
         """Let the row's request have `max_tokens` more tokens."""
         self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
         if self.known_tokens_B[row] > self.cached_tokens_B[row]:
             self._look_ahead(row)
-
-    def is_whole(self, row: int) -> bool:
-        """Return True if an ended row's response is whole, False if only its chunk ended."""
-        return bool(self.stopped_B[row] or self.emitted_B[row] >= self.final_B[row])
 
     def retire(self, row: int, policy_version: int) -> Trajectory:
         """Free the row, which still holds its prompt; return the request's trajectory."""

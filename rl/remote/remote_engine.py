@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.transformer import Params
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine, OnFinish, OnRound
-from rl.engine.rollout_spec import RequestSource, RolloutSpec
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.remote.caught_states import CaughtStates
 from rl.remote.conversation import Conversation
@@ -33,7 +33,6 @@ from rl.remote.messages import (
 )
 from rl.remote.worker import LEAVING_S, MOST_VERSIONS
 from rl.runtime.waits import ProgramLost
-from rl.trajectory import Request, Trajectory
 from rl.weights.offers import VersionId
 from rl.workers.worker_source import WorkerSource
 from spec.eagle.batch import DrafterBatch
@@ -133,21 +132,19 @@ class RemoteEngine(Engine):
 
     # -- the rollout -----------------------------------------------------------------------
 
-    def run(
+    def drive(
         self,
         spec: RolloutSpec,
-        requests: Sequence[Request],
+        source: WorkerSource,
         *,
-        source: RequestSource | None = None,
         stats: EngineStats | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
-    ) -> list[Trajectory]:
-        """See `Engine.run`; `source` is that of a worker in a group, which brings all requests.
+    ) -> None:
+        """See `rl.workers.drive.drive`, whose loop runs in the other program.
 
         Raises ProgramLost where the program is lost, and RemoteError for what it has raised.
         """
-        assert isinstance(source, WorkerSource) and not requests, "a worker of a group"
         link, self.stats = self.link, stats or EngineStats()
         if link is None:
             raise ProgramLost(f"worker program {self.number} is not there")
@@ -169,7 +166,6 @@ class RemoteEngine(Engine):
             raise
         finally:
             self.runs = False
-        return []
 
     def gradients(
         self, policy: Params, step: int, params: EagleParams, batch: DrafterBatch

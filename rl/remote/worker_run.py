@@ -33,6 +33,7 @@ from rl.remote.run_messages import (
 from rl.remote.wire import WireError
 from rl.runtime.waits import code_line
 from rl.trajectory import PartialRequest, Trajectory
+from rl.workers.drive import drive
 from spec.eagle.batch import HiddenStates
 
 MOST_STATES_BYTES = 2**26  # of hidden states in a report, but for its last ones
@@ -216,10 +217,10 @@ class WorkerRun:
         try:
             with self._spec() as spec:
                 sink = None if self.job.caught is None else self
-                self._engine.run(
+                drive(
+                    self._engine,
                     dataclasses.replace(spec, sink=sink),
-                    (),
-                    source=self,
+                    self,
                     stats=self.stats,
                     on_finish=self._finished,
                     on_round=self._on_round,

@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from functools import partial
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -19,6 +20,7 @@ from rl.engine.worker_record import Kind, WorkerEvent, WorkerPart, fitted
 from rl.runtime.waits import POLL_S, Hang, ProgramLost
 from rl.trajectory import PartialRequest, Request, Trajectory
 from rl.workers.coordinator import Coordinator
+from rl.workers.drive import drive
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Aborted, Deferred, Returned, WorkerError
 from rl.workers.worker_source import IdleWork, WorkerLimits, WorkerSource
@@ -292,10 +294,10 @@ class WorkerGroup:
                 self._works[step].append(work)
                 coordinator.alive(worker_id, "receiving weights")
                 try:
-                    engine.run(
+                    # an engine in another program has a loop there
+                    getattr(engine, "drive", partial(drive, engine))(
                         dataclasses.replace(spec, params=engine.place(spec.params)),
-                        (),
-                        source=source,
+                        source,
                         stats=work.stats,
                         on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
                         on_round=lambda finished, tokens: coordinator.alive(worker_id),

@@ -67,7 +67,7 @@ class WorkerLimits:
 
 
 class WorkerSource:
-    """A worker's `rl.engine.rollout_spec.RequestSource`: its inbox, the coordinator and the pool.
+    """A worker's `rl.workers.drive.RequestSource`: its inbox, the coordinator and the pool.
 
     Its requests are of the step that `next_step` returned last, or of earlier ones, unless the
     limits say that steps are apart: a request of another step waits until that step is begun.

@@ -11,8 +11,8 @@ import numpy as np
 import rollouts
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
-from rl.engine.rollout_spec import RequestSource
 from rl.trajectory import PartialRequest, Request
+from rl.workers.drive import RequestSource
 
 # one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
 CONFIG = dataclasses.replace(

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rl.engine.config import EngineConfig
-from rl.engine.rollout_spec import RequestSource, RolloutSpec, draft_with
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.trajectory import FinishReason, PartialRequest, Request
+from rl.workers.drive import RequestSource, drive
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
@@ -171,9 +172,7 @@ def run(seed: int, cache: str, ways: int) -> Counts:
         if rng.random() < 0.3:
             done = engine.run(spec, requests)
         else:
-            engine.run(
-                spec, [], source=source, on_finish=lambda t: (source.ended(t), done.append(t))
-            )
+            drive(engine, spec, source, on_finish=lambda t: (source.ended(t), done.append(t)))
     assert sorted(t.request_id for t in done) == sorted(expected)
     for t in done:
         tokens, logprobs = expected[t.request_id]

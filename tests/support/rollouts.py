@@ -1,12 +1,31 @@
 """Rollouts whose arguments are given one by one."""
 
 from rl.engine.rollout_spec import RolloutSpec, draft_with
+from rl.workers.drive import drive
 
-OF_THE_RUN = ("source", "stats", "on_finish", "on_round")
+OF_THE_RUN = ("stats", "on_finish", "on_round")
 
 
-def run(engine, params, requests, sampling, key, stop=(), *, drafter=None, budget=None, **options):
-    """Trajectories of `engine`; options are fields of `RolloutSpec`, or arguments of its `run`."""
+def run(
+    engine,
+    params,
+    requests,
+    sampling,
+    key,
+    stop=(),
+    *,
+    drafter=None,
+    budget=None,
+    source=None,
+    **options,
+):
+    """Trajectories of `engine`; options are fields of `RolloutSpec`, or arguments of its `run`.
+
+    With a `source` its requests are run, and their trajectories go to `on_finish` alone.
+    """
     given = {name: options.pop(name) for name in OF_THE_RUN if name in options}
     spec = {"drafts": draft_with(drafter, budget)} | options
-    return engine.run(RolloutSpec(params, sampling, key, stop, **spec), requests, **given)
+    spec = RolloutSpec(params, sampling, key, stop, **spec)
+    if source is not None:
+        return drive(engine, spec, source, **given)
+    return engine.run(spec, requests, **given)

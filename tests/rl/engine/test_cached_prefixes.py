@@ -79,7 +79,7 @@ def test_cached_tokens_end_where_a_response_would():
         table, cached = table_of("full", [r])
         assert cached.end_B[0] == len(kept)
         commit(table, {0: kept}, {0: len(kept)})
-        assert cached.counts.whole == 1 and table.ended_rows().tolist() == [0]
+        assert cached.counts.whole == 1 and table.ended_rows() == [0]
     assert not table_of("full", [request(0, [])])[1].end_B.any()
 
 
@@ -244,7 +244,7 @@ def test_in_chunks_a_row_lacks_its_cached_response_until_the_first_token_that_is
     assert table.tokens_BL[1, :4].tolist() == [1, 2, 5, 4] and not cached.goes_on(np.array([1]))
     chunks_TX = np.array([[0, 3, 6, 7, 8]], np.int32)
     assert drawn_in_chunks(table, chunks_TX, [7, 8, 9]) == [3, 0]
-    assert table.ended_rows().tolist() == [0] and table.live_B.all()
+    assert table.ended_rows() == [0] and table.live_B.all()
     assert (cached.counts.responses, cached.counts.whole, cached.counts.kept_tokens) == (2, 1, 6)
     want = [Origin.ACCEPTED, Origin.BONUS, Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS]
     assert table.origins_BL[0, 2:7].tolist() == want
@@ -270,7 +270,7 @@ def test_in_chunks_a_part_of_a_request_ends_at_its_limit_and_goes_on_behind_it()
     assert table.lacking_tokens_B[0] == 3
     chunks_TX = np.array([[0, 0, 1, 2, 5]], np.int32)
     assert drawn_in_chunks(table, chunks_TX, [0, 5, 6], kept=[1, 2]) == [2, 0]
-    assert table.ended_rows().tolist() == [0] and not table.is_whole(0)
+    assert table.chunk_ended_rows() == [0]
     table.extend(0, 6)
     assert table.lacking_tokens_B[0] == 3 and table.verifies_B[0]
     left = table.leave(0, 1)

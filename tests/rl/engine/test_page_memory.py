@@ -7,9 +7,10 @@ import pytest
 
 from rl.engine.config import EngineConfig
 from rl.engine.page_memory import PageMemory
-from rl.engine.rollout_spec import RequestSource, RolloutSpec, draft_with
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_cache import SlotCache
 from rl.trajectory import PartialRequest, Request
+from rl.workers.drive import RequestSource, drive
 from spec.config import SamplingConfig
 from spec.page_table import PageTable
 from spec.sampling import step_key
@@ -57,8 +58,10 @@ def rollout(engine, requests, source=None, drafter=None):
             source.ended.append(trajectory.request_id)
 
     with symbolic_device.device(), random_rollouts.ends_within(20):
-        given = [] if source else requests
-        engine.run(spec, given, source=source, on_finish=ended)
+        if source is None:
+            engine.run(spec, requests, on_finish=ended)
+        else:
+            drive(engine, spec, source, on_finish=ended)
     found = {t.request_id: t.response_ids.tolist() for t in done}
     assert found == {r.request_id: symbolic_device.response(r)[0] for r in requests}
 

@@ -9,9 +9,10 @@ from tiny_engine import CONFIG, MODEL, make_params
 from rl.engine import preemption
 from rl.engine.ending import Endings
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RequestSource, RolloutSpec, draft_with
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
+from rl.workers.drive import RequestSource, drive
 from spec.budget.budget import FixedBudget, plain
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
@@ -110,7 +111,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     engine = Watched(MODEL, config)
     sampling = SamplingConfig(max_new_tokens=20)
     spec = RolloutSpec(make_params(), sampling, step_key(0, 0), drafts=draft_with(drafter, Plain()))
-    engine.run(spec, [], source=OneByOne())
+    drive(engine, spec, OneByOne())
     assert engine.stats.preemptions > 0
     assert 20 < max(held) <= OneByOne.kv_tokens
     if drafter is not None:
@@ -144,9 +145,8 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
     def responses(engine, kv_tokens):
         done = {}
         spec = RolloutSpec(make_params(), sampling, step_key(0, 0))
-        engine.run(
-            *(spec, []),
-            source=Source(kv_tokens),
+        drive(
+            *(engine, spec, Source(kv_tokens)),
             on_finish=lambda t: done.update({t.request_id: t.response_ids.tolist()}),
         )
         return done

@@ -35,7 +35,7 @@ def test_prompts_are_those_of_the_requests_that_wait():
 def test_what_was_brought_comes_before_what_waits_from_the_start():
     waiting, brought = WaitingQueue(PromptNumbers()), [PartialRequest(r) for r in requests(2)]
     waiting.add(requests(3))
-    waiting.add_sourced(brought)
+    waiting.add_partial(brought)
     assert waiting.first(5) == brought
     assert waiting.take(1) == brought[:1] and waiting.first(5) == brought[1:]
     waiting.take(1)

@@ -24,6 +24,7 @@ from tiny_team import play as play_all
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.workers.drive import drive
 from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import Helpers
 from sched.protocol import Copy, Drop, Finished, WorkerLost
@@ -150,8 +151,12 @@ def held_up(gates, then=lambda: None):
     """
 
     class HeldUp(Engine):
-        def _copy(self, request_id):
-            partial = super()._copy(request_id)
+        def drive(self, spec, source, **options):
+            self._source = source
+            drive(self, spec, source, **options)
+
+        def copy(self, request_id):
+            partial = super().copy(request_id)
             if partial is not None:
                 gates.handed.append(partial.kv.num_tokens)
             return partial
@@ -296,11 +301,11 @@ def test_a_worker_that_dies_before_it_hands_over(engines, alone):
     gates, failed = Gates(), []
 
     class Unreadable(type(held_up(gates))):
-        def _copy(self, request_id):
+        def copy(self, request_id):
             if not failed:
                 failed.append(request_id)
                 raise Broken("a device is gone")
-            return super()._copy(request_id)
+            return super().copy(request_id)
 
     team = helped([Unreadable(MODEL, CONFIG), engines[0]], on_error="restart")
     requests = [*LONG, shortest(alone)]
@@ -330,7 +335,8 @@ def test_a_worker_that_dies_before_it_takes_what_is_handed_over(engines, alone, 
             assert gates.began.wait(LIMIT_S)  # what is copied has its prompts
             super()._round(*args)
 
-        def _receive(self):
+        @property
+        def has_work(self):  # before it takes what comes
             if Late.ended and not broken:
                 broken.append(True)
                 began_s = time.monotonic()
@@ -338,7 +344,7 @@ def test_a_worker_that_dies_before_it_takes_what_is_handed_over(engines, alone, 
                     time.sleep(0.005)
                     assert time.monotonic() - began_s < LIMIT_S
                 raise Broken("a device is gone")
-            return super()._receive()
+            return super().has_work
 
     team = helped([held_up(gates), Late(MODEL, CONFIG)], num_methods=1, on_error="restart")
     requests = [*LONG, shortest(alone)]
