@@ -45,6 +45,7 @@ parity: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m docs.prose
 
 types: $(INSTALLED)
 	$(BIN)/python -m mypy

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate
+from docs import generate, prose
 from rl import export
 from rl.metrics.eval_metrics import EvalResponse, set_metrics
 
@@ -379,3 +379,16 @@ def test_a_planted_docstring_is_found(tmp_path):
         'def f():\n    """The same of another kind."""\n\n\ndef g():\n    """Return the sum."""\n'
     )
     assert list(riddles(tmp_path)) == ["rl/fault.py:1: The same of another kind."]
+
+
+def test_the_prose_lint_counts_phrases_and_names():
+    text = '''"""What was begun, where there is a device."""
+first = 1
+def told(asked): # those of a page
+    """Return the sum."""
+    most_found = asked
+'''
+    counts = prose.count(text, "x.py")
+    assert counts.num_words == 15 and counts.num_names == 4
+    assert [f.text for f in counts.phrases] == ["What was", "begun", "where there", "those of"]
+    assert [f.text for f in counts.names] == ["told", "asked", "most_found"]

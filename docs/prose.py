@@ -1,0 +1,131 @@
+"""The prose lint: `python -m docs.prose [--list]`.
+
+Counts phrases that an English-speaking engineer would not write, in docstrings and comments of the
+source (per 1,000 words), and words that name nothing, in identifiers (per 10,000). Fails above the
+budget, which only falls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "spec", "sched", "rl")
+PHRASES_PER_1000, NAMES_PER_10000 = 25.0, 558  # both are to fall to a tenth
+
+VERBS = (
+    "is was were are it they a an the its this that each others another has have had comes came "
+    "runs goes stands lies waits rounds requests workers"
+)
+SUBJECTS = "there it they one a an the no nobody none some that this others another"
+PHRASES = re.compile(
+    "|".join(
+        (
+            rf"\b[Ww]hat (?:{'|'.join(VERBS.split())})\b",  # name the thing
+            r"\b(?:that|those) of\b",
+            r"\b(?:of|in|for|from|by|on) (?:which|whose|whom)\b",
+            rf"\b[Ww]here (?:{'|'.join(SUBJECTS.split())})\b",  # if, when, unless
+            # programs send, receive, call, return, fail, time out
+            r"\b(?:told|tells?|telling|asked|asks?|hears?|heard)\b",
+            r"\b(?:nobody|somebody|anybody|signs? of life)\b",
+            r"\b(?:stands?|stood|lies?|lay|behind|beside|begun|began|begins?)\b",
+            r"\b(?:go|goes|going|went|gone) on\b",
+            r"\b(?:its|their) own\b|\bas far as\b|\ball that\b",
+        )
+    )
+)
+NAMES = frozenset(
+    "told tell asked ask given found made kept most least longest apart elsewhere begun began "
+    "there here lacking alive sign patience mend leg standing words word reach meet talk hello "
+    "welcome home silent hear hears of".split()
+)
+
+
+class Found(NamedTuple):
+    """A phrase or a name, and its line."""
+
+    place: str
+    text: str
+
+
+class Counts(NamedTuple):
+    """Words and names of a source, and the ones that the lint counts."""
+
+    num_words: int
+    num_names: int
+    phrases: list[Found]
+    names: list[Found]
+
+
+def count(text: str, place: str) -> Counts:
+    """Return the counts of a module's text."""
+    tree, num_words, phrases = ast.parse(text), 0, list[Found]()
+    for line, prose in _prose(text, tree):
+        num_words += len(prose.split())
+        phrases += [Found(f"{place}:{line}", m.group()) for m in PHRASES.finditer(prose)]
+    names = list(_names(tree))
+    counted = [Found(f"{place}:{line}", name) for line, name in names if _parts(name) & NAMES]
+    return Counts(num_words, len(names), phrases, counted)
+
+
+def _prose(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each docstring and comment."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and (doc := ast.get_docstring(node)):
+            yield node.body[0].lineno, " ".join(doc.split())
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string[1:].strip()
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each definition, argument and assignment."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def _parts(name: str) -> set[str]:
+    """Return the words of an identifier."""
+    return set(re.findall("[a-z]+", re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()))
+
+
+def main(argv: list[str]) -> int:
+    """Print the rates; return 1 if one is above its budget."""
+    parser = argparse.ArgumentParser(prog="python -m docs.prose", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print each place")
+    args = parser.parse_args(argv)
+    paths = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+    parts = [count(p.read_text("utf-8"), str(p.relative_to(ROOT))) for p in paths]
+    phrases = [found for part in parts for found in part.phrases]
+    names = [found for part in parts for found in part.names]
+    if args.list:
+        for place, text in phrases + names:
+            print(f"{place}: {text}")
+    phrase_rate = 1e3 * len(phrases) / sum(part.num_words for part in parts)
+    name_rate = 1e4 * len(names) / sum(part.num_names for part in parts)
+    is_within = phrase_rate <= PHRASES_PER_1000 and name_rate <= NAMES_PER_10000
+    print(
+        f"prose: {phrase_rate:.1f} phrases per 1,000 words (at most {PHRASES_PER_1000:.1f}), "
+        f"{name_rate:.0f} names per 10,000 (at most {NAMES_PER_10000})"
+    )
+    return 0 if is_within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
