@@ -24,8 +24,6 @@ from rl.remote.drafter_messages import DrafterWeights, arrays_of
 from rl.remote.link import Link, RemoteError
 from rl.remote.messages import CODEC, Done, Has, Offered, Weights
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.weights.ages import Age
-from rl.weights.config import WeightsConfig
 from rl.weights.errors import CarrierError, DamagedWeights
 from rl.weights.interface import Payload
 from rl.weights.offers import VersionId
@@ -38,18 +36,18 @@ MOST_MESSAGES = 2  # that are kept, for workers that are offered the same
 
 
 class MessageCarrier:
-    """Carries payloads in the message that has the offer; one end of it, as any carrier."""
+    """Carries payloads in the message that has the offer; each end has one."""
 
     def __init__(self) -> None:
         self._payloads: dict[str, Payload] = {}
         self._offered = threading.local()
 
-    def hold(self, payload: Payload, part_bytes: int) -> str:
+    def hold(self, payload: Payload) -> str:
         key = secrets.token_hex(8)
         self._payloads[key] = payload
         return key
 
-    def offer(self, held: str, lease_s: float) -> Any:
+    def offer(self, held: str) -> Any:
         self.offered[held] = self._payloads[held]
         return {"key": held}
 
@@ -68,9 +66,7 @@ class MessageCarrier:
         """Have `receive` find what a message has brought."""
         self._payloads = dict(payloads)
 
-    def receive(
-        self, where: Any, sizes: Sequence[int], part_bytes: int, deadline_s: float
-    ) -> list[np.ndarray]:
+    def receive(self, where: Any, sizes: Sequence[int]) -> list[np.ndarray]:
         key = where.get("key") if type(where) is dict else None
         payload = self._payloads.get(key) if type(key) is str else None
         if payload is None:
@@ -139,9 +135,9 @@ class PublishedWeights:
     Weights are known by the arrays that they are: a rollout with the same ones has their version.
     """
 
-    def __init__(self, config: WeightsConfig | None = None) -> None:
+    def __init__(self) -> None:
         self._carrier = MessageCarrier()
-        self._publisher = Publisher(config or WeightsConfig(), self._carrier)
+        self._publisher = Publisher(self._carrier)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._known: collections.deque[tuple[weakref.ref[Any], int]] = collections.deque(
@@ -182,13 +178,9 @@ class PublishedWeights:
         link.ask(self._whole.get(version, fetched), Done, limit_s)
         return have
 
-    def ages(self) -> dict[str, Age]:
-        """Return how old the weights of each worker are, by the names of links."""
-        return self._publisher.ages(time.monotonic())
-
     def forget(self, name: str) -> None:
         """Note that the worker of a link is gone."""
-        self._publisher.forget(name)
+        self._publisher.release(name)
 
     def close(self) -> None:
         self._publisher.close()
@@ -210,6 +202,5 @@ class PublishedWeights:
         payloads = {key: tuple(found) for key, found in self._carrier.offered.items()}
         message = self._offers.get(text, lambda: Offered(text, payloads))
         has = link.ask(message, Has, limit_s)
-        found = VersionId(has.version, has.fingerprint)
-        self._publisher.taken(link.name, found)
-        return found
+        self._publisher.release(link.name)
+        return VersionId(has.version, has.fingerprint)

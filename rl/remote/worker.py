@@ -132,7 +132,7 @@ class WorkerProgram(MessageProgram):
             if hello.drafters.apart:
                 self._speculation.apart_elsewhere = frozenset({MODEL})
             expected = _expected(self._engine)
-            self._subscriber = Subscriber(expected, self._carrier, _not_asked, hello.deadline_s)
+            self._subscriber = Subscriber(expected, self._carrier)
         self.end_after_silence(hello.deadline_s)
         return messages.Welcome(mine, socket.gethostname(), os.getpid(), self._clock())
 
@@ -173,15 +173,15 @@ class WorkerProgram(MessageProgram):
         assert subscriber is not None, "an engine is there"
         self._carrier.came(told.payloads)
         try:
-            staged = subscriber.stage([told.text])
+            staged = subscriber.stage(told.text)
         finally:
             self._carrier.came({})
         params, specs = subscriber.swap(staged), transformer.param_specs(engine.model)
         host = [staged.host[name] for name in names_of(specs)]
-        self._keep(staged.version, jax.tree.unflatten(jax.tree.structure(specs), host))
+        self._keep(staged.id.version, jax.tree.unflatten(jax.tree.structure(specs), host))
         with self._lock:
-            self._placed = staged.version, engine.place(params)
-        return messages.Has(staged.version, staged.ids[0].fingerprint)
+            self._placed = staged.id.version, engine.place(params)
+        return messages.Has(staged.id.version, staged.id.fingerprint)
 
     def _keep(self, version: int, params: Any) -> None:
         with self._lock:
@@ -388,7 +388,3 @@ def _expected(engine: Engine) -> Any:
         lambda s, where: jax.ShapeDtypeStruct(s.shape, engine.dtype, sharding=where),
         *(specs, shardings),
     )
-
-
-def _not_asked(source: int, have: Any) -> str | None:
-    raise AssertionError("offers come by themselves")

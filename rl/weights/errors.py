@@ -6,7 +6,4 @@ class DamagedWeights(ValueError):
 
 
 class CarrierError(RuntimeError):
-    """Nothing is wrong with what came, but not all came: ask for another offer.
-
-    The other end is gone or too slow, or trainer processes publish one after the other.
-    """
+    """An offered payload is gone: another offer is needed."""

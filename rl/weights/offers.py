@@ -3,7 +3,7 @@
 An offer is a line with the SHA-256 of what follows, and JSON: the version, every piece with its
 checksum, and what leads there. `base` is what the subscriber has now, and `links` are one delta for
 each version since; or it is None, and the first link is a full copy. `sizes` are the bytes of each
-piece's payload, `where` is how the carrier gets them.
+piece's payload, `where` is how the carrier receives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rl.weights import delta
-from rl.weights.errors import CarrierError, DamagedWeights
+from rl.weights.errors import DamagedWeights
 from rl.weights.pieces import PieceInfo, fingerprint
 
 MOST_BYTES = 256 * 2**20  # of an offer's text
@@ -55,23 +55,16 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """A version's pieces of one of `sources` trainer processes, and the links that lead to it."""
+    """A version's pieces, and the links that lead to it."""
 
     to: VersionId
     base: VersionId | None
-    source: int
-    sources: int
-    part_bytes: int
     pieces: tuple[PieceInfo, ...]
     links: tuple[Link, ...]
 
     def text(self) -> str:
         body = json.dumps(dataclasses.asdict(self), separators=(",", ":"))
         return f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(sum(link.sizes) for link in self.links)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +92,11 @@ def parse(text: str, expected: Mapping[str, Expected]) -> Offer:
     return _offer(value, expected)
 
 
-def check_cover(offers: Sequence[Offer], expected: Mapping[str, Expected]) -> None:
-    """Check that offers of one version hold each element of each array exactly once.
-
-    Raises CarrierError where versions differ, DamagedWeights for anything else.
-    """
-    first = offers[0]
-    if any(o.to.version != first.to.version or o.sources != first.sources for o in offers):
-        versions = sorted({o.to.version for o in offers})
-        raise CarrierError(f"expected offers of one version, got versions {versions}: ask again")
-    if sorted(o.source for o in offers) != list(range(first.sources)):
-        raise DamagedWeights(
-            f"expected one offer of each of {first.sources} source(s), "
-            f"got those of {sorted(o.source for o in offers)}"
-        )
+def check_cover(pieces: Sequence[PieceInfo], expected: Mapping[str, Expected]) -> None:
+    """Check that pieces hold each element of each array exactly once; else DamagedWeights."""
     found: dict[str, list[PieceInfo]] = {name: [] for name in expected}
-    for offer in offers:
-        for piece in offer.pieces:
-            found[piece.name].append(piece)
+    for piece in pieces:
+        found[piece.name].append(piece)
     for name, wanted in expected.items():
         if not _covers(found[name], wanted.shape):
             raise DamagedWeights(
@@ -146,13 +126,6 @@ def _offer(value: Any, expected: Mapping[str, Expected]) -> Offer:
     to = VersionId.of_plain(found["to"], "the offer's version")
     base = found["base"]
     base = None if base is None else VersionId.of_plain(base, "the offer's base")
-    for name in ("source", "sources", "part_bytes"):
-        _count(found[name], name)
-    if not found["source"] < found["sources"] <= 2**20 or found["part_bytes"] < 1:
-        raise DamagedWeights(
-            f"expected a source below the number of sources and parts of 1 byte or more, got "
-            f"source {found['source']} of {found['sources']}, parts of {found['part_bytes']} bytes"
-        )
     pieces = tuple(_piece(p, expected) for p in _list(found["pieces"], "pieces"))
     if fingerprint(pieces) != to.fingerprint:
         raise DamagedWeights(
@@ -166,8 +139,7 @@ def _offer(value: Any, expected: Mapping[str, Expected]) -> Offer:
             f"no base, got {len(listed)}"
         )
     links = tuple(_link(p, pieces, base is None and n == 0) for n, p in enumerate(listed))
-    rest = found["source"], found["sources"], found["part_bytes"]
-    return Offer(to, base, *rest, pieces, links)
+    return Offer(to, base, pieces, links)
 
 
 def _piece(value: Any, expected: Mapping[str, Expected]) -> PieceInfo:

@@ -1,11 +1,11 @@
 """The trainer's end: the newest weights whole, and the last versions as deltas.
 
-`publish` waits for no subscriber. What a subscriber is offered follows from what it has: the deltas
-since then where all are kept and clearly smaller, else a full copy. While somebody is reading an
-older full copy, others who need one get it too, and the deltas that lead on from there: however
-slow they are, there are never more than two. So in host memory are the newest version, up to
-`kept_deltas` deltas within their bound, an older full copy that is being read, and during `publish`
-the version that is being made.
+`publish` waits for no subscriber. A subscriber is offered the deltas since its version if all are
+kept and clearly smaller than a full copy, else a full copy. While an older full copy is being read,
+other subscribers without a base receive it too, with the deltas since then: there are never more
+than two full copies, however slow subscribers are. Host memory holds the newest version, the last
+deltas within both bounds, an older full copy that is being read, and during `publish` the version
+that is being made.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from typing import Any
 import numpy as np
 
 from rl.weights import delta
-from rl.weights.ages import AgedPublisher
-from rl.weights.config import MIB, WeightsConfig
 from rl.weights.interface import Carrier, Payload
 from rl.weights.offers import Link, Offer, VersionId
 from rl.weights.pieces import Piece, PieceInfo, fingerprint, pieces_of, runner
 
-_MOST_SHARE = 0.9  # of a full copy's bytes; with more, deltas only cost time
+KEPT_DELTAS = 8
+MAX_DELTA_BYTES = 2**30
+LEASE_S = 120.0  # an offered full copy is kept this long for its subscriber
+_MAX_SHARE = 0.9  # of a full copy's bytes; with more, deltas only cost time
 
 
 class _Kept:
     """A payload, given to the carrier when it is first offered."""
 
-    def __init__(self, payload: Payload, carrier: Carrier, part_bytes: int) -> None:
+    def __init__(self, payload: Payload, carrier: Carrier) -> None:
         self.sizes = tuple(b.size for b in payload)
         self.num_bytes = sum(self.sizes)
         self._payload: Payload | None = payload
-        self._carrier, self._part_bytes = carrier, part_bytes
+        self._carrier = carrier
         self._held: Any = None
         self._lock = threading.Lock()
 
-    def link(self, lease_s: float) -> Link | None:
-        """Return how one subscriber gets it; None where it has been dropped meanwhile."""
+    def link(self) -> Link | None:
+        """Return how one subscriber receives it; None if it has been dropped meanwhile."""
         with self._lock:
             if self._payload is None:
                 return None
             if self._held is None:
-                self._held = self._carrier.hold(self._payload, self._part_bytes)
-            return Link(self.sizes, self._carrier.offer(self._held, lease_s))
+                self._held = self._carrier.hold(self._payload)
+            return Link(self.sizes, self._carrier.offer(self._held))
 
     def drop(self) -> None:
         with self._lock:
@@ -74,19 +75,23 @@ class _Delta:
     kept: _Kept
 
 
-class Publisher(AgedPublisher):
-    """Publishes versions of what this process, number `source` of `sources`, has of the weights.
+class Publisher:
+    """Publishes versions of the weights.
 
     `publish` is called from one thread, everything else from any. Time is an argument, in seconds
-    of a clock that never goes back.
+    of a monotonic clock.
     """
 
     def __init__(
-        self, config: WeightsConfig, carrier: Carrier, *, source: int = 0, sources: int = 1
+        self,
+        carrier: Carrier,
+        *,
+        kept_deltas: int = KEPT_DELTAS,
+        max_delta_bytes: int = MAX_DELTA_BYTES,
     ) -> None:
-        super().__init__(config.most_versions_behind)
-        self._config, self._carrier = config, carrier
-        self._source, self._sources = source, sources
+        self._carrier = carrier
+        self._kept_deltas, self._max_delta_bytes = kept_deltas, max_delta_bytes
+        self._lock = threading.Lock()
         self._pool: Executor = ThreadPoolExecutor(
             min(16, os.cpu_count() or 1), thread_name_prefix="weights"
         )
@@ -123,41 +128,29 @@ class Publisher(AgedPublisher):
         full = _Full(made, pieces, self._kept([p.bytes_n for p in pieces]))
         link = self._delta(last, full) if last else None
         with self._lock:
-            dropped: list[Any] = self._add(link)
-            dropped += self._replace(full, now_s)
-            self._ages.published(version, now_s)
+            dropped = [*self._add(link), *self._replace(full, now_s)]
         for kept in dropped:
             kept.drop()
 
     def offer(self, subscriber: str, have: VersionId | None, now_s: float) -> str | None:
-        """Return the text of an offer of the newest version; None where the subscriber has it.
+        """Return the text of an offer of the newest version; None if the subscriber has it.
 
-        Raises ValueError where nothing has been published yet.
+        Raises ValueError if nothing has been published yet.
         """
         while True:
             with self._lock:
                 newest = self._newest
                 if newest is None:
-                    raise ValueError("expected weights to be published before they are asked for")
+                    raise ValueError("expected weights to be published before they are offered")
                 if have == newest.id:
                     return None
                 base, kept = self._way(subscriber, have, now_s)
-            links = [k.link(self._config.lease_s) for k in kept]
+            links = [k.link() for k in kept]
             if None not in links:  # else a newer version was published meanwhile
-                rest = self._source, self._sources, self._config.part_bytes, newest.infos
-                return Offer(newest.id, base, *rest, tuple(x for x in links if x)).text()
+                return Offer(newest.id, base, newest.infos, tuple(x for x in links if x)).text()
 
-    def taken(self, subscriber: str, have: VersionId) -> None:
-        """Note that a subscriber runs this version now: what was kept for it is free."""
-        self._free(subscriber)
-        super().taken(subscriber, have)
-
-    def forget(self, subscriber: str) -> None:
-        """Note that a subscriber is gone."""
-        self._free(subscriber)
-        super().forget(subscriber)
-
-    def _free(self, subscriber: str) -> None:
+    def release(self, subscriber: str) -> None:
+        """End a subscriber's lease: it has the offered version, or is gone."""
         with self._lock:
             self._leases.pop(subscriber, None)
 
@@ -174,12 +167,12 @@ class Publisher(AgedPublisher):
         self._pool.shutdown()
 
     def _kept(self, payload: Payload) -> _Kept:
-        return _Kept(payload, self._carrier, self._config.part_bytes)
+        return _Kept(payload, self._carrier)
 
     def _delta(self, last: _Full, full: _Full) -> _Delta | None:
-        """Return the delta between two versions; None where a full copy is hardly larger."""
+        """Return the delta between two versions; None if a full copy is hardly larger."""
         places = [[dataclasses.replace(i, sha256="") for i in f.infos] for f in (last, full)]
-        if places[0] != places[1] or not self._config.kept_deltas:
+        if places[0] != places[1] or not self._kept_deltas:
             return None
         pairs = [
             (_words(old), _words(new))
@@ -196,17 +189,16 @@ class Publisher(AgedPublisher):
         return _Delta(last.id, kept) if _worth(kept.num_bytes, full) else None
 
     def _add(self, link: _Delta | None) -> list[_Kept]:
-        """Append a delta, or begin anew without one; return what is not kept any more."""
+        """Append a delta, or drop all deltas without one; return the dropped payloads."""
         dropped = []
         if link is None:
             dropped = [d.kept for d in self._deltas]
             self._deltas.clear()
         else:
             self._deltas.append(link)
-        most_bytes = self._config.most_delta_mib * MIB
         while self._deltas and (
-            len(self._deltas) > self._config.kept_deltas
-            or sum(d.kept.num_bytes for d in self._deltas) > most_bytes
+            len(self._deltas) > self._kept_deltas
+            or sum(d.kept.num_bytes for d in self._deltas) > self._max_delta_bytes
         ):
             dropped.append(self._deltas.popleft().kept)
         return dropped
@@ -234,11 +226,11 @@ class Publisher(AgedPublisher):
         if self._older and any(lease[0] is self._older for lease in self._leases.values()):
             if (leading_on := self._chain(self._older.id)) is not None:
                 full, chain = self._older, leading_on
-        self._leases[subscriber] = full, now_s + self._config.lease_s
+        self._leases[subscriber] = full, now_s + LEASE_S
         return None, [full.kept, *(d.kept for d in chain)]
 
     def _chain(self, have: VersionId) -> list[_Delta] | None:
-        """Return the deltas from a version to the newest, where that is better than a full copy."""
+        """Return the deltas from a version to the newest, if they are better than a full copy."""
         assert self._newest
         chain: list[_Delta] = []
         for link in reversed(self._deltas):
@@ -250,7 +242,7 @@ class Publisher(AgedPublisher):
 
 
 def _worth(delta_bytes: int, full: _Full) -> bool:
-    return delta_bytes <= _MOST_SHARE * full.kept.num_bytes
+    return delta_bytes <= _MAX_SHARE * full.kept.num_bytes
 
 
 def _words(piece: Piece) -> np.ndarray:

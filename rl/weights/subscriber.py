@@ -1,15 +1,15 @@
-"""The worker's end: what is offered is staged beside the weights in use, checked, then swapped in.
+"""The worker's end: an offered version is staged beside the one in use, checked, then swapped in.
 
-The subscriber keeps the weights in use in host memory, as arrays that nobody writes to, so that
-deltas have a base that no device has touched. Every array's checksum is compared before anything
-is put on a device. What fails leaves everything as it was.
+The subscriber keeps the weights in use in host memory, as read-only arrays, so that deltas have a
+base that no device has touched. Every array's checksum is compared before any array is put on a
+device. A failure changes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -17,36 +17,30 @@ import jax
 import numpy as np
 
 from rl.weights import delta
-from rl.weights.errors import CarrierError, DamagedWeights
-from rl.weights.interface import Carrier, Staged
+from rl.weights.errors import DamagedWeights
+from rl.weights.interface import Carrier
 from rl.weights.offers import Expected, Offer, VersionId, check_cover, parse
 from rl.weights.pieces import Piece, PieceInfo, assemble, empty_aligned, names_of, runner, sha256
 
-Ask = Callable[[int, VersionId | None], str | None]  # source, what is there → text of an offer
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staged:
+    """Checked weights that are not in use yet: on the devices, and by name in host memory."""
+
+    id: VersionId
+    params: Any
+    host: Mapping[str, np.ndarray]
 
 
 class Subscriber:
     """Receives the weights of one policy.
 
-    `expected` is a tree of `jax.ShapeDtypeStruct` (or arrays); where they have shardings the staged
-    weights are laid out so, each process of a mesh its own part; `place` may do it instead, given
-    the tree in host memory, or leave it there. `ask` brings the question to a source's publisher
-    (`Publisher.offer`) and the answer back. One thread fetches and swaps.
+    `expected` is a tree of `jax.ShapeDtypeStruct` (or arrays); their shardings, if any, are those
+    of staged weights. One thread stages and swaps.
     """
 
-    def __init__(
-        self,
-        expected: Any,
-        carrier: Carrier,
-        ask: Ask,
-        deadline_s: float,
-        *,
-        sources: int = 1,
-        place: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self._carrier, self._deadline_s = carrier, deadline_s
-        self._ask, self._sources = ask, sources
-        self._place = place
+    def __init__(self, expected: Any, carrier: Carrier) -> None:
+        self._carrier = carrier
         leaves, self._tree = jax.tree.flatten(expected)
         self._names = names_of(expected)
         self._shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -62,45 +56,23 @@ class Subscriber:
     @property
     def version(self) -> int | None:
         """The version in use."""
-        return self._in_use.version if self._in_use else None
+        return self._in_use.id.version if self._in_use else None
 
-    def have(self, source: int = 0) -> VersionId | None:
-        """Return what to tell a source that is asked for an offer."""
-        ids = self._in_use.ids if self._in_use else ()
-        return ids[source] if source < len(ids) else None
+    def have(self) -> VersionId | None:
+        """Return the version in use and its fingerprint, the base of deltas."""
+        return self._in_use.id if self._in_use else None
 
-    def fetch(self) -> Staged | None:
-        """Ask every source for an offer and stage them; None where the newest is in use.
-
-        What cannot be made from the weights in use is asked for as a full copy, once.
-        """
-        sources = range(self._sources)
-        offers = [self._ask(source, self.have(source)) for source in sources]
-        if all(offer is None for offer in offers):
-            return None
-        try:
-            return self.stage(offers)
-        except DamagedWeights:
-            if self._in_use is None:
-                raise
-        return self.stage([self._ask(source, None) for source in sources])
-
-    def stage(self, texts: Sequence[str | None]) -> Staged:
+    def stage(self, text: str) -> Staged:
         """Return the offered weights, checked and on the devices, beside those in use.
 
-        Raises DamagedWeights for what is not as it must be, CarrierError for what does not come.
+        Raises DamagedWeights for an invalid offer or payload, CarrierError if a payload is gone.
         """
-        if not texts or None in texts:
-            raise CarrierError("expected an offer of every source, got some without: ask again")
-        offers = [parse(text, self._expected) for text in texts if text is not None]
-        offers.sort(key=lambda offer: offer.source)
-        check_cover(offers, self._expected)
-        pieces = [piece for offer in offers for piece in self._pieces(offer)]
+        offer = parse(text, self._expected)
+        check_cover(offer.pieces, self._expected)
+        pieces = self._pieces(offer)
         host = assemble(pieces, {name: e.shape for name, e in self._expected.items()})
-        ids = tuple(offer.to for offer in offers)
         whole = jax.tree.unflatten(self._tree, [host[name] for name in self._names])
-        params = self._on_devices(whole) if self._place is None else self._place(whole)
-        return Staged(offers[0].to.version, params, host, ids)
+        return Staged(offer.to, self._on_devices(whole), host)
 
     def swap(self, staged: Staged) -> Any:
         """Make staged weights those in use and return them: call it between two rounds."""
@@ -108,20 +80,17 @@ class Subscriber:
         return staged.params
 
     def close(self) -> None:
-        """End the threads; nothing can be staged any more."""
+        """End the threads."""
         self._pool.shutdown()
 
     def _pieces(self, offer: Offer) -> list[Piece]:
-        """Receive one source's pieces and compare their checksums."""
-        if offer.base is not None and offer.base != self.have(offer.source):
+        """Receive the pieces and compare their checksums."""
+        if offer.base is not None and offer.base != self.have():
             raise DamagedWeights(
                 f"expected deltas from version {self.version}, which is in use, got some from "
                 f"version {offer.base.version}: ask for a full copy"
             )
-        received = [
-            self._carrier.receive(x.where, x.sizes, offer.part_bytes, self._deadline_s)
-            for x in offer.links
-        ]
+        received = [self._carrier.receive(x.where, x.sizes) for x in offer.links]
         run = runner(self._pool, sum(info.num_bytes for info in offer.pieces))
         if offer.base is None:
             bases, *received = received
@@ -133,7 +102,7 @@ class Subscriber:
         return list(run(_updated, offer.pieces, bases, deltas))
 
     def _in_use_bytes(self, info: PieceInfo) -> np.ndarray:
-        """Return the bytes of a piece of the weights in use; not copied where it is a whole one."""
+        """Return the bytes of a piece of the weights in use; a whole array is not copied."""
         assert self._in_use
         part = np.ascontiguousarray(self._in_use.host[info.name][info.region])
         return part.reshape(-1).view(np.uint8)
@@ -163,7 +132,7 @@ def _checked(info: PieceInfo, bytes_n: np.ndarray) -> Piece:
             f"{info.name} at {list(info.start)}: expected the SHA-256 {info.sha256[:16]}…, "
             f"got {found[:16]}…: ask for a full copy"
         )
-    if bytes_n.ctypes.data % np.dtype(info.dtype).itemsize:  # a slice of a part
+    if bytes_n.ctypes.data % np.dtype(info.dtype).itemsize:  # a slice of a message
         bytes_n = np.array(bytes_n)
     return Piece(info, bytes_n)
 

@@ -1,71 +1,56 @@
-"""A store in memory, and a publisher with a subscriber of it, for tests of rl.weights."""
-
-import itertools
+"""A publisher with subscribers of it in one process, for tests of rl.weights."""
 
 import jax
 import numpy as np
 
-from rl.weights.config import WeightsConfig
-from rl.weights.errors import CarrierError
-from rl.weights.object_store import ObjectStoreCarrier
+from rl.remote.weights import MessageCarrier
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
 
 
-class MemoryStore:
-    """Bytes by key; `now` counts, `seen` are the sizes of all that was ever put."""
+class MemoryCarrier(MessageCarrier):
+    """Both ends at once: `data` are the payloads, `seen` the bytes of all that were ever held."""
 
     def __init__(self):
-        self.data = {}
+        super().__init__()
         self.seen = []
-        self._keys = itertools.count()
 
-    def put(self, data):
-        key = str(next(self._keys))
-        self.data[key] = data
-        self.seen.append(len(data))
-        return key
+    def hold(self, payload):
+        self.seen.append(sum(b.size for b in payload))
+        return super().hold(payload)
 
-    def get(self, key, timeout_s):
-        if key not in self.data:
-            raise CarrierError(f"expected {key}, found none")
-        return self.data[key]
-
-    def delete(self, key):
-        del self.data[key]
+    @property
+    def data(self):
+        return self._payloads
 
     @property
     def num_bytes(self):
-        return sum(map(len, self.data.values()))
+        return sum(b.size for payload in self.data.values() for b in payload)
 
 
 class Pair:
-    """A publisher and subscribers by name, all in this process and through one store."""
+    """A publisher and its subscribers by name."""
 
-    def __init__(self, params, carrier=None, **settings):
-        settings = {"transport": "object_store", "part_mib": 1, **settings}
-        self.store = MemoryStore()
-        self.carrier = carrier or ObjectStoreCarrier(self.store)
-        self.publisher = Publisher(WeightsConfig(**settings), self.carrier)
+    def __init__(self, params, **settings):
+        self.carrier = MemoryCarrier()
+        self.publisher = Publisher(self.carrier, **settings)
         self.params, self.now_s = params, 0.0
         self.offers = []
 
-    def subscriber(self, name="worker", change=lambda text: text):
-        def ask(source, have):
-            self.offers.append(self.publisher.offer(name, have, self.now_s))
-            return change(self.offers[-1])
-
-        return Subscriber(self.params, self.carrier, ask, deadline_s=5.0)
+    def subscriber(self):
+        return Subscriber(self.params, self.carrier)
 
     def publish(self, version, params):
         self.publisher.publish(version, params, self.now_s)
 
+    def offer(self, subscriber, name="worker"):
+        self.offers.append(self.publisher.offer(name, subscriber.have(), self.now_s))
+        return self.offers[-1]
+
     def update(self, subscriber, name="worker"):
-        """Fetch, swap, and tell the publisher; returns the weights."""
-        staged = subscriber.fetch()
-        assert staged is not None
-        params = subscriber.swap(staged)
-        self.publisher.taken(name, subscriber.have())
+        """Offer, stage, swap and release; returns the weights."""
+        params = subscriber.swap(subscriber.stage(self.offer(subscriber, name)))
+        self.publisher.release(name)
         return params
 
 

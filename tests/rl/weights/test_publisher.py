@@ -1,17 +1,14 @@
-"""What a publisher offers to whom, what it keeps, and that it waits for nobody."""
+"""A publisher's offers, the versions that it keeps, and that it waits for no subscriber."""
 
 import gc
 import json
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from weights_by_hand import Pair, same_bits
 
-from rl.weights.config import WeightsConfig
 from rl.weights.errors import CarrierError
 from rl.weights.offers import VersionId
 
@@ -34,7 +31,7 @@ def weights(version):
 
 
 def kinds(pair):
-    """Of each offer: whether it began with a full copy, and how many deltas it had."""
+    """For each offer: whether it starts with a full copy, and its number of deltas."""
     bodies = [json.loads(text.partition("\n")[2]) for text in pair.offers if text]
     return [(b["base"] is None, len(b["links"]) - (b["base"] is None)) for b in bodies]
 
@@ -50,18 +47,18 @@ def test_a_full_copy_then_deltas_then_nothing(pair):
         pair.publish(version, weights(version))
         assert same_bits(pair.update(worker), weights(version))
         assert worker.version == version == pair.publisher.newest
-    assert worker.fetch() is None
+    assert pair.offer(worker) is None
     assert kinds(pair) == [(True, 0), (False, 1), (False, 1)]
-    assert max(pair.store.seen[1:]) < 0.03 * FULL_BYTES
+    assert max(pair.carrier.seen[1:]) < 0.03 * FULL_BYTES
 
 
 def test_a_slow_one_gets_all_deltas_and_a_late_one_a_full_copy(pair):
-    slow = pair.subscriber("slow")
+    slow = pair.subscriber()
     pair.publish(0, weights(0))
     pair.update(slow, "slow")
     for version in range(1, 4):
         pair.publish(version, weights(version))
-    late = pair.subscriber("late")
+    late = pair.subscriber()
     assert same_bits(pair.update(slow, "slow"), weights(3))
     assert same_bits(pair.update(late, "late"), weights(3))
     assert kinds(pair) == [(True, 0), (False, 3), (True, 0)]
@@ -94,7 +91,7 @@ def test_deltas_are_bounded_in_number_and_bytes(pair):
     assert kinds(pair)[-1] == (True, 0)  # 8 are kept, 11 would be needed
     assert FULL_BYTES < pair.publisher.held_bytes < 1.2 * FULL_BYTES
 
-    none = Pair(weights(0), most_delta_mib=0)
+    none = Pair(weights(0), max_delta_bytes=0)
     for version in range(3):
         none.publish(version, weights(version))
     assert none.publisher.held_bytes == FULL_BYTES
@@ -126,8 +123,8 @@ def test_readers_of_an_older_copy_share_it_and_go_on_by_deltas(pair):
     copies = []
     for version in range(1, 6):
         pair.publish(version, weights(version))
-        worker = pair.subscriber(f"joins at {version}")
-        assert same_bits(worker.swap(worker.fetch()), weights(version))  # and says nothing
+        offer = pair.offer(worker := pair.subscriber(), f"joins at {version}")
+        assert same_bits(worker.swap(worker.stage(offer)), weights(version))  # not released
         copies.append(pair.publisher.held_bytes)
     assert kinds(pair) == [(True, n) for n in range(1, 6)]
     assert max(copies) < 2.2 * FULL_BYTES
@@ -135,64 +132,33 @@ def test_readers_of_an_older_copy_share_it_and_go_on_by_deltas(pair):
     pair.now_s = 1000.0  # all leases are over
     pair.publish(6, weights(6))
     assert pair.publisher.held_bytes < 1.2 * FULL_BYTES
-    assert pair.store.num_bytes < 0.2 * FULL_BYTES  # deltas that were read; no full copy
+    assert pair.carrier.num_bytes < 0.2 * FULL_BYTES  # deltas that were read; no full copy
 
 
-def test_publishing_waits_for_no_reader(pair):
-    """One in the middle of its copy: its version stays for it, and it goes on by deltas."""
+def test_a_reader_of_an_older_version_continues_by_deltas(pair):
     pair.publish(0, weights(0))
-    reading, go_on, get = threading.Event(), threading.Event(), pair.store.get
-
-    def slow_get(key, timeout_s):
-        reading.set()
-        assert go_on.wait(30)
-        return get(key, timeout_s)
-
-    pair.store.get = slow_get
     worker = pair.subscriber()
-    with ThreadPoolExecutor(1) as pool:
-        staged = pool.submit(worker.fetch)
-        assert reading.wait(30)
-        for version in range(1, 8):
-            pair.publish(version, weights(version))
-        assert not staged.done()
-        go_on.set()
-        assert same_bits(worker.swap(staged.result(30)), weights(0))
+    offer = pair.offer(worker)
+    for version in range(1, 8):
+        pair.publish(version, weights(version))
+    assert same_bits(worker.swap(worker.stage(offer)), weights(0))
     assert same_bits(pair.update(worker), weights(7))
     assert kinds(pair) == [(True, 0), (False, 7)]
 
 
-def test_what_was_dropped_is_asked_for_again(pair):
+def test_a_dropped_payload_needs_another_offer(pair):
     pair.publish(0, weights(0))
     worker = pair.subscriber()
     offer = pair.publisher.offer("worker", None, 0.0)
-    pair.publisher.forget("worker")  # lost for its heartbeat, say
+    pair.publisher.release("worker")  # lost
     pair.publish(1, weights(1))
-    with pytest.raises(CarrierError, match="expected .*, found none"):
-        worker.stage([offer])
+    with pytest.raises(CarrierError, match="expected the weights of this offer with it, got none"):
+        worker.stage(offer)
     assert worker.version is None and same_bits(pair.update(worker), weights(1))
 
 
-def test_ages_are_reported_and_bounded(pair):
-    worker = pair.subscriber()
-    pair.publish(0, weights(0))
-    assert pair.publisher.must_fetch("worker", 0.0)
-    pair.update(worker)
-    for version in (1, 2):
-        pair.now_s = 10.0 * version
-        pair.publish(version, weights(version))
-    age = pair.publisher.ages(25.0)["worker"]
-    assert (age.versions, age.seconds) == (2, 15.0)
-    assert pair.publisher.must_fetch("worker", 25.0)
-    pair.update(worker)
-    assert pair.publisher.ages(26.0)["worker"].versions == 0
-    assert not pair.publisher.must_fetch("worker", 26.0)
-    pair.publisher.forget("worker")
-    assert pair.publisher.ages(26.0) == {}
-
-
 def test_three_hundred_versions_leave_nothing_behind():
-    """Arrays that were published, staged and given up are gone; so is what the store had."""
+    """Arrays that were published, staged and given up are gone, and so are payloads."""
     pair = Pair(weights(0), kept_deltas=3)
     worker, stays = pair.subscriber(), []
     for version in range(300):
@@ -204,25 +170,10 @@ def test_three_hundred_versions_leave_nothing_behind():
             stays.append(weakref.ref(params["big"]))
             stays.append(weakref.ref(pair.publisher._newest.pieces[0].bytes_n.base))
         pair.now_s += 10.0
-        assert pair.store.num_bytes <= 2.5 * FULL_BYTES
+        assert pair.carrier.num_bytes <= 2.5 * FULL_BYTES
         assert pair.publisher.held_bytes <= 2.5 * FULL_BYTES
     del params
     gc.collect()
     assert len(stays) == 4 and [ref() for ref in stays] == [None] * 4
     pair.publisher.close()
-    assert pair.store.num_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("kept_deltas", -1, "0 or more"),
-        ("part_mib", 0, "1 or more"),
-        ("most_versions_behind", -1, "0 or more"),
-        ("deadline_s", 0.0, "more than 0"),
-        ("lease_s", float("nan"), "more than 0"),
-    ],
-)
-def test_settings_that_cannot_be(field, value, expected):
-    with pytest.raises(ValueError, match=f"Weights.{field}: expected {expected}"):
-        WeightsConfig(**{field: value})
+    assert pair.carrier.num_bytes == 0

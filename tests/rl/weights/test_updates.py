@@ -56,7 +56,7 @@ def test_two_hundred_versions_without_an_error():
         assert same_bits(got, published), f"version {version}"
         assert before < 1.5 * full_bytes
         if version:
-            shares.append(pair.store.seen[-1] / full_bytes)
+            shares.append(pair.carrier.seen[-1] / full_bytes)
             changed += shares[-1] > 0
     assert changed == len(shares), "expected every update to change some weights"
-    assert max(shares) < 0.05 and sum(pair.store.seen) < full_bytes * (1 + 0.05 * VERSIONS)
+    assert max(shares) < 0.05 and sum(pair.carrier.seen) < full_bytes * (1 + 0.05 * VERSIONS)
