@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST_SECONDS = 1e5  # of a round
-ROUND, CHUNKS = "packed round", "draws in chunks"  # names among the tables
+ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "  # names of tables
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
-OLDER = ("round", "lookup")  # rounds that older runs timed
 Table = Mapping[tuple[int, int, int], float]
 
 
@@ -114,7 +113,7 @@ class RoundTimes:
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
         tables = {ROUND: self._seconds, CHUNKS: self._chunks}
-        tables |= {f"draft {name}": table for name, table in self._drafts.items()}
+        tables |= {f"{DRAFT}{name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
@@ -126,9 +125,9 @@ class RoundTimes:
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MOST_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
+            if name not in (ROUND, CHUNKS) and not str(name).startswith(DRAFT):
+                raise ValueError(f"expected {ROUND}, {CHUNKS} or {DRAFT}…, got {name!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
         rounds, chunks = tables.pop(ROUND), tables.pop(CHUNKS)
-        for name in OLDER:
-            tables.pop(name, None)
-        drafts = {name.removeprefix("draft "): table for name, table in tables.items()}
+        drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
         return RoundTimes(rounds, drafts, chunks)

@@ -202,7 +202,7 @@ class Ground:
         trajectories = [dataclasses.replace(t, reward=r) for t, r in scored]
         advantages = group_advantages([r for _, r in scored], [t.group_id for t in trajectories])
         longest = max(len(q.prompt_ids) for q in self.questions) + self.sizes.new_tokens
-        settings = TrainerConfig(micro_batch_tokens=1024, logprob_chunk_tokens=256, remat=True)
+        settings = TrainerConfig(micro_batch_tokens=1024, logprob_chunk_tokens=256, remat="layer")
         optimizer = OptimizerConfig(learning_rate=MEASURED_RATE)
         recipe = TrainSpec(self.model, AlgorithmConfig(), settings, optimizer, total_steps=1)
         shape = trainer.batch_shape(recipe, longest)

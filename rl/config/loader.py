@@ -39,8 +39,6 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 MAX_VALUES = 10_000  # in a configuration, with macros expanded
 MAX_DEPTH = 32  # of nested lists and macros
 
-RENAMED_SECTIONS = {"Evaluate": "Eval"}
-
 C = TypeVar("C")
 
 
@@ -64,9 +62,6 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
         if "." in binding.name:
             section, field = _known_name(sections, binding)
             value = macros.expand(binding.value, binding.where, ())
-            if field in section.retired:
-                section.refuse_change(field, value, binding.where)
-                continue
             value = section.checked(value, field, binding.where)
             bound[section.name][field] = dataclasses.replace(binding, value=value)
     macros.refuse_unused(sections)
@@ -157,22 +152,6 @@ class _Section:
     instance: object | None  # whose values are the defaults, where the schema gives one
 
     @property
-    def retired(self) -> Mapping[str, object]:
-        """Former fields with their defaults, which older runs still set in their config.gin.
-
-        Where the default is `...` any value is read: none changed what a run gave.
-        """
-        return getattr(self.cls, "RETIRED", {})
-
-    def refuse_change(self, field: str, value: object, where: str) -> None:
-        """Raise ConfigError where a former field has another value than its default."""
-        if self.retired[field] not in (..., value):
-            raise ConfigError(
-                f"{where}: {self.name}.{field} is no longer a field: expected its former default "
-                f"{literal(self.retired[field])}, got {shown(value, 200)}; delete this line"
-            )
-
-    @property
     def fields(self) -> list[dataclasses.Field[Any]]:
         return [field for field in dataclasses.fields(self.cls) if field.init]
 
@@ -250,13 +229,11 @@ def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Se
     name, _, field = binding.name.rpartition(".")
     if name not in sections:
         hint = nearest(name, sections) or _home_of(field, sections)
-        if (now := RENAMED_SECTIONS.get(name)) in sections:
-            hint = f" {name} is now {now}: write {now}.{field}."
         raise ConfigError(
             f"{binding.where}: no section {name}.{hint} Sections: {', '.join(sorted(sections))}"
         )
     names = [f.name for f in sections[name].fields]
-    if field not in names and field not in sections[name].retired:
+    if field not in names:
         hint = nearest(field, names, f"{name}.") or _home_of(field, sections)
         raise ConfigError(
             f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"

@@ -16,7 +16,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -72,8 +72,6 @@ class TaskConfig:
     as they stand; or `none`. The template is given `chat_template_kwargs`, for example
     (("enable_thinking", False),).
     """
-
-    RETIRED: ClassVar = {"seed_offset": 0}
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
     weights: tuple[float, ...] = ()

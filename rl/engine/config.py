@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from rl.config.values import found_size
 from spec.buckets import bucket, buckets
@@ -36,13 +36,6 @@ class EngineConfig:
     requests wait and are computed again. `slots` and `pages` of "auto" are found by what the
     programs of the run need of a device's memory (`rl.targets.sizes`).
     """
-
-    RETIRED: ClassVar = {
-        "min_nodes": 2,
-        "min_prompt_tokens": ...,
-        "verify_tokens": 2048,
-        "verify_row_tokens": 768,
-    }
 
     slots: int | Literal["auto"] = 64
     min_slots: int = 4

@@ -21,7 +21,7 @@ class TrainerConfig:
     logits at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where
     rollouts are exact up to rounding only; float32 is in full precision on every backend. Master
     weights are always float32. `remat` says what the backward pass computes again instead of
-    keeping it: none; layer (or True), all but each layer's input, for a third more work; layer:N,
+    keeping it: none; layer, all but each layer's input, for a third more work; layer:N,
     all but the input of every N-th layer, for up to two thirds more work; dots, all but the
     products with weights. auto is none on a CPU and layer elsewhere. An update with a loss or
     gradient that is not finite is never applied: `on_nonfinite` says whether it stops the run, or
@@ -32,7 +32,7 @@ class TrainerConfig:
     minibatches: int = 1
     micro_batch_tokens: int | Literal["auto"] = 8192
     logprob_chunk_tokens: int = 1024
-    remat: bool | str = "auto"
+    remat: str = "auto"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
@@ -48,7 +48,7 @@ class TrainerConfig:
         try:
             layers_kept_apart(self.remat_on(is_cpu=True))
         except ValueError as error:
-            raise ValueError(f"remat: {error}; 'auto', True and False are taken too") from None
+            raise ValueError(f"remat: {error}; or 'auto'") from None
         if self.on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {self.on_nonfinite!r}")
         if self.compute_dtype not in ("auto", "float32", "bfloat16"):
@@ -75,8 +75,6 @@ class TrainerConfig:
         """Return what is computed again there, by a name of `models.remat`."""
         if self.remat == "auto":
             return "none" if is_cpu else "layer"
-        if isinstance(self.remat, bool):
-            return "layer" if self.remat else "none"
         return self.remat
 
     @property

@@ -338,17 +338,18 @@ class AsyncRollouts:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned, or the same of an older run, which has less."""
+        """Continue from the result of `state`; it is empty if the run had another mode so far."""
+        if not state:
+            return
         system, before = self._system, self._first - 1
-        self._lengths = {key: tuple(lengths) for key, lengths in state.get("lengths", {}).items()}
-        self._cursor = int(state.get("cursor", 0))
-        if (late := state.get("late")) is not None:
-            self._late.load_state(late)
-        lenience, now = state.get("log_lenience"), self._answering.get(self._first)
+        self._lengths = {key: tuple(lengths) for key, lengths in state["lengths"].items()}
+        self._cursor = int(state["cursor"])
+        self._late.load_state(state["late"])
+        lenience, now = state["log_lenience"], self._answering.get(self._first)
         if lenience is not None and now is not None and now.rule is not None:
             rule = dataclasses.replace(now.rule, log_lenience=float(lenience))
             self._answering[self._first] = dataclasses.replace(now, rule=rule)
-        if (begins := state.get("begins")) is not None and state["unfinished"]["groups"]:
+        if (begins := state["begins"]) is not None and state["unfinished"]["groups"]:
             self._unfinished = unfinished.load(state["unfinished"])
             prompts = prompts_at(system, begins, system.config.rollout.prompts_per_step)
             self._asked[before] = Asked(begins, self._first_group(before), prompts)

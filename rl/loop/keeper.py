@@ -144,23 +144,21 @@ def resume(
     host, done, arrays = restored.host, restored.step, restored.arrays
     for part in restored.lacking:
         system.show.message(f"the checkpoint holds no {part[1:]}: it begins after step {done}")
-    if cached := host.get("rollouts"):
-        files = None if restored.files is None else Folder(restored.files)
-        system.cache.load_state(cached, files, restored.damaged_files)
-    system.reuse.load_state(host.get("reuse", {}))
-    system.speculation.load_state(host.get("speculation", {}))
+    files = None if restored.files is None else Folder(restored.files)
+    system.cache.load_state(host["rollouts"], files, restored.damaged_files)
+    system.reuse.load_state(host["reuse"])
+    system.speculation.load_state(host["speculation"])
     if drafter is not None and ".drafter" not in restored.lacking:
         drafter.load(arrays.drafter, host["drafter"], exact=drafter.waits_for_training)
     now = [len(system.inputs.task), system.inputs.data_digest]
-    if (then := host.get("data", now)) != now:
+    if (then := host["data"]) != now:
         system.show.message(
             f"warning: the data is not that of step {done} ({then[0]:,} examples then, {now[0]:,} "
             "now): until the next epoch some may come again, and others not at all"
         )
-    # checkpoints from before dynamic sampling hold no cursor: it followed from the step
-    cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
     behind = None if ".behind" in restored.lacking else arrays.behind
-    return RunPosition(done, int(host["num_tokens"]), cursor), arrays.state, behind, host
+    position = RunPosition(done, int(host["num_tokens"]), int(host["cursor"]))
+    return position, arrays.state, behind, host
 
 
 def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> None:

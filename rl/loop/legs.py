@@ -41,7 +41,7 @@ def note(folder: Path, after_step: int) -> None:
 
 
 def read(folder: Path) -> list[Leg]:
-    """Return the legs of a run folder; none for a run from before legs were noted.
+    """Return the legs of a run folder; none if it has no file of them.
 
     Rows that no run writes are left out: the folder may come from somebody else.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from typing import ClassVar, Literal
+from typing import Literal
 
 from spec.budget.config import LEARNED, MODEL, parse_budget
 from spec.draft_model.config import ChainConfig, Proposal
@@ -37,7 +37,6 @@ class SpeculationConfig:
     defaults are RhymeRL's (section 5.4).
     """
 
-    RETIRED: ClassVar = {"history_rule": "ours"}  # "histospec" is a source of that name now
     budget: str = "goodput"
     sources: tuple[SourceName, ...] = ("last", "history", "group", "own")
     group_update_tokens: int = 4

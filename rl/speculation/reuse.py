@@ -140,7 +140,7 @@ class Reuse:
         return {"log_lenience": self._log_lenience}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._log_lenience = float(state.get("log_lenience", self._log_lenience))
+        self._log_lenience = float(state["log_lenience"])
 
     def _at(self, step: int) -> float:
         return self._schedule.at(self.mode.lenience, self._log_lenience, step)

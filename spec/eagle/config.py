@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from typing import ClassVar, Literal
+from typing import Literal
 
 from models.config import ModelConfig
 
@@ -108,18 +108,6 @@ class DrafterTrainingConfig:
     rises over `warmup_steps` and is constant then, as training lasts as long as the policy's.
     """
 
-    # former fields and their defaults: the variant's paper sets them (`VARIANTS`), or training
-    RETIRED: ClassVar = {
-        "objective": "cross_entropy",
-        "feature_weight": None,
-        "token_weight": None,
-        "unroll_steps": None,
-        "unroll_decay": None,
-        "clip_norm": 0.5,
-        "b1": 0.9,
-        "b2": 0.95,
-        "weight_decay": 0.0,
-    }
     variant: Variant = "eagle"
     chunk_tokens: int = 4096
     learning_rate: float = 3e-4

@@ -315,7 +315,7 @@ class RolloutCache:
         problems.
         """
         self._clear()
-        for entry, name, num_bytes, sha256 in state.get("files", ()):
+        for entry, name, num_bytes, sha256 in state["files"]:
             if name in damaged or source is None or not source.is_file(name):
                 self.problems.append(f"cached responses to {entry!r} are skipped: {name} is lost")
             elif self.folder is None:

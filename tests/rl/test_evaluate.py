@@ -89,7 +89,7 @@ def test_the_newest_checkpoint_damaged(run, tmp_path, capsys):
         (["--policy", "no/such/policy"], "no/such/policy"),
         (["--policy", "policies/tiny", "--output", "no/such/folder/x.json"], "no folder"),
         (["--policy", "policies/tiny", "--gin.Eval.sample=3"], "Did you mean Eval.samples"),
-        (["--policy", "policies/tiny", "--gin.Evaluate.samples=3"], "Evaluate is now Eval"),
+        (["--policy", "policies/tiny", "--gin.Evaluate.samples=3"], "Did you mean Eval?"),
         (["--policy", "policies/tiny", "--gin.Eval.num_prompts=0"], "which evaluates nothing"),
         (["--policy", "policies/tiny", "--step", "best"], "--step: expected a --run"),
     ],

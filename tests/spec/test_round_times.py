@@ -45,9 +45,10 @@ def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():
     assert none_measured.chunks_pay(8, 64, 64)
 
 
-def test_rows_of_a_table_that_older_runs_had_are_left_out():
-    older = [*TIMES.rows(), ["lookup", 8, 4, 64, 1.5], ["round", 8, 1, 64, 1.5]]
-    assert RoundTimes.from_rows(older).rows() == TIMES.rows()
+def test_rows_of_an_unknown_table_are_refused():
+    assert RoundTimes.from_rows(TIMES.rows()).rows() == TIMES.rows()
+    with pytest.raises(ValueError, match="expected packed round, draws in chunks or draft …, got"):
+        RoundTimes.from_rows([*TIMES.rows(), ["lookup", 8, 4, 64, 1.5]])
 
 
 def test_more_nodes_never_take_less_time():

@@ -23,8 +23,6 @@ from rl.drafter_training.offline import OfflineConfig
 from rl.loop.experiment import TrainConfig
 from rl.simulation.config import SimulateRun
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -369,17 +367,6 @@ def test_describe_gives_type_default_and_comment():
     assert "Rollout.draw: one of 'cdf', 'gumbel' = 'cdf'" in text
     assert "    Where a run lives.\n\n    Second paragraph." in text
     assert "Data.task: str required" in describe(Required)
-
-
-def test_a_former_field_is_read_with_its_default_only():
-    assert load(TrainConfig, [], ["Task.seed_offset=0"]) == load(TrainConfig)
-    with pytest.raises(ConfigError, match="Task.seed_offset is no longer a field.* default 0, got"):
-        load(TrainConfig, [], ["Task.seed_offset=3"])
-
-
-def test_the_configuration_that_an_older_run_wrote_is_read():
-    """A run is resumed with its own config.gin: a field that goes belongs into `RETIRED`."""
-    assert load(TrainConfig, [GOLDEN / "older_run.gin"]).run.steps > 0
 
 
 # --- command line -----------------------------------------------------------------------

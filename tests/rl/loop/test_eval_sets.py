@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import tiny_run
-from rl.config.loader import ConfigError, load
+from rl.config.loader import load
 from rl.data.tasks import TaskConfig, open_tasks
 from rl.loop.eval_sets import EvalConfig, EvalSet, EvalSets, open_sets, split_names
 from rl.loop.experiment import TrainConfig, open_inputs, remarks
@@ -78,13 +78,6 @@ def test_it_is_due_before_at_the_end_and_in_between():
 
     assert due(3) == [0, 3, 6, 7]
     assert due(0) == [0, 7]
-
-
-def test_the_former_section_says_what_it_is_called_now(tiny):
-    with pytest.raises(
-        ConfigError, match=r"no section Evaluate\. Evaluate is now Eval: write Eval"
-    ):
-        load(TrainConfig, [tiny], ["Evaluate.samples=4"])
 
 
 def test_names_are_given_or_short():

@@ -27,7 +27,7 @@ SETTINGS = (
     "Sampling.max_new_tokens=192",
     "Trainer.micro_batch_tokens=1024",
     "Trainer.logprob_chunk_tokens=256",
-    "Trainer.remat=False",
+    "Trainer.remat='none'",
     "Engine.slots=16",
     "Engine.min_positions=256",
     "Engine.max_nodes=8",
@@ -84,7 +84,7 @@ def test_a_device_holds_its_shards():
 def test_each_setting_moves_the_part_it_should():
     plain = parts()
     kept = "activations"
-    assert parts("Trainer.remat=True")[kept] < plain[kept] / 4
+    assert parts("Trainer.remat='layer'")[kept] < plain[kept] / 4
     assert parts("Sampling.max_new_tokens=448")[kept] > 1.2 * plain[kept], "scores are quadratic"
     at_work = "a layer's gradient, or logits"
     assert parts("Trainer.logprob_chunk_tokens=1024")[at_work] > plain[at_work]
@@ -102,7 +102,7 @@ def test_long_rows_take_memory_by_their_length_alone():
     long = dataclasses.replace(MODEL, max_positions=2**15)
 
     def of(tokens):
-        found = parts(f"Sampling.max_new_tokens={tokens - 64}", "Trainer.remat=True", model=long)
+        found = parts(f"Sampling.max_new_tokens={tokens - 64}", "Trainer.remat='layer'", model=long)
         return found["activations"]
 
     assert of(2**14) == 2 * of(2**13) == 4 * of(2**12)
@@ -115,9 +115,8 @@ def test_remat_follows_the_backend():
     accelerator = Devices(1, None, is_cpu=False, shared=False)
     found = parts("Trainer.remat='auto'", devices=accelerator)
     assert found["activations"] < parts()["activations"] / 4
-    assert found == parts("Trainer.remat=True", devices=accelerator)
     assert found == parts("Trainer.remat='layer'", devices=accelerator)
-    assert parts("Trainer.remat='none'") == parts("Trainer.remat=False") == parts()
+    assert parts("Trainer.remat='none'") == parts()
 
 
 def test_more_layers_apart_keep_less():
