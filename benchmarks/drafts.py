@@ -194,7 +194,6 @@ def _live(
         rows_A=alive_A.astype(np.int32),
         request_ids_A=alive_A.astype(np.int64),
         group_ids_A=np.zeros(len(alive_A), np.int64),
-        sample_indices_A=alive_A.astype(np.int64),
         prompt_tokens_A=np.full(len(alive_A), group.prompt_tokens, np.int32),
         total_tokens_A=totals_A[alive_A],
         remaining_tokens_A=ends_A[alive_A] - totals_A[alive_A],

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import MeshConfig
-from models.layout import AXES, Entry, axis_ways, fitting_axes, mesh_axes, rollout_tensor
+from models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -44,11 +44,6 @@ def rollout_mesh(
     ways = len(devices) if weight_ways is None else weight_ways
     tensor = rollout_tensor(len(devices), ways, num_kv_heads, asked)
     return make_mesh(MeshConfig(tensor=tensor), devices)
-
-
-def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """Return `mesh_axes` as a PartitionSpec."""
-    return PartitionSpec(*mesh_axes(axes))
 
 
 def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:

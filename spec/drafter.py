@@ -47,7 +47,6 @@ class LiveSlots:
     rows_A: np.ndarray
     request_ids_A: np.ndarray
     group_ids_A: np.ndarray
-    sample_indices_A: np.ndarray
     prompt_tokens_A: np.ndarray
     total_tokens_A: np.ndarray
     remaining_tokens_A: np.ndarray

@@ -82,7 +82,7 @@ def attend_pages(
     q_BKnRh = _row_tiles(q_BWHh, K)
     n = q_BKnRh.shape[2]
     tiles = tiles or gpu_page_tiles(B * K * n, N, T, h)
-    call = _Call(B, K, n, h, T, N, tiles, WarpGroup(bool(interpret)))
+    call = _Call(B, K, h, T, N, tiles, WarpGroup(bool(interpret)))
     varying = jax.typeof(q_BWHh).manual_axis_type  # under shard_map results vary as queries do
     shape = tiles.parts, B, K, n, ROWS
     found = plgpu.kernel(
@@ -113,7 +113,6 @@ class _Call:
 
     num_slots: int
     num_kv_heads: int
-    num_tiles: int
     head_dim: int
     page_tokens: int
     max_pages: int

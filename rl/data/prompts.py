@@ -37,10 +37,6 @@ class DataOrder:
         if self.seed < 0:
             raise ValueError(f"the data seed must be 0 or more, got {self.seed}")
 
-    def epoch(self, cursor: int) -> int:
-        """Return the epoch of the example at `cursor`."""
-        return cursor // self.num_examples
-
     def indices(self, cursor: int, count: int) -> np.ndarray:
         """Return the example indices at positions cursor … cursor+count−1, int64 [count].
 

@@ -63,7 +63,6 @@ class SlotTable:
         self._num_entered = 0
         self.request_ids_B = np.zeros(B, np.int64)
         self.group_ids_B = np.zeros(B, np.int64)
-        self.sample_indices_B = np.zeros(B, np.int64)
         self.rule_B = np.zeros(B, np.int32)  # of `endings`, and the state that its text is in
         self.state_B = np.zeros(B, np.int32)
         self.stopped_B = np.zeros(B, bool)  # by an end token or a stop string
@@ -113,10 +112,6 @@ class SlotTable:
     def emitted_B(self) -> np.ndarray:
         return self.total_tokens_B - self.prompt_tokens_B
 
-    def longest_cached(self) -> int:
-        """Return the live cache positions of the longest busy row."""
-        return int(self.cached_tokens_B[self.busy_B].max(initial=0))
-
     def free_rows(self) -> list[int]:
         return np.nonzero(~self.busy_B)[0].tolist()
 
@@ -162,7 +157,6 @@ class SlotTable:
         self._num_entered += 1
         self.entered_B[row] = self._num_entered
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
-        self.sample_indices_B[row] = request.sample_index
         if self.cached is not None:
             self.cached.enter(row, partial)
             self._look_ahead(row)
@@ -278,7 +272,6 @@ class SlotTable:
             rows_A=rows.astype(np.int32),
             request_ids_A=self.request_ids_B[rows],
             group_ids_A=self.group_ids_B[rows],
-            sample_indices_A=self.sample_indices_B[rows],
             prompt_tokens_A=self.prompt_tokens_B[rows],
             total_tokens_A=self.total_tokens_B[rows],
             remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],

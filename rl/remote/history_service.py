@@ -261,7 +261,3 @@ class HistoryProgram(ServiceProgram):
 
     def _forget(self, key: str) -> None:
         self._num_bytes -= len(self._blobs.pop(key, b""))
-
-
-def _cached(prompts: Mapping[str, PromptTail]) -> list[str]:
-    return [key for key, prompt in prompts.items() if prompt.checksum is not None]

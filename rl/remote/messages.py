@@ -46,8 +46,6 @@ from spec.eagle.data_buffer import RequestSample
 from spec.reuse.prefix_rule import PrefixRule
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, Scores
 
-MOST_TEXT = 2**26  # characters of an error, a table
-
 
 @dataclasses.dataclass(frozen=True)
 class Hello:

@@ -110,7 +110,6 @@ class RequestTexts:
             rows_A=np.array([r.row for r in rows], np.int64),
             request_ids_A=ids_A,
             group_ids_A=ids_A,
-            sample_indices_A=np.zeros(len(rows), np.int64),
             prompt_tokens_A=np.array([r.prompt_tokens for r in rows], np.int32),
             total_tokens_A=np.array(total_A, np.int32),
             remaining_tokens_A=np.array(left_A, np.int32),

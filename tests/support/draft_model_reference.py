@@ -98,7 +98,6 @@ class Host:
             rows_A=np.array([self.rows[r] for r in ids], np.int64),
             request_ids_A=np.array(ids, np.int64),
             group_ids_A=np.zeros(len(ids), np.int64),
-            sample_indices_A=np.zeros(len(ids), np.int64),
             prompt_tokens_A=np.array([self.prompt_tokens[r] for r in ids], np.int32),
             total_tokens_A=total_A,
             remaining_tokens_A=LONGEST - total_A,

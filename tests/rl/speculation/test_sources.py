@@ -38,7 +38,6 @@ def live(group, response):
         rows_A=0 * one,
         request_ids_A=np.array([group]),
         group_ids_A=np.array([group]),
-        sample_indices_A=0 * one,
         prompt_tokens_A=len(prompt) * one,
         total_tokens_A=tokens.shape[1] * one,
         remaining_tokens_A=99 * one,

@@ -18,7 +18,6 @@ def live(texts, prompt_tokens=1):
         rows_A=np.arange(A),
         request_ids_A=np.array(list(texts), np.int64),
         group_ids_A=np.zeros(A, np.int64),
-        sample_indices_A=np.zeros(A, np.int64),
         prompt_tokens_A=np.full(A, prompt_tokens, np.int32),
         total_tokens_A=total_A,
         remaining_tokens_A=16 - total_A,

@@ -16,7 +16,6 @@ def live(response, request_id=5):
         rows_A=0 * one,
         request_ids_A=np.array([request_id]),
         group_ids_A=0 * one,
-        sample_indices_A=0 * one,
         prompt_tokens_A=2 * one,
         total_tokens_A=tokens.shape[1] * one,
         remaining_tokens_A=99 * one,
