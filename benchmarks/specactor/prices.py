@@ -13,14 +13,11 @@ from sched.simulator.roofline import (
     Efficiency,
     Instance,
     RoundCost,
-    dense,
 )
 
 WORKERS, DEVICES = 4, 8  # and devices of each
 VERIFIER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.1-70B"], DEVICES, Efficiency())
 DRAFTER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.2-1B"], 1, Efficiency())
-# A layer of the verifier, what joins hidden states and embeddings, and the head.
-EAGLE = dense("EAGLE of Llama-3.1-70B", 0.86e9 + 0.13e9 + 1.05e9, 1, 64, 8, 128)
 FAN_OUT = 6  # guesses of each next token
 COUPLED, FREE_RUNNING, ENUMERATION = "coupled", "free_running", "enumeration"
 PROMPT_POSITIONS = 2000  # that each request is taken to hold beside its own: real prompts
@@ -43,12 +40,6 @@ def draft_seconds(requests: float, devices: float, nodes_each: float = 1.0) -> f
     """Return the seconds of a pass of a draft model, which is on each of so many devices."""
     each = max(requests / devices, 1.0)
     return DRAFTER.round_seconds(each, each * PROMPT_POSITIONS, nodes_each)
-
-
-def eagle_seconds(requests: float, devices: int, top_k: int) -> float:
-    """Return the seconds of a level of EAGLE's search, whose weights are split over devices."""
-    drafter = Instance(ACCELERATORS["H100"], EAGLE, devices, Efficiency())
-    return drafter.round_seconds(requests, requests * PROMPT_POSITIONS, top_k)
 
 
 def step_price(way: str, devices: float) -> Callable[[int, int], float]:

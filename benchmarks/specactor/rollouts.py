@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks import environment, workloads
 from benchmarks.specactor.prices import (
@@ -33,10 +33,8 @@ from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
-from spec.decoupled.states import StateReader
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, EnumeratingDraftModel
-from spec.drafter import Drafter, Source
 from spec.sampling import step_key
 
 POLICY, DRAFT_MODEL = workloads.BASE_POLICY, environment.ROOT / "policies" / "tiny_draft"
@@ -96,28 +94,11 @@ class Played:
         return sum(self.drafted_rounds) / max(self._requests_rounds, 1)
 
 
-class Apart(NamedTuple):
-    """What drafts on a drafting worker for a verifying one, which may read states for it."""
-
-    ahead: DraftingAhead
-    source: Source = Source.MODEL
-    states: StateReader | None = None
-
-
 class Bench:
-    """One policy and draft model; its rollouts share what is compiled.
+    """One policy and draft model; its rollouts share compiled programs."""
 
-    Verifying workers keep the hidden states of `feature_layers`.
-    """
-
-    def __init__(
-        self,
-        models: Models,
-        max_new_tokens: int,
-        draw: str,
-        feature_layers: tuple[int, ...] | None = None,
-    ) -> None:
-        self.models, self.feature_layers = models, feature_layers
+    def __init__(self, models: Models, max_new_tokens: int, draw: str) -> None:
+        self.models = models
         self.sampling = SamplingConfig(max_new_tokens=max_new_tokens, draw=draw)  # type: ignore[arg-type]
         self.longest_tokens = 128 + max_new_tokens
         self.key = step_key(0, 0)
@@ -125,7 +106,7 @@ class Bench:
     def engine(self, slots: int, time: VirtualTime, price: Any) -> PricedEngine:
         size = {"slots": slots, "min_slots": slots, "min_positions": self.longest_tokens}
         config = EngineConfig(**size, rounds_per_fetch=1, max_nodes=16, max_round_nodes=16 * slots)
-        engine = PricedEngine(self.models.policy, config, feature_layers=self.feature_layers)
+        engine = PricedEngine(self.models.policy, config)
         engine.expect(slots, self.longest_tokens)
         engine.set_prices(time, price)
         return engine
@@ -143,24 +124,11 @@ class Bench:
         def drafter_of(engine: PricedEngine) -> DraftModelDrafter | None:
             return self.drafter(DraftModelDrafter, engine, window) if window else None
 
-        draft_s = lambda live: window * draft_seconds(live, DEVICES)  # noqa: E731
-        return self.alone(requests, window, drafter_of, draft_s)
-
-    def alone(
-        self,
-        requests: Sequence[Request],
-        window: int,
-        drafter_of: Callable[[PricedEngine], Drafter | None],
-        draft_s: Callable[[int], float],
-    ) -> Played:
-        """Play workers that draft for themselves, each with its share of the requests.
-
-        `draft_s` are the seconds of drafts for so many live requests.
-        """
         time = VirtualTime()
 
         def price(record: RoundRecord, drafted: int) -> float:
-            drafting_s = draft_s(len(record.request_ids_A)) if drafted else 0.0
+            live = len(record.request_ids_A)
+            drafting_s = window * draft_seconds(live, DEVICES) if drafted else 0.0
             return verify_price(record, drafted) + drafting_s
 
         shares = _shares(requests, WORKERS)
@@ -168,39 +136,21 @@ class Bench:
         return self._play(time, engines, shares, [drafter_of(e) for e in engines], window)
 
     def ahead_of(self, requests: Sequence[Request], window: int, way: str) -> Played:
-        """Play verifying workers that a draft model on one worker drafts for."""
-        step_s = step_price(way, DEVICES / min(len(requests), WORKERS - 1))
+        """Play verifying workers that a draft model on one worker drafts for: some devices each.
 
-        def made(engine: PricedEngine, home: PricedEngine) -> Apart:
-            return Apart(self.ahead(way, home, window))
-
-        return self.apart(requests, window, made, step_s, window)
-
-    def apart(
-        self,
-        requests: Sequence[Request],
-        window: int,
-        made: Callable[[PricedEngine, PricedEngine], Apart],
-        step_s: Callable[[int, int], float],
-        depth: int,
-    ) -> Played:
-        """Play verifying workers that one drafting worker drafts for: some devices for each.
-
-        `made` gets a verifying worker's engine and the one that drafts for it; `step_s` are the
-        seconds of a step for so many requests, so deep: at most `depth`, while a round waits for
-        blocks as long as these are expected to be late.
+        A round waits for blocks as long as these are expected to be late.
         """
+        step_s = step_price(way, DEVICES / min(len(requests), WORKERS - 1))
         time, shares = VirtualTime(), _shares(requests, WORKERS - 1)
         engines = [self.engine(bucket(len(share), 1), time, verify_price) for share in shares]
         each = len(requests) / len(engines)
-        late_s = step_s(math.ceil(each), depth) - verify_seconds(each, window + 1)
+        late_s = step_s(math.ceil(each), window) - verify_seconds(each, window + 1)
         patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
         plans, workers, drafters = OnePlan(DraftPlan(window), patience_s), [], []
-        for engine, share in zip(engines, shares, strict=True):
-            found = made(engine, self.drafting_engine(len(share), window, time))
-            workers.append(PricedDrafting(found.ahead, step_s, time))
-            links = [PricedLink(workers[-1], found.source)]
-            drafters.append(DecoupledDrafter(links, plans, self.sampling, found.states))
+        for share in shares:
+            home = self.drafting_engine(len(share), window, time)
+            workers.append(PricedDrafting(self.ahead(way, home, window), step_s, time))
+            drafters.append(DecoupledDrafter([PricedLink(workers[-1])], plans, self.sampling))
         played = self._play(time, engines, shares, drafters, window)
         return dataclasses.replace(
             played,

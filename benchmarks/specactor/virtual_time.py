@@ -25,7 +25,6 @@ from rl.workers.worker_source import WorkerLimits, WorkerSource
 from sched.protocol import Scheduler
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit
-from spec.drafter import Source
 
 WAITING_S = 1e-3  # between two looks for what another worker is to hand over
 Price = Callable[[RoundRecord, int], float]  # of a round, and its draft tokens
@@ -239,8 +238,8 @@ class PricedLink:
 
     generation = 0
 
-    def __init__(self, worker: PricedDrafting, source: Source = Source.MODEL) -> None:
-        self._worker, self.source = worker, source
+    def __init__(self, worker: PricedDrafting) -> None:
+        self._worker = worker
         self.blocks: list[Block] = []
 
     def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:

@@ -3,93 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import DrafterContext, RolloutSpec
-from rl.speculation.device_drafters import DeviceDrafters
+from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.draft_model import DraftModel
-from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
-from spec.budget.config import OWN
 from spec.config import SamplingConfig
-from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning, LearnedTrees, Trees
+from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from spec.decoupled.messages import Commit, DraftPlan
-from spec.decoupled.states import StateReader, StateRows, reading_programs
 from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
-from spec.drafter import Program, Source
-from spec.eagle.drafter import EagleDrafter
-from spec.eagle.model import SharedParams
-from spec.retrieval.ngram import NgramDrafter
+from spec.drafter import Program
 
 REPEATS = 3  # of what is timed
 LEAST_SECONDS = 1e-7
 
 
 class DraftedRollout(NamedTuple):
-    """A rollout as drafting workers know it: the key of its noise, and its sampling.
-
-    `shared` are the parts of its policy that a learned drafter uses.
-    """
+    """The part of a rollout that drafting workers need: the key of its noise, and its sampling."""
 
     key: jax.Array
     sampling: SamplingConfig
-    shared: SharedParams | None = None
-
-
-class AheadMaker(Protocol):
-    """Makes one rollout's part of a drafting worker, by one source of `Speculation`."""
-
-    source: ClassVar[Source]
-
-    def shared(self, context: DrafterContext) -> SharedParams | None:
-        """Return what drafting workers need of the policy of a verifying worker's rollout."""
-        return None
-
-    def states(self, context: DrafterContext) -> StateReader | None:
-        """Return what reads the policy's hidden states, if they are needed."""
-        return None
-
-    def reading(self, engine: Engine, sizes: Iterable[tuple[int, int]]) -> Iterator[Program]:
-        """Yield what that runs on a verifying worker with caches of these slots and positions."""
-        yield from ()
-
-    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
-        """Return what drafts for one rollout on a drafting worker."""
-        ...
-
-    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
-        """Return what a drafting worker runs on its engine."""
-        ...
-
-
-def make_ahead(config: DraftingConfig, drafters: DeviceDrafters, most_window: int) -> AheadMaker:
-    """Return the maker for `config.drafter`; no window has more than `most_window` draft tokens."""
-    if config.drafter == OWN:
-        return OwnAhead()
-    drafter = drafters[config.drafter]
-    if isinstance(drafter, LearnedDrafter):
-        return LearnedAhead(drafter, most_window)
-    assert isinstance(drafter, DraftModel), "the other one on devices"
-    return ModelAhead(drafter, config, most_window)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ModelAhead(AheadMaker):
-    """`config.ahead`, of a draft model."""
+class ModelAhead:
+    """Makes a draft model's drafters by `config.ahead`; no window is above `most_window`."""
 
     model: DraftModel
     config: DraftingConfig
     most_window: int
-    source: ClassVar[Source] = Source.MODEL
 
     def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
+        """Return the drafter of one rollout on a drafting worker."""
         drafter = self._drafter(engine, rollout)
         if isinstance(drafter, EnumeratingDraftModel):
             window, fan_out = self.most_window, self.config.fan_out
@@ -97,6 +48,7 @@ class ModelAhead(AheadMaker):
         return FreeRunning(drafter, *_size(engine))
 
     def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
+        """Return the programs of a drafting worker's engine."""
         rows, found = engine.config.max_slots, list[Program]()
         with engine.mesh_context():
             for S in engine.position_sizes(rows):
@@ -114,63 +66,8 @@ class ModelAhead(AheadMaker):
         return self.model.made(kind, context, self.most_window)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LearnedAhead(AheadMaker):
-    """Trees of a learned drafter, by its newest weights and the states of verifying workers."""
-
-    learned: LearnedDrafter
-    most_window: int
-    source: ClassVar[Source] = Source.LEARNED
-
-    def shared(self, context: DrafterContext) -> SharedParams:
-        return self.learned.shared(context)
-
-    def states(self, context: DrafterContext) -> StateReader:
-        return StateReader(context.states.array, context.runner)
-
-    def reading(self, engine: Engine, sizes: Iterable[tuple[int, int]]) -> Iterator[Program]:
-        for size in sizes:
-            yield from reading_programs(engine, partial(engine.empty_states, *size))
-
-    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
-        states, size = self._states(engine), _size(engine)
-        drafter = self._drafter(engine, rollout, states)
-        return LearnedTrees(drafter, states, *size, most_nodes=_tree_nodes(engine))
-
-    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
-        rows, states = engine.config.max_slots, self._states(engine)
-        with engine.mesh_context():
-            found = [*states.programs()]
-            drafter = self._drafter(engine, rollout, states)
-            for S in engine.position_sizes(rows):
-                found += drafter.programs(rows, S)
-        return found
-
-    def _states(self, engine: Engine) -> StateRows:
-        return StateRows(engine, engine.config.max_slots, self.learned.config.hidden_width)
-
-    def _drafter(self, engine: Engine, rollout: DraftedRollout, states: StateRows) -> EagleDrafter:
-        shared = jax.tree.map(engine.put, rollout.shared)
-        given = engine, shared, rollout.sampling, rollout.key, states
-        depth = 2 * self.most_window + 1  # a window and a token are being verified
-        nodes = _tree_nodes(engine)
-        return self.learned.made(*given, max_depth=depth, num_draft_tokens=nodes)
-
-
-class OwnAhead(AheadMaker):
-    """Trees of n-grams of each request's own text; nothing runs on the device."""
-
-    source: ClassVar[Source] = Source.OWN
-
-    def ahead(self, engine: Engine, rollout: DraftedRollout) -> DraftingAhead:
-        return Trees(NgramDrafter(), *_size(engine), most_nodes=_tree_nodes(engine))
-
-    def programs(self, engine: Engine, rollout: DraftedRollout) -> list[Program]:
-        return []
-
-
 def draft_seconds(
-    maker: AheadMaker,
+    maker: ModelAhead,
     engine: Engine,
     rollout: DraftedRollout,
     most_window: int,
@@ -196,11 +93,6 @@ def draft_seconds(
 
 def _size(engine: Engine) -> tuple[int, int]:
     return engine.config.max_slots, engine.longest_tokens
-
-
-def _tree_nodes(engine: Engine) -> int:
-    """Return the draft tokens of a block: those that are being verified, and as many behind."""
-    return 2 * engine.config.max_nodes
 
 
 def drafting_engines(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import DraftingConfig, source_of
+from rl.drafting.config import DraftingConfig
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, batch_prices, plan_workers
 from sched.policies.specactor import RequestPlan, prob_of, rank_methods, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
@@ -76,9 +76,9 @@ class MeasuredSeconds:
     """Seconds of drafting and verifying by batch, as a run has measured them.
 
     `costs` are those of a verifying worker, whose requests hold `positions` each on average.
-    `times` have the seconds of drafting by `method` where workers may do so by themselves;
-    `draft_s` are those of a draft token for all requests of a drafting device, whose caches have
-    one size. `model_s` are those of putting a draft model's weights on a worker.
+    `times` have the seconds of the draft model if workers may draft by themselves; `draft_s` are
+    those of a draft token for all requests of a drafting device, whose caches have one size.
+    `model_s` are those of putting a draft model's weights on a worker.
     """
 
     costs: Costs
@@ -86,18 +86,17 @@ class MeasuredSeconds:
     positions: float
     draft_s: float = 0.0
     model_s: float = 0.0
-    method: str = MODEL
 
     def draft(self, requests: float) -> float:
         """Return the seconds of a draft token of each request."""
-        depths = self.times.draft_depths(self.method)
+        depths = self.times.draft_depths(MODEL)
         if not depths:
             return self.draft_s
         sizes = sorted({(b, s) for b, _, s in self.times.rounds})
         slots = sorted({b for b, _ in sizes})
         B = next((b for b in slots if b >= requests), slots[-1])
         S = min(s for b, s in sizes if b == B)
-        return self.times.draft(self.method, B, depths[-1], S) / depths[-1]
+        return self.times.draft(MODEL, B, depths[-1], S) / depths[-1]
 
     def verify(self, requests: float, window: int) -> float:
         """Return the seconds of a round with so many draft tokens of each request."""
@@ -107,7 +106,7 @@ class MeasuredSeconds:
 class Planner:
     """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds.
 
-    `methods` are those of `DraftingConfig.methods_of`, `config.drafter` alone without.
+    `methods` are the names of its draft models (`rl.drafting.config.methods_of`).
     """
 
     def __init__(
@@ -116,9 +115,9 @@ class Planner:
         num_workers: int,
         num_requests: int,
         most_window: int,
-        methods: Sequence[str] = (),
+        methods: Sequence[str] = (MODEL,),
     ) -> None:
-        self.config, self.methods = config, tuple(methods) or (config.drafter,)
+        self.config, self.methods = config, tuple(methods)
         self.method = self.methods[0]  # of the rollout that began last
         self.forget_profile()
         self.num_workers, self.num_requests = num_workers, num_requests
@@ -138,7 +137,7 @@ class Planner:
 
     @property
     def acceptance(self) -> Acceptance:
-        hits = None if self.config.goes_on(self.method) else self.observed.hits
+        hits = None if self._runs_freely else self.observed.hits
         return Acceptance(self.observed.p, hits)
 
     def choose_method(self) -> str:
@@ -170,17 +169,6 @@ class Planner:
 
         return rank_methods(found, drafting, verify, self._each)
 
-    def order_of_copies(self, sources: Sequence[str]) -> Sequence[str]:
-        """Return the sources that copies are drafted by: ranked ones, others, this rollout's own.
-
-        Idle workers are given the first of them first.
-        """
-        if not self.draft_s or len(self.methods) == 1:
-            return sources
-        own = source_of(self.method)
-        place: dict[str, int] = {source_of(m): k for k, m in reversed([*enumerate(self.ranked())])}
-        return sorted(sources, key=lambda s: (s == own, place.get(s, len(place))))
-
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan of so many drafting workers, by what is known now."""
         assert self.seconds is not None, "plans come from measured seconds"
@@ -209,7 +197,9 @@ class Planner:
         each = self._each
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
-        patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
+        patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0)
+        if self._runs_freely:  # only a block of many cases is worth waiting for
+            patience_s = 0.0
         return _OfRollout(of_batch, self.observed, own if every else None, patience_s)
 
     def _window(self, batch: int) -> int:
@@ -269,9 +259,8 @@ class Planner:
         return self.num_requests / max(self.num_workers - self.drafting_workers, 1)
 
     @property
-    def _awaits(self) -> bool:
-        """True where a block that is nearly there is worth waiting for: it has many cases."""
-        return not self.config.goes_on(self.method)
+    def _runs_freely(self) -> bool:
+        return self.config.ahead == "free_running"
 
 
 class _OfRollout(RequestPlans):

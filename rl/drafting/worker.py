@@ -18,10 +18,9 @@ from rl.engine.engine import Engine
 from rl.engine.worker_record import Span
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit, DraftLink
-from spec.drafter import Source
 
 MOST_ROLLOUTS = 3  # whose requests are kept: that of the present step, and of those beside it
-MOST_WORDS = 64  # that wait to be heard: each may hold the policy's hidden states on a device
+MOST_WORDS = 64  # messages in the inbox
 MOST_SPANS = 2**14  # steps of a rollout that the picture of workers knows of
 LOOK_S = 0.5  # between two signs of life of a worker that nobody asks
 
@@ -203,13 +202,11 @@ class WorkerLink(DraftLink):
     def __init__(
         self,
         worker: DraftingWorker,
-        source: Source,
         rollout: Hashable,
         make: Callable[[Engine], DraftingAhead],
         look: Callable[[], object],
     ) -> None:
         self._worker, self._rollout, self._make, self._look = worker, rollout, make, look
-        self.source = source
         self._blocks: collections.deque[Block] = collections.deque()
         self._came = threading.Event()
 

@@ -7,7 +7,6 @@ is made in their threads, on their devices, once a rollout. A worker that raises
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, MutableSequence, Sequence
 from typing import Any, TypeVar
@@ -16,14 +15,12 @@ import jax
 import numpy as np
 
 from rl.drafting.ahead_maker import (
-    AheadMaker,
     DraftedRollout,
+    ModelAhead,
     draft_seconds,
     drafting_engines,
-    make_ahead,
     of_each_device,
 )
-from rl.drafting.config import source_of
 from rl.drafting.plans import Planner
 from rl.drafting.threads import DraftingThreads
 from rl.drafting.worker import DraftingWorker, WorkerLink
@@ -41,7 +38,7 @@ from spec.drafter import Program
 T = TypeVar("T")
 
 
-class DraftingWorkers:
+class DraftingWorkers(DrafterSource):
     """Drafting workers on engines of a run, which share the requests of all verifying workers.
 
     There are none until `take`. A context manager: the threads end on exit. `told` is called with a
@@ -60,9 +57,11 @@ class DraftingWorkers:
     ) -> None:
         self.planner, self.longest_tokens = planner, longest_tokens
         self._drafters = drafters
-        self.makers: dict[str, AheadMaker] = {}  # by method
+        self.makers: dict[str, ModelAhead] = {}  # by method
         if planner.config.drafts_apart:
-            self.makers = _makers(planner, drafters)
+            given = planner.config, planner.most_window
+            models = zip(planner.methods, _models(drafters), strict=True)
+            self.makers = {method: ModelAhead(model, *given) for method, model in models}
         self._choosing = threading.Lock()
         self._began: Hashable = None  # the rollout that began last
         self._clock, self._said = clock, (clock(), 0, 0.0)  # when metrics were asked for last
@@ -93,14 +92,10 @@ class DraftingWorkers:
     def __exit__(self, *_: object) -> None:
         self._threads.close()
 
-    def by_source(self) -> dict[str, DrafterSource]:
-        """Return what makes the drafters of each source that workers may draft by."""
-        return {source: _OfSource(self, source) for source in self.planner.config.sources}
+    def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
+        """Return the drafter of one verifying worker for one rollout.
 
-    def drafter_for(self, context: DrafterContext, source: str) -> DecoupledDrafter | None:
-        """Return the drafter of one verifying worker for one rollout; None: by another source.
-
-        The method is chosen when a rollout's first worker asks.
+        The first call of a rollout chooses its method.
         """
         spec = context.spec
         key = np.asarray(jax.random.key_data(spec.key)).tobytes(), spec.sampling
@@ -109,11 +104,8 @@ class DraftingWorkers:
                 self._began = key
                 self.planner.choose_method()
             method, plans = self.planner.method, self.planner.plans()
-        if source_of(method) != source:
-            return None
         look, maker = self._threads.look, self.makers[method]
-        # and not all of the weights: words are kept for a while
-        noise = DraftedRollout(spec.key, spec.sampling, maker.shared(context))
+        noise = DraftedRollout(spec.key, spec.sampling)
         rollout: Hashable = *key, method
 
         def make(engine: Engine) -> DraftingAhead:
@@ -121,8 +113,8 @@ class DraftingWorkers:
 
         place, count = self._verifying.index(context.runner.number), len(self._verifying)
         drafting = share(self.workers, place, count)
-        links = [WorkerLink(worker, maker.source, rollout, make, look) for worker in drafting]
-        return DecoupledDrafter(links, plans, noise.sampling, maker.states(context))
+        links = [WorkerLink(worker, rollout, make, look) for worker in drafting]
+        return DecoupledDrafter(links, plans, noise.sampling)
 
     def programs(
         self, method: str, rollout: DraftedRollout
@@ -169,28 +161,6 @@ class DraftingWorkers:
             "drafting/accept_probability": observed.p,
             "drafting/rounds_with_draft": observed.hits,
         }
-
-
-class _OfSource(DrafterSource):
-    """Drafters of one source among those by which drafting workers may draft."""
-
-    def __init__(self, workers: DraftingWorkers, source: str) -> None:
-        self._workers, self._source = workers, source
-
-    def drafter_for(self, context: DrafterContext) -> DecoupledDrafter | None:
-        return self._workers.drafter_for(context, self._source)
-
-
-def _makers(planner: Planner, drafters: DeviceDrafters) -> dict[str, AheadMaker]:
-    """Return the maker of each of the planner's methods."""
-    found, models = dict[str, AheadMaker](), iter(_models(drafters))
-    for method in planner.methods:
-        source, mine = source_of(method), dict(drafters)
-        if source == MODEL:
-            mine[MODEL] = next(models)
-        config = dataclasses.replace(planner.config, drafter=source, ladder=())
-        found[method] = make_ahead(config, mine, planner.most_window)
-    return found
 
 
 def _models(drafters: DeviceDrafters) -> Sequence[DraftModel]:

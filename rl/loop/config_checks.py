@@ -104,11 +104,11 @@ def check_drafting(config: TrainConfig) -> None:
     """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
     settings = config.drafting
     further = config.draft_model.directories
-    if further and not (settings.drafts_apart and MODEL in settings.sources):
+    if further and not settings.drafts_apart:
         raise ValueError(
             f"DraftModel.directories={further} are for drafting workers to choose among: expected "
-            f'Drafting.workers and "model" as Drafting.drafter or in Drafting.ladder, got '
-            f"{settings.workers} with {settings.sources}: set them, or leave directories out"
+            f"Drafting.workers of 1 or more, got {settings.workers}: set it, or leave directories "
+            "out"
         )
     if settings.drafts_apart:
         _check_drafting_workers(config)
@@ -124,32 +124,17 @@ def check_drafting(config: TrainConfig) -> None:
 
 def _check_drafting_workers(config: TrainConfig) -> None:
     settings, workers, speculation = config.drafting, config.sched.workers, config.speculation
-    asked, drafter = settings.workers, settings.drafter
-    for source in settings.sources:
-        if speculation.enabled and source in speculation.sources:
-            continue
-        name = "drafter" if source == drafter else "ladder"
+    asked = settings.workers
+    if not (speculation.enabled and MODEL in speculation.sources):
         raise ValueError(
-            f"Drafting.workers={asked} draft by Drafting.{name}={source!r}: expected "
-            f'"{source}" in Speculation.sources, and a budget, got {speculation.sources} '
+            f"Drafting.workers={asked} draft by a draft model: expected "
+            f'"{MODEL}" in Speculation.sources, and a budget, got {speculation.sources} '
             f'with "{speculation.budget}": add it, or set Drafting.workers = 0'
-        )
-    if settings.ahead == "free_running" and MODEL not in settings.sources:
-        raise ValueError(
-            'Drafting.ahead="free_running" goes on from draft tokens, as only a draft model can: '
-            f'expected Drafting.drafter="model" with it, got {drafter!r}: set it, or leave '
-            "Drafting.ahead out"
         )
     if (asked or 1) >= workers:
         raise ValueError(
             f"expected at least one worker that verifies, got Drafting.workers={asked} of "
             f"Sched.workers={workers}: raise Sched.workers, or lower it"
-        )
-    if asked is None and drafter == OWN:
-        raise ValueError(
-            "Drafting.workers=None compares with verifying workers that draft by themselves, where "
-            'n-grams cost no seconds of a device: expected a number with Drafting.drafter="own", '
-            f"set Drafting.workers = 1 … {workers - 1}, or 0"
         )
     if config.cluster.kind != "ray":
         return
@@ -159,18 +144,11 @@ def _check_drafting_workers(config: TrainConfig) -> None:
             "expected a number of Drafting.workers there, got None, which leaves it to a plan; "
             f'set Drafting.workers = 1 … {workers - 1}, or Cluster.kind = "local"'
         )
-    if settings.ladder or config.draft_model.directories:
+    if further := config.draft_model.directories:
         raise ValueError(
             'Cluster.kind="ray" has drafting programs that read one draft model: expected no '
-            "Drafting.ladder and no DraftModel.directories there, got "
-            f"{settings.ladder} and {config.draft_model.directories}: leave them out, or set "
+            f"DraftModel.directories there, got {further}: leave them out, or set "
             'Cluster.kind = "local"'
-        )
-    if drafter != MODEL:
-        raise ValueError(
-            'Cluster.kind="ray" has drafting programs that read a draft model from its folder: '
-            f'expected Drafting.drafter="model" there, got {drafter!r}: set it, or '
-            'Drafting.workers = 0, or Cluster.kind = "local"'
         )
 
 

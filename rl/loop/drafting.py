@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.drafting.config import MOST_WINDOW
+from rl.drafting.config import methods_of
 from rl.drafting.plans import Planner
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import RolloutEngine
@@ -20,15 +20,14 @@ from rl.remote.drafting_workers import Connect, DraftingPrograms
 from rl.remote.service import ServiceDeadlines, service_identity
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers, MultiEngine
-from spec.budget.config import LEARNED, MODEL
+from spec.budget.config import MODEL
 
 
 def make_planner(config: TrainConfig) -> Planner:
     """Return the planner of a run's drafting workers."""
     settings, sched, most = config.drafting, config.sched, config.engine.max_nodes - 1
-    methods = settings.methods_of(len(config.draft_model.each))
-    deepest = {MODEL: config.draft_model.max_depth, LEARNED: config.drafter.max_depth}
-    longest = min(most, *(deepest.get(source, MOST_WINDOW) for source in settings.sources))
+    methods = methods_of(len(config.draft_model.each))
+    longest = min(most, config.draft_model.max_depth)
     requests = min(config.rollout.num_requests, sched.workers * config.engine.max_slots)
     return Planner(settings, sched.workers, requests, settings.window or longest, methods)
 
@@ -63,7 +62,7 @@ def take_workers(
     drafting = DraftingWorkers(drafters, planner, longest, **options)
     if settings.workers:
         drafting.take(engine.engines, settings.workers)
-        speculation.apart = drafting.by_source()
+        speculation.apart = {MODEL: drafting}
     if settings.helps:
         have_idle_help(engine, speculation, planner)
     return drafting
@@ -73,7 +72,6 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
     """Have workers without requests answer others' last ones again, where the planner sees fit."""
     settings = planner.config
     speculation.methods_of_copies = settings.methods
-    speculation.order_of_copies = planner.order_of_copies
     size = len(settings.methods), settings.requests_per_helper
     engine.helpers = Helpers(*size, planner.worth, lambda: planner.observed.acceptance())
 

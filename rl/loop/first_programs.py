@@ -20,7 +20,6 @@ from rl.drafting.ahead_maker import DraftedRollout
 from rl.drafting.plans import MeasuredSeconds
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
-from rl.engine.rollout_spec import RolloutSpec
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.parallel_compile import OnCompiled
@@ -30,7 +29,7 @@ from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.longer_buckets import LongerBuckets
-from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach, round_buckets
+from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine
 from sched.simulator.measured_costs import MeasuredCosts
@@ -83,7 +82,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
     can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
     if config.drafting.workers:
-        can -= set(config.drafting.sources)
+        can -= {MODEL}
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
@@ -220,44 +219,29 @@ def warm_up_drafting(
     """Decide how many workers draft, where a plan is to say; compile and time what they run."""
     times, planner = speculation.times, drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
-    source = planner.config.drafter
-    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2, method=source)
+    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
     planner.seconds = seconds
     if not drafting.workers and planner.config.workers is None:
         count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
         if not count:
             return
         drafting.take(engine.engines, count)
-        speculation.apart = drafting.by_source()
-        for name in speculation.apart:
-            times = times.without_drafts(name)
-        speculation.times = times
+        speculation.apart = {MODEL: drafting}
+        speculation.times = times = times.without_drafts(MODEL)
     draft_s = 0.0
     if drafting.workers:
-        planner.draft_s = _prepare_drafting(sampling, engine, weights, drafting, reach, told)
+        planner.draft_s = _prepare_drafting(sampling, drafting, told)
         draft_s = planner.draft_s[planner.method]
     model_s = drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
 
 
 def _prepare_drafting(
-    sampling: SamplingConfig,
-    engine: MultiEngine,
-    weights: Params,
-    drafting: DraftingWorkers,
-    reach: Reach,
-    told: OnCompiled,
+    sampling: SamplingConfig, drafting: DraftingWorkers, told: OnCompiled
 ) -> dict[str, float]:
-    """Compile what both kinds of workers run for drafts; return a draft token's seconds of each."""
-    found = dict[str, float]()
-    for method, maker in drafting.makers.items():
-        for one in engine.engines:
-            buckets = round_buckets(one, sampling, reach)
-            sizes = sorted({(B, S) for B, _, S in buckets})
-            compile_buckets.prepare(one, maker.reading(one, sizes), told)
-        spec = RolloutSpec(one.place(weights), sampling, step_key(0, 0))
-        shared = maker.shared(one.drafter_context(spec))
-        rollout = DraftedRollout(spec.key, sampling, shared)
+    """Compile the programs of drafting workers; return the seconds of a draft token by method."""
+    found, rollout = dict[str, float](), DraftedRollout(step_key(0, 0), sampling)
+    for method in drafting.makers:
         for runner, programs in drafting.programs(method, rollout):
             compile_buckets.prepare(runner, programs, told)
         found[method] = drafting.draft_seconds(method, rollout)

@@ -88,15 +88,14 @@ class RayWorkers:
             self.engine.prefer_pool = found.prefers_copy
         times = read_rounds(rounds)
         if self.helping is not None and times is not None and found is not None:
-            method = self.helping.config.drafter
-            self.helping.seconds = self._seconds(times, found, method)
+            self.helping.seconds = self._seconds(times, found)
 
-    def _seconds(self, times: RoundTimes, moves: MoveTimes, method: str) -> MeasuredSeconds:
+    def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
         """Return what a copy costs: none for a draft model's weights, which workers have."""
         costs = MeasuredCosts(times.rounds, moves.seconds)
         longest = max(positions for _, _, positions in times.rounds)
         draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
-        return MeasuredSeconds(costs, times, longest / 2, draft_s, method=method)
+        return MeasuredSeconds(costs, times, longest / 2, draft_s)
 
     def _warm_up(self, weights: Params, bounds: Compile, rounds: str | None) -> Measured:
         measured = self.team.warm_up(weights, bounds, rounds)

@@ -126,7 +126,7 @@ def build(
         if on_ray:
             speculation.for_others = True
             if config.drafting.workers:
-                speculation.apart_elsewhere = frozenset({config.drafting.drafter})
+                speculation.apart_elsewhere = frozenset({MODEL})
         if on_ray and processes.is_first:
             ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))

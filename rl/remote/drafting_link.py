@@ -37,7 +37,6 @@ from rl.runtime.waits import ProgramLost
 from rl.speculation.device_drafters import DrafterSource
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
-from spec.drafter import Source
 from spec.round_times import RoundTimes
 
 WAIT_S = 0.01  # that an answer waits for blocks, and the next commits with it
@@ -51,8 +50,6 @@ class RemoteLink(DraftLink):
 
     `ask` asks the program of a name. `told` hears once that drafts are missing, and why.
     """
-
-    source = Source.MODEL
 
     def __init__(
         self,
@@ -193,7 +190,7 @@ class RemoteLink(DraftLink):
 class SilentLink(DraftLink):
     """A link to nobody."""
 
-    source, generation = Source.MODEL, 0
+    generation = 0
 
     def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         return

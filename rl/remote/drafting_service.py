@@ -210,8 +210,7 @@ class _Drafting:
             return self._maker.ahead(engine, DraftedRollout(noise, sampling))
 
         look, workers = self.threads.look, self.threads.workers
-        source = self._maker.source
-        return [WorkerLink(worker, source, rollout, make, look) for worker in workers]
+        return [WorkerLink(worker, rollout, make, look) for worker in workers]
 
 
 class _Talk:

@@ -17,8 +17,8 @@ T = TypeVar("T")
 class DrafterSource(Protocol):
     """Makes the drafters of a run's workers."""
 
-    def drafter_for(self, context: DrafterContext) -> Drafter | None:
-        """Return the drafter of one worker for one rollout; None where it does without."""
+    def drafter_for(self, context: DrafterContext) -> Drafter:
+        """Return the drafter of one worker for one rollout."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 
 import jax
@@ -11,12 +10,10 @@ import numpy as np
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
 from rl.speculation.device_drafters import PerRunner
-from spec.config import SamplingConfig
-from spec.draft_cache.drafting import StateSource
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.drafter import EagleDrafter
-from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights, SharedParams
+from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 
 
 class LearnedDrafter:
@@ -67,37 +64,17 @@ class LearnedDrafter:
     def drafter_for(self, context: DrafterContext) -> EagleDrafter:
         """Return the drafter of one worker for one rollout."""
         runner, spec = context.runner, context.spec
-        given = runner, self.shared(context), spec.sampling, spec.key, context.states
-        most_tokens = runner.config.max_nodes - 1
-        return self.made(*given, max_depth=self.max_depth, num_draft_tokens=most_tokens)
-
-    def shared(self, context: DrafterContext) -> SharedParams:
-        """Return what a rollout's policy gives to its drafters, on the policy's devices."""
-        ids_U = self.draft_ids_U
-        ids = None if ids_U is None else context.runner.put(ids_U)
-        return eagle.frozen(context.spec.params, ids, context.runner.made)
-
-    def made(
-        self,
-        runner: ModelRunner,
-        shared: SharedParams,
-        sampling: SamplingConfig,
-        key: jax.Array,
-        states: StateSource,
-        *,
-        max_depth: int,
-        num_draft_tokens: int,
-    ) -> EagleDrafter:
-        """Return a drafter on these devices, where `shared` and the `states` are."""
+        ids_U = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
+        shared = eagle.frozen(spec.params, ids_U, runner.made)
         return EagleDrafter(
             self.config,
             lambda: DeviceWeights(self._params_on(runner), shared),
-            dataclasses.replace(self.tree, max_depth=max_depth),
-            sampling,
-            runner.put(key),
-            states=states,
+            self.tree,
+            spec.sampling,
+            runner.put(spec.key),
+            states=context.states,
             runner=runner,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=runner.config.max_nodes - 1,
         )
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:

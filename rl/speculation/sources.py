@@ -141,7 +141,6 @@ class Speculation:
         self.apart: Mapping[str, DrafterSource] = {}
         self.apart_elsewhere = frozenset[str]()  # those of workers in other programs
         self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
-        self.order_of_copies: Callable[[Sequence[str]], Sequence[str]] = lambda sources: sources
 
     def drafter_factory(
         self,
@@ -202,8 +201,7 @@ class Speculation:
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
             if source in self.apart:
-                if (drafter := self.apart[source].drafter_for(context)) is not None:
-                    parts[source] = drafter
+                parts[source] = self.apart[source].drafter_for(context)
             elif source != "last" or last:
                 parts[source] = made(source)
         if not parts:
@@ -219,7 +217,7 @@ class Speculation:
             budget = make_budget(self.config.budget, times, self.config.window_tokens)
         if not self.methods_of_copies:
             return union, budget
-        methods = [made(source) for source in self.order_of_copies(self.methods_of_copies)]
+        methods = [made(source) for source in self.methods_of_copies]
         return CopiesDrafter(union, methods, copy_of, progress), budget
 
     @property
@@ -260,7 +258,7 @@ class Speculation:
         return {"bandits": {str(w): bandit.state() for w, bandit in self._bandits.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for worker, saved in state.get("bandits", {}).items():
+        for worker, saved in state["bandits"].items():
             if self.config.budget == BANDIT:
                 self.bandit(int(worker)).load_state(saved)
 

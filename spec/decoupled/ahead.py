@@ -1,11 +1,7 @@
-"""Ways to draft ahead of a verifying worker, which are told of commits and make blocks, by steps.
+"""Two ways to draft ahead of a verifying worker: commits come in, blocks go out, by steps.
 
     free_running   a chain goes on while its window is verified, and is rolled back (SpecActor, 4.1)
     enumeration    one round ahead: all numbers of accepted tokens, times the likeliest next tokens
-    trees          behind the last commit, as deep as what is being verified and a window more
-
-The first two go on from draft tokens, as a draft model can. Trees are of drafters that know only
-what requests have: EAGLE, whose entries need the policy's hidden states, and n-grams.
 
 A step is one pass over all requests that want drafts. Time is the caller's.
 """
@@ -19,9 +15,8 @@ import numpy as np
 
 from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
 from spec.decoupled.messages import Block, Commit
-from spec.decoupled.states import StateRows
 from spec.decoupled.texts import DraftedRequest, RequestTexts
-from spec.drafter import Drafter, Drafts, LiveSlots
+from spec.drafter import Drafter, LiveSlots
 
 SECOND = 0.5  # probability of a second choice where the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
@@ -34,11 +29,11 @@ class DraftingAhead(Protocol):
     depth: int
 
     def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        """Take up what verifying workers say."""
+        """Update requests by messages of verifying workers."""
         ...
 
     def step(self) -> list[Block]:
-        """Draft for all who want it, once; nothing comes back where nobody does."""
+        """Draft once for all requests that want a draft; return no blocks if none does."""
         ...
 
 
@@ -54,12 +49,6 @@ class EnumeratingDrafter(Drafter, Protocol):
     def outcomes(
         self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
-
-
-class DeepDrafter(Drafter, Protocol):
-    """A drafter whose trees are `depth` deep at most, which may be set between two drafts."""
-
-    depth: int
 
 
 class _Ahead(DraftingAhead):
@@ -80,11 +69,6 @@ class _Ahead(DraftingAhead):
 
     def _observe(self, acceptance_A2: np.ndarray) -> None:
         return
-
-    def _waiting(self) -> list[int]:
-        """Return the requests of which something was said since they were drafted for last."""
-        requests = self.texts.requests.items()
-        return [r for r, q in requests if q.wants and _window(q) > 0 and _may_go_on(q)]
 
 
 class FreeRunning(_Ahead):
@@ -150,7 +134,8 @@ class Enumerating(_Ahead):
         self._right, self._seen = PRIOR_DRAFTS * PRIOR_PROB, float(PRIOR_DRAFTS)
 
     def step(self) -> list[Block]:
-        wanting = self._waiting()
+        items = self.texts.requests.items()
+        wanting = [r for r, q in items if q.wants and _window(q) > 0 and _may_continue(q)]
         if not wanting:
             return []
         requests = [self.texts.requests[r] for r in wanting]
@@ -190,70 +175,6 @@ class Enumerating(_Ahead):
         )
 
 
-class Trees(_Ahead):
-    """Trees of at most `most_nodes` draft tokens behind what requests have, once for each commit.
-
-    The draft tokens that are being verified are drafted again, now that what lies before them is
-    known, and a window behind them. A request with nothing to draft has a block without any.
-    """
-
-    def __init__(
-        self, drafter: Drafter, num_rows: int, longest_tokens: int, *, most_nodes: int
-    ) -> None:
-        super().__init__(drafter, num_rows, longest_tokens)
-        self._most_nodes = most_nodes
-
-    def step(self) -> list[Block]:
-        wanting = self._waiting()
-        if not wanting:
-            return []
-        requests = [self.texts.requests[r] for r in wanting]
-        self.depth = max(_verified(request) + _window(request) for request in requests)
-        most_A = np.full(len(requests), self._most_nodes, np.int32)
-        drafts = self._propose(self.texts.live(wanting), most_A)
-        blocks = []
-        for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
-            request.wants, n = False, int(drafts.count_A[a])
-            columns = drafts.tokens_AN, drafts.parents_AN, drafts.prob_AN
-            tree = (column_AN[a, :n].copy() for column_AN in columns)
-            blocks.append(Block(r, request.round, request.committed, *tree))
-        return blocks
-
-    def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
-        return self._drafter.propose(live, most_A, self._most_nodes)
-
-
-class LearnedTrees(Trees):
-    """Trees of an EAGLE drafter, which reads `states`: those in front of all that requests have."""
-
-    _drafter: DeepDrafter
-
-    def __init__(
-        self,
-        drafter: DeepDrafter,
-        states: StateRows,
-        num_rows: int,
-        longest_tokens: int,
-        *,
-        most_nodes: int,
-    ) -> None:
-        super().__init__(drafter, num_rows, longest_tokens, most_nodes=most_nodes)
-        self._states, self._deepest = states, drafter.depth
-
-    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        super().hear(commits, closed)
-        read = []
-        for commit in commits:
-            request = self.texts.requests.get(commit.request_id)
-            if request is not None and request.committed >= commit.total_tokens:
-                read += [(request.row, states) for states in commit.states]
-        self._states.put(read)
-
-    def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
-        self._drafter.depth = min(self.depth, self._deepest)
-        return super()._propose(live, most_A)
-
-
 def cases_tree(
     chain_K: np.ndarray,
     tokens_ZFN: np.ndarray,
@@ -291,14 +212,9 @@ def cases_tree(
     )
 
 
-def _may_go_on(request: DraftedRequest) -> bool:
-    """Return False where a request's plan is to wait until what it has was verified."""
+def _may_continue(request: DraftedRequest) -> bool:
+    """Return False if a request's plan waits until its chain is verified."""
     return request.plan.decoupled or not len(request.chain)
-
-
-def _verified(request: DraftedRequest) -> int:
-    """Return the most tokens that the round of now may bring, if drafts are to lie behind them."""
-    return len(request.chain) + 1 if request.plan.decoupled else 0
 
 
 def _window(request: DraftedRequest) -> int:

@@ -15,7 +15,6 @@ import numpy as np
 from spec.config import SamplingConfig
 from spec.decoupled.messages import Commit, DraftLink, DraftPlan
 from spec.decoupled.received import ReceivedBlocks
-from spec.decoupled.states import StateReader
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
 
 MOST_LACKING = 0.5  # of the requests: above it a round waits for their drafts
@@ -58,34 +57,28 @@ class OnePlan(RequestPlans):
 
 
 class DecoupledDrafter(Drafter):
-    """Drafts of one method, by drafting workers at the other ends of `links`.
+    """Drafts of one draft model, by drafting workers at the other ends of `links`.
 
-    A request is drafted for by one of them. Where a link is of a new `generation`, its requests are
-    told anew from their first token. With `states` the drafting workers are told the policy's
-    hidden states too.
+    A request is drafted for by one of them. If a link has a new `generation`, its requests are
+    sent again from their first token.
     """
 
     arrives_later = True
+    source = Source.MODEL
 
     def __init__(
         self,
         links: Sequence[DraftLink],
         plans: RequestPlans,
         sampling: SamplingConfig,
-        states: StateReader | None = None,
     ) -> None:
-        assert links, "decoupled from nobody"
+        assert links, "one drafting worker or more"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
-        self._states = states
         self.received, self.drafted = ReceivedBlocks(), 0  # drafts of all requests and rounds
         # of each request: generation of its link, tokens that were told, and how often
         self._told: dict[int, tuple[int, int, int]] = {}
         self._closed: list[int] = []
         self._last: LiveSlots | None = None  # of the last drafts
-
-    @property
-    def source(self) -> Source:
-        return self._links[0].source
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
@@ -106,8 +99,7 @@ class DecoupledDrafter(Drafter):
 
     def committed(self, live: LiveSlots) -> None:
         """Tell of rounds in which nothing was proposed, too."""
-        if self._states is None:  # it would wait for the device, which is busy
-            self._tell(live, None)
+        self._tell(live, None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         assert self._last is not None, "it has proposed"
@@ -140,8 +132,7 @@ class DecoupledDrafter(Drafter):
         news: list[list[Commit]] = [[] for _ in self._links]
         untold = self._untold(live)
         processing_A3 = live.processing(self._sampling)
-        states = [()] * len(untold) if self._states is None else self._states.before(live, untold)
-        for (a, first), read in zip(untold.items(), states, strict=True):
+        for a, first in untold.items():
             r, total = int(live.request_ids_A[a]), int(live.total_tokens_A[a])
             k, (_, _, told) = r % len(self._links), self._told.get(r, (-1, 0, 0))
             commit = Commit(
@@ -154,7 +145,6 @@ class DecoupledDrafter(Drafter):
                 chain=_chain(drafts, a),
                 plan=self._plans.plan(r, len(live)),
                 processing=tuple(processing_A3[a].tolist()),
-                states=read,
             )
             news[k].append(commit)
             self._told[r] = self._links[k].generation, total, told + 1

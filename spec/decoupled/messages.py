@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import jax
 import numpy as np
-
-from spec.drafter import Source
 
 MOST_NODES = 2**15 - 1  # no limit: budgets have smaller ones
 
@@ -35,24 +32,11 @@ class DraftPlan(NamedTuple):
     max_nodes: int = MOST_NODES
 
 
-class States(NamedTuple):
-    """The policy's hidden states at `size` positions of a request, from `first` on.
-
-    They are `states_TW[at : at + size]`, on the devices of the verifying worker.
-    """
-
-    states_TW: jax.Array
-    at: int
-    first: int
-    size: int
-
-
 class Commit(NamedTuple):
     """The tokens that a request has now: those at `first` and behind, of prompt and response.
 
     `round` counts what has been said of the request. `chain` are the draft tokens that are being
-    verified behind them. `processing` is temperature, top-k and top-p. `states` are those in front
-    of each of `tokens`, for drafting workers that read them.
+    verified behind them. `processing` is temperature, top-k and top-p.
     """
 
     request_id: int
@@ -64,7 +48,6 @@ class Commit(NamedTuple):
     chain: np.ndarray
     plan: DraftPlan
     processing: tuple[float, float, float]
-    states: tuple[States, ...] = ()
 
     @property
     def total_tokens(self) -> int:
@@ -94,7 +77,6 @@ class DraftLink(Protocol):
     is another one. A link without a worker takes what it is told and brings nothing.
     """
 
-    source: Source
     generation: int
 
     def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:

@@ -4,17 +4,12 @@ import collections
 
 import numpy as np
 
-from spec.drafter import Source
-
 
 class SteppedLink:
     """Steps a way of drafting `steps` times a round; what it sends takes `delay` rounds."""
 
-    source = Source.MODEL
-
-    def __init__(self, ahead, *, steps=1, delay=0, source=Source.MODEL):
+    def __init__(self, ahead, *, steps=1, delay=0):
         self.ahead, self.steps, self.generation = ahead, steps, 0
-        self.source = source
         self.told = []
         self.sent = collections.deque([[] for _ in range(delay)])
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rl.drafting.config import DraftingConfig, source_of
+from rl.drafting.config import DraftingConfig, methods_of
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"ahead": "telepathy"}, "expected ahead of free_running, enumeration, got 'telepathy'"),
-        ({"drafter": "last"}, "expected a drafter of model, learned, own, got 'last'"),
         ({"window": 0}, "window must be 1 … 32, got 0"),
         ({"window": 33}, "window must be 1 … 32, got 33"),
         ({"fan_out": 0}, "fan_out must be at least 1, got 0"),
@@ -35,27 +34,5 @@ def test_what_settings_ask_for():
     assert DraftingConfig(requests_per_helper=1).helps
 
 
-@pytest.mark.parametrize(
-    ("settings", "goes_on"),
-    [
-        ({"ahead": "free_running"}, True),
-        ({"ahead": "enumeration"}, False),
-        ({"drafter": "learned", "ahead": "free_running"}, False),
-        ({"drafter": "own"}, False),
-    ],
-)
-def test_only_a_draft_model_goes_on_from_draft_tokens(settings, goes_on):
-    config = DraftingConfig(**settings)
-    assert config.goes_on(config.drafter) == goes_on
-
-
-def test_methods_are_the_drafter_every_draft_model_and_the_ladder():
-    config = DraftingConfig(ladder=("own",), ahead="free_running")
-    assert config.sources == ("model", "own")
-    assert config.methods_of(3) == ("model", "model2", "model3", "own")
-    assert [source_of(m) for m in config.methods_of(2)] == ["model", "model", "own"]
-    assert config.goes_on("model2") and not config.goes_on("own")
-    assert DraftingConfig(drafter="own").methods_of(1) == ("own",)
-    for ladder in (("model",), ("own", "own"), ("telepathy",)):
-        with pytest.raises(ValueError, match="expected a ladder of"):
-            DraftingConfig(ladder=ladder)
+def test_methods_are_the_draft_models():
+    assert methods_of(1) == ("model",) and methods_of(3) == ("model", "model2", "model3")

@@ -21,7 +21,6 @@ from sched.policies.drafting_plan import WorkerPlan
 from spec.acceptance import PRIOR_PROB
 from spec.decoupled.ahead import Enumerating, FreeRunning
 from spec.decoupled.copies import CopiesDrafter
-from spec.drafter import Source
 from spec.eagle.drafter import EagleDrafter
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -75,37 +74,8 @@ def test_drafting_workers_change_no_token(tiny, tmp_path, plain, ahead, mode):
     assert not said(got, "drafting worker")
 
 
-BY = {
-    "learned": (
-        *("Drafter.max_depth=3", "Drafter.top_k=2", "Drafter.steps_after_rollout=1"),
-        *("Drafter.batch_rows=1", "Drafter.row_tokens=32", "Drafter.micro_batches=1"),
-    ),
-    "own": (),
-}
-
-
 @pytest.mark.parity
-@pytest.mark.parametrize("mode", ["sync", "ahead"])
-@pytest.mark.parametrize("drafter", BY)
-def test_nor_do_those_with_other_drafters(tiny, tmp_path, plain, monkeypatch, drafter, mode):
-    """EAGLE by the hidden states that they are told, and n-grams."""
-    made, make = [], drafting_workers.make_ahead
-
-    def noted(*given):
-        made.append(make(*given))
-        return made[-1]
-
-    monkeypatch.setattr(drafting_workers, "make_ahead", noted)
-    sources = f"Speculation.sources=({drafter!r},)", f"Drafting.drafter={drafter!r}"
-    settings = *WORKERS, *sources, *BY[drafter], STEPS, f"Sched.mode={mode!r}"
-    got = finish(tiny, tmp_path, *settings)
-    assert_same(got, plain)
-    assert not said(got, "drafting worker")
-    assert [maker.source for maker in made] == [Source[drafter.upper()]]
-
-
-@pytest.mark.parity
-def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monkeypatch):
+def test_nor_does_a_ladder_of_models(tiny, tmp_path, plain, monkeypatch):
     """Each rollout has the method that is chosen for it: here each in turn."""
     chosen = []
 
@@ -115,20 +85,18 @@ def test_nor_does_a_ladder_of_two_models_and_ngrams(tiny, tmp_path, plain, monke
             assert (seen.p, seen.hits) == (PRIOR_PROB, pytest.approx(FIRST_HITS))
         assert planner.draft_s.keys() == set(planner.methods)
         assert planner.seconds.draft_s == planner.draft_s["model"] > 0, "of the first, measured"
-        chosen.append(planner.methods[len(chosen) % 3])
+        chosen.append(planner.methods[len(chosen) % 2])
         planner.method = chosen[-1]
 
     monkeypatch.setattr(drafting_workers.Planner, "choose_method", in_turn)
     folder = str(tiny.parent / "policy")
-    settings = apart(tiny, f"DraftModel.directories=({folder!r},)", "Drafting.ladder=('own',)")
-    sources = "Speculation.sources=('model','own')"
-    got = finish(tiny, tmp_path, *settings, sources)
+    got = finish(tiny, tmp_path, *apart(tiny, f"DraftModel.directories=({folder!r},)"))
     assert_same(got, plain)
-    assert set(chosen) == {"model", "model2", "own"}
+    assert set(chosen) == {"model", "model2"}
     names = {part.name for step in read_workers(got.folder) for part in step.parts}
     assert names == {"worker 0", "worker 1", "drafting 0"}
     for row in read_metrics(got.folder):
-        by = {name: row[f"drafting/by_{name}"] for name in ("model", "model2", "own")}
+        by = {name: row[f"drafting/by_{name}"] for name in ("model", "model2")}
         assert sum(by.values()) == 1 and 0 <= row["drafting/rounds_with_draft"] <= 1
 
 
@@ -308,15 +276,6 @@ def test_nothing_compiles_after_warm_up(tiny, tmp_path, ahead):
     assert after == [], after
 
 
-@pytest.mark.slow
-def test_with_a_learned_drafter_nothing_compiles_either(tiny, tmp_path):
-    sources = "Speculation.sources=('learned',)", "Drafting.drafter='learned'"
-    settings = *WORKERS, *sources, *BY["learned"], "Run.steps=3"
-    _, before, after = compilations(tiny, tmp_path, *settings)
-    assert len(before) > 10
-    assert after == [], after
-
-
 # --- copies of stragglers ---------------------------------------------------------------
 
 HELPERS = (
@@ -392,6 +351,10 @@ def test_copies_are_drafted_for_by_a_learned_drafter(tiny, tmp_path, plain, monk
     methods, made = [], CopiesDrafter.__init__
     noted = lambda self, usual, given, *a: methods.extend(given) or made(self, usual, given, *a)  # noqa: E731
     monkeypatch.setattr(CopiesDrafter, "__init__", noted)
-    named = "Speculation.sources=('own','learned')", "Drafting.methods=('learned',)"
-    assert_same(finish(tiny, tmp_path, *HELPERS, *named, *BY["learned"]), plain)
+    named = (
+        *("Speculation.sources=('own','learned')", "Drafting.methods=('learned',)"),
+        *("Drafter.max_depth=3", "Drafter.top_k=2", "Drafter.steps_after_rollout=1"),
+        *("Drafter.batch_rows=1", "Drafter.row_tokens=32", "Drafter.micro_batches=1"),
+    )
+    assert_same(finish(tiny, tmp_path, *HELPERS, *named), plain)
     assert {type(method) for method in methods} == {EagleDrafter}

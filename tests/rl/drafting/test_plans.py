@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.drafting.config import DraftingConfig
+from rl.drafting.config import DraftingConfig, methods_of
 from rl.drafting.plans import (
     DECAY,
     FIRST_HITS,
@@ -54,19 +54,11 @@ def live(ids, response):
         rows_A=np.arange(A),
         request_ids_A=np.array(ids, np.int64),
         group_ids_A=np.zeros(A, np.int64),
-        sample_indices_A=np.zeros(A, np.int64),
         prompt_tokens_A=np.full(A, 2, np.int32),
         total_tokens_A=total_A,
         remaining_tokens_A=np.full(A, 100, np.int32),
         tokens_BL=np.zeros((A, int(total_A.max())), np.int32),
     )
-
-
-def test_seconds_are_those_of_the_drafter_that_plans_are_for():
-    times = RoundTimes({(4, 8, 64): 1.0}, {"learned": {(4, 3, 64): 0.6}, MODEL: {(4, 3, 64): 6.0}})
-    found = MeasuredSeconds(Costs(), times, 50.0, method="learned")
-    assert found.draft(3) == pytest.approx(0.6 / 3)
-    assert Planner(DraftingConfig(drafter="learned"), 2, 4, 3).observed.p == PRIOR_PROB
 
 
 # --- what is observed -------------------------------------------------------------------
@@ -158,8 +150,6 @@ def test_the_best_numbers_are_planned():
 def test_chains_that_run_ahead_have_hits_of_their_own():
     assert planner(ahead="enumeration").acceptance.hits == pytest.approx(FIRST_HITS)
     assert planner(ahead="free_running").acceptance.hits is None
-    trees = planner(ahead="free_running", drafter="learned")
-    assert trees.acceptance.hits == pytest.approx(FIRST_HITS)
 
 
 def test_without_measured_seconds_there_is_a_window_all_the_same():
@@ -198,8 +188,7 @@ def test_patience_is_for_drafts_of_all_cases():
 
 def ladder(draft_s):
     """Three methods, for 8 requests on 3 verifying workers; V_w = 10 + 8/3 w ms, w up to 3."""
-    config = DraftingConfig(ladder=("own",))
-    found = Planner(config, 4, 8, 3, config.methods_of(2))
+    found = Planner(DraftingConfig(), 4, 8, 3, methods_of(3))
     found.drafting_workers, found.draft_s = 1, dict(zip(found.methods, draft_s, strict=True))
     return found
 
@@ -209,7 +198,8 @@ def test_the_fastest_method_is_chosen_by_seconds_and_then_by_what_was_seen():
     found = ladder([0.004, 0.002, 1e-7])
     assert found.choose_method() == "model", "the drafter, before rounds are measured"
     found.seconds = seconds(draft_s=7.0)
-    assert found.ranked() == ["own", "model2", "model"] and found.choose_method() == "own"
+    assert found.ranked() == ["model3", "model2", "model"]
+    assert found.choose_method() == "model3"
     assert found.seconds.draft_s == 1e-7
     # it hardly ever has a draft: C of p = 0 in V_0; the next one takes 2 ms a token
     for _ in range(500):
@@ -221,17 +211,6 @@ def test_the_fastest_method_is_chosen_by_seconds_and_then_by_what_was_seen():
         found.observed.add([1], np.zeros(1, int), np.ones(1, int))
     assert found.choose_method() == "model"
     assert found.acceptance.p == PRIOR_PROB, "each has a profile of its own"
-
-
-def test_copies_are_drafted_by_the_best_of_the_others_first():
-    found = ladder([0.004, 0.002, 1e-7])
-    found.seconds = seconds()
-    assert found.choose_method() == "own"
-    assert found.order_of_copies(("own", "group", "model")) == ["model", "group", "own"]
-    found.method = "model2"
-    assert found.order_of_copies(("model", "group", "own")) == ["own", "group", "model"]
-    alone = planner(measured=seconds(), ladder=("own",))  # and no worker drafts for others
-    assert alone.order_of_copies(("model", "own")) == ("model", "own")
 
 
 def test_of_one_method_nothing_is_chosen():

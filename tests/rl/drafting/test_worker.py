@@ -117,14 +117,14 @@ def worker(clock):
 
 
 def link_to(worker, made, rollout="a", look=lambda: None):
-    return WorkerLink(worker, Source.MODEL, rollout, made, look)
+    return WorkerLink(worker, rollout, made, look)
 
 
 def test_blocks_reach_the_link_that_asked(worker):
     """Two verifying workers of one rollout share what drafts; another rollout has its own."""
     made, other = Made(), Made()
     links = [link_to(worker, made), link_to(worker, made), link_to(worker, other, "b")]
-    assert all(link.source is Source.MODEL and link.generation == 0 for link in links)
+    assert all(link.generation == 0 for link in links)
     for k, link in enumerate(links):
         link.tell([commit(10 * k), commit(10 * k + 1)], [])
     assert [sorted(blocks_of(link, 2)) for link in links] == [
@@ -244,8 +244,7 @@ def fails():
 def team(clock):
     """Two drafting workers of a run, for verifying workers 0 and 1."""
     lines = []
-    config = DraftingConfig(workers=2, ladder=("own",))
-    planner = Planner(config, 4, 8, 3, config.methods_of(1))
+    planner = Planner(DraftingConfig(workers=2), 4, 8, 3)
     options = {"clock": clock, "told": lines.append, "hang_limit_s": 10.0}
     model = DraftModel(None, None, DraftModelConfig())  # nothing is drafted with it
     workers = DraftingWorkers({MODEL: model}, planner, 16, **options)
@@ -396,28 +395,12 @@ def test_links_keep_no_weights(team):
     weights = Weights()
     spec = SimpleNamespace(params=weights, key=jax.random.key(0), sampling=SamplingConfig())
     runner = SimpleNamespace(number=1)
-    drafter = team.drafter_for(SimpleNamespace(spec=spec, runner=runner), MODEL)
+    drafter = team.drafter_for(SimpleNamespace(spec=spec, runner=runner))
     gone = weakref.ref(weights)
     del weights, spec
     gc.collect()
     assert gone() is None
     assert drafter.source is Source.MODEL
-
-
-def test_a_rollout_is_drafted_by_the_source_that_was_chosen_for_it(team, monkeypatch):
-    """All its workers have the same; the next rollout may have another."""
-    choices = iter(["model", "own"])
-
-    def choose():
-        team.planner.method = next(choices)
-
-    monkeypatch.setattr(team.planner, "choose_method", choose)
-    for seed, chosen in ((0, Source.MODEL), (1, Source.OWN)):
-        spec = SimpleNamespace(params=None, key=jax.random.key(seed), sampling=SamplingConfig())
-        for number in (0, 1):
-            context = SimpleNamespace(spec=spec, runner=SimpleNamespace(number=number))
-            found = [team.drafter_for(context, source) for source in ("model", "own")]
-            assert [drafter.source for drafter in found if drafter is not None] == [chosen]
 
 
 def test_steps_and_seconds_are_counted(team, clock):
@@ -431,7 +414,7 @@ def test_steps_and_seconds_are_counted(team, clock):
     clock.now_s = 6.0
     metrics = team.metrics()
     assert (metrics["drafting/steps"], metrics["drafting/busy_fraction"]) == (1.0, 0.25)
-    assert (metrics["drafting/by_model"], metrics["drafting/by_own"]) == (1.0, 0.0)
+    assert metrics["drafting/by_model"] == 1.0
     assert team.parts(7) == [
         WorkerPart("drafting 0", "device 0", 7, ((0.0, 3.0),)),
         WorkerPart("drafting 1", "device 1", 7, ()),

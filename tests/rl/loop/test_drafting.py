@@ -41,54 +41,13 @@ def test_some_workers_may_draft_for_the_others(kind):
             r"expected a number of .*got None.* set Drafting.workers = 1 … 3",
         ),
         ("Drafting.workers=4", r"at least one worker that verifies.*4 of Sched.workers=4"),
-        ("Speculation.sources=('own',)", r"by Drafting.drafter='model': expected \"model\""),
+        ("Speculation.sources=('own',)", r"draft by a draft model: expected \"model\""),
         ("Drafting.window=31", r"Drafting.window of at most Engine.max_nodes"),
     ],
 )
 def test_what_drafting_workers_on_ray_cannot_do_is_refused(override, message):
     with pytest.raises(ValueError, match=message):
         check_drafting(made(*DRAFTS, RAY, override))
-
-
-BY = "Speculation.sources=('own', 'learned', 'model')"
-
-
-@pytest.mark.parametrize("drafter", ["learned", "own"])
-def test_other_drafters_may_draft_for_other_workers_too(drafter):
-    check_drafting(made(*DRAFTS, BY, f"Drafting.drafter={drafter!r}"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("Drafting.drafter='learned'", RAY),
-            r'Cluster.kind="ray" .*expected Drafting.drafter="model" there, got .learned.: set',
-        ),
-        (
-            ("Drafting.drafter='own'", "Drafting.workers=None"),
-            r"expected a number with Drafting.drafter=\"own\", set Drafting.workers = 1 … 3",
-        ),
-        (
-            ("Drafting.drafter='learned'", "Drafting.ahead='free_running'"),
-            r'expected Drafting.drafter="model" with it, got .learned.: set it, or leave',
-        ),
-        (
-            ("Drafting.drafter='learned'", "Speculation.sources=('model',)"),
-            r"by Drafting.drafter=.learned.: expected \"learned\" in Speculation.sources",
-        ),
-    ],
-)
-def test_what_other_drafters_cannot_do_is_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        check_drafting(made(*DRAFTS, BY, *overrides))
-
-
-def test_windows_are_as_long_as_the_drafter_goes():
-    deep = "Drafter.max_depth=5", "DraftModel.max_depth=4", "Engine.max_nodes=17"
-    for drafter, most in (("learned", 5), ("model", 4), ("own", 16)):
-        config = made(*DRAFTS, BY, *deep, f"Drafting.drafter={drafter!r}")
-        assert make_planner(config).most_window == most
 
 
 def test_a_plan_may_say_how_many_draft_where_workers_are_threads():
@@ -109,13 +68,12 @@ def test_workers_on_ray_are_told_that_they_draft_for_copies_with_a_draft_model(t
 
 
 def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
-    config, engine = made(*DRAFTS, *HELPS, "Drafting.ladder=('own',)"), SimpleNamespace()
+    config, engine = made(*DRAFTS, *HELPS), SimpleNamespace()
     speculation, planner = SimpleNamespace(), make_planner(config)
     have_idle_help(engine, speculation, planner)
     assert speculation.methods_of_copies == ("model", "own")
     assert (engine.helpers.num_methods, engine.helpers.requests_each) == (2, 2)
     assert engine.helpers.worth == planner.worth
-    planner.method = "own"  # acceptance is that of the method of the rollout
     planner.observed.add([5], np.ones(1, int), np.ones(1, int))
     assert set(engine.helpers.acceptance()) == {5}
 

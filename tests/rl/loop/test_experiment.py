@@ -371,17 +371,13 @@ BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verif
             "expected a number of Drafting.workers there, got None, .*; set Drafting.workers = 1",
         ),
         (
-            ("Drafting.ladder=('learned',)",),
-            r"""Drafting.workers=1 draft by Drafting.ladder='learned': expected "learned" in """,
+            ("Cluster.kind='ray'", "DraftModel.directories=('a',)"),
+            r"""expected no DraftModel.directories there, got \('a',\): leave them out""",
         ),
         (
-            ("Cluster.kind='ray'", "Drafting.ladder=('own',)"),
-            r"""expected no Drafting.ladder and no DraftModel.directories there, got \('own',\) """,
-        ),
-        (
-            ("Drafting.drafter='own'", "DraftModel.directories=('a',)"),
+            ("Drafting.workers=0", "DraftModel.directories=('a',)"),
             r"""DraftModel.directories=\('a',\) are for drafting workers to choose among: .*"""
-            r"""got 1 with \('own',\): set them, or leave directories out""",
+            r"""got 0: set it, or leave directories out""",
         ),
     ],
 )

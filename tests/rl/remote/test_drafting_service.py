@@ -228,7 +228,7 @@ def test_a_thread_that_raises_is_replaced_and_said(alone, model, monkeypatch):
             program._told()._maker = true
             raise RuntimeError("a device is gone")
 
-        program._told()._maker = SimpleNamespace(ahead=fails, source=true.source)
+        program._told()._maker = SimpleNamespace(ahead=fails)
         made.accepted(alone)
         assert made.accepts(alone)
         assert thread.generation == 1

@@ -13,11 +13,9 @@ from spec.decoupled.ahead import (
     SECOND,
     Enumerating,
     FreeRunning,
-    LearnedTrees,
-    Trees,
     cases_tree,
 )
-from spec.decoupled.messages import DraftPlan, States
+from spec.decoupled.messages import DraftPlan
 
 COUPLED = DraftPlan(3, decoupled=False)
 
@@ -260,80 +258,3 @@ def test_a_tree_of_cases_is_a_tree_and_has_every_case(K, F, N, p, data):
                 above = p**z * rejected * prob_ZF[z, f] * p ** (N - 2)
                 second = there[(*path[:-1], path[-1] + 5000)]
                 assert second == pytest.approx(above * (1 - p) * SECOND, rel=1e-5, abs=1e-30)
-
-
-# --- trees behind the last commit -----------------------------------------------------------
-
-
-def trees(drafter=None, most_nodes=9):
-    return Trees(drafter or CountsOn(), 4, 60, most_nodes=most_nodes)
-
-
-def test_a_tree_behind_each_commit_and_no_further_one():
-    ahead = told(trees(), commit([1, 10]), commit([1, 20], request=1))
-    assert drafted(ahead) == [(0, 1, 2, [*range(11, 20)]), (1, 1, 2, [*range(21, 30)])]
-    assert ahead.step() == []
-    told(ahead, commit([11], first=2, round=2, chain=[12, 13]))
-    assert drafted(ahead) == [(0, 2, 3, [*range(12, 21)])], "what is being verified is drafted too"
-
-
-def test_a_tree_is_as_deep_as_what_is_verified_and_a_window():
-    ahead = trees()
-    for chain, plan, depth in [
-        ([], DraftPlan(3), 4),
-        ([7, 8], DraftPlan(3), 6),
-        ([], COUPLED, 3),
-    ]:
-        round = ahead.texts.requests[0].round + 1 if ahead.texts.requests else 1
-        told(ahead, commit([1] * (round + 1), round=round, chain=chain, plan=plan))
-        assert ahead.step() and ahead.depth == depth
-    told(ahead, commit([1] * 5, round=4, chain=[7], plan=COUPLED))
-    assert ahead.step() == [], "coupled: not before it is verified"
-
-
-def test_a_request_without_drafts_has_an_empty_block():
-    """Whoever waits for its draft learns that there is none."""
-    assert drafted(told(trees(CountsOn(most=0)), commit([1, 10]))) == [(0, 1, 2, [])]
-
-
-def test_no_tree_behind_the_last_token():
-    assert drafted(told(trees(), commit([1, 10], left=1))) == []
-
-
-class NotedStates:
-    """Notes which states are put into which rows."""
-
-    def __init__(self):
-        self.noted = []
-
-    def put(self, read):
-        self.noted.append(read)
-
-
-class Deep(CountsOn):
-    depth = 5
-
-
-def test_states_are_put_into_the_rows_of_requests_that_are_known():
-    states, drafter = NotedStates(), Deep()
-    ahead = LearnedTrees(drafter, states, 2, 60, most_nodes=4)
-    read = [(States(None, at, at, 1),) for at in range(4)]
-
-    def having(commit, n):
-        return commit._replace(states=read[n])
-
-    told(ahead, having(commit([1, 10]), 0), having(commit([1, 20], request=1), 1))
-    rows = [ahead.texts.requests[r].row for r in (0, 1)]
-    assert states.noted == [[(rows[0], *read[0]), (rows[1], *read[1])]]
-    # one whose commit before was lost, and one for which there is no row
-    lost = having(commit([12], first=3, round=3), 2)
-    told(ahead, lost, having(commit([1, 30], request=2), 3))
-    assert states.noted[1] == []
-
-
-@pytest.mark.parametrize(("window", "depth"), [(2, 3), (4, 5), (7, 5)])
-def test_a_drafter_searches_no_deeper_than_its_programs_can(window, depth):
-    drafter = Deep()
-    ahead = LearnedTrees(drafter, NotedStates(), 2, 60, most_nodes=4)
-    told(ahead, commit([1, 10], plan=DraftPlan(window))).step()
-    assert drafter.depth == depth

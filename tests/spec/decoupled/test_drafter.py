@@ -304,5 +304,5 @@ def test_only_its_own_part_of_a_union_counts():
 
 
 def test_decoupled_from_somebody():
-    with pytest.raises(AssertionError, match="decoupled from nobody"):
+    with pytest.raises(AssertionError, match="one drafting worker or more"):
         DecoupledDrafter([], OnePlan(PLAN), SamplingConfig())
