@@ -213,7 +213,7 @@ def thread_seconds(num_requests: int) -> dict[str, float]:
     drafter = GroupDrafter()
     for total in range(L - 2 * THREAD_ROUNDS, L, 2):
         live = LiveSlots(
-            *(ids_A.astype(np.int32), ids_A, ids_A // 8, ids_A % 8, np.full(num_requests, 32)),
+            *(ids_A.astype(np.int32), ids_A, ids_A // 8, np.full(num_requests, 32)),
             *(np.full(num_requests, total), np.full(num_requests, L - total), tokens_BL),
         )
         began_s = time.perf_counter()

@@ -19,7 +19,7 @@ from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import RequestPlans
 from spec.decoupled.messages import DraftPlan
-from spec.drafter import LiveSlots, Source
+from spec.drafter import LiveSlots
 from spec.round_times import RoundTimes
 
 DECAY = 0.999  # of the counts of rounds with a draft, a round
@@ -281,9 +281,7 @@ class _OfRollout(RequestPlans):
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plans.get(request_id) or self._of_batch(batch)
 
-    def observed(
-        self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
-    ) -> None:
+    def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
         ids = live.request_ids_A.tolist()
         self._observed.add(ids, accepted_A, seen_A)
         if self._own is None:

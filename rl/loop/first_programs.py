@@ -187,8 +187,7 @@ def warm_up(
         speculation.times = times
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
-            policy = sampling, engine, weights
-            warm_up_drafting(*policy, drafting, speculation, reach, costs, told)
+            warm_up_drafting(sampling, engine, drafting, speculation, costs, told)
             one = engine.engines[-1]  # the last one may be a drafting worker's now
             placed = one.place(weights)
         compile_host_kernels(
@@ -209,14 +208,12 @@ def warm_up(
 def warm_up_drafting(
     sampling: SamplingConfig,
     engine: RolloutEngine,
-    weights: Params,
     drafting: DraftingWorkers,
     speculation: Speculation,
-    reach: Reach,
     costs: Costs,
     told: OnCompiled,
 ) -> None:
-    """Decide how many workers draft, where a plan is to say; compile and time what they run."""
+    """Plan how many workers draft, if that is left to the plan; compile and time their programs."""
     times, planner = speculation.times, drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
     seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)

@@ -129,7 +129,7 @@ class Budgeted(RoundModel):
         blank_AN = np.zeros(prob_AN.shape, np.int32)
         drafts = Drafts(blank_AN, blank_AN, prob_AN, blank_AN, self._count_L[lanes_A])
         A = np.arange(len(lanes_A))
-        return LiveSlots(A, A, A, A, A, A, A, np.zeros((len(A), 0), np.int32)), drafts
+        return LiveSlots(A, A, A, A, A, A, np.zeros((len(A), 0), np.int32)), drafts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,57 +8,29 @@ A step is one pass over all requests that want drafts. Time is the caller's.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
 from spec.decoupled.messages import Block, Commit
 from spec.decoupled.texts import DraftedRequest, RequestTexts
-from spec.drafter import Drafter, LiveSlots
+from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
 
 SECOND = 0.5  # probability of a second choice where the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
 
 
-class DraftingAhead(Protocol):
-    """The drafting worker's part for one rollout; the last step drafted `depth` tokens deep."""
+class DraftingAhead(abc.ABC):
+    """A drafting worker's drafts for one rollout; the last step drafted `depth` tokens deep."""
 
-    texts: RequestTexts
-    depth: int
-
-    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        """Update requests by messages of verifying workers."""
-        ...
-
-    def step(self) -> list[Block]:
-        """Draft once for all requests that want a draft; return no blocks if none does."""
-        ...
-
-
-class ChainDrafter(Drafter, Protocol):
-    """A drafter that learns from its driver how much of its chains was right."""
-
-    def observe_chains(self, acceptance_A2: np.ndarray) -> None: ...
-
-
-class EnumeratingDrafter(Drafter, Protocol):
-    """A drafter that can draft for all cases of a chain: `spec.draft_model`."""
-
-    def outcomes(
-        self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
-
-
-class _Ahead(DraftingAhead):
-    """The part that all ways have in common: the requests, and a drafter of the host's protocol."""
-
-    def __init__(self, drafter: Drafter, num_rows: int, longest_tokens: int) -> None:
+    def __init__(self, drafter: AheadDraftModel, num_rows: int, longest_tokens: int) -> None:
         self.texts, self.depth = RequestTexts(num_rows, longest_tokens), 0
         self._drafter = drafter
 
     def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+        """Update requests by messages of verifying workers."""
         gone = self.texts.close(closed)
         if len(gone):
             self._drafter.finished(gone)
@@ -67,14 +39,17 @@ class _Ahead(DraftingAhead):
         if seen:
             self._observe(np.array(seen))
 
+    @abc.abstractmethod
+    def step(self) -> list[Block]:
+        """Draft once for all requests that want a draft; return no blocks if none does."""
+
     def _observe(self, acceptance_A2: np.ndarray) -> None:
+        """Learn how many assumed tokens were right, and of how many that is known."""
         return
 
 
-class FreeRunning(_Ahead):
+class FreeRunning(DraftingAhead):
     """Chains that go on behind what is verified: w draft tokens at a time, up to 2 w ahead."""
-
-    _drafter: ChainDrafter
 
     def step(self) -> list[Block]:
         wanting = self._wanting()
@@ -111,18 +86,18 @@ class FreeRunning(_Ahead):
         ]
 
 
-class Enumerating(_Ahead):
+class Enumerating(DraftingAhead):
     """Trees of what may come of the chains that are verified now, once for each commit.
 
     Behind i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a
     chain of a window behind it, with second choices; a request without a chain has one case.
     """
 
-    _drafter: EnumeratingDrafter
+    _drafter: EnumeratingDraftModel
 
     def __init__(
         self,
-        drafter: EnumeratingDrafter,
+        drafter: EnumeratingDraftModel,
         num_rows: int,
         longest_tokens: int,
         *,

@@ -29,10 +29,8 @@ class RequestPlans(Protocol):
         """Return the plan of a request that is verified with so many on its worker."""
         ...
 
-    def observed(
-        self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
-    ) -> None:
-        """Learn how many draft tokens of a source were accepted, and for how many that is known."""
+    def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
+        """Learn how many draft tokens were accepted, and for how many that is known."""
         ...
 
     def forget(self, request_ids: Sequence[int]) -> None: ...
@@ -47,9 +45,7 @@ class OnePlan(RequestPlans):
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plan
 
-    def observed(
-        self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
-    ) -> None:
+    def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
         return
 
     def forget(self, request_ids: Sequence[int]) -> None:
@@ -64,7 +60,6 @@ class DecoupledDrafter(Drafter):
     """
 
     arrives_later = True
-    source = Source.MODEL
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class DecoupledDrafter(Drafter):
         plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
         window_A = np.array([plan.window for plan in plans], np.int64)
         most_A = np.minimum(max_nodes_A, np.array([plan.max_nodes for plan in plans], np.int32))
-        given = live, window_A, most_A, max_nodes, self.source
+        given = live, window_A, most_A, max_nodes
         self._take(live)
         drafts = self.received.drafts(*given)
         if self._plans.patience_s and self._worth_waiting(live, drafts):
@@ -103,12 +98,12 @@ class DecoupledDrafter(Drafter):
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         assert self._last is not None, "it has proposed"
-        mine_AN = drafts.sources_AN == self.source
+        mine_AN = drafts.sources_AN == Source.MODEL
         accepted_A = (acceptance.accepted_AN & mine_AN).sum(axis=1)
         seen_A = (acceptance.observed_AN & mine_AN).sum(axis=1)
         # along a path: the accepted ones and the one that was not
         seen_A = np.minimum(seen_A, accepted_A + 1)
-        self._plans.observed(self._last, self.source, accepted_A, seen_A)
+        self._plans.observed(self._last, accepted_A, seen_A)
 
     def finished(self, live: LiveSlots) -> None:
         ids = live.request_ids_A.tolist()

@@ -55,11 +55,10 @@ class ReceivedBlocks:
         window_A: np.ndarray,
         most_A: np.ndarray,
         max_nodes: int,
-        source: Source,
     ) -> Drafts:
         """Return each request's draft: at most `window_A` deep, and `most_A` draft tokens."""
         drafts = no_drafts(len(live), max_nodes)
-        drafts.sources_AN[:] = source
+        drafts.sources_AN[:] = Source.MODEL
         which_A = self._rows(live)  # first: it may make room
         blocks = self._block_F3, self._tokens_FN, self._parents_FN, self._prob_FN
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A

@@ -7,7 +7,7 @@ from spec.drafter import LiveSlots
 
 def live_slots(num):
     ids = np.arange(num)
-    return LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
+    return LiveSlots(ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
 
 
 def ids(*tokens):
@@ -26,7 +26,6 @@ def live_texts(*rows, groups=None, prompt=2, first_id=0):
         np.arange(A, dtype=np.int32),
         names,
         np.zeros(A, np.int64) if groups is None else np.asarray(groups),
-        names,
         np.full(A, prompt, np.int32),
         totals,
         np.full(A, 20),

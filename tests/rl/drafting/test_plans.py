@@ -21,7 +21,7 @@ from sched.policies.specactor_profile import PRIOR_TOKENS
 from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.messages import DraftPlan
-from spec.drafter import LiveSlots, Source
+from spec.drafter import LiveSlots
 from spec.round_times import RoundTimes
 
 
@@ -223,7 +223,7 @@ def test_of_one_method_nothing_is_chosen():
 
 def observed(plans, ids, response, accepted, seen):
     some = live(ids, response)
-    plans.observed(some, Source.MODEL, np.array(accepted), np.array(seen))
+    plans.observed(some, np.array(accepted), np.array(seen))
 
 
 def test_a_request_that_is_accepted_less_is_planned_anew_when_due():

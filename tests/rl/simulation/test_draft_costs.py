@@ -53,7 +53,7 @@ def test_the_choice_is_the_one_that_the_budget_of_an_engine_makes(counts):
     lanes = [CHAIN, RequestClass(3, chain_probs(0.3, 8))]
     times = CostTimes(lambda b, n: INSTANCE.round_cost(b, n), lambda b, n: 0.0)
     A = np.arange(sum(counts))
-    live = LiveSlots(A, A, A, A, A, A, A, np.zeros((len(A), 0), np.int32))
+    live = LiveSlots(A, A, A, A, A, A, np.zeros((len(A), 0), np.int32))
     probs = [lane.probs for lane, n in zip(lanes, counts, strict=True) for _ in range(n)]
     blank = np.zeros((len(A), 8), np.int32)
     drafts = Drafts(blank, blank, np.array(probs, np.float32), blank, np.full(len(A), 8))
@@ -92,7 +92,7 @@ def test_a_fixed_budget_knows_no_load_and_a_threshold_no_drafts_above_it():
 def played_windows(rng, p, rounds, budget):
     """Return the mean window that a budget of `spec` gives one request, and its mean tokens."""
     one = np.zeros(1, int)
-    live = LiveSlots(one, one, one, one, one, one, one, np.zeros((1, 0), np.int32))
+    live = LiveSlots(one, one, one, one, one, one, np.zeros((1, 0), np.int32))
     drafted = tokens = 0
     for _ in range(rounds):
         window = int(budget.limits(live, 1)[0])

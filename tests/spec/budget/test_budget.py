@@ -17,7 +17,7 @@ from spec.round_times import RoundTimes
 
 def live(num, first_id=0):
     ids = np.arange(first_id, first_id + num)
-    return LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
+    return LiveSlots(ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
 
 
 def chains(lengths, prob, width=15):

@@ -88,7 +88,7 @@ class One(Drafter):
 def test_union_asks_all_and_tells_all():
     parts = [One([(-1, 4, 0.5)]), One([(-1, 9, 0.75)])]
     ids = np.array([1])
-    live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
+    live = LiveSlots(ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
     got = DrafterUnion(parts).propose(live, np.array([5]), 6)
     assert paths(got, 0) == {(9,): 0.75, (4,): 0.5}
     union = DrafterUnion(parts, ["one", "other"])
@@ -103,7 +103,7 @@ def test_union_asks_all_and_tells_all():
 def test_a_source_that_brings_nothing_is_asked_more_rarely():
     good, bad = One([(-1, 4, 0.5)], Source.GROUP), One([(-1, 9, 0.75)], Source.OWN)
     union, ids = DrafterUnion([good, bad]), np.array([1])
-    live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
+    live = LiveSlots(ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
     for _ in range(2 * ASKED_AGAIN):
         drafts = union.propose(live, np.array([5]), 6)
         union.observe(drafts, plain_acceptance(drafts, np.array([[4]]), np.array([1])))

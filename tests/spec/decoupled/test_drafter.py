@@ -15,8 +15,6 @@ PLAN = DraftPlan(4)
 
 
 class FakeLink:
-    source = Source.MODEL
-
     def __init__(self):
         self.generation, self.told, self.closed, self.waits = 0, [], [], []
         self.sent, self.sent_while_waiting, self.calls = [], [], 0
@@ -43,9 +41,9 @@ class NotedPlans(OnePlan):
     def plan(self, request_id, batch):
         return self.own.get(request_id, super().plan(request_id, batch))
 
-    def observed(self, live, source, accepted_A, seen_A):
+    def observed(self, live, accepted_A, seen_A):
         ids = live.request_ids_A.tolist()
-        self.heard.append((source, *zip(ids, accepted_A.tolist(), seen_A.tolist(), strict=True)))
+        self.heard.append([*zip(ids, accepted_A.tolist(), seen_A.tolist(), strict=True)])
 
     def forget(self, request_ids):
         self.forgotten += request_ids
@@ -289,7 +287,7 @@ def test_plans_hear_what_was_accepted_and_of_how_many_it_is_known():
     observed = masks("xxx.....", "xxx.....", "........")
     drafter.observe(drafts, Acceptance(True, accepted, observed))
     # behind a wrong one nothing is known
-    assert drafter._plans.heard == [(Source.MODEL, (0, 2, 3), (1, 0, 1), (2, 0, 0))]
+    assert drafter._plans.heard == [[(0, 2, 3), (1, 0, 1), (2, 0, 0)]]
 
 
 def test_only_its_own_part_of_a_union_counts():
@@ -300,7 +298,7 @@ def test_only_its_own_part_of_a_union_counts():
     merged.count_A[:] = 3
     merged.sources_AN[0] = [Source.MODEL, Source.OWN, Source.MODEL, Source.MODEL]
     drafter.observe(merged, Acceptance(True, masks("xx.."), masks("xxx.")))
-    assert drafter._plans.heard == [(Source.MODEL, (0, 1, 2))]
+    assert drafter._plans.heard == [[(0, 1, 2)]]
 
 
 def test_decoupled_from_somebody():

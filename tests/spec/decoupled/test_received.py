@@ -24,9 +24,9 @@ def chain(base, *tokens, **fields):
     return block(base, *nodes, **fields)
 
 
-def follow(blocks, live, window=9, most=9, max_nodes=9, source=Source.MODEL):
+def follow(blocks, live, window=9, most=9, max_nodes=9):
     window_A, most_A = (np.full(len(live), x, np.int64) for x in (window, most))
-    return blocks.drafts(live, window_A, most_A, max_nodes, source)
+    return blocks.drafts(live, window_A, most_A, max_nodes)
 
 
 def nodes(drafts, a=0):
@@ -103,7 +103,7 @@ def test_what_is_left_out_leaves_its_children_out():
 def test_limits_are_those_of_each_request():
     live = live_texts([1, 2], [1, 2])
     blocks = having(TREE, TREE._replace(request_id=1), live=live)
-    drafts = blocks.drafts(live, np.array([1, 2]), np.array([5, 3]), 9, Source.MODEL)
+    drafts = blocks.drafts(live, np.array([1, 2]), np.array([5, 3]), 9)
     assert drafts.count_A.tolist() == [2, 3]
 
 
@@ -232,7 +232,7 @@ def check(cases, max_nodes):
     sent = [block(base, *tree, request=r) for r, (tree, _, base, _, _) in enumerate(cases)]
     blocks = having(*sent, live=live)
     limits = (np.array([case[i] for case in cases], np.int64) for i in (3, 4))
-    drafts = blocks.drafts(live, *limits, max_nodes, Source.MODEL)
+    drafts = blocks.drafts(live, *limits, max_nodes)
     stale = 0
     for a, (_, text, _, window, most) in enumerate(cases):
         want, lost = plainly(sent[a], text, window, min(most, max_nodes))
