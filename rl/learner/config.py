@@ -48,7 +48,7 @@ class TrainerConfig:
         try:
             layers_kept_apart(self.remat_on(is_cpu=True))
         except ValueError as error:
-            raise ValueError(f"remat: {error}; or 'auto'") from None
+            raise ValueError(f"remat: {error}; 'auto' is valid too") from None
         if self.on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {self.on_nonfinite!r}")
         if self.compute_dtype not in ("auto", "float32", "bfloat16"):
