@@ -1,6 +1,6 @@
 """Two ways to draft ahead of a verifying worker: commits come in, blocks go out, by steps.
 
-    free_running   a chain goes on while its window is verified, and is rolled back (SpecActor, 4.1)
+    free_running   a chain continues while its window is verified; rolled back if wrong (SpecActor)
     enumeration    one round ahead: all numbers of accepted tokens, times the likeliest next tokens
 
 A step is one pass over all requests that want drafts. Time is the caller's.
@@ -18,7 +18,7 @@ from spec.decoupled.messages import Block, Commit
 from spec.decoupled.texts import DraftedRequest, RequestTexts
 from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
 
-SECOND = 0.5  # probability of a second choice where the first was wrong
+SECOND = 0.5  # probability of a second choice if the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
 
 
@@ -49,7 +49,7 @@ class DraftingAhead(abc.ABC):
 
 
 class FreeRunning(DraftingAhead):
-    """Chains that go on behind what is verified: w draft tokens at a time, up to 2 w ahead."""
+    """Chains that continue past the verified window: w draft tokens at a time, up to 2 w ahead."""
 
     def step(self) -> list[Block]:
         wanting = self._wanting()
@@ -87,10 +87,10 @@ class FreeRunning(DraftingAhead):
 
 
 class Enumerating(DraftingAhead):
-    """Trees of what may come of the chains that are verified now, once for each commit.
+    """Trees of all outcomes of the chains that are verified now, once for each commit.
 
-    Behind i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a
-    chain of a window behind it, with second choices; a request without a chain has one case.
+    After i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a chain
+    of a window below it, with second choices; a request without a chain has one case.
     """
 
     _drafter: EnumeratingDraftModel
@@ -159,12 +159,12 @@ def cases_tree(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a tree (tokens, parents, probabilities), likeliest first, of a chain and its cases.
 
-    Each draft token of a chain is accepted with probability p. Guess f behind i of them is next
-    with p^i · (1 − p) · its own probability, without the factor 1 − p behind the whole chain. The
-    second choice for a token of a chain stands beside it, with (1 − p) · `SECOND` of its parent's.
+    Each draft token of a chain is accepted with probability p. Guess f after i of them is next with
+    p^i · (1 − p) · prob_ZF[i, f], without the factor 1 − p after the whole chain. The second choice
+    for a token of a chain is its sibling, with (1 − p) · `SECOND` of its parent's probability.
     """
     K, (Z, F, N) = len(chain_K), tokens_ZFN.shape
-    shape = Z, F, 2 * N - 1  # a guess, the chain behind it, the second choices
+    shape = Z, F, 2 * N - 1  # a guess, the chain below it, the second choices
     parents, prob = np.empty(shape, np.int64), np.empty(shape)
     first_ZF1 = K + (2 * N - 1) * np.arange(Z * F).reshape(Z, F, 1)
     parents[..., :N] = first_ZF1 + np.arange(N) - 1

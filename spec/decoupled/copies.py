@@ -1,8 +1,8 @@
 """Drafts of a request that several workers answer: by a method for each copy, and of one another.
 
-Copies have one noise, and so the same tokens. What one of them has verified is therefore a draft
-that the others accept whole, in one pass: the first verified block of any of them counts for all
-(SpecActor, section 4.2, where the first copy to end counts). A = live requests, N = draft tokens.
+Copies share their noise, and so their tokens. The verified tokens of one copy are therefore a draft
+that the others accept whole, in one pass: the first verified block of any copy counts for all (in
+SpecActor, section 4.2, the first copy to end counts). A = live requests, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from spec.drafter import (
 )
 
 SURE = 0.999  # the probability of a token that another copy has verified
-OfCopy = Callable[[int], tuple[int, int]]  # request number → (that of its original, which copy)
+OfCopy = Callable[[int], tuple[int, int]]  # request id → (its original's id, copy number)
 
 
 class Progress:
-    """The responses of requests that have copies, as far as any of them is; any thread calls it.
+    """The longest responses of requests that have copies; any thread may call it.
 
-    Of workers in other programs it knows nothing.
+    Workers in other programs are not known to it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self._response: dict[int, np.ndarray] = {}
 
     def watch(self, original: int) -> None:
-        """Keep this request's progress from now on: there is a copy of it."""
+        """Keep this request's progress from now on: it has a copy."""
         with self._lock:
             self._response.setdefault(original, np.zeros(0, np.int32))
 
@@ -45,7 +45,7 @@ class Progress:
         return original in self._response
 
     def ahead_of(self, original: int, response_T: np.ndarray) -> np.ndarray:
-        """Tell how far one has come; return the tokens behind that, of whoever is further."""
+        """Record a copy's response; return the tokens by which the longest one is ahead."""
         with self._lock:
             best_T = self._response.get(original)
             if best_T is None:
@@ -62,7 +62,7 @@ class Progress:
 class CopiesDrafter(Drafter):
     """Drafts for requests by `usual`, for their copies by one method of `methods` each.
 
-    Whoever is behind another copy drafts what that one has.
+    A copy that another one is ahead of drafts the other's tokens.
     """
 
     arrives_later = True
@@ -72,7 +72,7 @@ class CopiesDrafter(Drafter):
     ) -> None:
         self._drafters = (usual, *methods)
         self._of_copy, self._progress = of_copy, progress
-        self._last: list[tuple[np.ndarray, Drafter]] = []  # who drafted for whom
+        self._last: list[tuple[np.ndarray, Drafter]] = []  # places, and their drafter
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         drafts = no_drafts(len(live), max_nodes)
@@ -127,7 +127,7 @@ class CopiesDrafter(Drafter):
 
 
 def _put_chain(drafts: Drafts, a: int, tokens_T: np.ndarray) -> bool:
-    """Make a chain of tokens a request's draft; return False where there are none."""
+    """Make a chain of tokens a request's draft; return False if there are none."""
     n = min(len(tokens_T), drafts.max_nodes)
     drafts.tokens_AN[a, :n] = tokens_T[:n]
     drafts.parents_AN[a, :n] = np.arange(-1, n - 1)

@@ -1,8 +1,8 @@
-"""The drafter of a verifying worker: it takes what drafting workers have sent, and computes none.
+"""The drafter of a verifying worker: it uses blocks of drafting workers, and computes none.
 
-In each round: take the blocks that have come → follow them to what requests have now → tell the
-drafting workers these tokens, and the drafts that are verified behind them. Nobody waits, but for
-`patience_s` where most requests lack one that is on its way. A = live requests.
+In each round: take received blocks → follow them to the requests' present tokens → send these
+tokens to the drafting workers, with the drafts that are verified now. A round never waits, except
+for `patience_s` if most requests lack a block that is due. A = live requests.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from spec.decoupled.messages import Commit, DraftLink, DraftPlan
 from spec.decoupled.received import ReceivedBlocks
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
 
-MOST_LACKING = 0.5  # of the requests: above it a round waits for their drafts
+MOST_LACKING = 0.5  # share of requests without a draft above which a round waits
 
 
 class RequestPlans(Protocol):
-    """Says how each request is drafted for, from what is seen of it."""
+    """Plans the drafts of each request, by its observed acceptance."""
 
     patience_s: float
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
-        """Return the plan of a request that is verified with so many on its worker."""
+        """Return the plan of a request in a batch of so many on its worker."""
         ...
 
     def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
-        """Learn how many draft tokens were accepted, and for how many that is known."""
+        """Observe how many draft tokens were accepted, and how many were decided."""
         ...
 
     def forget(self, request_ids: Sequence[int]) -> None: ...
@@ -70,7 +70,7 @@ class DecoupledDrafter(Drafter):
         assert links, "one drafting worker or more"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
         self.received, self.drafted = ReceivedBlocks(), 0  # drafts of all requests and rounds
-        # of each request: generation of its link, tokens that were told, and how often
+        # of each request: generation of its link, number of tokens sent, number of commits
         self._told: dict[int, tuple[int, int, int]] = {}
         self._closed: list[int] = []
         self._last: LiveSlots | None = None  # of the last drafts
@@ -93,7 +93,7 @@ class DecoupledDrafter(Drafter):
         return drafts
 
     def committed(self, live: LiveSlots) -> None:
-        """Tell of rounds in which nothing was proposed, too."""
+        """Send the tokens of rounds without a proposal too."""
         self._tell(live, None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
@@ -113,7 +113,7 @@ class DecoupledDrafter(Drafter):
         self._say([[] for _ in self._links])
 
     def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
-        """Return True if most requests lack a draft, and a block that knows their last commit."""
+        """Return True if most requests lack both a draft and a block of their last commit."""
         told = [self._told.get(r, (-1, 0, -1))[2] for r in live.request_ids_A.tolist()]
         lacking_A = (drafts.count_A == 0) & (np.array(told) > self.received.rounds(live))
         return lacking_A.sum() >= MOST_LACKING * len(live)
@@ -123,7 +123,7 @@ class DecoupledDrafter(Drafter):
             self.received.put(link.take(), live)
 
     def _tell(self, live: LiveSlots, drafts: Drafts | None) -> None:
-        """Tell what is new of requests, each to its own drafting worker."""
+        """Send the new tokens of each request to its drafting worker."""
         news: list[list[Commit]] = [[] for _ in self._links]
         untold = self._untold(live)
         processing_A3 = live.processing(self._sampling)
@@ -146,7 +146,7 @@ class DecoupledDrafter(Drafter):
         self._say(news)
 
     def _untold(self, live: LiveSlots) -> dict[int, int]:
-        """Return the places of requests with tokens that are not told, and the first of these."""
+        """Return the places of requests with tokens not sent yet, and the first of these."""
         found = dict[int, int]()
         for a, r in enumerate(live.request_ids_A.tolist()):
             generation, first, _ = self._told.get(r, (-1, 0, 0))

@@ -1,12 +1,11 @@
 """The messages between a verifying and a drafting worker, in plain arrays.
 
-    verifying  ── Commit: what a request has now, and what is verified behind it ──→  drafting
-    verifying  ←──────── Block: a tree of draft tokens behind `base_tokens` ─────────  drafting
+    verifying  ── Commit: a request's tokens, and the chain that is verified next ────→  drafting
+    verifying  ←──────── Block: a tree of draft tokens after `base_tokens` ────────────  drafting
 
-A block says of which request, which committed length and which round it is. So a block that is
-late, repeated, lost or of a drafting worker that has been replaced costs speed and never a token:
-what does not follow from the tokens that the request has by then is not used. Source: SpecActor
-section 4.1.
+A block names its request, committed length and round. So a late, repeated or lost block, or one of
+a replaced drafting worker, costs speed and never a token: draft tokens that do not follow from the
+request's present tokens are not used. Source: SpecActor section 4.1.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ MOST_NODES = 2**15 - 1  # no limit: budgets have smaller ones
 
 
 class DraftPlan(NamedTuple):
-    """The way a request is drafted for: its window of draft tokens, and if the next one is begun.
+    """A request's window of draft tokens, and whether the next one is drafted early.
 
-    Decoupled drafting goes on while a window is verified, up to 2 · window − 1 draft tokens in
+    Decoupled drafting continues while a window is verified, up to 2 · window − 1 draft tokens in
     vain; otherwise the next window waits until the last one is verified (the paper: coupled).
-    A round verifies at most `max_nodes` of a block's draft tokens; drafting workers are not told.
+    A round verifies at most `max_nodes` of a block's draft tokens; only the verifier knows them.
     """
 
     window: int
@@ -33,10 +32,10 @@ class DraftPlan(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The tokens that a request has now: those at `first` and behind, of prompt and response.
+    """A request's tokens from `first` on, of prompt and response.
 
-    `round` counts what has been said of the request. `chain` are the draft tokens that are being
-    verified behind them. `processing` is temperature, top-k and top-p.
+    `round` counts the request's commits. `chain` are the draft tokens that are verified after them.
+    `processing` is temperature, top-k and top-p.
     """
 
     request_id: int
@@ -55,11 +54,11 @@ class Commit(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Draft tokens behind the first `base_tokens` of a request, likeliest first: a tree.
+    """Draft tokens after the first `base_tokens` of a request, likeliest first: a tree.
 
     `parents_N` is −1 for a child of the last of them, else the index of an earlier draft token;
-    `prob_N` the estimated probability of a draft token and all above it. `round` is that of the
-    commit which the drafting worker knew.
+    `prob_N` the estimated probability of a draft token and all above it. `round` is the last
+    commit's that the drafting worker knew.
     """
 
     request_id: int
@@ -71,22 +70,22 @@ class Block(NamedTuple):
 
 
 class DraftLink(Protocol):
-    """A verifying worker's way to one drafting worker; none of its methods waits for a draft.
+    """A verifying worker's link to one drafting worker; only `wait` waits for a draft.
 
-    Where the drafting worker is lost, `generation` changes: it has forgotten all requests, or there
-    is another one. A link without a worker takes what it is told and brings nothing.
+    If the drafting worker is lost, `generation` changes: its successor knows no request. A link
+    without a worker drops all commits and returns no block.
     """
 
     generation: int
 
     def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        """Send what requests have now, and which have left."""
+        """Send commits, and the requests that have left."""
         ...
 
     def take(self) -> Sequence[Block]:
-        """Return the blocks that have come."""
+        """Return the received blocks."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return once a block has come, or after the timeout."""
+        """Return once a block is received, or after the timeout."""
         ...

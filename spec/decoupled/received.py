@@ -1,7 +1,7 @@
-"""The blocks that a verifying worker has, and the drafts that follow from what requests have now.
+"""Received blocks, and the drafts that follow from the requests' present tokens.
 
-From a block's base the committed tokens are followed down its tree. Where they leave it the block
-is of no use any more; otherwise what lies below is the request's draft. A = live requests, F =
+From a block's base the committed tokens are followed down its tree. If they leave the tree the
+block is useless; otherwise the subtree below is the request's draft. A = live requests, F =
 requests with a block, N = draft tokens of a block.
 """
 
@@ -67,7 +67,7 @@ class ReceivedBlocks:
         return drafts
 
     def rounds(self, live: LiveSlots) -> np.ndarray:
-        """Return the round of each request's newest block; −1 where none has come."""
+        """Return the round of each request's newest block; −1 without a block."""
         which_A = self._rows(live)  # first: it may make room
         return self._block_F3[which_A, ROUND]
 

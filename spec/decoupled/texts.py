@@ -16,7 +16,7 @@ from spec.drafter import LiveSlots
 
 @dataclasses.dataclass(eq=False)
 class DraftedRequest:
-    """A request: its row, its `committed` tokens, and the assumed ones behind them.
+    """A request: its row, its `committed` tokens, and the assumed ones after them.
 
     `prob` are the estimated probabilities of the assumed ones, each with those before it.
     """
@@ -30,7 +30,7 @@ class DraftedRequest:
     chain: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     processing: tuple[float, float, float] = (1.0, 0.0, 1.0)
     prob: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
-    wants: bool = False  # a draft: something was said since nothing more could be drafted
+    wants: bool = False  # a draft: a commit has come since no more could be drafted
 
     @property
     def ahead(self) -> int:
@@ -47,10 +47,10 @@ class RequestTexts:
         self.requests: dict[int, DraftedRequest] = {}
 
     def commit(self, commit: Commit) -> tuple[int, int] | None:
-        """Take up a request's tokens; of what was assumed what lies behind a difference is dropped.
+        """Add a request's tokens; drop the assumed ones from the first difference on.
 
-        Returns how many assumed tokens were right, and of how many that is known; None where the
-        commit does not follow from what is here, or there is no row for it, or none long enough.
+        Returns how many assumed tokens were right, and how many were decided; None if the commit
+        does not follow from the known tokens, or there is no row for it, or none long enough.
         """
         request = self.requests.get(commit.request_id)
         if commit.total_tokens > self._tokens_BL.shape[1]:
@@ -63,7 +63,7 @@ class RequestTexts:
         elif commit.first > request.committed:
             return None
         elif commit.total_tokens <= request.committed:
-            return None  # it was said before
+            return None  # a repeated commit
         row_L = self._tokens_BL[request.row]
         first, total = commit.first, commit.total_tokens
         assumed = request.committed + request.ahead
@@ -82,14 +82,14 @@ class RequestTexts:
         return right, min(right + 1, known)
 
     def assume(self, request: DraftedRequest, tokens_N: np.ndarray, prob_N: np.ndarray) -> None:
-        """Add draft tokens behind those of a request; the probabilities are those of a chain."""
+        """Assume more draft tokens of a request, with the probabilities of a chain."""
         at = request.committed + request.ahead
         self._tokens_BL[request.row, at : at + len(tokens_N)] = tokens_N
         above = request.prob[-1] if request.ahead else 1.0
         request.prob = np.concatenate([request.prob, above * prob_N]).astype(np.float32)
 
     def assumed(self, request: DraftedRequest) -> np.ndarray:
-        """Return the draft tokens that are assumed behind a request's own."""
+        """Return the assumed draft tokens of a request."""
         row_L = self._tokens_BL[request.row]
         return row_L[request.committed : request.committed + request.ahead].copy()
 
@@ -101,7 +101,7 @@ class RequestTexts:
         return live
 
     def live(self, request_ids: Sequence[int]) -> LiveSlots:
-        """Return these requests as a drafter wants them, with what is assumed of them."""
+        """Return these requests as a drafter reads them, with their assumed tokens."""
         rows = [self.requests[r] for r in request_ids]
         total_A = [r.committed + r.ahead for r in rows]
         left_A = [r.remaining - r.ahead for r in rows]
