@@ -22,8 +22,6 @@ from spec.round_times import RoundTimes
 if TYPE_CHECKING:
     from rl.cluster.processes import Processes
 
-FORMAT = 6  # of the first
-
 
 def rounds_of_first(times: RoundTimes | None, processes: Processes) -> RoundTimes | None:
     """Return process 0's table, or None where it has none: those of one mesh decide by one table.
@@ -61,12 +59,12 @@ class MoveTimes:
 def write_rounds(path: Path, times: RoundTimes, made_for: Mapping[str, Any]) -> None:
     """Write `times` and what they were measured on, for `read_rounds`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"made_for": {"format": FORMAT} | dict(made_for), "rows": times.rows()}
+    content = {"made_for": dict(made_for), "rows": times.rows()}
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundTimes | None:
-    """Return what `write_rounds` wrote; None if nothing is of this format and `made_for`.
+    """Return what `write_rounds` wrote; None if there is none for `made_for`.
 
     Raises ValueError for a file that is damaged.
     """
@@ -74,13 +72,11 @@ def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundT
     if content is None:
         return None
     try:
-        kept_for = content["made_for"]
-        if kept_for.get("format") != FORMAT:
+        if made_for is not None and content["made_for"] != dict(made_for):
             return None
-        times = RoundTimes.from_rows(content["rows"])
+        return RoundTimes.from_rows(content["rows"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
-    return times if made_for is None or kept_for == {"format": FORMAT} | dict(made_for) else None
 
 
 def write_moves(path: Path, times: MoveTimes) -> None:

@@ -17,7 +17,6 @@ from rl.loop import run_folder
 from rl.loop.experiment import TrainConfig
 from rl.metrics.writer import MetricsConfig, MetricsWriter
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
-from rl.warm_up.measured_run import FORMAT
 from spec.round_times import RoundTimes
 
 
@@ -192,22 +191,22 @@ def test_a_finished_run_is_known_by_what_it_left(config, run):
 
 # --- files that a resumed run reads ------------------------------------------------------
 
-MADE_FOR = {"format": FORMAT}
+MADE_FOR = {"workers": 1}
 DAMAGED_TIMES = {
     "not JSON": "{",
     "deep": "[" * 100_000,
     "a list": "[]",
     "no rows": json.dumps({"made_for": MADE_FOR}),
-    "NaN": [["round", 4, 1, 64, float("nan")]],
-    "infinite": [["round", 4, 1, 64, float("inf")]],
-    "zero": [["round", 4, 1, 64, 0.0]],
-    "negative": [["round", 4, 1, 64, -1e-3]],
-    "whole seconds": [["round", 4, 1, 64, 1]],
-    "text": [["round", 4, 1, 64, "0.1"]],
-    "too long": [["round", 4, 1, 64, 1e300]],
-    "no count": [["round", True, 1, 64, 0.1]],
-    "negative count": [["round", 4, -1, 64, 0.1]],
-    "short row": [["round", 4, 1, 64]],
+    "NaN": [["packed round", 4, 1, 64, float("nan")]],
+    "infinite": [["packed round", 4, 1, 64, float("inf")]],
+    "zero": [["packed round", 4, 1, 64, 0.0]],
+    "negative": [["packed round", 4, 1, 64, -1e-3]],
+    "whole seconds": [["packed round", 4, 1, 64, 1]],
+    "text": [["packed round", 4, 1, 64, "0.1"]],
+    "too long": [["packed round", 4, 1, 64, 1e300]],
+    "no count": [["packed round", True, 1, 64, 0.1]],
+    "negative count": [["packed round", 4, -1, 64, 0.1]],
+    "short row": [["packed round", 4, 1, 64]],
     "rows of nothing": [None],
 }
 
