@@ -79,7 +79,7 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist docs/_build
 
 # A pip of its own first: the one that comes with Python 3.11 takes twice as long.
-$(INSTALLED): pyproject.toml constraints.txt _reprise_sched.py reprise-sched.pth reprise-sched.start
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"expected Python 3.11 or newer, got {v}; mend: make PYTHON=/path/to/python3.11 …")'
 	$(PYTHON) -m venv .venv

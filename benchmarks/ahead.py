@@ -45,13 +45,12 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.reuse import run
+from benchmarks.simulator.steps import AheadSimulation, BegunDrafts, StepSimulation
 from rl.metrics.writer import read_metrics, read_samples, step_rows
-from sched.policies.ahead import Ahead
-from sched.policies.registry import make_scheduler
-from sched.policies.step_order import StepOrder
+from sched.policies.divided import make_scheduler
+from sched.policies.steps import Ahead, StepOrder
 from sched.request import RequestSpec
-from sched.simulator.ahead import AheadSimulation, BegunDrafts
-from sched.simulator.cluster import Cluster, Simulation, WorkerSample
+from sched.simulator.cluster import Cluster, WorkerSample
 from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.simulator.workloads import Workload, draw_epochs
 
@@ -189,7 +188,7 @@ def play(
         seconds = {"begun": simulation.begun_s, "dropped": simulation.dropped_s}
     else:
         order = StepOrder(scheduler, mode)
-        simulated = Simulation(order, cluster, lengths, keep_samples=True)
+        simulated = StepSimulation(order, cluster, lengths, keep_samples=True)
         record, seconds = simulated.run_steps(steps, updates), {}
     first_s, until_s, end_s = (record.trained_s[i] for i in (0, -2, -1))
     shares = {

@@ -48,9 +48,9 @@ from rl.runtime.waits import POLL_S
 from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Aborted
+from sched.policies.divided import make_scheduler
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.registry import make_scheduler
-from sched.policies.step_order import StepOrder
+from sched.policies.steps import StepOrder
 from sched.protocol import Action, Event, Scheduler
 
 PACKAGES = ("numpy",)

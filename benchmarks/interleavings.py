@@ -29,9 +29,9 @@ from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Traject
 from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Aborted, Deferred, WorkerError
+from sched.policies.divided import make_scheduler
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.registry import make_scheduler
-from sched.policies.step_order import StepOrder
+from sched.policies.steps import StepOrder
 from sched.protocol import Scheduler, Start
 from spec.config import SamplingConfig
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from benchmarks import environment
+from benchmarks.simulator.replay import replay
 from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec
@@ -31,7 +32,6 @@ from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.protocol import ChunkDone, Finished, Start
 from sched.request import Kv
-from sched.simulator.replay import replay
 from sched.simulator.workloads import Workload, draw_lengths
 from spec.config import SamplingConfig
 from spec.sampling import step_key

@@ -75,7 +75,7 @@ def listing(command: str) -> str:
     from rl.config.loader import describe
     from rl.drafter_training.offline import OfflineConfig
     from rl.loop.experiment import TrainConfig
-    from rl.simulation.config import SimulateRun
+    from rl.simulate import SimulateRun
 
     schemas: dict[str, type] = {
         "rl.train": TrainConfig,

@@ -1,12 +1,11 @@
 """Schedulers as pure state machines: which request runs on which worker, and when.
 
-No jax, no clock, no I/O, no threads: the time is an argument, decisions are return values, so
-that a simulator and a real rollout drive the same objects.
+No jax, no clock, no I/O, no threads: the time is an argument, decisions are return values, so that
+a simulator and a real rollout drive the same objects.
 
-The standard library has a module of this name. An installed Reprise extends that module by
-this folder (`_reprise_sched.py`), and this file is not run. In a checkout that is not installed
-this folder comes first on the import path: then the standard module is executed here, so that
-every name of it is there as well, and pickles as `sched.…`.
+The standard library has a module of this name, and `import rl` adds our submodules to it. This file
+runs only in a checkout, which comes first on the import path: it executes the standard module, so
+that all of its names are there as well.
 """
 
 import sys
@@ -14,9 +13,5 @@ from importlib.machinery import PathFinder
 from sysconfig import get_path
 
 _standard = PathFinder.find_spec("sched", [get_path("stdlib")])
-if _standard is None or _standard.loader is None:
-    raise ImportError(
-        f"expected the standard module sched in {get_path('stdlib')}, got none; "
-        "mend: use a Python with a complete standard library"
-    )
+assert _standard is not None and _standard.loader is not None, "the standard library has no sched"
 _standard.loader.exec_module(sys.modules[__name__])

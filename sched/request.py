@@ -6,13 +6,13 @@ import dataclasses
 import enum
 
 COPIES = 2**58  # added to a request's number, once for each of its copies
-MOST_COPIES = 7
+MAX_COPIES = 7
 
 
 def copy_of(request_id: int) -> tuple[int, int]:
     """Return the number of the request that this one is a copy of, and which copy: 0, itself."""
     number = request_id // COPIES
-    return (request_id, 0) if number > MOST_COPIES else (request_id % COPIES, number)
+    return (request_id, 0) if number > MAX_COPIES else (request_id % COPIES, number)
 
 
 class Status(enum.Enum):

@@ -21,6 +21,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import rl  # noqa: F401  before `sched`: a plugin may have imported the standard module
+
 ROOT = Path(__file__).parents[1]
 NUM_VIRTUAL_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -90,15 +92,7 @@ def make_checkout_copy() -> Callable[[Path], Path]:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         for path in ROOT.iterdir():
-            if path.is_file() and path.suffix in (
-                ".toml",
-                ".md",
-                ".py",
-                ".pth",
-                ".start",
-                ".txt",
-                "",
-            ):
+            if path.is_file() and path.suffix in (".toml", ".md", ".py", ".txt", ""):
                 shutil.copy(path, folder)
         return folder
 

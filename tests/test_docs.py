@@ -111,7 +111,6 @@ def test_the_diff_of_a_how_to_applies_and_passes_its_check(path, tmp_path):
     for name in CODE:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    shutil.copy(ROOT / "_reprise_sched.py", tmp_path)  # makes it a checkout whose `sched` is found
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     python(["-c", check], tmp_path, PYTHONPATH=str(tmp_path))
 

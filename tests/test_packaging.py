@@ -24,7 +24,6 @@ import rl
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 PACKAGES = ("models", "spec", "sched", "rl")
-HOOK = {"_reprise_sched.py", "reprise-sched.pth", "reprise-sched.start"}
 PIN = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.]*(; python_version [<>=]+ '3\.\d+')?"
 )
@@ -110,7 +109,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(build_wheel, checkout_cop
         info = {name.partition(".dist-info/")[2] for name in wheel.namelist()}
     packages = set(PACKAGES)
     tops = {name.partition("/")[0] for name in names}
-    assert packages | HOOK <= tops <= packages | HOOK | {"configs", "policies"}
+    assert packages <= tops <= packages | {"configs", "policies"}
     assert "licenses/LICENSE" in info and "METADATA" in info
     assert {f"{package}/py.typed" for package in packages} <= set(names)
     for folder in ("configs", "policies"):  # data, found beside the packages
@@ -121,7 +120,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(build_wheel, checkout_cop
 def test_an_editable_install_points_at_the_checkout(build_wheel, checkout_copy):
     with zipfile.ZipFile(build_wheel(checkout_copy, "editable")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        assert names == {"_reprise_rl.pth", *HOOK}
+        assert names == {"_reprise_rl.pth"}
         assert Path(wheel.read("_reprise_rl.pth").decode().strip()).samefile(checkout_copy)
 
 
@@ -145,7 +144,7 @@ for command in ablate, evaluate, export, export_drafter, report, simulate, train
 EVERY_MODULE = """
 import importlib, pkgutil, sys
 missing, num_imported = set(), 0
-for package in "models", "spec", "sched", "rl":
+for package in "rl", "models", "spec", "sched":  # rl adds to the standard module sched
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
         try:
             module = importlib.import_module(found.name)

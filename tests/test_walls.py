@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "models": {"models"},
     "spec": {"models", "spec"},
     "sched": {"sched"},
-    "rl": {"models", "spec", "sched", "rl", "_reprise_sched"},  # it extends `sched`
+    "rl": {"models", "spec", "sched", "rl"},
 }
 # The sub-packages ("rooms") of a package, and which others of that package each may import;
 # "" is the package's own files. Every room may import itself, and every one of rl `rl.runtime`.
@@ -76,14 +76,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             ),
         },
         "targets": {"config", "engine", "learner", "loop", "speculation", "warm_up", "workers"},
-        "simulation": {"config", "metrics", "reports", "warm_up"},
         "ablation": {"config", "loop", "metrics", "reports"},
     },
 }
 # Of rl's own files every room may import the records; the others are what users start, and
 # nothing imports them. They and they alone may import any room.
 RECORDS = {"trajectory", "packing"}
-OURS = {*MAY_IMPORT, "benchmarks", "configs", "tests", "_reprise_sched"}
+OURS = {*MAY_IMPORT, "benchmarks", "configs", "tests"}
 CODE = (*MAY_IMPORT, "benchmarks", "tests")
 
 # What a pure state machine has no use for: clocks, probability, the outside world, threads.

@@ -43,7 +43,7 @@ from benchmarks.specactor.prices import (
 from benchmarks.specactor.rollouts import Bench, Played, load_models, requests_of
 from benchmarks.specactor.tail import Rollout, TailPlan
 from rl.trajectory import Request, Trajectory
-from sched.policies.drafting_plan import Acceptance, rate
+from sched.policies.specactor import Acceptance, rate
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 BATCHES = (1, 8, 32, 64)

@@ -31,8 +31,8 @@ from rl.drafting.plans import FIRST_WINDOW, MeasuredSeconds, Planner
 from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.trajectory import Request, Trajectory
 from rl.workers.worker_source import WorkerLimits
+from sched.policies.divided import make_scheduler
 from sched.policies.fastest_of_n import FastestOfN
-from sched.policies.registry import make_scheduler
 from sched.protocol import Copy, Finished, Scheduler
 from sched.request import copy_of
 from spec.buckets import bucket
@@ -89,7 +89,7 @@ class Rollout:
         scheduler: Scheduler = make_scheduler("group_fifo", seed=0, chunk_tokens=512)
         if plan.requests_per_helper:
             most = plan.requests_per_helper
-            scheduler = FastestOfN(scheduler, num_methods=len(HELPED), most_requests=most)
+            scheduler = FastestOfN(scheduler, num_methods=len(HELPED), max_copies=most)
         longest = bench.longest_tokens
         size = self._slots * longest, self._slots, longest, 2**30, 1e9
         limits = WorkerLimits(*size, keeps_decisions=True)

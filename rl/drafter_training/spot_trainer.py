@@ -1,6 +1,6 @@
 """Spot training: in a rollout's long tail, idle workers train the drafter on their own devices.
 
-    worker has no request left ─→ idle ─→ sched.policies.spot_training: lead, join, or wait
+    worker has no request left ─→ idle ─→ sched.policies.spot_training: lead, follow, or wait
                                             │
                           units of rl.drafter_training.trainer, one after the other
                                             │
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from models.transformer import Params
 from rl.drafter_training.trainer import DrafterTrainer, TrainContext
 from rl.engine.model_runner import ModelRunner
 from rl.speculation.device_drafters import PerRunner
-from sched.policies.spot_training import Action, Halt, Join, Lead, Promote, SpotCoordinator
+from sched.policies.spot_training import SpotCoordinator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +57,7 @@ class SpotTrainer:
         self._clock, self._lock = clock, threading.Lock()
         self._min_idle_workers = min_idle_workers
         self._states = SpotCoordinator(min_idle_workers)
-        self._leads: dict[int, bool] = {}  # whether each training worker leads
         self._present: set[int] = set()
-        self._idle: set[int] = set()
         self._params: Params | None = None
         self._runs = False
         self._contexts = PerRunner[TrainContext]()
@@ -80,38 +78,35 @@ class SpotTrainer:
             assert self._params is not None, "prepare comes first"
             if not self._runs:
                 self._runs = True
-                self._act(self._states.rollout_began())
+                self._states.rollout_began()
 
     def rollout_ended(self) -> None:
         """Stop training; workers finish their current unit."""
         with self._lock:
             if self._runs:
                 self._runs = False
-                self._act(self._states.rollout_ended())
+                self._states.rollout_ended()
 
     def joined(self, worker_id: int) -> None:
         with self._lock:
             self._present.add(worker_id)
-            self._act(self._states.joined(worker_id))
+            self._states.joined(worker_id)
 
     def lost(self, worker_id: int, *, hangs: bool = False) -> None:
         """Remove a worker; one that `hangs` may hold a micro-batch of the current step."""
         with self._lock:
             self._present.remove(worker_id)
-            self._idle.discard(worker_id)
-            if self._leads.pop(worker_id, None) is not None and hangs:
+            if hangs and self._states.leads(worker_id) is not None:
                 self.trainer.abandon()
-            self._act(self._states.lost(worker_id))
+            self._states.lost(worker_id)
 
     def spare(self, worker_id: int, runner: ModelRunner) -> bool:
         """Do one unit for a worker without requests; return False if there is none for it."""
         with self._lock:
-            if worker_id not in self._idle:
-                self._idle.add(worker_id)
-                self._act(self._states.idle(worker_id))
-            ready = self.trainer.buffer.num_sequences > 0
-            self._act(self._states.data_ready(ready))
-            leads = self._leads.get(worker_id)
+            if not self._states.is_idle(worker_id):
+                self._states.idle(worker_id)
+            self._states.data_ready(self.trainer.buffer.num_sequences > 0)
+            leads = self._states.leads(worker_id)
         if leads is None:
             return False
         began_s, step = self._clock(), self.trainer.step
@@ -133,9 +128,8 @@ class SpotTrainer:
     def busy(self, worker_id: int) -> None:
         """Note that a worker, which may have been idle, has requests again."""
         with self._lock:
-            if worker_id in self._idle:
-                self._idle.discard(worker_id)
-                self._act(self._states.work_arrived(worker_id))
+            if self._states.is_idle(worker_id):
+                self._states.work_arrived(worker_id)
 
     def take_spans(self) -> list[Span]:
         """Return the spans since the last call."""
@@ -150,14 +144,3 @@ class SpotTrainer:
 
     def _placed(self, runner: ModelRunner, params: Params) -> TrainContext:
         return self.trainer.context(runner, runner.place(params))
-
-    def _act(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Halt):
-                self._leads.pop(action.worker_id, None)
-                self._idle.discard(action.worker_id)  # it reports again that it is idle
-            elif isinstance(action, Lead | Promote):
-                self._leads[action.worker_id] = True
-            else:
-                assert isinstance(action, Join)
-                self._leads[action.worker_id] = False

@@ -11,9 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from rl.drafting.config import DraftingConfig
-from sched.policies.drafting_plan import Acceptance, WorkerPlan, batch_prices, plan_workers
-from sched.policies.specactor import RequestPlan, prob_of, rank_methods, sequential_tokens
-from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
+from sched.policies.specactor import (
+    Acceptance,
+    Profile,
+    Reconfiguration,
+    RequestPlan,
+    WorkerPlan,
+    batch_prices,
+    plan_workers,
+    prob_of,
+    rank_methods,
+    sequential_tokens,
+    worth_helping,
+)
 from sched.simulator.roofline import Costs
 from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL

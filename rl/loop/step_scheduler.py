@@ -7,9 +7,8 @@ import statistics
 from rl.engine.stats import EngineStats
 from rl.loop.generation import Prompts
 from rl.workers.multi_engine import MultiEngine
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.histopipe_allocation import Pace, Tau, tau_of
-from sched.policies.step_order import StepOrder
+from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
+from sched.policies.steps import StepOrder
 from sched.protocol import Scheduler
 from sched.simulator.roofline import Costs
 

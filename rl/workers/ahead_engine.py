@@ -30,7 +30,7 @@ from rl.trajectory import Request, Trajectory
 from rl.workers.messages import Deferred, Returned
 from rl.workers.multi_engine import MultiEngine, collected
 from rl.workers.worker_group import LEAVING_S, OWNER_PATIENCE, WorkerGroup
-from sched.policies.ahead import Ahead
+from sched.policies.steps import Ahead
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
 

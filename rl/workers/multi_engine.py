@@ -28,9 +28,8 @@ from rl.workers.config import SchedConfig
 from rl.workers.session import Session
 from rl.workers.worker_group import WorkerGroup
 from rl.workers.worker_source import IdleWork, WorkerLimits
-from sched.policies.divided import PreferPool
+from sched.policies.divided import PreferPool, make_scheduler
 from sched.policies.fastest_of_n import FastestOfN, Worth
-from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler, SchedulerDecision
 from sched.simulator.roofline import Costs
 
@@ -126,9 +125,7 @@ class MultiEngine:
         if helpers is None:
             return scheduler
         most = helpers.num_methods, helpers.requests_each
-        return FastestOfN(
-            scheduler, num_methods=most[0], most_requests=most[1], worth=helpers.worth
-        )
+        return FastestOfN(scheduler, num_methods=most[0], max_copies=most[1], worth=helpers.worth)
 
     def session(
         self,

@@ -1,21 +1,225 @@
 """Divided rollouts: requests run chunk by chunk, each chunk on a worker that has room for it.
 
-Seer, section 4.2 and Algorithm 1. A request starts only where its tokens so far and its whole
-next chunk fit, so that nothing is ever preempted. Unlike in the paper, it stays on its worker
-while no other one has much more room: then nothing needs to be copied.
+Seer, section 4.2 and Algorithm 1. A request starts only if its tokens so far and its whole next
+chunk fit, so nothing is ever preempted. Unlike in the paper, a request stays on its worker unless
+another one has much more room, which saves the copy.
+
+`make_scheduler` builds the schedulers of one rollout by name:
+
+group_fifo      whole groups bound to a worker, which admits and preempts: synchronous trainers
+divided_fifo    chunks, first come, first served
+seer            chunks, probes first, then the longest by the estimate of their group
+oracle          chunks, the longest first, by their true lengths
 """
 
 from __future__ import annotations
 
+import collections
+import heapq
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
 
 from sched.ledger import Ledger
-from sched.policies.lazy_heap import LazyHeap
-from sched.policies.orders import Order, UrgentFirst
-from sched.protocol import OF_NO_WORKER, REPORTS, Action, Event, Finished
-from sched.request import RequestState, Worker
+from sched.policies.group_fifo import GroupFifo
+from sched.protocol import OF_NO_WORKER, REPORTS, Action, Event, Finished, Scheduler
+from sched.request import Group, RequestState, Status, Worker
 
 PreferPool = Callable[[int], bool]  # tokens so far → whether a copy is cheaper than prefill
+Key = TypeVar("Key", int, float, tuple[int, ...])
+SPARE = 16  # outdated entries that are always kept
+
+
+class LazyHeap(Generic[Key]):
+    """Numbers by their keys, the smallest key first; ties go by number.
+
+    `set` and `first` take O(log n) and `drop` O(1), amortized over n numbers: the heap is rebuilt
+    when more than half of it is outdated, so it never has more than 2n + SPARE entries.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Key] = {}
+        self._heap: list[tuple[Key, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def set(self, number: int, key: Key) -> None:
+        """Add a number, or change its key."""
+        keys, heap = self._keys, self._heap
+        if keys.get(number) == key:
+            return
+        keys[number] = key
+        if len(heap) < 2 * len(keys) + SPARE:
+            heapq.heappush(heap, (key, number))
+        else:
+            heap[:] = [(key, number) for number, key in keys.items()]
+            heapq.heapify(heap)
+
+    def drop(self, number: int) -> None:
+        """Remove a number if it is present."""
+        self._keys.pop(number, None)
+        if not self._keys:
+            self._heap.clear()
+
+    def first(self) -> int | None:
+        """Return the number with the smallest key without removing it; None if empty."""
+        keys, heap = self._keys, self._heap
+        while heap:
+            key, number = heap[0]
+            if keys.get(number) == key:
+                return number
+            heapq.heappop(heap)
+        return None
+
+
+# --- orders -----------------------------------------------------------------------------
+
+
+class Order(Protocol):
+    """The waiting requests, and only these, in the order in which they are to start."""
+
+    def push(self, request: RequestState, group: Group) -> None:
+        """Add a request, new or after a chunk."""
+
+    def put_back(self, request: RequestState, group: Group) -> None:
+        """Return the request from the last `pop`, which no worker had room for."""
+
+    def pop(self) -> RequestState | None:
+        """Remove and return the next request; None if nothing waits."""
+
+    def group_changed(self, group: Group) -> None:
+        """Update after a request of the group has ended or reached the end of a chunk."""
+        return None
+
+
+class Fifo(Order):
+    """First come, first served; a request rejoins at the end after each chunk."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[RequestState] = collections.deque()
+
+    def push(self, request: RequestState, group: Group) -> None:
+        self._waiting.append(request)
+
+    def put_back(self, request: RequestState, group: Group) -> None:
+        self._waiting.appendleft(request)
+
+    def pop(self) -> RequestState | None:
+        return self._waiting.popleft() if self._waiting else None
+
+
+class UrgentFirst(Order):
+    """Urgent requests first come, first served; then all others by `order`."""
+
+    def __init__(self, order: Order) -> None:
+        self._urgent, self._order = Fifo(), order
+
+    def _order_of(self, request: RequestState) -> Order:
+        return self._urgent if request.spec.urgent else self._order
+
+    def push(self, request: RequestState, group: Group) -> None:
+        self._order_of(request).push(request, group)
+
+    def put_back(self, request: RequestState, group: Group) -> None:
+        self._order_of(request).put_back(request, group)
+
+    def pop(self) -> RequestState | None:
+        return self._urgent.pop() or self._order.pop()
+
+    def group_changed(self, group: Group) -> None:
+        self._order.group_changed(group)
+
+
+class LongestKnown(Order):
+    """The longest first, by lengths known in advance (Seer's oracle)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, RequestState]] = []
+
+    def push(self, request: RequestState, group: Group) -> None:
+        known = request.spec.expected_tokens
+        if known is None:
+            raise ValueError(
+                f"request {request.request_id}: expected its length to be known, got none; "
+                "mend: submit it with expected_tokens, or choose the order seer"
+            )
+        heapq.heappush(self._heap, (-known, request.request_id, request))
+
+    put_back = push
+
+    def pop(self) -> RequestState | None:
+        return heapq.heappop(self._heap)[2] if self._heap else None
+
+
+class ContextAware(Order):
+    """Seer's order (Algorithm 1).
+
+    The first request of each group is its probe. Probes go first, the one with the fewest tokens
+    before the others, so that short ones finish early and long ones are recognized. The other
+    requests follow by the estimate of their group, L̂ = the longest so far, or the limit until one
+    has finished. To guard against wrong estimates, a share `explore` of the picks goes to the
+    least-served group; the paper gives no figure for it. Methods take O(log groups), amortized.
+    """
+
+    def __init__(self, *, seed: int, explore: float = 0.05) -> None:
+        if not 0 <= explore <= 1:
+            raise ValueError(f"expected explore in 0 … 1, got {explore}")
+        self._explore, self._rng = explore, np.random.default_rng(seed)
+        self._probes: list[tuple[int, int, RequestState]] = []
+        self._probe_of: dict[int, int] = {}  # group → request
+        self._waiting: dict[int, collections.deque[RequestState]] = {}  # requests but for probes
+        self._by_estimate: LazyHeap[int] = LazyHeap()  # groups with such requests, by −L̂
+        self._by_service: LazyHeap[int] = LazyHeap()  # the same, by tokens served
+
+    def push(self, request: RequestState, group: Group) -> None:
+        # requests with tokens go first: their keys and values take room in the pool
+        self._add(request, group, first=request.generated_tokens > 0)
+
+    def put_back(self, request: RequestState, group: Group) -> None:
+        self._add(request, group, first=True)
+
+    def _add(self, request: RequestState, group: Group, *, first: bool) -> None:
+        request_id, group_id = request.request_id, group.group_id
+        if self._probe_of.setdefault(group_id, request_id) == request_id:
+            heapq.heappush(self._probes, (request.generated_tokens, request_id, request))
+            return
+        waiting = self._waiting.setdefault(group_id, collections.deque())
+        (waiting.appendleft if first else waiting.append)(request)
+        if len(waiting) == 1:
+            self.group_changed(group)
+
+    def group_changed(self, group: Group) -> None:
+        group_id = group.group_id
+        if not group.num_unfinished:
+            self._probe_of.pop(group_id, None)
+            self._waiting.pop(group_id, None)
+        elif self._waiting.get(group_id):
+            self._by_estimate.set(group_id, -group.estimated_tokens)
+            if self._explore:
+                self._by_service.set(group_id, group.served_tokens)
+
+    def pop(self) -> RequestState | None:
+        if self._probes:
+            return heapq.heappop(self._probes)[2]
+        group_id = None
+        if self._explore and self._rng.random() < self._explore:
+            group_id = self._by_service.first()
+        if group_id is None:
+            group_id = self._by_estimate.first()
+        if group_id is None:
+            return None
+        waiting = self._waiting[group_id]
+        request = waiting.popleft()
+        if not waiting:
+            self._by_estimate.drop(group_id)
+            self._by_service.drop(group_id)
+        assert request.status is Status.WAITING
+        return request
+
+
+# --- schedulers -------------------------------------------------------------------------
 
 
 class WorkerHeap:
@@ -25,11 +229,11 @@ class WorkerHeap:
     """
 
     def __init__(self, workers: dict[int, Worker]) -> None:
-        self._workers = workers  # the ledger's own
+        self._workers = workers  # the ledger's dictionary
         self._by_room: LazyHeap[int] = LazyHeap()  # by −free tokens
 
     def update(self, worker_id: int) -> None:
-        """Enter a worker that joined, whose room has changed, or that is lost."""
+        """Enter a worker that joined, has other room than before, or is lost."""
         worker = self._workers.get(worker_id)
         if worker is not None and len(worker.running) < worker.max_requests:
             self._by_room.set(worker_id, worker.reserved_tokens - worker.kv_tokens)
@@ -45,9 +249,9 @@ class WorkerHeap:
 class Divided:
     """A scheduler that picks requests by `order` and reserves room for their whole next chunk.
 
-    It picks none while all workers have as many requests as they may.
-    An event takes O(log workers + log groups), amortized, and as much for each request that it
-    submits, starts or sets waiting.
+    It picks none while all workers have their maximum number of requests. An event takes
+    O(log workers + log groups), amortized, and the same for each request that it submits, starts
+    or sets waiting.
     """
 
     def __init__(
@@ -69,14 +273,14 @@ class Divided:
         ledger = self._ledger
         waiting = ledger.apply(event)
         if self._next is not None and (waiting or type(event) is Finished):
-            # what is known now may change the pick
+            # the event may change the pick
             self._order.put_back(self._next, ledger.groups[self._next.group_id])
             self._next = None
         for request in waiting:
             self._order.push(request, ledger.groups[request.group_id])
         if isinstance(event, REPORTS):
             reported = ledger.requests.get(event.request_id)
-            if reported is not None:  # a lost worker may report what was dropped long ago
+            if reported is not None:  # a lost worker may report a request dropped long ago
                 self._order.group_changed(ledger.groups[reported.group_id])
         if not isinstance(event, OF_NO_WORKER):
             self._heap.update(event.worker_id)
@@ -118,3 +322,27 @@ class Divided:
                 f"the largest worker holds {max(w.kv_tokens for w in workers)}; mend: give "
                 "workers more memory, or lower the chunk or the limit of tokens"
             )
+
+
+ORDERS: dict[str, Callable[[int], Order]] = {  # by name, from a seed
+    "divided_fifo": lambda seed: Fifo(),
+    "seer": lambda seed: ContextAware(seed=seed),
+    "oracle": lambda seed: LongestKnown(),
+}
+POLICIES = ("group_fifo", *ORDERS)
+
+
+def make_scheduler(
+    name: str,
+    *,
+    seed: int,
+    chunk_tokens: int,
+    prefer_pool: PreferPool = lambda tokens: True,
+    ranks_per_instance: int = 1,
+) -> Scheduler:
+    """Return a new scheduler for one rollout. Raises ValueError for an unknown name."""
+    if name == "group_fifo":
+        return GroupFifo(seed=seed, ranks_per_instance=ranks_per_instance)
+    if name in ORDERS:
+        return Divided(ORDERS[name](seed), chunk_tokens=chunk_tokens, prefer_pool=prefer_pool)
+    raise ValueError(f"expected a policy of {', '.join(POLICIES)}, got {name!r}")

@@ -1,11 +1,10 @@
 """Stragglers answered several times, by other methods of drafting (SpecActor, Algorithm 3).
 
-    requests       → a scheduler that knows of no copies
-    their copies   → workers on which nothing runs, while nothing waits
+    requests       → a scheduler that handles no copies
+    their copies   → idle workers, while no request waits
 
-A copy has the request's noise, so that its tokens are the request's own. Whichever ends first is
-the answer; the others are dropped. A worker that is to start a request drops the copies that it
-has.
+A copy has the request's noise, hence its tokens. Whichever ends first is the answer; the others are
+dropped. A worker that is to start a request drops its copies.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sched.policies.specactor import assign_drafters
 from sched.protocol import (
+    REPORTS,
     Action,
     ChunkDone,
     Copy,
@@ -27,18 +27,18 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import COPIES, MOST_COPIES, Kv, RequestSpec, copy_of
+from sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
 
-Worth = Callable[[int, int], bool]  # (tokens of prompt and response, tokens left at most) → copy it
+# (tokens of prompt and response, the maximum of tokens left) → whether to copy
+Worth = Callable[[int, int], bool]
 
 
 class FastestOfN:
-    """A scheduler that copies requests of `scheduler` to the workers that it has left dry.
+    """A scheduler that copies requests of `scheduler` to the workers that it leaves idle.
 
-    `num_methods` are those of the copies; each worker drafts by one of them, for up to
-    `most_requests` requests, those with the lowest acceptance first. `worth` says whether a copy
-    pays for what it costs: the keys and values, and the draft model's weights. An event takes
-    O(workers + requests) where nothing waits any more, else O(methods).
+    Each worker drafts by one of `num_methods`, for up to `max_copies` requests, those with the
+    lowest acceptance first. `worth` returns whether a copy pays for its keys and values and the
+    draft model's weights. An event takes O(workers + requests) once nothing waits, else O(methods).
     """
 
     def __init__(
@@ -46,27 +46,27 @@ class FastestOfN:
         scheduler: Scheduler,
         *,
         num_methods: int,
-        most_requests: int,
+        max_copies: int,
         worth: Worth = lambda held_tokens, left_tokens: True,
     ) -> None:
-        if not 1 <= num_methods <= MOST_COPIES or most_requests < 1:
+        if not 1 <= num_methods <= MAX_COPIES or max_copies < 1:
             raise ValueError(
-                f"expected 1 … {MOST_COPIES} methods and at least one request, got {num_methods} "
-                f"and {most_requests}"
+                f"expected 1 … {MAX_COPIES} methods and at least one copy, got {num_methods} "
+                f"and {max_copies}"
             )
         self._scheduler, self._worth = scheduler, worth
         self._methods = [str(k) for k in range(1, num_methods + 1)]
-        self._most_requests = most_requests
+        self._max_copies = max_copies
         self._specs: dict[int, RequestSpec] = {}  # of requests that have not ended
         self._running: dict[int, Start] = {}  # the requests' own starts
-        self._tokens: dict[int, int] = {}  # that they are known to have
+        self._tokens: dict[int, int] = {}  # last reported
         self._acceptance: dict[int, float] = {}
         self._workers: dict[int, WorkerJoined] = {}
-        self._own: dict[int, set[int]] = {}  # requests that run on a worker, by it
+        self._own: dict[int, set[int]] = {}  # worker → its requests, copies excluded
         self._copies: dict[int, dict[int, Start]] = {}  # starts of copies, by worker and number
-        self._worker_of: dict[int, int] = {}  # of the copies, by number
-        self._method_of: dict[int, str] = {}  # of the workers that have copies
-        self._answered: set[int] = set()  # by a copy, while the request waited to be started
+        self._worker_of: dict[int, int] = {}  # of copies, by number
+        self._method_of: dict[int, str] = {}  # of workers that have copies
+        self._answered: set[int] = set()  # waiting requests that a copy has answered
 
     @property
     def num_unfinished(self) -> int:
@@ -76,7 +76,7 @@ class FastestOfN:
         if isinstance(event, Profiled):
             self._acceptance.update(event.acceptance)
             return self._copy()
-        if isinstance(event, (Finished, ChunkDone)) and copy_of(event.request_id)[1]:
+        if isinstance(event, REPORTS) and copy_of(event.request_id)[1]:
             actions = self._copy_ended(event, now_s)
         else:
             actions = self._of_requests(event, now_s)
@@ -97,7 +97,7 @@ class FastestOfN:
                 self._running.pop(request_id)
             self._drop_copies(event.worker_id)
             del self._copies[event.worker_id]
-        elif isinstance(event, (Finished, ChunkDone)) and self._is_in_force(event):
+        elif isinstance(event, REPORTS) and self._is_current(event):
             self._running.pop(event.request_id)
             self._own[event.worker_id].discard(event.request_id)
             self._tokens[event.request_id] = event.generated_tokens
@@ -106,29 +106,29 @@ class FastestOfN:
                 dropped = self._forget(event.request_id)
         return [*dropped, *self._started(self._scheduler.handle(event, now_s), now_s)]
 
-    def _is_in_force(self, event: Finished | ChunkDone) -> bool:
+    def _is_current(self, event: Finished | ChunkDone) -> bool:
         start = self._running.get(event.request_id)
         return start is not None and start.chunk == event.chunk
 
     def _started(self, actions: Iterable[Action], now_s: float) -> list[Action]:
-        """Note starts of requests; one that a copy has answered meanwhile has ended instead."""
-        found: list[Action] = []
+        """Record started requests; report one as finished if a copy already completed it."""
+        result: list[Action] = []
         for action in actions:
             if not isinstance(action, Start):
-                found.append(action)
+                result.append(action)
             elif action.request_id in self._answered:
                 self._answered.discard(action.request_id)
-                found.append(Drop(action.request_id, action.worker_id))
-                found += self._started(self._end(action, now_s), now_s)
+                result.append(Drop(action.request_id, action.worker_id))
+                result += self._started(self._end(action, now_s), now_s)
             else:
-                found += self._drop_copies(action.worker_id)
+                result += self._drop_copies(action.worker_id)
                 self._running[action.request_id] = action
                 self._own[action.worker_id].add(action.request_id)
-                found.append(action)
-        return found
+                result.append(action)
+        return result
 
     def _end(self, start: Start, now_s: float) -> Sequence[Action]:
-        """Tell the scheduler that a request has ended where it was started last."""
+        """Report to the scheduler that a request has ended at its latest start."""
         tokens = self._tokens.pop(start.request_id)
         ended = Finished(start.request_id, start.worker_id, start.chunk, tokens)
         return self._scheduler.handle(ended, now_s)
@@ -136,15 +136,15 @@ class FastestOfN:
     # -- copies --------------------------------------------------------------------------
 
     def _copy_ended(self, event: Finished | ChunkDone, now_s: float) -> list[Action]:
-        """The answer is there: end the request and its other copies."""
+        """Take a copy's answer: end the request and its other copies."""
         request_id, _ = copy_of(event.request_id)
         start = self._copies.get(event.worker_id, {}).get(event.request_id)
         if start is None or start.chunk != event.chunk or isinstance(event, ChunkDone):
-            return []  # it was dropped
+            return []  # a dropped copy
         del self._copies[event.worker_id][event.request_id], self._worker_of[event.request_id]
         self._tokens[request_id] = event.generated_tokens
         actions, own = self._forget(request_id), self._running.pop(request_id, None)
-        if own is None:  # it waits: it ends once it would be started
+        if own is None:  # it waits, and ends once it would be started
             self._answered.add(request_id)
             return actions
         self._own[own.worker_id].discard(request_id)
@@ -173,26 +173,26 @@ class FastestOfN:
         return dropped
 
     def _copy(self) -> list[Action]:
-        """Give dry workers copies, while all requests that are left are running (Algorithm 3)."""
+        """Give idle workers copies while all remaining requests run (Algorithm 3)."""
         if not self._running or len(self._running) < self.num_unfinished:
             return []
-        dry = [w for w, own in self._own.items() if not own]
-        if not dry:
+        idle = [w for w, own in self._own.items() if not own]
+        if not idle:
             return []
-        freed = [w for w in dry if not self._copies[w]]
+        freed = [w for w in idle if not self._copies[w]]
         for worker_id in freed:
             self._method_of.pop(worker_id, None)
         serving: dict[str, set[int]] = {}
         for worker_id, method in self._method_of.items():
             serving.setdefault(method, set()).add(worker_id)
         actions: list[Action] = []
-        load = {w: len(self._copies[w]) for w in dry}
+        load = {w: len(self._copies[w]) for w in idle}
         wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}
-        found = assign_drafters(
-            *(wanted, self._methods, freed, serving, load, self._most_requests),
+        added = assign_drafters(
+            *(wanted, self._methods, freed, serving, load, self._max_copies),
             lambda request_id, method, *_: _number(request_id, method) not in self._worker_of,
         )
-        for (request_id, method), worker_id in found.items():
+        for (request_id, method), worker_id in added.items():
             if worker_id in self._own and not self._own[worker_id]:
                 number = _number(request_id, method)
                 actions += self._begin(request_id, number, worker_id, method)
@@ -207,8 +207,8 @@ class FastestOfN:
         spec, worker = self._specs[request_id], self._workers[worker_id]
         reserved = sum(start.reserved_tokens for start in self._copies[worker_id].values())
         tokens = spec.prompt_tokens + spec.max_new_tokens
-        most = min(self._most_requests, worker.max_requests)
-        if reserved + tokens > worker.kv_tokens or len(self._copies[worker_id]) >= most:
+        room = min(self._max_copies, worker.max_requests)
+        if reserved + tokens > worker.kv_tokens or len(self._copies[worker_id]) >= room:
             return []
         start = Start(number, worker_id, 1, spec.max_new_tokens, tokens, Kv.POOL)
         self._copies[worker_id][number], self._worker_of[number] = start, worker_id
@@ -217,5 +217,5 @@ class FastestOfN:
 
 
 def _number(request_id: int, method: str) -> int:
-    """Return the number of the copy that a method drafts for."""
+    """Return the number of the copy that drafts by a method."""
     return request_id + COPIES * int(method)

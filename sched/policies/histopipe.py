@@ -1,17 +1,23 @@
 """HistoPipe: consecutive steps in opposite orders, without a barrier between them.
 
-RhymeRL, section 6. Prompts are ranked by the median length of their last epoch's responses
-and cut into ranking groups. Odd steps give the groups to the workers shortest first, even
-steps longest first, so that a worker with little to do in one step has much in the next.
-A worker begins the next step by itself, once it has finished its share and the weights are
-there: rollouts of step s need the update of step s − 2 (off-policyness 1).
+RhymeRL, section 6. Prompts are ranked by the median length of their last epoch's responses and
+cut into ranking groups of equal size (the first tier). Odd steps give the groups to the workers
+shortest first, even steps longest first, so that a worker with little to do in one step has much
+in the next. A worker begins the next step on its own once it has finished its share and the
+weights are available: rollouts of step s need the update of step s − 2 (off-policyness 1).
 
-The second tier gives each group its workers by the seconds that it is going to take
-(`histopipe_allocation`), where these are known.
+The second tier (section 6.4) decides how many workers each group gets, if seconds are known:
 
-A response that grows longer than β times the longest median of its group's prompts is moved:
-from a short group to a worker of a longer group of the same step, from a long one into the next
-step. What a step asks once its others are done runs where there is least to do, and is not moved.
+    target time of group n:  t(n) = t0 + d·n,   with the smallest d that the workers allow
+
+Times then grow evenly from the shortest group to the longest, and two consecutive steps in
+opposite orders fill each other's gaps. Equal parts remain if they are predicted to be faster: if
+a group has so many workers that some serve it in both orders, nothing fills the gaps of the
+others (the paper's groups are small against its cluster).
+
+A response that grows beyond β times the longest median of its group's prompts is moved: from a
+short group to a worker of a longer group of the same step, from a long one into the next step.
+Requests that a step adds after its others are done run on the least loaded workers and stay there.
 """
 
 from __future__ import annotations
@@ -19,12 +25,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sched.ledger import Ledger
-from sched.policies.histopipe_allocation import Tau, evenly, ranking_groups, two_tiers
 from sched.protocol import (
     OF_NO_WORKER,
     REPORTS,
@@ -40,17 +46,145 @@ from sched.protocol import (
 )
 from sched.request import RequestState
 
+# τ: (mean length, requests of a worker) → the seconds until the worker has answered them
+Tau = Callable[[float, float], float]
+RoundSeconds = Callable[[float, float, float], float]  # of (requests, positions, nodes of each)
+PRECISION_S, PRECISION = 1.0, 0.01  # of d: the paper's, and as a share of the longest time
+
+
+# --- tiers ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Nodes of a request in a round with speculation, and the tokens that the round yields."""
+
+    nodes: float = 1.0
+    tokens: float = 1.0
+
+
+def tau_of(round_seconds: RoundSeconds, kv_tokens: float, prompt_tokens: float, pace: Pace) -> Tau:
+    """Return τ for rounds of these seconds, with half-full caches.
+
+    Requests whose positions exceed a worker's `kv_tokens` take turns.
+    """
+
+    def tau(length: float, requests: float) -> float:
+        held = prompt_tokens + length / 2
+        running = min(requests, kv_tokens / held)
+        rounds = length / pace.tokens * requests / running
+        return rounds * round_seconds(running, running * held, pace.nodes)
+
+    return tau
+
+
+def allocate(
+    lengths: Sequence[float],
+    sizes: Sequence[int],
+    num_workers: int,
+    tau: Tau,
+    *,
+    train_s: float = 0.0,
+    precision_s: float = PRECISION_S,
+) -> list[int]:
+    """Return the workers of each ranking group, by binary search over d (the paper's figure 12).
+
+    `lengths` are the groups' mean lengths, shortest first; `sizes` are their requests, which the
+    workers of a group share. t0 is the shortest group's time with one worker (the figure uses the
+    maximum, which gives short groups many workers, against its text), and at least `train_s`, so
+    that no group ends before the next step's weights can be available. Spare workers go to the
+    longest groups. Raises ValueError if there are fewer workers than groups.
+    """
+    N = len(lengths)
+    if num_workers < N:
+        raise ValueError(
+            f"expected at least 1 of the workers for each of {N} ranking groups, got "
+            f"{num_workers} workers; mend: fewer ranking groups"
+        )
+    max_workers = num_workers - (N - 1)
+    t0 = max(tau(lengths[0], sizes[0]), train_s)
+
+    def affordable(d: float) -> list[int] | None:
+        """Return the minimum of workers that meet every target, or None if there are too few."""
+        plan = []
+        for n, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+            target_s, counts = t0 + n * d, range(1, max_workers + 1)
+            workers = next((k for k in counts if tau(length, size / k) <= target_s), None)
+            if workers is None:
+                return None
+            plan.append(workers)
+        return plan if sum(plan) <= num_workers else None
+
+    longest_s = tau(lengths[-1], sizes[-1])
+    low, high = 0.0, max(longest_s - t0, 0.0) / max(N - 1, 1)
+    precision_s = min(precision_s, PRECISION * longest_s)
+    while (plan := affordable(high)) is None:  # groups between the ends may need a larger d
+        low, high = high, 2 * high + precision_s
+    while high - low > precision_s:
+        middle = (low + high) / 2
+        if (cheaper := affordable(middle)) is None:
+            low = middle
+        else:
+            plan, high = cheaper, middle
+    for i in range(num_workers - sum(plan)):
+        plan[N - 1 - i % N] += 1
+    return plan
+
+
+def two_tiers(
+    lengths: Sequence[float],
+    sizes: Sequence[int],
+    num_workers: int,
+    tau: Tau,
+    *,
+    train_s: float = 0.0,
+) -> list[int]:
+    """Return `allocate`'s plan, or equal parts if two steps in opposite orders end sooner so."""
+    even = evenly(len(lengths), num_workers)
+    plan = allocate(lengths, sizes, num_workers, tau, train_s=train_s)
+    times = [seconds_of_two_steps(lengths, sizes, p, tau) for p in (plan, even)]
+    return plan if times[0] < times[1] else even
+
+
+def seconds_of_two_steps(
+    lengths: Sequence[float], sizes: Sequence[int], plan: Sequence[int], tau: Tau
+) -> float:
+    """Return when the last worker finishes two steps of these groups in opposite orders."""
+    times = [
+        tau(length, size / workers)
+        for length, size, workers in zip(lengths, sizes, plan, strict=True)
+        for _ in range(workers)
+    ]
+    return max(map(sum, zip(times, reversed(times), strict=True)))
+
+
+def evenly(num_groups: int, num_workers: int) -> list[int]:
+    """Return the first tier's allocation: equal parts, one worker more for the first groups."""
+    whole, rest = divmod(num_workers, num_groups)
+    if not whole:
+        raise ValueError(f"expected a worker for each of {num_groups} ranking groups")
+    return [whole + (i < rest) for i in range(num_groups)]
+
+
+def ranking_groups(keys: Sequence[float], num_groups: int) -> list[list[int]]:
+    """Return the indices of `keys` in `num_groups` parts of equal size, lowest keys first."""
+    order = sorted(range(len(keys)), key=lambda i: (keys[i], i))
+    edges = [math.ceil(len(order) * n / num_groups) for n in range(num_groups + 1)]
+    return [order[a:b] for a, b in itertools.pairwise(edges)]
+
+
+# --- the scheduler ----------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class HistoPipeConfig:
     """`last_share` is α: only the last requests of a group to finish are moved.
 
     β is the quantile `growth_quantile` of the growth of responses since the epoch before, over
-    as many prompts as an epoch has, and at least `least_growth`. A request that is too long but not
-    among the last is checked again after every `check_tokens`. No request leaves the last of
-    `num_steps`. `tau` returns the τ of a step that is about to be planned: the second tier; None
-    deals workers out evenly.
-    `train_s` is the time of an update until one has been measured.
+    one epoch's prompts, and at least `least_growth`. A request that is too long but not among the
+    last is checked again after every `check_tokens`. No request leaves the last of `num_steps`.
+    `tau` returns the τ for the next step to be planned (the second tier); None gives all groups
+    equally many workers. `train_s` is the time of an update until one has been measured.
     """
 
     num_steps: int
@@ -66,7 +200,7 @@ class HistoPipeConfig:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Share:
-    """A ranking group of one step; `waiting` has the requests that its workers have not begun."""
+    """A ranking group of one step; `waiting` holds its unstarted requests by worker."""
 
     step: int
     index: int
@@ -83,24 +217,23 @@ _Loads = list[tuple[int, int, int, _Share]]  # a heap: (requests, worker, place 
 class HistoPipe:
     """The scheduler; steps must be submitted in order, each with all its requests at once.
 
-    Requests that are submitted for the latest step after that are further ones.
-
-    A request that ends, or is checked, takes O(1); one that moves, a worker that joins or is lost
-    and an update O(workers); each request of a lost worker O(log workers) more.
+    Later submissions for the latest step add requests to it. A request that ends or is checked
+    takes O(1); a move, an update, and a worker that joins or is lost take O(workers); each request
+    of a lost worker takes O(log workers) more.
     """
 
     def __init__(self, config: HistoPipeConfig) -> None:
         self._config, self._train_s = config, config.train_s
         self._ledger = Ledger()
-        self._steps: dict[int, list[_Share]] = {}  # those unfinished at the latest submission
+        self._steps: dict[int, list[_Share]] = {}  # unfinished at the latest submission
         self._num_steps = 0  # submitted so far
         self._at: dict[int, int] = {}  # worker → its current step
-        self._left: dict[int, int] = {}  # worker → unfinished requests that it has begun
+        self._left: dict[int, int] = {}  # worker → its started, unfinished requests
         self._trained = -1  # the latest step whose weights are available
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
-        self._deferred: list[RequestState] = []  # waiting for a step that is not submitted yet
-        self._unassigned: list[RequestState] = []  # waiting for a worker: none is left
-        self._moved: set[int] = set()  # unfinished requests that were moved
+        self._deferred: list[RequestState] = []  # waiting for a step not yet submitted
+        self._unassigned: list[RequestState] = []  # waiting because no worker is left
+        self._moved: set[int] = set()  # unfinished and moved, or added to a planned step
         self.num_moved = 0
         self._growth: collections.deque[float] = collections.deque(maxlen=config.epoch_prompts)
         self._lengths: dict[int, list[int]] = {}  # prompt → its finished lengths
@@ -142,7 +275,7 @@ class HistoPipe:
         return self._begin_steps(event)
 
     def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
-        """Rank the step's prompts, cut them into groups, and deal these to the workers."""
+        """Rank the step's prompts, cut them into groups, and assign these to the workers."""
         number = self._num_steps
         workers = sorted(self._ledger.workers)
         if {event.step, *(spec.step for spec in event.requests)} != {number} or not workers:
@@ -176,10 +309,10 @@ class HistoPipe:
                     self._enter(request, share)
 
     def _further(self, requests: Sequence[RequestState]) -> list[Action]:
-        """Give requests of a step that is planned already to the least loaded workers."""
+        """Give requests added to a planned step to the least loaded workers."""
         for request in requests:
             self._share_of[request.request_id] = self._steps[self._num_steps - 1][-1]
-            self._moved.add(request.request_id)  # for good
+            self._moved.add(request.request_id)  # it never moves again
         return self._reassign(requests)
 
     def _enter(self, request: RequestState, share: _Share) -> None:
@@ -188,13 +321,9 @@ class HistoPipe:
         share.num_unfinished += 1
 
     def _beta(self) -> float:
-        if not self._growth:
-            return self._config.least_growth
-        ordered = sorted(self._growth)
-        return max(
-            ordered[int(self._config.growth_quantile * (len(ordered) - 1))],
-            self._config.least_growth,
-        )
+        config, ordered = self._config, sorted(self._growth) or [0.0]
+        quantile = ordered[int(config.growth_quantile * (len(ordered) - 1))]
+        return max(quantile, config.least_growth)
 
     def _finished(self, request: RequestState, worker_id: int) -> None:
         request_id, group_id = request.request_id, request.group_id
@@ -208,27 +337,24 @@ class HistoPipe:
                 self._growth.append(statistics.median(lengths) / statistics.median(past))
 
     def _too_long(self, request: RequestState) -> list[Action]:
-        """Move a request that has outgrown its group, if it is among the last there."""
+        """Move a request that has outgrown its group, if it is among the group's last."""
         share = self._share_of[request.request_id]
         assert request.worker_id is not None
         if share.num_unfinished > math.ceil(self._config.last_share * share.size):
             return [self._start(request, request.worker_id, self._config.check_tokens)]
         same_step = share.index < share.num_groups / 2
-        longer = self._longer(share) if same_step else []
-        if not longer and (same_step or share.step + 1 >= self._config.num_steps):
+        longer = [s for s in self._steps[share.step][share.index + 1 :] if s.waiting]
+        can_move = bool(longer) if same_step else share.step + 1 < self._config.num_steps
+        if not can_move:
             return [self._start(request, request.worker_id)]
         self._moved.add(request.request_id)
         self.num_moved += 1
         self._left[request.worker_id] -= 1
         share.num_unfinished -= 1
-        request.pooled = False  # as in the paper, keys and values are recomputed
+        request.pooled = False  # the paper recomputes keys and values, too
         if same_step:
-            return self._assign(request, self._least(longer))
+            return self._assign(request, [min(self._loads(longer))])
         return [Defer(request.request_id), *self._into_next_step(request)]
-
-    def _longer(self, share: _Share) -> list[_Share]:
-        """Return the longer groups of the same step."""
-        return [s for s in self._steps[share.step][share.index + 1 :] if s.waiting]
 
     def _into_next_step(self, request: RequestState) -> list[Action]:
         step = self._share_of[request.request_id].step + 1
@@ -239,7 +365,7 @@ class HistoPipe:
         longest = [share for share in self._steps[step] if share.waiting][-1:]
         if not longest:
             return self._reassign([request])
-        return self._assign(request, self._least(longest))
+        return self._assign(request, [min(self._loads(longest))])
 
     def _loads(self, shares: Sequence[_Share]) -> _Loads:
         left = self._left
@@ -249,21 +375,17 @@ class HistoPipe:
             for worker_id, waiting in share.waiting.items()
         ]
 
-    def _least(self, shares: Sequence[_Share]) -> _Loads:
-        """Return the least load alone, which is all that one request needs."""
-        return [min(self._loads(shares))]
-
     def _assign(self, request: RequestState, loads: _Loads) -> list[Action]:
         """Give a request to the least loaded worker; start it if the step runs.
 
-        `loads` may have been made before requests that were given to these workers since.
+        `loads` may be outdated by requests given to these workers since.
         """
         if not loads:
             self._unassigned.append(request)
             return []
         while True:
             before, worker_id, index, share = loads[0]
-            load = self._load(worker_id, share)
+            load = self._left[worker_id] + len(share.waiting[worker_id])
             if load == before:
                 break
             heapq.heapreplace(loads, (load, worker_id, index, share))
@@ -273,9 +395,6 @@ class HistoPipe:
             return []
         self._left[worker_id] += 1
         return [self._start(request, worker_id)]
-
-    def _load(self, worker_id: int, share: _Share) -> int:
-        return self._left[worker_id] + len(share.waiting[worker_id])
 
     def _lost(self, worker_id: int, running: Sequence[RequestState]) -> list[Action]:
         """Give the requests of a lost worker to the others of the step."""
@@ -306,12 +425,12 @@ class HistoPipe:
     def _begin_steps(self, event: Event) -> list[Action]:
         """Let workers that have finished a step begin the next one, if it may run.
 
-        That is so for the event's own worker only, unless the event opens a step to all.
+        Only the event's worker can have, unless the event opens a step to all.
         """
         actions: list[Action] = []
-        mine = self._at if isinstance(event, OF_NO_WORKER) else (event.worker_id,)
-        for worker_id in mine:
-            # one that is lost has no entry
+        workers = self._at if isinstance(event, OF_NO_WORKER) else (event.worker_id,)
+        for worker_id in workers:
+            # a lost worker has no entry
             while self._left.get(worker_id) == 0 and self._may_begin(self._at[worker_id] + 1):
                 self._at[worker_id] = at = self._at[worker_id] + 1
                 for share in self._steps.get(at, ()):
@@ -321,7 +440,7 @@ class HistoPipe:
         return actions
 
     def _forget_steps(self) -> None:
-        """Drop finished steps whose requests no worker will begin any more."""
+        """Drop finished steps that no worker will begin any more."""
         begun = min(self._at.values(), default=-1)
         for step in [s for s in self._steps if s < begun]:
             if not any(share.num_unfinished for share in self._steps[step]):
@@ -333,18 +452,18 @@ class HistoPipe:
     def _begin(
         self, requests: Sequence[RequestState], worker_id: int, share: _Share
     ) -> Iterator[Action]:
-        """Start a worker's requests of a group, each until it is an outlier unless it was moved."""
+        """Start a worker's requests of a group, each until it is an outlier; moved ones whole."""
         ledger, worker = self._ledger, self._ledger.workers[worker_id]
         self._left[worker_id] += len(requests)
         for request in requests:
-            most = request.remaining_tokens
+            max_tokens = request.remaining_tokens
             if request.request_id not in self._moved:
                 outlier = math.ceil(min(share.outlier_tokens, request.spec.max_new_tokens))
                 tokens = max(outlier - request.generated_tokens, 1 + request.prefix_tokens)
-                most = min(tokens, most)
-            yield ledger.start(request, worker, max(1, most), reserve=False)
+                max_tokens = min(tokens, max_tokens)
+            yield ledger.start(request, worker, max(1, max_tokens), reserve=False)
 
     def _start(self, request: RequestState, worker_id: int, tokens: int = 2**31) -> Action:
         worker = self._ledger.workers[worker_id]
-        most = max(1, min(tokens, request.remaining_tokens))
-        return self._ledger.start(request, worker, most, reserve=False)
+        max_tokens = max(1, min(tokens, request.remaining_tokens))
+        return self._ledger.start(request, worker, max_tokens, reserve=False)

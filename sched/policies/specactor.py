@@ -1,48 +1,45 @@
-"""SpecActor's plans: how many devices draft, how far ahead, and which drafter serves whom.
+"""SpecActor's decisions: how many workers draft, how far ahead, and by which method for whom.
 
-Section 4 of the paper. Drafting a token for b requests takes D(b) seconds, verifying windows of
-w tokens V_w(b); both are lines in b. A draft token is accepted with probability p.
+    coupled     each worker drafts w tokens, then verifies them:   C(w) / (w · D(b) + V_w(b))
+    decoupled   d of n workers draft for the others meanwhile:     T(w) / max(w · D(b·), V_w(b'))
 
-    sequential:  draft w tokens, then verify:   tokens / (w·D + V_w)      (the paper: coupled)
-    decoupled:   draft on while verifying:      τ_w / max(w·D, V_w)
+D(b) are the seconds of a draft token for b requests, V_w(b) those of verifying w draft tokens of
+each. Of R requests a worker has b = R / n, a verifying one b' = R / (n − d), a drafting one
+b· = R / d. A draft token is accepted with probability p, so a window brings
 
-A rejection throws away the window that was drafted ahead, so that in decoupled drafting a
-partial acceptance counts half:  τ_w = Σ_{a<w} p^a (1−p) (a+1)/2 + w p^w.
+    C(w) = Σ_{i ≤ w} p^i,    T(w) = h · C(w) + 1 − h
+
+tokens, where h is the share of rounds that have a draft. Chains that run ahead have one again if
+the whole window and the token after it were right, or if a plain round's token is the drafted
+one: h = p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
+
+Deviations from the paper (section 4): a verifying worker without a draft decodes plainly instead of
+waiting, so a miss brings a token (the paper's τ_w counts half of a partial acceptance); d is a
+number of workers for all together, not of devices for each verifier. Algorithm 2 plans a request as
+if it were alone, b = 1, so a node hardly costs anything and all requests get the batch's window;
+here nodes and drafts cost their price in the batch that they are verified with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-MOST_WINDOW = 32  # no plan drafts further ahead
+import numpy as np
 
+MAX_WINDOW = 32  # draft tokens of a plan
+PRIOR_TOKENS = 23.0  # of a beta law with a standard deviation of 0.1 over requests, at p = 0.6
+EVERY_TOKENS = 1000  # section 4.1
 
-@dataclasses.dataclass(frozen=True)
-class LinearTime:
-    """Seconds as a function of the batch: `per_request_s` · b + `fixed_s`."""
-
-    per_request_s: float
-    fixed_s: float
-
-    def __call__(self, batch: float) -> float:
-        return self.per_request_s * batch + self.fixed_s
-
-
-Seconds = Callable[[float], float]  # batch → seconds, as of `LinearTime`
-DraftTime = Callable[[int], LinearTime]  # devices → seconds of one token
-VerifyTime = Callable[[int, int], LinearTime]  # (devices, window) → seconds of a verification
+Seconds = Callable[[float], float]  # batch → seconds
+DraftSeconds = Callable[[float], float]  # requests → seconds of a draft token
+VerifySeconds = Callable[[float, int], float]  # (requests, draft tokens of each) → of a round
+Tokens = TypeVar("Tokens", float, np.ndarray)
 
 
-@dataclasses.dataclass(frozen=True)
-class DevicePlan:
-    """Devices that draft and that verify, and the window; `tokens_per_s` of one request."""
-
-    draft_devices: int
-    verify_devices: int
-    window: int
-    tokens_per_s: float
+# --- windows of one request -------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +51,20 @@ class RequestPlan:
     tokens_per_s: float
 
 
+def sequential_tokens(p: float, window: int) -> float:
+    """Return C(w), the tokens of a drafted and verified window; one is the verifier's own."""
+    return sum(p**a for a in range(window + 1))
+
+
 def decoupled_tokens(p: float, window: int) -> float:
-    """Return τ_w, the tokens of a window while the next one is drafted already."""
+    """Return the paper's τ_w, the tokens of a window verified while the next one is drafted.
+
+    A rejection discards the next window, so a partial acceptance counts half:
+
+        τ_w = Σ_{a<w} p^a (1−p) (a+1)/2 + w p^w
+    """
     partial = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(window))
     return partial + window * p**window
-
-
-def sequential_tokens(p: float, window: int) -> float:
-    """Return the tokens of a window that is drafted, then verified; one is the verifier's own."""
-    return sum(p**a for a in range(window + 1))
 
 
 def prob_of(mean_tokens: float, window: int) -> float:
@@ -79,55 +81,12 @@ def prob_of(mean_tokens: float, window: int) -> float:
     return high
 
 
-def plan(
-    batch: int,
-    num_devices: int,
-    verify_sizes: Iterable[int],
-    draft: DraftTime,
-    verify: VerifyTime,
-    p: float,
-) -> DevicePlan:
-    """Return the fastest decoupled plan for `batch` requests on `num_devices` (Algorithm 1).
-
-    `verify_sizes` are the devices that one copy of the model may take. A verifier shares
-    g_d + g_v devices with its drafters, and with them the requests that fall to these. Windows
-    beyond what keeps drafting and verification equally busy are not considered.
-    """
-    best = DevicePlan(0, 0, 0, 0.0)
-    for verify_devices in verify_sizes:
-        for draft_devices in range(1, verify_devices + 1):
-            share = math.ceil((draft_devices + verify_devices) * batch / num_devices)
-            drafting = draft(draft_devices)
-            for window in range(1, MOST_WINDOW + 1):
-                verifying = verify(verify_devices, window)
-                if window > _longest_window(drafting, verifying):
-                    break
-                seconds = max(window * drafting(share), verifying(share))
-                rate = decoupled_tokens(p, window) / seconds
-                if rate > best.tokens_per_s:
-                    best = DevicePlan(draft_devices, verify_devices, window, rate)
-    return best
-
-
-def _longest_window(drafting: LinearTime, verifying: LinearTime) -> int:
-    """Return max(⌈V′ / D′⌉, ⌈β / α⌉), of the ratios that are defined."""
-    ratios = [
-        above / below
-        for above, below in (
-            (verifying.per_request_s, drafting.per_request_s),
-            (verifying.fixed_s, drafting.fixed_s),
-        )
-        if below > 0
-    ]
-    return math.ceil(max(ratios, default=MOST_WINDOW))
-
-
 def best_request_plan(
     p: float, drafting: Seconds, verify: Callable[[int], Seconds], batch: float = 1
 ) -> RequestPlan:
     """Return the better of the best sequential and the best decoupled window."""
     best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding
-    for window in range(1, MOST_WINDOW + 1):
+    for window in range(1, MAX_WINDOW + 1):
         draft_s, verify_s = window * drafting(batch), verify(window)(batch)
         sequential = sequential_tokens(p, window) / (draft_s + verify_s)
         decoupled = decoupled_tokens(p, window) / max(draft_s, verify_s)
@@ -138,21 +97,6 @@ def best_request_plan(
     return best
 
 
-def best_helper_plan(
-    p: float, draft_s: float, verify_s: Callable[[int], float], windows: Iterable[int]
-) -> RequestPlan:
-    """Return the best sequential window of a helper (section 4.2), which is never plain.
-
-    `draft_s` are the seconds of one draft token of its batch, `verify_s` those of a window.
-    """
-
-    def plan_of(window: int) -> RequestPlan:
-        seconds = window * draft_s + verify_s(window)
-        return RequestPlan(window, False, sequential_tokens(p, window) / seconds)
-
-    return max(map(plan_of, windows), key=lambda found: found.tokens_per_s)
-
-
 def rank_methods(
     acceptance: Mapping[str, float],
     draft: Mapping[str, Seconds],
@@ -161,14 +105,246 @@ def rank_methods(
 ) -> list[str]:
     """Return the drafting methods, the fastest first: the draft ladder of section 4.2.
 
-    `acceptance` is each method's p. The ladder needs drafting and verification seconds only, so
-    that it is made beforehand; the acceptance observed lately then picks the method. Ties go to
-    the first.
+    `acceptance` is each method's p. Ties go to the first.
     """
     return sorted(
         acceptance,
         key=lambda m: -best_request_plan(acceptance[m], draft[m], verify, batch).tokens_per_s,
     )
+
+
+# --- drafting workers (Algorithm 1) -----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """The tokens that a batch gets in the seconds of one more draft token, and of one more node.
+
+    `round_s` is the time of its round. Both prices are means over the batch's own draft tokens:
+    measured seconds grow in steps, at whose margin a node is free or as costly as hundreds.
+    """
+
+    round_s: float
+    draft: float
+    node: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """The profile of drafts: p of a draft token, and the share `hits` of rounds that have a draft.
+
+    `hits` None: chains that run ahead, for which it follows from p.
+    """
+
+    p: float
+    hits: float | None = None
+
+    def share(self, window: int) -> float:
+        """Return h."""
+        if self.hits is not None:
+            return self.hits
+        return self.p / (1 + self.p - self.p ** (window + 1))
+
+    def tokens(self, window: int) -> float:
+        """Return T(w)."""
+        h = self.share(window)
+        return h * sequential_tokens(self.p, window) + 1 - h
+
+    def own_plan(self, prices: Prices, windows: Iterable[int]) -> RequestPlan:
+        """Return one request's plan with the most tokens, less those that it costs the others.
+
+            decoupled   1 + h · (C(w) − 1 − w · node) − w · draft             a round
+            coupled     2 + k · (C(v) − 1 − v · node) − w · draft             two rounds
+
+        Coupled rounds take turns: a plain one, during which a window is drafted, then one that
+        verifies the remaining v tokens. A chain keeps v = w − 1 if the plain round's token was its
+        first, k = p; if all cases are drafted, the right one has v = w, k = h.
+        """
+        best = RequestPlan(0, False, 1 / prices.round_s)
+
+        def gain(window: int) -> float:
+            return sequential_tokens(self.p, window) - 1 - window * prices.node
+
+        for w in windows:
+            draft, h = w * prices.draft, self.share(w)
+            left, k = (w - 1, self.p) if self.hits is None else (w, h)
+            decoupled, coupled = 1 + h * gain(w) - draft, (2 + k * gain(left) - draft) / 2
+            for is_decoupled, tokens in ((True, decoupled), (False, coupled)):
+                if (per_s := tokens / prices.round_s) > best.tokens_per_s:
+                    best = RequestPlan(w, is_decoupled, per_s)
+        return best
+
+
+def batch_prices(
+    batch: float,
+    window: int,
+    draft: DraftSeconds,
+    verify: VerifySeconds,
+    acceptance: Acceptance,
+) -> Prices:
+    """Return the prices in a batch of b requests, which all have windows of w draft tokens.
+
+    tokens a second      R = b · T(w) / max(w · D(b), V_w(b))
+    a draft token        R · (D(b) − D(1)) / (b − 1)
+    a verified node      R · (V_w(b) − V_0(b)) / (b · w)
+    """
+    round_s = max(window * draft(batch), verify(batch, window))
+    tokens_per_s = batch * acceptance.tokens(window) / round_s
+    draft_s = (draft(batch) - draft(1)) / (batch - 1) if batch > 1 else 0.0
+    node_s = (verify(batch, window) - verify(batch, 0)) / (batch * window)
+    return Prices(round_s, *(tokens_per_s * max(s, 0.0) for s in (draft_s, node_s)))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerPlan:
+    """`drafting_workers` of all (0: each drafts for itself), and the window (0: no drafts).
+
+    `tokens_per_s` is the rate of all requests together.
+    """
+
+    drafting_workers: int
+    window: int
+    tokens_per_s: float
+
+
+def rate(
+    num_workers: int,
+    num_requests: float,
+    drafting_workers: int,
+    window: int,
+    draft: DraftSeconds,
+    verify: VerifySeconds,
+    acceptance: Acceptance,
+) -> float:
+    """Return the tokens per second of all requests under a plan."""
+    each = num_requests / (num_workers - drafting_workers)
+    verify_s = verify(each, window)
+    if not window:
+        return num_requests / verify_s
+    if not drafting_workers:
+        tokens = sequential_tokens(acceptance.p, window)
+        return num_requests * tokens / (window * draft(each) + verify_s)
+    draft_s = window * draft(num_requests / drafting_workers)
+    return num_requests * acceptance.tokens(window) / max(draft_s, verify_s)
+
+
+def plan_workers(
+    num_workers: int,
+    num_requests: float,
+    draft: DraftSeconds,
+    verify: VerifySeconds,
+    acceptance: Acceptance,
+    *,
+    drafting_workers: Iterable[int],
+    windows: Iterable[int],
+) -> WorkerPlan:
+    """Return the fastest plan of these numbers of workers and windows; the first of equal ones.
+
+    Plain decoding, 0 and 0, is one of them.
+    """
+    best = WorkerPlan(0, 0, num_requests / verify(num_requests / num_workers, 0))
+    windows = tuple(windows)
+    for d in drafting_workers:
+        for w in windows:
+            per_s = rate(num_workers, num_requests, d, w, draft, verify, acceptance)
+            if per_s > best.tokens_per_s:
+                best = WorkerPlan(d, w, per_s)
+    return best
+
+
+# --- decisions while a rollout runs (Algorithms 2 and 3) --------------------------------
+
+
+class Profile:
+    """Counts of accepted and seen draft tokens, of each request by method and of each method.
+
+    A draft token is *seen* if all before it in its window were accepted, so that the verifier
+    judges it: a window of w of which a < w are accepted shows a + 1, a whole one w. Earlier steps'
+    acceptance `mean_p` is the prior (section 4.2):
+
+        p of a method             (accepted + k · mean_p) / (seen + k)
+        p of a request's method   (accepted + k · p of the method) / (seen + k),  k = prior_tokens
+    """
+
+    def __init__(self, mean_p: Mapping[str, float], prior_tokens: float = PRIOR_TOKENS) -> None:
+        self._mean_p, self._prior_tokens = dict(mean_p), prior_tokens
+        self._of_method = dict.fromkeys(mean_p, (0, 0))
+        self._of_request: dict[tuple[int, str], tuple[int, int]] = {}
+
+    def observe(self, request: int, method: str, accepted: int, seen: int) -> None:
+        """Add draft tokens of this request's rounds."""
+        if not 0 <= accepted <= seen:
+            raise ValueError(f"expected at most {seen} accepted of {seen} seen, got {accepted}")
+        before = self._of_request.get((request, method), (0, 0))
+        self._of_request[request, method] = (before[0] + accepted, before[1] + seen)
+        before = self._of_method[method]
+        self._of_method[method] = (before[0] + accepted, before[1] + seen)
+
+    def p_of_method(self, method: str) -> float:
+        """Return the acceptance of all requests' draft tokens by this method."""
+        return self._p(self._of_method[method], self._mean_p[method])
+
+    def p_of_request(self, request: int, method: str) -> float:
+        """Return the acceptance of a request's draft tokens by this method."""
+        counted = self._of_request.get((request, method), (0, 0))
+        return self._p(counted, self.p_of_method(method))
+
+    def forget(self, request: int) -> None:
+        """Drop a request that has ended; its method keeps the counts."""
+        for method in self._mean_p:
+            self._of_request.pop((request, method), None)
+
+    def _p(self, counted: tuple[int, int], prior_p: float) -> float:
+        accepted, seen = counted
+        return (accepted + self._prior_tokens * prior_p) / (seen + self._prior_tokens)
+
+
+class Reconfiguration:
+    """Individual plans for requests that are accepted less than the average (Algorithm 2).
+
+    Whenever a request has passed `every_tokens` more tokens it gets `own_plan(p)`, the fastest at
+    its profiled p, or `common`, the plan of the batch, unless its p is below the method's. Plans
+    are cached by p in hundredths.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        common: RequestPlan,
+        own_plan: Callable[[float], RequestPlan],
+        every_tokens: int = EVERY_TOKENS,
+    ) -> None:
+        if every_tokens < 1:
+            raise ValueError(f"expected every_tokens of at least 1, got {every_tokens}")
+        self._method, self._common, self._every_tokens = method, common, every_tokens
+        self._plan_at = functools.cache(lambda hundredths: own_plan(hundredths / 100))
+
+    def is_due(self, before_tokens: Tokens, tokens: Tokens) -> bool | np.ndarray:
+        """Return ⌊tokens / every_tokens⌋ > ⌊before_tokens / every_tokens⌋, of arrays too."""
+        return tokens // self._every_tokens > before_tokens // self._every_tokens
+
+    def plan_when_due(
+        self, request: int, before_tokens: float, tokens: float, profile: Profile
+    ) -> RequestPlan | None:
+        """Return the new plan of a request that had `before_tokens`; None if none is due."""
+        if not self.is_due(before_tokens, tokens):
+            return None
+        p = profile.p_of_request(request, self._method)
+        if p >= profile.p_of_method(self._method):
+            return self._common
+        return self._plan_at(round(100 * p))
+
+
+def worth_helping(
+    remaining_tokens: float, tokens_per_s: float, helped_tokens_per_s: float, costs_s: float
+) -> bool:
+    """Return whether remaining / rate > costs + remaining / helped rate.
+
+    The costs are those of section 4.3: loading the drafter, and the keys and values. Helping a
+    request that does not run is always worth it.
+    """
+    helped_s = costs_s + remaining_tokens / helped_tokens_per_s
+    return tokens_per_s <= 0 or remaining_tokens / tokens_per_s > helped_s
 
 
 def assign_drafters(
@@ -177,14 +353,14 @@ def assign_drafters(
     freed: Sequence[int],
     serving: Mapping[str, set[int]],
     load: Mapping[int, int],
-    most_batch: int,
+    max_batch: int,
     helps: Callable[[int, str, int, int], bool] = lambda request, method, worker, batch: True,
 ) -> dict[tuple[int, str], int]:
     """Return {(request, method): freed worker that drafts for it}, as added (Algorithm 3).
 
-    Freed workers go to the method that has fewest; then each method's workers take requests,
-    those with the lowest acceptance first, up to `most_batch` each. `serving` and `load` are the
-    workers of each method and their requests so far. A method passes over a request where
+    Freed workers go to the method with the fewest; then each method's workers take requests,
+    those with the lowest acceptance first, up to `max_batch` each. `serving` and `load` are the
+    workers of each method and their requests so far. A method skips a request if
     `helps(request, method, worker, the worker's requests with this one)` is false.
     """
     workers = {method: set(serving.get(method, ())) for method in methods}
@@ -194,9 +370,9 @@ def assign_drafters(
         workers[method].add(worker)
     added: dict[tuple[int, str], int] = {}
     for method in methods:
-        waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # the least is last
+        waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # the lowest is last
         for worker in sorted(workers[method]):
-            while waiting and loads.get(worker, 0) < most_batch:
+            while waiting and loads.get(worker, 0) < max_batch:
                 request, batch = waiting.pop(), loads.get(worker, 0) + 1
                 if helps(request, method, worker, batch):
                     added[request, method] = worker

@@ -14,23 +14,18 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sched.protocol import (
+    Action,
     ChunkDone,
-    Defer,
     Event,
     Finished,
-    Recall,
-    Return,
     Scheduler,
     Start,
     Submitted,
-    Trained,
     WorkerJoined,
 )
 from sched.request import RequestSpec
 from sched.simulator.roofline import Costs
 from sched.simulator.worker import Counters, RoundModel, RunningStart, SimulatedWorker
-
-TRAINER = -1  # its events are in the same heap as those of the workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Cluster:
     instance: Costs
     num_workers: int
     max_requests: int = 1024
-    kv_tokens: int | None = None  # None: what fits beside the weights
+    kv_tokens: int | None = None  # None: the positions that fit beside the weights
 
     @property
     def kv_tokens_per_worker(self) -> int:
@@ -49,9 +44,9 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSample:
-    """The running requests of a worker from `begin_s` on, and the positions that they held.
+    """The running requests of a worker from `begin_s` on, and the positions that they hold.
 
-    `reached_positions` were held just before.
+    They held `reached_positions` just before.
     """
 
     begin_s: float
@@ -70,8 +65,6 @@ class Record:
     workers: Sequence[Counters]
     samples: Sequence[WorkerSample]
     migrations: int
-    trained_s: Sequence[float] = ()  # end of each step's update, in a run of steps
-    deferred: int = 0
 
     @property
     def completion_s(self) -> float:
@@ -98,7 +91,7 @@ class Record:
 
 
 class Simulation:
-    """One simulated rollout, or one run of steps."""
+    """One simulated rollout."""
 
     def __init__(
         self,
@@ -124,99 +117,54 @@ class Simulation:
         self._finish_s: dict[int, float] = {}
         self._finished_of: collections.Counter[int] = collections.Counter()  # by group
         self._samples: list[WorkerSample] | None = [] if keep_samples else None
-        self._tokens = self._migrations = self._deferred = 0
-        # of a run of steps: what is left to submit, and to finish, and the ends of updates
-        self._steps: list[Sequence[RequestSpec]] = []
-        self._train_s: Sequence[float] = ()
-        self._step_of: dict[int, int] = {}
-        self._left: list[int] = []
-        self._trained_s: list[float] = []
-        self._training = False
-        self._verified: dict[int, int] = {}  # begun tokens that are not kept, by request
+        self._tokens = self._migrations = 0
 
     def run(self, requests: Sequence[RequestSpec]) -> Record:
         """Play all requests, submitted at 0, to the end of the last.
 
-        Raises RuntimeError where the scheduler lets requests wait for ever.
+        Raises RuntimeError if the scheduler lets requests wait forever.
         """
         self._begin(requests)
-        self._tell(Submitted(tuple(requests)), 0.0)
-        return self._to_the_end()
-
-    def run_steps(self, steps: Sequence[Sequence[RequestSpec]], train_s: Sequence[float]) -> Record:
-        """Play training steps: the rollouts of each, then its update of `train_s` elsewhere.
-
-        The scheduler gets step s when the update of step s − 2 is done, the first two at 0, and
-        is told of every update; it decides which rollouts may run.
-        """
-        self._begin([spec for requests in steps for spec in requests])
-        self._train_s, self._left = train_s, [len(requests) for requests in steps]
-        self._step_of = {spec.request_id: spec.step for requests in steps for spec in requests}
-        self._steps = list(steps[2:])
-        for requests in steps[:2]:
-            self._tell(Submitted(tuple(requests)), 0.0)
-        return self._to_the_end()
+        self._send(Submitted(tuple(requests)), 0.0)
+        self._run_to_end()
+        return self._record()
 
     def _begin(self, requests: Sequence[RequestSpec]) -> None:
         self._requests = {spec.request_id: spec for spec in requests}
         kv_tokens = self._cluster.kv_tokens_per_worker
         for worker in self._workers:
             joined = WorkerJoined(worker.worker_id, kv_tokens, self._cluster.max_requests)
-            self._tell(joined, 0.0)
+            self._send(joined, 0.0)
 
-    def _to_the_end(self) -> Record:
+    def _run_to_end(self) -> None:
         while self._heap:
-            now_s, worker_id, version = heapq.heappop(self._heap)
-            if worker_id == TRAINER:
-                self._end_update(now_s)
-            elif version == self._workers[worker_id].version:
-                self._play(self._workers[worker_id], now_s)
-            if self._left:
-                self._begin_update(now_s)
+            self._advance(*heapq.heappop(self._heap))
         if self._scheduler.num_unfinished:
             raise RuntimeError(
                 f"{self._scheduler.num_unfinished} requests wait and nothing runs: "
                 "the scheduler has lost them"
             )
-        return Record(
-            self._finish_s,
-            self._tokens,
-            [w.counters for w in self._workers],
-            self._samples or [],
-            self._migrations,
-            self._trained_s,
-            self._deferred,
-        )
 
-    def _begin_update(self, now_s: float) -> None:
-        """Begin the next update, if its rollouts are all there."""
-        step = len(self._trained_s)
-        if not self._training and step < len(self._left) and not self._left[step]:
-            self._training = True
-            heapq.heappush(self._heap, (now_s + self._train_s[step], TRAINER, step))
+    def _record(self) -> Record:
+        counters = [w.counters for w in self._workers]
+        samples = self._samples or []
+        return Record(self._finish_s, self._tokens, counters, samples, self._migrations)
 
-    def _end_update(self, now_s: float) -> None:
-        self._training = False
-        self._trained_s.append(now_s)
-        if self._steps:
-            self._tell(Submitted(tuple(self._steps.pop(0))), now_s)
-        step = len(self._trained_s) - 1
-        self._tell(Trained(step, self._train_s[step]), now_s)
-
-    def _play(self, worker: SimulatedWorker, now_s: float) -> None:
-        """Tell the scheduler of the requests of `worker` that end at `now_s`."""
+    def _advance(self, now_s: float, worker_id: int, version: int) -> None:
+        """Report the requests of a worker that end at `now_s`, unless it has changed since."""
+        worker = self._workers[worker_id]
+        if version != worker.version:
+            return
         for job in worker.reach(now_s):
             length = self._lengths[job.request_id]
             self._ran(job)
             event: Event
             if job.generated_tokens >= length:
                 self._finished(job, now_s)
-                event = Finished(job.request_id, worker.worker_id, job.chunk, length)
+                event = Finished(job.request_id, worker_id, job.chunk, length)
             else:
-                event = ChunkDone(
-                    job.request_id, worker.worker_id, job.chunk, job.generated_tokens, True
-                )
-            self._tell(event, now_s)
+                event = ChunkDone(job.request_id, worker_id, job.chunk, job.generated_tokens, True)
+            self._send(event, now_s)
         self._schedule(worker)
 
     def _ran(self, job: RunningStart) -> None:
@@ -228,49 +176,15 @@ class Simulation:
         self._finish_s[job.request_id] = now_s
         self._finished_of[job.group_id] += 1
         self._tokens += self._lengths[job.request_id]
-        if self._left:
-            self._left[self._step_of[job.request_id]] -= 1
 
-    def _tell(self, event: Event, now_s: float) -> None:
-        touched = dict[int, None]()
-        left: list[ChunkDone] = []
-        for action in self._scheduler.handle(event, now_s):
-            if isinstance(action, Defer):
-                self._defer(action)
-            elif isinstance(action, Recall):
-                left += self._let_go(action.worker_id, now_s)
-                touched[action.worker_id] = None
-            elif isinstance(action, Return):
-                self._returned(action.request_id)
-            else:
-                assert isinstance(action, Start), "copies are real workers' only"
-                touched[self._start(action, now_s)] = None
-        for worker_id in touched:
+    def _send(self, event: Event, now_s: float) -> None:
+        """Send an event to the scheduler, and start requests as it decides."""
+        started = [self._start(action, now_s) for action in self._scheduler.handle(event, now_s)]
+        for worker_id in dict.fromkeys(started):
             self._schedule(self._workers[worker_id])
-        for report in left:
-            self._tell(report, now_s)
 
-    def _let_go(self, worker_id: int, now_s: float) -> list[ChunkDone]:
-        """Have a worker let go of all that it runs; return what it reports."""
-        jobs = self._workers[worker_id].let_go(now_s)
-        for job in jobs:
-            self._ran(job)
-        return [
-            ChunkDone(j.request_id, worker_id, j.chunk, j.generated_tokens, False) for j in jobs
-        ]
-
-    def _returned(self, request_id: int) -> None:
-        """A request that was begun ahead of its step is given back."""
-        raise AssertionError("nothing runs ahead of its step")
-
-    def _defer(self, action: Defer) -> None:
-        step = self._step_of[action.request_id]
-        self._deferred += 1
-        self._left[step] -= 1
-        self._left[step + 1] += 1
-        self._step_of[action.request_id] = step + 1
-
-    def _start(self, action: Start, now_s: float) -> int:
+    def _start(self, action: Action, now_s: float) -> int:
+        assert isinstance(action, Start), action
         spec = self._requests[action.request_id]
         generated = self._generated.get(action.request_id, 0)
         worker = self._workers[action.worker_id]
@@ -286,13 +200,17 @@ class Simulation:
                 self._round_model.lane(action.request_id, self._finished_of[spec.group_id]),
                 action.kv,
                 action.reserved_tokens > 0,
-                self._verified.pop(action.request_id, 0),
+                self._verified_tokens(action.request_id),
             )
         )
         before = self._ran_on.setdefault(action.request_id, action.worker_id)
         self._migrations += before != action.worker_id
         self._ran_on[action.request_id] = action.worker_id
         return action.worker_id
+
+    def _verified_tokens(self, request_id: int) -> int:
+        """Return the tokens that a start computes with its prompt without keeping them."""
+        return 0
 
     def _schedule(self, worker: SimulatedWorker) -> None:
         next_s = worker.next_s()

@@ -1,9 +1,9 @@
 """A simulated worker: a fluid of rounds between two changes of the running requests.
 
-While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds
-are a line in the live positions (`roofline.RoundCost`). The next change is therefore found in
-closed form, and the cost of a simulation is in its changes, not in its rounds. Requests of
-different acceptance run in lanes, each with its own tokens per round.
+While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds are a
+line in the live positions (`roofline.RoundCost`). The next change then has a closed form, so a
+simulation costs time for its changes, not for its rounds. Requests of different acceptance run in
+lanes, each with its own tokens per round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WATERMARK = 0.01  # share of the memory that must stay free when a request is ad
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RunningStart:
-    """A start on a worker; `todo_tokens` are left of it when it is admitted."""
+    """A start on a worker, with `todo_tokens` left when it is admitted."""
 
     request_id: int
     group_id: int
@@ -33,8 +33,8 @@ class RunningStart:
     lane: int
     kv: Kv
     reserved: bool
-    verified_tokens: int = 0  # computed with its prompt, and not kept
-    device_s: float = 0.0  # its part of the worker's seconds so far, shared evenly with the others
+    verified_tokens: int = 0  # computed with its prompt but not kept
+    device_s: float = 0.0  # its equal share of the worker's seconds so far
     admitted_share_s: float = 0.0  # the worker's `share_s` when it was admitted
     end: float = 0.0  # of its lane's progress, while it runs
     running: bool = False
@@ -42,7 +42,7 @@ class RunningStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """The cost of a round at present, and the tokens per request and round of each lane."""
+    """The cost of the current rounds, and the tokens per request and round of each lane."""
 
     cost: RoundCost
     tokens_per_round: tuple[float, ...]
@@ -51,8 +51,8 @@ class RoundPlan:
 class RoundModel:
     """Decides the rounds of all workers of one instance type: here, rounds without drafts.
 
-    `plan` is asked again whenever the running requests of a worker have changed. An instance is
-    `instance.num_ranks` consecutive workers, each of which reads the experts that all meet.
+    `plan` is called whenever the running requests of a worker have changed. An instance is
+    `instance.num_ranks` consecutive workers, which share its experts.
     """
 
     num_lanes = 1
@@ -63,11 +63,11 @@ class RoundModel:
         self._together: collections.Counter[int] = collections.Counter()  # by instance
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
-        """Return the lane in which a request runs from its next start on."""
+        """Return the lane of a request from its next start on."""
         return 0
 
     def changed(self, worker_id: int, num_running: int) -> None:
-        """Take note of how many requests run on a worker; 0: it is idle."""
+        """Note the number of running requests of a worker."""
         instance_id = worker_id // self._instance.num_ranks
         self._together[instance_id] += num_running - self._running[worker_id]
         self._running[worker_id] = num_running
@@ -77,7 +77,7 @@ class RoundModel:
         return self._together[worker_id // self._instance.num_ranks] - self._running[worker_id]
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
-        """Return the rounds of these `counts` of running requests by lane; not all are 0."""
+        """Return the rounds for these `counts` of running requests by lane; not all are 0."""
         return RoundPlan(self._instance.round_cost(counts[0], 1, self.others(worker_id)), (1.0,))
 
 
@@ -86,7 +86,7 @@ class Counters:
     """The totals of a worker."""
 
     busy_s: float = 0.0
-    share_s: float = 0.0  # of each running request, where all have an equal part of a second
+    share_s: float = 0.0  # of a request that runs throughout, with equal parts of each second
     tokens: float = 0.0
     preemptions: int = 0
     prefilled_tokens: int = 0
@@ -94,7 +94,7 @@ class Counters:
 
 
 def _is_current(entry: tuple[float, int, RunningStart]) -> bool:
-    """Return False where the job has been preempted since, and perhaps admitted again."""
+    """Return False if the job has been preempted since, and perhaps admitted again."""
     return entry[2].running and entry[0] == entry[2].end
 
 
@@ -142,7 +142,7 @@ class SimulatedWorker:
         self._changed()
 
     def advance(self, now_s: float) -> None:
-        """Move to `now_s`, which must not be beyond `next_s`."""
+        """Move to `now_s`, at most `next_s`."""
         elapsed = now_s - self.now_s
         self.now_s = now_s
         if elapsed <= 0:
@@ -156,14 +156,14 @@ class SimulatedWorker:
         self._run(self._current().cost.rounds(self.positions, self._growth, elapsed - stalled))
 
     def next_s(self) -> float:
-        """Return when the next request ends, or memory is full, if nothing happens before."""
+        """Return when the next request ends or memory is full, if nothing happens before."""
         if not self.num_running:
             return math.inf
         rounds, cost = self._rounds_to_event(), self._current().cost
         return self.now_s + self._stall_s + cost.integral(self.positions, self._growth, rounds)
 
     def reach(self, now_s: float) -> list[RunningStart]:
-        """Move to `now_s`, which `next_s` gave; return the jobs that end then."""
+        """Move to `now_s`, the result of `next_s`; return the jobs that end then."""
         self._count_busy(now_s - self.now_s)
         self.now_s, self._stall_s = now_s, 0.0
         self._run(self._rounds_to_event())
@@ -181,8 +181,8 @@ class SimulatedWorker:
         self._changed()
         return ended
 
-    def let_go(self, now_s: float) -> list[RunningStart]:
-        """Move to `now_s`, and return all jobs with the whole tokens that they have by then."""
+    def release(self, now_s: float) -> list[RunningStart]:
+        """Move to `now_s`; remove and return all jobs with the whole tokens generated so far."""
         self.advance(now_s)
         entries = [entry for ends in self._ends for entry in ends if _is_current(entry)]
         jobs = [job for _, _, job in entries] + list(self._queue)

@@ -5,10 +5,8 @@ import json
 import pytest
 
 from benchmarks import ahead
-from sched.policies.ahead import Ahead
-from sched.policies.divided import Divided
-from sched.policies.orders import Fifo
-from sched.policies.step_order import StepOrder
+from sched.policies.divided import Divided, Fifo
+from sched.policies.steps import Ahead, StepOrder
 from sched.request import RequestSpec
 from sched.simulator.ahead import AheadSimulation
 from sched.simulator.cluster import Cluster, Simulation, WorkerSample

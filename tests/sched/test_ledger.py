@@ -7,9 +7,9 @@ import collections
 import pytest
 from held_entries import held_entries
 
+from sched.policies.divided import make_scheduler
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.registry import make_scheduler
-from sched.policies.step_order import StepOrder
+from sched.policies.steps import StepOrder
 from sched.protocol import ChunkDone, Defer, Finished, Start, Submitted, Trained, WorkerJoined
 from sched.request import RequestSpec
 

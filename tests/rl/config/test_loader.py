@@ -21,7 +21,7 @@ from rl.config.command_line import config_parser, parse_command_line, split_over
 from rl.config.loader import ConfigError, describe, dump, load, resolve_path
 from rl.drafter_training.offline import OfflineConfig
 from rl.loop.experiment import TrainConfig
-from rl.simulation.config import SimulateRun
+from rl.simulate import SimulateRun
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rl.ablation.grid import AblationRun, cells
 from rl.config.loader import dump, load
 from rl.loop import memory_estimate
 from rl.loop.experiment import PolicyConfig, TrainConfig, open_inputs
-from rl.simulation.compare import SimulateRun
+from rl.simulate import SimulateRun
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.gin"))

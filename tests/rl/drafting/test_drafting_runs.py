@@ -17,7 +17,7 @@ from rl.engine.worker_record import read_workers
 from rl.loop import drafting
 from rl.metrics.writer import read_metrics
 from rl.speculation import sources
-from sched.policies.drafting_plan import WorkerPlan
+from sched.policies.specactor import WorkerPlan
 from spec.acceptance import PRIOR_PROB
 from spec.decoupled.ahead import Enumerating, FreeRunning
 from spec.decoupled.copies import CopiesDrafter

@@ -16,8 +16,7 @@ from rl.drafting.plans import (
     Observed,
     Planner,
 )
-from sched.policies.drafting_plan import WorkerPlan
-from sched.policies.specactor_profile import PRIOR_TOKENS
+from sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
 from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.messages import DraftPlan

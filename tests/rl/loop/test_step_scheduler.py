@@ -11,7 +11,7 @@ from rl.engine.stats import EngineStats, RoundRecord
 from rl.loop.generation import Prompts
 from rl.loop.step_scheduler import Pacing, pace_of, step_scheduler
 from rl.workers.config import SchedConfig
-from sched.policies.histopipe_allocation import Pace
+from sched.policies.histopipe import Pace
 from sched.simulator.measured_costs import MeasuredCosts
 
 

@@ -11,6 +11,7 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt, stop_after
 
 from benchmarks import tiny_run
+from rl import simulate
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config.loader import load
 from rl.loop import setup as run_setup
@@ -19,7 +20,6 @@ from rl.loop.experiment import TrainConfig
 from rl.metrics.writer import read_samples
 from rl.rewards.process import RewardWorkerError
 from rl.runtime import devices
-from rl.simulation import compare as simulation
 
 STEPS = 3
 
@@ -61,7 +61,7 @@ def test_what_a_run_writes_of_its_samples_can_be_simulated(never_stopped, tmp_pa
     """The simulator's lengths out of the real writer's file."""
     (tmp_path / "samples.jsonl").write_bytes(never_stopped.samples)
     rows = [row for row in read_samples(tmp_path) if row["step"] == 2]
-    lengths = simulation.lengths_of_run(tmp_path, 2, 1.0)
+    lengths = simulate.lengths_of_run(tmp_path, 2, 1.0)
     assert lengths.size == len(rows) == 8
     assert sorted(lengths.ravel().tolist()) == sorted(row["num_tokens"] for row in rows)
 

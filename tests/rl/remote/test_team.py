@@ -34,7 +34,7 @@ from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.messages import WorkerError
-from sched.policies.step_order import StepOrder
+from sched.policies.steps import StepOrder
 from sched.protocol import ChunkDone, WorkerJoined, WorkerLost
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 

@@ -22,7 +22,7 @@ from rl.remote.run_messages import Answered, ChunkEnded, Copied, Dropped, Parked
 from rl.remote.wire import Codec, WireError
 from rl.speculation.config import SpeculationConfig
 from rl.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Request, Trajectory
-from sched.request import COPIES, MOST_COPIES
+from sched.request import COPIES, MAX_COPIES
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.reuse.prefix_rule import PrefixRule, ReuseMode
@@ -168,7 +168,7 @@ A_PREFIX = Prefix(*[np.zeros(2, t) for t in ("i4", "f4", "f4", "i4", "u1")], 0, 
     st.lists(partials(), max_size=3),
     st.dictionaries(st.integers(0, 99), st.integers(0, 9)),
     st.lists(st.integers(0, 2**61), max_size=3),
-    st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, MOST_COPIES)), max_size=3),
+    st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, MAX_COPIES)), max_size=3),
 )
 def test_requests_come_back(starts, grants, drops, copies):
     asked = tuple((r, r + n * COPIES) for r, n in copies)

@@ -8,8 +8,7 @@ import tiny_team
 from rl.config.loader import load
 from rl.engine.engine import Engine
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from rl.simulation.compare import play
-from rl.simulation.config import SimulateRun
+from rl.simulate import SimulateRun, play
 from rl.warm_up import round_times, transfer_times
 from rl.warm_up.measured_run import (
     MoveTimes,

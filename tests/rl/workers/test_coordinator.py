@@ -18,7 +18,7 @@ from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Aborted
 from rl.workers.worker_source import WorkerSource
-from sched.policies.registry import make_scheduler
+from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Copy, Drop, Finished, Profiled, Start, Submitted, WorkerLost
 from sched.request import COPIES, Kv
 from spec.config import SamplingConfig

@@ -19,6 +19,7 @@ from tiny_team import (
     workers,
 )
 
+from benchmarks.simulator.replay import replay
 from models.kv_cache import KVCache
 from rl.engine.engine import Engine
 from rl.trajectory import HostKv, PartialRequest, Request
@@ -26,10 +27,9 @@ from rl.workers.config import SchedConfig
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine, make_engines
-from sched.policies.registry import make_scheduler
+from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
-from sched.simulator.replay import replay
 
 
 @pytest.mark.parity

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from random_cluster import AheadCluster
 
-from sched.policies.ahead import Ahead
-from sched.policies.divided import Divided
+from sched.policies.divided import ContextAware, Divided, Fifo
 from sched.policies.group_fifo import GroupFifo
-from sched.policies.orders import ContextAware, Fifo
+from sched.policies.steps import Ahead
 from sched.protocol import (
     ChunkDone,
     Finished,

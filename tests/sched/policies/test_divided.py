@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sched.policies.divided import Divided
-from sched.policies.orders import ContextAware, Fifo, LongestKnown
+from sched.policies.divided import ContextAware, Divided, Fifo, LongestKnown
 from sched.protocol import ChunkDone, Finished, Start, Submitted, WorkerJoined, WorkerLost
 from sched.request import Kv, RequestSpec
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sched.policies.ahead import Ahead
-from sched.policies.divided import Divided
+from sched.policies.divided import Divided, Fifo
 from sched.policies.fastest_of_n import FastestOfN
-from sched.policies.orders import Fifo
+from sched.policies.steps import Ahead
 from sched.protocol import (
     ChunkDone,
     Copy,
@@ -20,7 +19,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import COPIES, MOST_COPIES, Kv, RequestSpec, copy_of
+from sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
 
 
 class Blocked(Divided):
@@ -33,7 +32,7 @@ class Blocked(Divided):
 
 
 def scheduler(workers=2, inner=None, max_requests=4, kv_tokens=1000, **options):
-    settings = {"num_methods": 2, "most_requests": 4} | options
+    settings = {"num_methods": 2, "max_copies": 4} | options
     made = FastestOfN(inner or Divided(Fifo(), chunk_tokens=50), **settings)
     for worker_id in range(workers):
         assert made.handle(WorkerJoined(worker_id, kv_tokens, max_requests), 0.0) == []
@@ -123,7 +122,7 @@ def test_a_new_worker_gets_copies():
 
 
 def test_the_lowest_acceptance_goes_first():
-    s = scheduler(most_requests=2)
+    s = scheduler(max_copies=2)
     s.handle(present(0, 1, 2, 3, 4), 0.0)  # 0, 2 and 4 on worker 0
     s.handle(Profiled({0: 0.9, 2: 0.1, 4: 0.5}), 0.5)
     s.handle(Finished(1, 1, 1, 9), 1.0)
@@ -132,7 +131,7 @@ def test_the_lowest_acceptance_goes_first():
 
 
 def test_who_was_not_profiled_is_taken_for_the_worst():
-    s = scheduler(most_requests=1)
+    s = scheduler(max_copies=1)
     s.handle(present(0, 1, 2), 0.0)
     s.handle(Profiled({0: 0.3}), 0.5)
     assert copied(s.handle(Finished(1, 1, 1, 9), 1.0)) == [(2, 1, 0, 1)]
@@ -160,7 +159,7 @@ def test_no_more_copies_than_there_is_room_for():
 
 
 def test_a_place_is_not_taken_by_what_has_its_copy_already():
-    s = scheduler(most_requests=2)
+    s = scheduler(max_copies=2)
     s.handle(present(0, 1, 2, 3, 4), 0.0)  # 0, 2 and 4 on worker 0
     s.handle(Profiled({0: 0.1, 2: 0.2, 4: 0.3}), 0.5)
     s.handle(Finished(1, 1, 1, 9), 1.0)
@@ -170,7 +169,7 @@ def test_a_place_is_not_taken_by_what_has_its_copy_already():
 
 
 def test_a_second_worker_of_a_method_takes_what_the_first_has_not():
-    s = scheduler(num_methods=1, most_requests=1)
+    s = scheduler(num_methods=1, max_copies=1)
     s.handle(present(0, 1, 2), 0.0)
     s.handle(Profiled({0: 0.1, 2: 0.2}), 0.5)
     assert copied(s.handle(Finished(1, 1, 1, 9), 1.0)) == [(0, 1, 0, 1)]
@@ -244,7 +243,7 @@ def test_a_copy_that_ends_while_its_request_waits_between_two_chunks():
 
 def test_a_request_that_was_answered_while_it_waits_keeps_no_copies_back():
     inner = Blocked(Fifo(), chunk_tokens=20)
-    s = scheduler(inner=inner, most_requests=1)
+    s = scheduler(inner=inner, max_copies=1)
     s.handle(present(0, 1, 2), 0.0)  # 0 and 2 on worker 0
     assert copied(s.handle(Finished(1, 1, 1, 9), 1.0)) == [(0, 1, 0, 1)]
     inner.blocked = True
@@ -331,8 +330,8 @@ def test_a_worker_that_drops_its_copies_may_begin_something():
     assert {worker for _, worker in started(actions)} == {0, 1}
 
 
-@pytest.mark.parametrize("options", [{"num_methods": 0}, {"num_methods": 8}, {"most_requests": 0}])
+@pytest.mark.parametrize("options", [{"num_methods": 0}, {"num_methods": 8}, {"max_copies": 0}])
 def test_settings_that_mean_nothing(options):
-    assert MOST_COPIES == 7
-    with pytest.raises(ValueError, match="methods and at least one request"):
+    assert MAX_COPIES == 7
+    with pytest.raises(ValueError, match="methods and at least one copy"):
         scheduler(**options)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from random_cluster import AheadCluster, CopiesCluster, random_work
 
-from sched.policies.ahead import Ahead
-from sched.policies.divided import Divided
+from sched.policies.divided import ORDERS, Divided, Fifo
 from sched.policies.fastest_of_n import FastestOfN
 from sched.policies.group_fifo import GroupFifo
-from sched.policies.orders import Fifo
-from sched.policies.registry import ORDERS
+from sched.policies.steps import Ahead
 from sched.request import RequestSpec
 
 
@@ -60,7 +58,7 @@ def random_scheduler(kind, name, seed, rng):
     else:
         inner = Divided(ORDERS[name](seed), chunk_tokens=chunk)
     most = int(rng.integers(1, 5))
-    return kind(inner, num_methods=int(rng.integers(1, 4)), most_requests=most), most
+    return kind(inner, num_methods=int(rng.integers(1, 4)), max_copies=most), most
 
 
 @pytest.mark.parametrize("name", ["group_fifo", "blocked", *ORDERS])

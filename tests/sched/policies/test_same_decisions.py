@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from random_cluster import RandomCluster, random_steps, random_work
 
-from sched.policies.divided import Divided
+from sched.policies.divided import SPARE, ContextAware, Divided, Fifo, LazyHeap
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.lazy_heap import SPARE, LazyHeap
-from sched.policies.orders import ContextAware, Fifo
 from sched.protocol import Submitted
 from sched.request import Status
 

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from random_cluster import RandomCluster, random_steps, random_work
 
-from sched.policies.divided import Divided
+from sched.policies.divided import ORDERS, Divided, Fifo
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.orders import Fifo
-from sched.policies.registry import ORDERS
-from sched.policies.step_order import StepOrder
+from sched.policies.steps import StepOrder
 from sched.protocol import Finished
 
 SEQUENCES = 250  # of each scheduler

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sched.policies.registry import make_scheduler
+from sched.policies.divided import make_scheduler
 from sched.request import RequestSpec
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.measured_costs import MeasuredCosts

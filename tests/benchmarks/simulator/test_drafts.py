@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rl.simulation.draft_costs import (
+from benchmarks.simulator.drafts import (
     Budgeted,
     CostTimes,
     RequestClass,
@@ -82,7 +82,7 @@ def test_rounds_include_the_seconds_of_drafting():
 
 
 def test_a_fixed_budget_knows_no_load_and_a_threshold_no_drafts_above_it():
-    round_model = Budgeted(INSTANCE, [CHAIN], lambda times: FixedBudget(), (9,), most_requests=32)
+    round_model = Budgeted(INSTANCE, [CHAIN], lambda times: FixedBudget(), (9,), max_requests=32)
     assert round_model.plan(0, (32,), 0.0).tokens_per_round == pytest.approx(
         (sequential_tokens(0.8, 8),)
     )

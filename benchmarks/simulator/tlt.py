@@ -2,34 +2,36 @@
 
     speedup = tokens · plain / (verification + depth · drafter's step)
 
-all by the roofline. EAGLE's drafter is one layer of the model and its vocabulary's matrix, and
-a step of it drafts for `top_k` nodes a request. Table 4 is calibrated: with the plain rounds of
-tables 2 and 7 it gives `sched.simulator.roofline.Efficiency` for all papers, and tokens by draft
-tokens. So are H100 of table 2 (one device) and EAGLE of table 7 (two), which give the fixed
-seconds of a drafter's step. Accepted tokens are table 1's for table 4, and their own for the 7B
-tables.
+all by the roofline. EAGLE's drafter is one layer of the model and its vocabulary's matrix, and a
+step of it drafts `TOP_K` nodes a request. Table 4 is calibrated: with the plain rounds of tables 2
+and 7 it gives `sched.simulator.roofline.Efficiency` for all papers, and tokens by draft tokens. So
+are H100 of table 2 (one device) and EAGLE of table 7 (two), which give the fixed seconds of a
+drafter's step. Accepted tokens are table 1's for table 4, and their own for the 7B tables. From the
+paper are models, devices, depth, responses of up to 32K and the threshold of figure 14's rollout;
+its mean length is assumed, and that 1% of its responses reach the limit, as "a few" do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from rl.simulation.compare import play_policy, rollout_of
-from rl.simulation.config import SimulateRun, TreeDraftsConfig, make_instance
-from rl.simulation.draft_costs import Budgeted, RequestClass
-from rl.simulation.reproduction.rows import Entry, Figure, figures_of
+from benchmarks.simulator.drafts import Budgeted, RequestClass
+from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
-from sched.simulator.workloads import make_requests
+from sched.simulator.workloads import Workload, draw_lengths, make_requests
 from spec.budget.goodput import Goodput
 
-ASSUMED = (
-    "workload.mean_tokens",
-    "workload.limit_share",  # "in most RL steps, a few responses reach the maximum" (of 128)
-    "tree_drafts.positions",  # of a request in the tables' rounds
-    "tree_drafts.depth",  # as in table 4, where the text says none
-    "tree_drafts.step_s",  # calibrated on two rows, with the next
-    "tree_drafts.step_device_s",
-)
+EXPERIMENTS = {
+    "tlt": Experiment("H100", "Qwen2.5-32B", 1, 4, Workload(8, 16, 4000, 32768, limit_share=0.01))
+}
+DRAFTS = (16, 32, 48, 64)
+TOKENS = (7.57, 8.43, 8.67, 8.67)  # a round by DRAFTS, fitted to table 4; the last is table 1's
+DEPTH = 10  # drafter steps; as in table 4 if the text gives none
+TOP_K = 8  # nodes of each step
+STEP_S, STEP_DEVICE_S = 0.1e-3, 0.2e-3  # fixed seconds of a drafter's step, more for each device
+POSITIONS = 1000  # of a request, if the tables do not say
+MAX_REQUESTS = 32  # with more running, rounds are plain
+
 VOCABULARY = 152_064  # of Qwen2.5, from its published configuration
 TABLE_4 = {
     1: (3.22, 3.46, 3.56, 3.62),
@@ -61,6 +63,18 @@ SMALL, LARGE = "Qwen2.5-7B", "Qwen2.5-32B"
 STEP_ROWS = ("H100", "EAGLE")  # their gains give the fixed seconds of a drafter's step
 
 
+def assumed(experiment: Experiment) -> dict[str, float]:
+    """Return the constants that the paper does not give."""
+    return {
+        "workload.mean_tokens": experiment.workload.mean_tokens,
+        "workload.limit_share": experiment.workload.limit_share or 0.0,
+        "tree_drafts.positions": POSITIONS,
+        "tree_drafts.depth": DEPTH,
+        "tree_drafts.step_s": STEP_S,
+        "tree_drafts.step_device_s": STEP_DEVICE_S,
+    }
+
+
 def eagle(model: ModelShape) -> ModelShape:
     """Return EAGLE's drafter: one layer of the model, and the matrix of its vocabulary."""
     head = VOCABULARY * model.hidden
@@ -76,64 +90,55 @@ def eagle(model: ModelShape) -> ModelShape:
     )
 
 
-def tree_lane(config: TreeDraftsConfig) -> RequestClass:
+def tree_lane() -> RequestClass:
     """Return probabilities that give the tokens of each size, equal between two sizes."""
     probs: list[float] = []
-    for drafts, tokens in zip(config.drafts, config.tokens, strict=True):
+    for drafts, tokens in zip(DRAFTS, TOKENS, strict=True):
         more = drafts - len(probs)
         probs += [(tokens - 1 - sum(probs)) / more] * more
     return RequestClass(0, tuple(probs))
 
 
-def drafter_of(config: TreeDraftsConfig, target: Instance, model: ModelShape) -> Instance:
+def drafter_of(target: Instance, model: ModelShape) -> Instance:
     """Return a drafter on the devices of `target`: a step's fixed seconds grow with these."""
-    step_s = config.step_s + config.step_device_s * target.num_devices
+    step_s = STEP_S + STEP_DEVICE_S * target.num_devices
     efficiency = dataclasses.replace(target.efficiency, overhead_s=step_s)
     return dataclasses.replace(target, model=model, efficiency=efficiency)
 
 
-def draft_seconds(config: TreeDraftsConfig, target: Instance, batch: int) -> float:
-    """Return the seconds of a round's trees: `depth` drafter steps on the model's devices."""
-    drafter = drafter_of(config, target, eagle(target.model))
-    return config.depth * drafter.round_seconds(batch, batch * config.positions, config.top_k)
+def draft_seconds(target: Instance, batch: int) -> float:
+    """Return the seconds of a round's trees: DEPTH drafter steps on the model's devices."""
+    drafter = drafter_of(target, eagle(target.model))
+    return DEPTH * drafter.round_seconds(batch, batch * POSITIONS, TOP_K)
 
 
-def speedup(
-    config: TreeDraftsConfig,
-    target: Instance,
-    batch: int,
-    drafts: int,
-    tokens: float,
-    draft_s: float,
-) -> float:
+def speedup(target: Instance, batch: int, drafts: int, tokens: float, draft_s: float) -> float:
     """Return the speedup of rounds that verify `drafts` and give `tokens`, over plain rounds."""
-    positions = batch * config.positions
+    positions = batch * POSITIONS
     verify_s = target.round_seconds(batch, positions, 1 + drafts)
     return tokens * target.round_seconds(batch, positions) / (verify_s + draft_s)
 
 
-def adaptive(config: SimulateRun) -> Budgeted:
-    """Return rounds with trees of the best size, up to the most requests that get any."""
-    instance, trees = make_instance(config), config.tree_drafts
+def adaptive(instance: Instance) -> Budgeted:
+    """Return rounds with trees of the best size, up to MAX_REQUESTS requests."""
     return Budgeted(
         instance,
-        [tree_lane(trees)],
+        [tree_lane()],
         Goodput,
-        [1 + n for n in trees.drafts],
-        draft_s=lambda requests, nodes: draft_seconds(trees, instance, requests),
-        most_requests=trees.most_requests,
+        [1 + n for n in DRAFTS],
+        draft_s=lambda requests, nodes: draft_seconds(instance, requests),
+        max_requests=MAX_REQUESTS,
     )
 
 
-def figures(config: SimulateRun) -> list[Figure]:
-    sizes = config.tree_drafts.drafts
+def figures(experiment: Experiment) -> list[Figure]:
     micro: list[Entry] = [
         (f"batch {batch}, {n} verified (8.67 accepted)", gain, f"{batch} {n}", None, "gain")
         for batch, row in TABLE_4.items()
-        for n, gain in zip(sizes, row, strict=True)
+        for n, gain in zip(DRAFTS, row, strict=True)
     ]
     for batch, row in TABLE_4.items():
-        best, worst = (sizes[row.index(of)] for of in (max(row), min(row)))
+        best, worst = (DRAFTS[row.index(of)] for of in (max(row), min(row)))
         title = f"batch {batch}: {best} better than {worst}"
         ratio = max(row) / min(row)
         micro.append((title, ratio, f"{batch} {best}", f"{batch} {worst}", "order"))
@@ -158,46 +163,44 @@ def figures(config: SimulateRun) -> list[Figure]:
         for name, (tokens, gain) in TABLE_7.items()
     ]
     rollout = "trees below 32 requests (8.67 accepted)"
-    found = [
+    all_figures = [
         *figures_of(f"{LARGE}, table 4", micro, calibrated=True),
         Figure(f"{LARGE}, figure 14", rollout, 2.44, "rollout"),
         *figures_of(f"{SMALL}, table 2", devices),
         *figures_of(f"{SMALL}, table 7", trained),
         *figures_of(f"{SMALL}, table 8", drafters),
     ]
-    gave = [f.kind == "gain" and f.value in STEP_ROWS for f in found]
     return [
-        dataclasses.replace(f, calibrated=f.calibrated or g)
-        for f, g in zip(found, gave, strict=True)
+        dataclasses.replace(
+            f, calibrated=f.calibrated or (f.kind == "gain" and f.value in STEP_ROWS)
+        )
+        for f in all_figures
     ]
 
 
-def play(config: SimulateRun, seed: int) -> dict[str, float]:
-    """Return the speedups, of which only the rollout's depends on the seed."""
-    trees, large = config.tree_drafts, make_instance(config)
-    found = {"plain": 1.0}
+def play(experiment: Experiment, seed: int) -> dict[str, float]:
+    """Return the speedups; only the rollout's depends on the seed."""
+    large, values = experiment.instance, {"plain": 1.0}
     for batch in TABLE_4:
-        draft_s = draft_seconds(trees, large, batch)
-        for drafts, tokens in zip(trees.drafts, trees.tokens, strict=True):
-            found[f"{batch} {drafts}"] = speedup(trees, large, batch, drafts, tokens, draft_s)
-    most = trees.drafts[-1]
+        draft_s = draft_seconds(large, batch)
+        for drafts, tokens in zip(DRAFTS, TOKENS, strict=True):
+            values[f"{batch} {drafts}"] = speedup(large, batch, drafts, tokens, draft_s)
     for device in TABLE_2:
         one = dataclasses.replace(
             large, device=ACCELERATORS[device], model=MODELS[SMALL], num_devices=1
         )
-        draft_s = draft_seconds(trees, one, 1)
-        found[device] = speedup(trees, one, 1, most, EAGLE_TOKENS, draft_s)
+        values[device] = speedup(one, 1, DRAFTS[-1], EAGLE_TOKENS, draft_seconds(one, 1))
     two = dataclasses.replace(large, model=MODELS[SMALL], num_devices=2)
-    small = drafter_of(trees, two, MODELS["Qwen2.5-0.5B"])
-    by_eagle_s = draft_seconds(trees, two, 1)
-    by_small_s = trees.depth * small.round_seconds(1, trees.positions)
+    by_eagle_s = draft_seconds(two, 1)
+    by_small_s = DEPTH * drafter_of(two, MODELS["Qwen2.5-0.5B"]).round_seconds(1, POSITIONS)
     for name, (tokens, _) in (TABLE_7 | TABLE_8).items():
-        chain = name.startswith("0.5B")
-        found[name] = speedup(
-            trees, two, 1, trees.depth if chain else most, tokens,
-            by_small_s if chain else by_eagle_s,
-        )  # fmt: skip
-    requests, lengths = make_requests(*rollout_of(config, seed))
-    plain = play_policy(config, "group_fifo", seed, requests, lengths)
-    drafted = play_policy(config, "group_fifo", seed, requests, lengths, adaptive(config))
-    return found | {"rollout": plain.completion_s / drafted.completion_s}
+        is_chain = name.startswith("0.5B")
+        drafts, draft_s = (DEPTH, by_small_s) if is_chain else (DRAFTS[-1], by_eagle_s)
+        values[name] = speedup(two, 1, drafts, tokens, draft_s)
+    lengths = draw_lengths(experiment.workload, seed=seed)
+    requests, by_number = make_requests(experiment.workload, lengths)
+    plain_s, drafted_s = (
+        experiment.play_policy("group_fifo", seed, requests, by_number, model).completion_s
+        for model in (None, adaptive(large))
+    )
+    return values | {"rollout": plain_s / drafted_s}

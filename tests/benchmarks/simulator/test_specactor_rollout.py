@@ -8,20 +8,19 @@ import math
 import numpy as np
 import pytest
 
-from sched.policies.specactor import DevicePlan, sequential_tokens
-from sched.policies.specactor_profile import Profile
-from sched.simulator import specactor_helpers, specactor_rollout
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.specactor_hardware import Hardware, RequestTrace
-from sched.simulator.specactor_helpers import Helpers
-from sched.simulator.specactor_rollout import (
+from benchmarks.simulator import specactor_rollout
+from benchmarks.simulator.specactor_devices import DevicePlan, Hardware, RequestTrace
+from benchmarks.simulator.specactor_rollout import (
     DECOUPLED,
     DISAGGREGATED,
     PLAIN,
     SEQUENTIAL,
+    Helpers,
     SpecActorRollout,
     Strategy,
 )
+from sched.policies.specactor import Profile, sequential_tokens
+from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 
 # a verification takes 1 s, a drafted token 0.25 s, whatever the batch
 DEVICE = Accelerator("x", 1e30, 1e30, 1e9, 1e30)
@@ -275,13 +274,13 @@ def test_helpers_have_room_for_requests_that_go_to_the_limit():
 def test_requests_that_were_observed_to_be_right_least_are_helped_first(monkeypatch):
     """Two of them, and room for one: the profile's order counts, not that of acceptance."""
     order = []
-    before = specactor_helpers.assign_drafters
+    before = specactor_rollout.assign_drafters
 
     def watched(acceptance, *arguments):
         order.append(dict(acceptance))
         return before(acceptance, *arguments)
 
-    monkeypatch.setattr(specactor_helpers, "assign_drafters", watched)
+    monkeypatch.setattr(specactor_rollout, "assign_drafters", watched)
     monkeypatch.setattr(Profile, "p_of_request", lambda self, request, method: 0.5 + request / 100)
     helped_seconds(lengths=(10, 10, 200, 200))
     assert order and all(p == 0.5 + r / 100 for found in order for r, p in found.items())

@@ -13,9 +13,17 @@ import pytest
 from rl import simulate
 from rl.config.loader import load
 from rl.metrics.writer import MetricsConfig, MetricsWriter
-from rl.simulation.compare import SimulateRun, lengths_of_run, play, remarks, table
-from rl.simulation.figure import COLUMNS, grid, positions_at
-from sched.policies.registry import POLICIES, make_scheduler
+from rl.simulate import (
+    COLUMNS,
+    SimulateRun,
+    grid,
+    lengths_of_run,
+    play,
+    positions_at,
+    remarks,
+    table,
+)
+from sched.policies.divided import POLICIES, make_scheduler
 from sched.simulator.cluster import WorkerSample
 
 SMALL = (

@@ -5,37 +5,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import types
+import sys
 
 import pytest
 
-from rl import simulate
-from rl.config.loader import load
-from rl.simulation.config import PAPERS, GroupedDraftsConfig, SimulateRun, make_instance
-from rl.simulation.reproduction import rhymerl as reproduction_rhymerl
-from rl.simulation.reproduction import seer as reproduction_seer
-from rl.simulation.reproduction import specactor
-from rl.simulation.reproduction import table as reproduction
-from rl.simulation.reproduction import tlt as reproduction_tlt
-from rl.simulation.reproduction.rows import Figure
-from rl.simulation.reproduction.table import (
-    FOLDER,
-    PHYSICAL,
-    configurations,
+from benchmarks.simulator import reproduction, rhymerl, seer, specactor, tlt
+from benchmarks.simulator.experiment import Figure
+from benchmarks.simulator.reproduction import (
+    EXPERIMENTS,
+    PAPERS,
     constants,
+    figures_of,
     gain_error,
-    lines_of,
-    module_of,
+    null_model,
     reproduce,
     rows_of,
     summary,
 )
-from sched.policies.specactor import DevicePlan
+from benchmarks.simulator.specactor_devices import DevicePlan
 from sched.simulator.roofline import MODELS
 from spec.budget.aimd import MOST_TOKENS
 
-SHIPPED = dict(configurations())
-FIGURES = {name: module_of(c.simulate.reproduces).figures(c) for name, c in SHIPPED.items()}
+SHIPPED = {name: experiment for name, (_, experiment) in EXPERIMENTS.items()}
+FIGURES = {name: figures_of(name) for name in EXPERIMENTS}
 KEYS = ["paper", "workload", "row", "role", "published", "simulated", "low", "high", "null"]
 
 
@@ -50,23 +42,20 @@ def test_an_error_is_that_of_the_gain():
 @pytest.mark.parametrize("constant", [1.0, 1.04, 1.25, 1.5])
 def test_a_constant_fails_where_a_fifth_of_the_speedup_let_it_pass(constant):
     """Seer's nine ratios: one of 1.5 is within a fifth of each of them."""
-    published = [x for of in reproduction_seer.TABLE_6.values() for x in of]
+    published = [x for of in seer.TABLE_6.values() for x in of]
     if constant == 1.5:
         assert all(abs(constant / x - 1) < 0.2 for x in published)
     assert statistics.median(gain_error(constant, x) for x in published) > 0.25
 
 
-def planted(values, **published):
+def planted(values):
     """Rows of a paper of one speedup, one share and one ordering, from what seeds gave."""
     figures = [
         Figure("w", "speedup", 1.5, "fast", "slow", "gain", True),
         Figure("w", "share", 0.4, "share", None, "share"),
         Figure("w", "fast faster than slow", 1.5, "fast", "slow", "order"),
     ]
-    paper = types.SimpleNamespace(figures=lambda config: figures)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduction, "module_of", lambda name: paper)
-        return list(rows_of(SHIPPED["tlt"], values, {("tlt", "gain"): 1.2}))
+    return list(rows_of("tlt", figures, values, {("tlt", "gain"): 1.2}))
 
 
 def seeds(*speedups, share=0.5):
@@ -115,23 +104,15 @@ def test_nulls_are_one_constant_a_paper_from_its_calibrated_rows_alone():
         ("p", Figure("w", "d", 0.1, "x", None, "share", True)),
         ("q", Figure("w", "e", 7.0, "x", "y", "order", True)),
     ]
-    nulls = reproduction._nulls(figures)
+    nulls = null_model(figures)
     assert nulls == {("p", "gain"): pytest.approx(4.0), ("p", "share"): 0.1}
-
-
-def test_the_text_says_what_is_calibrated_what_is_predicted_and_what_fails():
-    rows = planted(seeds(1.0, share=0.9))
-    text = "\n".join(lines_of(rows, [("tlt", SHIPPED["tlt"])]))
-    assert "calibrated" in text and "predicted" in text and "FAILS" in text
-    assert "published 1.5, simulated 1" in text and "published 0.4, simulated 0.9" in text
-    assert "efficiency.bandwidth 0.78" in text and "null model" in text
 
 
 def test_a_paper_has_one_calibrated_workload_and_predicts_others():
     by_paper = {}
-    for name, config in SHIPPED.items():
+    for name, (paper, _) in EXPERIMENTS.items():
         for figure in FIGURES[name]:
-            of = by_paper.setdefault(config.simulate.reproduces, {True: set(), False: set()})
+            of = by_paper.setdefault(paper, {True: set(), False: set()})
             of[figure.calibrated].add(figure.workload)
     assert set(by_paper) == set(PAPERS)
     # besides table 4, two rows of TLT's give a drafter's fixed seconds
@@ -148,52 +129,45 @@ def test_a_paper_has_one_calibrated_workload_and_predicts_others():
 
 
 def test_physical_constants_are_shared_by_all_papers():
-    shared = constants(list(SHIPPED.items()))["all papers"]
+    shared = constants()["all papers"]
     # how alike a prompt's responses are is RhymeRL's own for code: its figure 9
     assert shared.pop("workload.group_share") == "0.85 / 0.97"
-    assert len(shared) == len(PHYSICAL) - 1 and not any("/" in value for value in shared.values())
-    for name in ("efficiency", "grouped_drafts", "specactor", "tree_drafts"):
-        assert len({repr(getattr(c, name)) for c in SHIPPED.values()}) == 1, name
-    others = [c.workload.group_share for n, c in SHIPPED.items() if n != "rhymerl_code"]
+    assert len(shared) == 5 and not any("/" in value for value in shared.values())
+    others = [x.workload.group_share for n, x in SHIPPED.items() if n != "rhymerl_code"]
     assert set(others) == {0.97}
-    assert {c.simulate.seeds for c in SHIPPED.values()} == {tuple(range(10))}
 
 
 def test_grouped_lanes_bring_the_published_tokens():
-    config = GroupedDraftsConfig()
-    lanes = reproduction_seer.grouped_lanes(config)
-    for lane, tokens in zip(lanes, config.paths_tokens, strict=True):
+    for lane, tokens in zip(seer.grouped_lanes(), seer.PATHS_TOKENS, strict=True):
         assert 1 + sum(lane.probs) == pytest.approx(tokens)
         assert list(lane.probs) == sorted(lane.probs, reverse=True)
 
 
 def test_latent_attention_reads_the_cache_once_a_path():
     """Chains of eight are one path, trees of 32 four; attention to other models is shared."""
-    moonlight = reproduction_seer.verifier_of(SHIPPED["seer_moonlight"])
-    shared = make_instance(SHIPPED["seer_moonlight"])
+    moonlight = seer.verifier_of(SHIPPED["seer_moonlight"])
+    shared = SHIPPED["seer_moonlight"].instance
     plain_s, chain_s, tree_s = (moonlight.round_cost(2, n).per_position_s for n in (1, 9, 33))
     assert plain_s == chain_s == shared.round_cost(2, 9).per_position_s
     assert tree_s == pytest.approx(4 * plain_s) and tree_s > shared.round_cost(2, 33).per_position_s
     assert moonlight.round_cost(2, 33).fixed_s == shared.round_cost(2, 33).fixed_s
     qwen = SHIPPED["seer_qwen2_vl"]
-    assert reproduction_seer.verifier_of(qwen) == make_instance(qwen)
+    assert seer.verifier_of(qwen) == qwen.instance
 
 
 def test_eagles_drafter_is_a_layer_and_a_vocabulary():
-    drafter = reproduction_tlt.eagle(MODELS["Qwen2.5-7B"])
+    drafter = tlt.eagle(MODELS["Qwen2.5-7B"])
     assert drafter.num_layers == 1 and drafter.kv_bytes == MODELS["Qwen2.5-7B"].kv_bytes / 28
     # 152,064 · 3,584 of the vocabulary, and a 28th of the rest
     assert drafter.active_params == pytest.approx(545e6 + (7.07e9 - 545e6) / 28, rel=1e-3)
-    config = SHIPPED["tlt"].tree_drafts
-    lane = reproduction_tlt.tree_lane(config)
-    assert [1 + sum(lane.probs[:n]) for n in config.drafts] == pytest.approx(config.tokens)
+    lane = tlt.tree_lane()
+    assert [1 + sum(lane.probs[:n]) for n in tlt.DRAFTS] == pytest.approx(tlt.TOKENS)
 
 
 def test_a_drafters_fixed_seconds_grow_with_its_devices_and_the_models_do_not():
-    config = SHIPPED["tlt"]
     for devices, milliseconds in ((1, 0.3), (2, 0.5), (4, 0.9)):
-        target = dataclasses.replace(make_instance(config), num_devices=devices)
-        drafter = reproduction_tlt.drafter_of(config.tree_drafts, target, MODELS["Qwen2.5-0.5B"])
+        target = dataclasses.replace(SHIPPED["tlt"].instance, num_devices=devices)
+        drafter = tlt.drafter_of(target, MODELS["Qwen2.5-0.5B"])
         assert drafter.efficiency.overhead_s == pytest.approx(milliseconds / 1e3)
         assert (drafter.device, drafter.num_devices) == (target.device, devices)
     assert target.efficiency.overhead_s == 0.9e-3
@@ -201,7 +175,7 @@ def test_a_drafters_fixed_seconds_grow_with_its_devices_and_the_models_do_not():
 
 def test_two_calibrated_rows_predict_tlts_other_devices_and_drafters():
     """Of 12 rows that nothing was fitted to, the worst is wrong by a fifth of its gain."""
-    found = reproduction_tlt.play(SHIPPED["tlt"], 0)
+    found = tlt.play(SHIPPED["tlt"], 0)
     rows = [f for f in FIGURES["tlt"] if f.kind == "gain" and "7B" in f.workload]
     errors = {f.row: gain_error(f.of(found), f.published) for f in rows if not f.calibrated}
     assert len(errors) == 12 and max(errors.values()) < 0.2, errors
@@ -209,12 +183,11 @@ def test_two_calibrated_rows_predict_tlts_other_devices_and_drafters():
 
 
 def test_windows_of_history_have_the_published_acceptance_and_share():
-    asked = SHIPPED["rhymerl_math"].training_steps
-    whole = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=1.0))
+    whole = rhymerl.history_windows(1.0)
     assert (whole.tokens - 1) / whole.drafts == pytest.approx(0.72, abs=1e-4)
     assert whole.drafts < MOST_TOKENS
     for share in (0.75, 0.93):
-        some = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=share))
+        some = rhymerl.history_windows(share)
         rounds = some.drafts / whole.drafts  # of all, those with drafts
         assert rounds * whole.tokens / some.tokens == pytest.approx(share)
 
@@ -222,91 +195,72 @@ def test_windows_of_history_have_the_published_acceptance_and_share():
 def test_updates_take_the_published_share_of_the_work():
     config = SHIPPED["rhymerl_math"]
     # 91 : 9 of the work, on 96 and on 32 devices
-    assert reproduction_rhymerl.train_share(config) == pytest.approx(9 / 91 * 96 / 32)
+    assert rhymerl.train_share(config) == pytest.approx(9 / 91 * 96 / 32)
 
 
 def test_the_ladder_picks_the_method_that_serves_the_batch():
-    config = SHIPPED["specactor_dapo"]
-    workload = dataclasses.replace(config.workload, num_groups=16)
-    config = dataclasses.replace(config, workload=workload)
-    hardware = dataclasses.replace(specactor.hardware_of(config), num_devices=20)
-    found, trace = specactor.ranked(hardware, specactor.trace_of(config, 0))
+    experiment = SHIPPED["specactor_dapo"]
+    workload = dataclasses.replace(experiment.workload, num_groups=16)
+    hardware = dataclasses.replace(specactor.hardware_of(experiment), num_devices=20)
+    found, trace = specactor.ranked(hardware, specactor.trace_of(workload, 0))
     # as good as the larger one, and cheaper; n-grams are right too seldom
     assert next(iter(found.drafters)) == "Qwen2.5-0.5B" and found.drafters["ngram"] is None
     means = dict(zip(found.drafters, trace.acceptance_RM.mean(axis=0), strict=True))
     # 256 draws each: five standard errors
-    spread = 5 * config.specactor.spread / 16
-    p = specactor.acceptance_of(config.specactor)
+    spread, p = 5 * specactor.SPREAD / 16, specactor.acceptance()
     assert means["ngram"] == pytest.approx(0.2, abs=spread)
     assert means["Qwen2.5-0.5B"] == pytest.approx(p, abs=spread)
-    # decisions know what earlier steps have shown, and not what this one's requests are like
+    # decisions use the acceptance of earlier steps, not that of this one's requests
     assert trace.profiled_M.tolist() == [p, p, 0.2]
 
 
 def test_acceptance_is_of_drafted_tokens():
     """Of the first draft token p is accepted, of the second p², of the third p³."""
-    p = specactor.acceptance_of(SHIPPED["specactor_dapo"].specactor)
+    p = specactor.acceptance()
     assert (p + p**2 + p**3) / 3 == pytest.approx(0.605)
 
 
 def test_the_plan_of_devices_is_part_of_reconfiguration():
-    settings = SHIPPED["specactor_dapo"].specactor
     planned = DevicePlan(1, 4, 5, 0.0)
-    found = specactor.strategies(planned, settings)
+    found = specactor.strategies(planned)
     assert found["reconfigured"].plan == found["all"].plan == planned
     assert found["decoupled"].plan == DevicePlan(2, 4, specactor.VANILLA_WINDOW, 0.0)
 
 
 def test_plain_rounds_are_below_what_specactor_says_they_take():
-    instance = make_instance(SHIPPED["specactor_dapo"])
+    instance = SHIPPED["specactor_dapo"].instance
     assert instance.round_seconds(1, 3000) < 13e-3
 
 
 SMALL = {
-    "seer_qwen2_vl": ("Workload.num_groups=40", "SimulatedCluster.workers=2"),
-    "seer_moonlight": ("Workload.num_groups=24", "SimulatedCluster.workers=2"),
-    "rhymerl_math": (
-        "Workload.num_groups=16",
-        "SimulatedCluster.workers=16",
-        "TrainingSteps.steps_per_epoch=2",
-        "TrainingSteps.epochs=2",
-    ),
-    "specactor_dapo": ("Workload.num_groups=16", "SpecActor.devices=20"),
-    "tlt": (),
+    "seer_qwen2_vl": {"num_groups": 40, "workers": 2},
+    "seer_moonlight": {"num_groups": 24, "workers": 2},
+    "rhymerl_math": {"num_groups": 16, "workers": 16, "steps_per_epoch": 2, "epochs": 2},
+    "specactor_dapo": {"num_groups": 16},
+    "tlt": {},
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_experiment_has_all_that_its_rows_need(name):
-    config = load(SimulateRun, [FOLDER / f"{name}.gin"], SMALL[name])
-    module = module_of(config.simulate.reproduces)
-    found = module.play(config, 0)
-    for figure in module.figures(config):
+def test_a_small_experiment_has_all_that_its_rows_need(name, monkeypatch):
+    monkeypatch.setattr(specactor, "DEVICES", 20)
+    (paper, experiment), changes = EXPERIMENTS[name], dict(SMALL[name])
+    num_groups = changes.pop("num_groups", experiment.workload.num_groups)
+    workload = dataclasses.replace(experiment.workload, num_groups=num_groups)
+    small = dataclasses.replace(experiment, workload=workload, **changes)
+    found = PAPERS[paper].play(small, 0)
+    for figure in FIGURES[name]:
         value = figure.of(found)
         assert -1 <= value <= 1 if figure.kind == "share" else value > 0, figure
 
 
-def test_a_file_that_reproduces_prints_its_rows_whatever_the_processes(capsys):
-    config = load(SimulateRun, [FOLDER / "tlt.gin"], ["Simulate.seeds=(0, 1)"])
-    alone, spread = (list(reproduce([("tlt", config)], processes=n)) for n in (1, 2))
+def test_the_program_prints_its_rows_whatever_the_processes(capsys, monkeypatch):
+    alone, spread = (list(reproduce(["tlt"], [0, 1], processes=n)) for n in (1, 2))
     assert alone == spread
-    arguments = [f"--gin_file={FOLDER / 'tlt.gin'}", "--json", "--gin.Simulate.seeds=(0, 1)"]
-    assert simulate.main(arguments) == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert printed == [row.as_json() for row in alone]
-    assert all(list(row) in (KEYS, [*KEYS, "holds"]) for row in printed)
-
-
-def test_all_that_is_shipped_is_played_and_printed(capsys, monkeypatch):
-    config = load(SimulateRun, [FOLDER / "tlt.gin"], ["Simulate.seeds=(3,)"])
-    monkeypatch.setattr(reproduction, "configurations", lambda: [("tlt", config)])
-    monkeypatch.setattr(simulate.os, "cpu_count", lambda: 1)
-    assert simulate.main(["--reproduce"]) == 0
-    printed = capsys.readouterr().out
-    assert "trees below 32 requests" in printed and "2.44" in printed
-    assert "predicted: median error of the gain" in printed and "orderings hold" in printed
-
-
-def test_shipped_configurations_are_reproduced_as_they_are(capsys):
-    assert simulate.main(["--reproduce", "--gin.Workload.sigma=2.0"]) == 2
-    assert "plays the shipped configurations as they are" in capsys.readouterr().err
+    monkeypatch.setattr(reproduction, "reproduce", lambda processes: iter(alone))
+    monkeypatch.setattr(sys, "argv", ["reproduction", "--json"])
+    assert reproduction.main() == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"] == [row.as_json() for row in alone]
+    assert all(list(row) in (KEYS, [*KEYS, "holds"]) for row in printed["rows"])
+    assert printed["constants"] == constants() and printed["predicted_orderings"] == 3

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks import environment
-from sched.policies.registry import make_scheduler
+from sched.policies.divided import make_scheduler
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
 from sched.simulator.workloads import Workload, draw_lengths, make_requests

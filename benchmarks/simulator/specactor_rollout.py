@@ -1,42 +1,198 @@
 """A rollout with a drafter beside the model, under SpecActor's modes of using its devices.
 
-A trace (the lengths and the acceptance of all requests) is played in steps of `step_s`. In each,
-a unit's round takes the seconds that its batch costs, and gives each request the tokens that its
-acceptance is worth. Decisions go by what rounds have shown (`Profile`) and never by acceptance
-itself. A unit is the devices that hold one copy of the model, with those of its
-drafter where it has its own. Modes are those of SpecActor's figure 13:
+A trace (the lengths and the acceptance of all requests) is played in steps of `step_s`. In each, a
+unit's round takes the seconds that its batch costs, and gives each request the tokens of its
+acceptance. Decisions use what rounds have shown (`Profile`), never acceptance itself. A unit is the
+devices that hold one copy of the model, with those of its drafter if it has separate ones. Modes
+are those of SpecActor's figure 13:
 
     plain          no drafts
     sequential     draft w tokens, then verify them, on the same devices (the paper: coupled)
-    disaggregated  sequential, on devices of their own: one waits while the other works
-    decoupled      draft on while verifying (sched.policies.specactor)
+    disaggregated  sequential, on separate devices: one waits while the other works
+    decoupled      draft on while verifying:  τ_w / max(w·D, V_w)
 
-R = requests, U = units.
+R = requests, M = methods of drafting, U = units.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from sched.policies.specactor import DevicePlan, RequestPlan, best_request_plan
-from sched.policies.specactor_profile import Profile, Reconfiguration
-from sched.simulator.specactor_hardware import Hardware, RequestTrace
-from sched.simulator.specactor_helpers import Helpers, Running
+from benchmarks.simulator.specactor_devices import (
+    DevicePlan,
+    Hardware,
+    RequestTrace,
+    best_helper_plan,
+    expected_remaining_tokens,
+)
+from sched.policies.specactor import (
+    Profile,
+    Reconfiguration,
+    RequestPlan,
+    assign_drafters,
+    best_request_plan,
+    sequential_tokens,
+    worth_helping,
+)
 
 SETTLING_TURNS = 4  # in which verifications and their batches settle
 PLAIN, SEQUENTIAL, DISAGGREGATED, DECOUPLED = "plain", "sequential", "disaggregated", "decoupled"
+WINDOWS = (1, 2, 4, 8)  # of a helper
+GRAIN_TOKENS = 256  # granularity of positions in helpers' plans
+
+
+# --- helpers ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A moment of a rollout: the positions of its requests (0: ended), and their rates."""
+
+    now_s: float
+    alive_R: np.ndarray
+    held_R: np.ndarray
+    tokens_per_s_R: np.ndarray
+
+
+class Helpers:
+    """Best of N: which free unit helps which request by which method, and since when.
+
+    A helper begins when its drafter's weights and the request's keys and values are there
+    (section 4.3); one unit gets these one after the other. From then on the request is as fast as
+    the fastest of its own unit and its helpers. The first method of the hardware serves all
+    requests; helpers draft by the others. A unit has room for `max_requests`, and for those that
+    fit into its memory if all reach the limit.
+    """
+
+    def __init__(
+        self, hardware: Hardware, trace: RequestTrace, profile: Profile, max_requests: int
+    ) -> None:
+        self._hardware, self._trace, self._profile = hardware, trace, profile
+        self._max_requests = max_requests
+        self._methods = list(hardware.drafters)
+        self._units: dict[tuple[int, str], int] = {}
+        self._ready_s: dict[tuple[int, str], float] = {}
+        self._loaded: set[tuple[int, str]] = set()  # (unit, method)
+        self._until_s: dict[int, float] = {}  # a unit's last copies end
+        self._plan_of = functools.cache(self._make_plan)
+
+    def end(self, alive_R: np.ndarray) -> bool:
+        """Release requests that have ended, and return whether there were any."""
+        ended = [key for key in self._units if not alive_R[key[0]]]
+        for key in ended:
+            del self._units[key], self._ready_s[key]
+        return bool(ended)
+
+    def assign(self, free_units: Sequence[int], running: Running) -> None:
+        """Give requests to units without requests of their own (Algorithm 3)."""
+        serving: dict[str, set[int]] = {}
+        load: dict[int, int] = {}
+        for (_, method), unit in self._units.items():
+            serving.setdefault(method, set()).add(unit)
+            load[unit] = load.get(unit, 0) + 1
+        trace, ended_tokens = self._trace, self._trace.lengths_R[~running.alive_R]
+
+        @functools.cache
+        def remaining_tokens(request: int) -> float:
+            tokens = running.held_R[request] - trace.prompt_tokens
+            return expected_remaining_tokens(tokens, ended_tokens, trace.limit_tokens)
+
+        def helps(request: int, method: str, unit: int, batch: int) -> bool:
+            needed = batch * (trace.prompt_tokens + trace.limit_tokens)
+            if (request, method) in self._units or needed > self._hardware.helper_tokens(method):
+                return False
+            held = float(running.held_R[request])
+            waits_s = max(self._until_s.get(unit, 0.0) - running.now_s, 0.0)
+            load_s = self._load_seconds(unit, method) if batch == 1 else 0.0
+            return worth_helping(
+                remaining_tokens(request),
+                float(running.tokens_per_s_R[request]),
+                self._plan(method, batch, batch * held).tokens_per_s,
+                waits_s + load_s + self._hardware.kv_seconds(method, held),
+            )
+
+        alive = np.flatnonzero(running.alive_R).tolist()
+        added = assign_drafters(
+            {r: self._profile.p_of_request(r, self._methods[0]) for r in alive},
+            self._methods[1:],
+            [unit for unit in free_units if unit not in load],
+            serving,
+            load,
+            self._max_requests,
+            helps,
+        )
+        for key, unit in added.items():
+            self._add(key, unit, running)
+
+    def _add(self, key: tuple[int, str], unit: int, running: Running) -> None:
+        request, method = key
+        cost_s = self._load_seconds(unit, method)
+        cost_s += self._hardware.kv_seconds(method, float(running.held_R[request]))
+        ready_s = max(running.now_s, self._until_s.get(unit, 0.0)) + cost_s
+        self._units[key], self._ready_s[key] = unit, ready_s
+        self._until_s[unit] = ready_s
+        self._loaded.add((unit, method))
+
+    def _load_seconds(self, unit: int, method: str) -> float:
+        return 0.0 if (unit, method) in self._loaded else self._hardware.load_seconds(method)
+
+    def rates(self, running: Running, step_s: float) -> np.ndarray:
+        """Return the tokens per second of each request over the next step, with its helpers."""
+        own_R, end_s = running.tokens_per_s_R, running.now_s + step_s
+        rate_R = own_R.copy()
+        batches: dict[tuple[int, str], list[int]] = {}
+        for (request, method), unit in self._units.items():
+            if self._ready_s[request, method] < end_s:
+                batches.setdefault((unit, method), []).append(request)
+        for (_, method), requests in batches.items():
+            m, batch = self._methods.index(method), len(requests)
+            positions = float(running.held_R[requests].sum())
+            window = self._plan(method, batch, positions).window
+            verify_s = self._hardware.verifier.round_seconds(batch, positions, window + 1)
+            round_s = window * self._draft_seconds(method, batch, positions) + verify_s
+            for r in requests:
+                p = float(self._trace.acceptance_RM[r, m])
+                helped = sequential_tokens(p, window) / round_s
+                share = min((end_s - self._ready_s[r, method]) / step_s, 1.0)
+                rate_R[r] = max(rate_R[r], own_R[r] + share * (helped - own_R[r]))
+        return rate_R
+
+    def _plan(self, method: str, batch: int, positions: float) -> RequestPlan:
+        return self._plan_of(method, batch, round(positions / GRAIN_TOKENS))
+
+    def _make_plan(self, method: str, batch: int, grains: int) -> RequestPlan:
+        """Return a helper's window by the method's profile, to which helpers add nothing here."""
+        p, positions = self._profile.p_of_method(method), float(grains * GRAIN_TOKENS)
+        return best_helper_plan(
+            p,
+            self._draft_seconds(method, batch, positions),
+            lambda w: self._hardware.verifier.round_seconds(batch, positions, w + 1),
+            WINDOWS,
+        )
+
+    def _draft_seconds(self, method: str, batch: int, positions: float) -> float:
+        """Return the seconds of a draft token, on all devices of a unit."""
+        drafter = self._hardware.drafters[method]
+        if drafter is None:
+            return 0.0
+        each = max(batch / self._hardware.verifier.num_devices, 1.0)
+        return drafter.round_seconds(each, each * positions / batch)
+
+
+# --- the rollout ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """The mode and plan of a rollout, which drafts by the first method of its hardware.
 
-    Every `reconfigure_tokens` tokens requests that are accepted less than the average get plans
-    of their own; 0: never. `helpers` is how many requests at most each unit that has become free
-    drafts for.
+    Every `reconfigure_tokens` tokens requests that are accepted less than the average get their own
+    plans; 0: never. Each free unit drafts for at most `helpers` requests.
     """
 
     mode: str
@@ -46,7 +202,7 @@ class Strategy:
 
 
 class SpecActorRollout:
-    """One rollout; `seconds` plays it to its end. `seed` is of the draft tokens that are right."""
+    """One rollout; `seconds` plays it to its end. `seed` draws which draft tokens are right."""
 
     def __init__(
         self,
@@ -80,12 +236,12 @@ class SpecActorRollout:
         self._start_U = np.searchsorted(self._unit_R, np.arange(self.num_units))
         self._window_R = np.full(R, 0 if strategy.mode == PLAIN else strategy.plan.window)
         self._decoupled_R = np.full(R, strategy.mode == DECOUPLED)
-        self._seen_R = np.zeros(R)  # draft tokens that the profile has not got yet
+        self._seen_R = np.zeros(R)  # draft tokens not yet in the profile
         self._tokens_R, self._ahead_R, self._seen_share_R = np.ones(R), np.zeros(R), np.zeros(R)
         self._set_tokens(np.arange(R))
 
     def _set_lines(self) -> None:
-        """Make the lines of drafting and verifying that plans go by."""
+        """Make the lines of drafting and verifying for plans."""
         strategy, hardware = self._strategy, self._hardware
         batch = math.ceil(len(self._unit_R) / self.num_units)
         positions, devices = self._trace.mean_positions, strategy.plan.verify_devices
@@ -105,7 +261,7 @@ class SpecActorRollout:
         )
 
     def _profile_rounds(self, requests: np.ndarray) -> None:
-        """Tell the profile what these requests' rounds have shown: draws of their acceptance."""
+        """Add these requests' rounds to the profile: draws of their acceptance."""
         seen_N = self._seen_R[requests].astype(int)
         self._seen_R[requests] -= seen_N
         accepted_N = self._rng.binomial(seen_N, self._trace.acceptance_RM[requests, 0])
@@ -126,14 +282,13 @@ class SpecActorRollout:
     def _set_tokens(self, requests: np.ndarray) -> None:
         """Set the tokens of a window, and the shares of drafted ahead windows and of seen tokens.
 
-        Verifying a whole window gives the token after it. The window that was drafted ahead is
-        kept if it begins with that token, which its own verification then need not find. With
-        C(w) the tokens of a fresh window, and c the share of windows drafted ahead,
+        Verifying a whole window gives the token after it. The window drafted ahead is kept if it
+        begins with that token, which its own verification then need not find. With C(w) the tokens
+        of a fresh window, and c the share of windows drafted ahead,
 
             c = p^(w+1) / (1 − p^w + p^(w+1)),   tokens = (1 − c) · C(w) + c · C(w − 1)
 
-        Each token shows whether a draft token was right, but the one after a whole window, which
-        only a window drafted ahead has.
+        Each token judges a draft token, except the one after a whole window.
         """
         p_R, w_R = self._trace.acceptance_RM[requests, 0], self._window_R[requests]
         whole_R, left_R = p_R**w_R, np.maximum(1 - p_R, 1e-9)
@@ -183,7 +338,7 @@ class SpecActorRollout:
         return now_s
 
     def _fits(self, held_R: np.ndarray) -> np.ndarray:
-        """Return which requests have room on their unit: the first ones, while memory lasts."""
+        """Return which requests have room on their unit: the first ones until memory is full."""
         sums_R = np.cumsum(held_R)
         before_U = np.concatenate([[0.0], sums_R])[self._start_U]
         return sums_R - before_U[self._unit_R] <= self._verifier.kv_tokens

@@ -1,8 +1,8 @@
 """Rounds with draft tokens in the simulator, decided by the budgets and windows of `spec`.
 
-Here the two packages meet: a `sched.simulator.worker.RoundModel` asks the very objects that decide
-in an engine's rounds, `spec.budget.budget` and `spec.budget.aimd`, with a roofline's seconds
-instead of measured ones, and with probabilities instead of drafts.
+A `sched.simulator.worker.RoundModel` calls the objects that decide in an engine's rounds,
+`spec.budget.budget` and `spec.budget.aimd`, with a roofline's seconds instead of measured ones and
+with probabilities instead of drafts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from spec.round_times import RoundTimes
 class RequestClass:
     """Requests with at least `finished_siblings`: probabilities of their draft tokens, best first.
 
-    A probability is that of accepting a draft token and all above it, so that a tree's first n
-    give their sum.
+    A probability is that of accepting a draft token and all above it: a tree's first n tokens bring
+    the sum of their probabilities.
     """
 
     finished_siblings: int
@@ -41,7 +41,7 @@ def chain_probs(p: float, window: int) -> tuple[float, ...]:
 
 
 class CostTimes(RoundTimes):
-    """Round times by a roofline instead of measured ones, with `draft_s` for drafting added."""
+    """Round times by a roofline, plus `draft_s` for drafting."""
 
     def __init__(
         self, cost: Callable[[int, int], RoundCost], draft_s: Callable[[int, int], float]
@@ -56,10 +56,9 @@ class CostTimes(RoundTimes):
 
 
 class Budgeted(RoundModel):
-    """Rounds as large as each worker's budget chooses; plain rounds above `most_requests`.
+    """Rounds of the size that each worker's budget chooses; plain rounds above `max_requests`.
 
-    `draft_s` gives the seconds of drafting for a number of requests, in trees of a number of
-    nodes.
+    `draft_s` returns the seconds of drafting from (requests, nodes of each tree).
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class Budgeted(RoundModel):
         sizes: Sequence[int],
         *,
         draft_s: Callable[[int, int], float] = lambda requests, nodes: 0.0,
-        most_requests: int = 2**30,
+        max_requests: int = 2**30,
     ) -> None:
         super().__init__(instance)
         self.num_lanes, self._sizes = len(lanes), sizes
-        self._draft_s, self._most_requests = draft_s, most_requests
+        self._draft_s, self._max_requests = draft_s, max_requests
         self._siblings = [lane.finished_siblings for lane in lanes]
         self._make_budget = make_budget
         self._budgets: dict[int, Budget] = {}
@@ -91,7 +90,7 @@ class Budgeted(RoundModel):
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         batch, others = sum(counts), self.others(worker_id)
         nodes, tokens = 1, (1.0,) * self.num_lanes
-        if batch <= self._most_requests:
+        if batch <= self._max_requests:
             live, drafts = self._drafts(counts)
             sizes = [batch * n for n in self._sizes]
             choice = self._budget(worker_id).choose(live, drafts, sizes, batch, int(positions))
@@ -105,7 +104,7 @@ class Budgeted(RoundModel):
         return RoundPlan(cost, tokens)
 
     def _tokens(self, counts: tuple[int, ...], taken_A: np.ndarray) -> tuple[float, ...]:
-        """The mean tokens a round of each lane's requests."""
+        """Return the mean tokens a round of each lane's requests."""
         gain_LN = np.pad(np.cumsum(self._prob_LN, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
         lanes_A = np.repeat(np.arange(len(counts)), counts)
         total_L = np.bincount(lanes_A, gain_LN[lanes_A, taken_A], len(counts))
@@ -123,7 +122,7 @@ class Budgeted(RoundModel):
         return budget
 
     def _make_drafts(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
-        """Return stand-ins for running requests: probabilities of their lanes, no tokens."""
+        """Return placeholders for running requests: probabilities of their lanes, no tokens."""
         lanes_A = np.repeat(np.arange(len(counts)), counts)
         prob_AN = self._prob_LN[lanes_A]
         blank_AN = np.zeros(prob_AN.shape, np.int32)
@@ -134,7 +133,7 @@ class Budgeted(RoundModel):
 
 @dataclasses.dataclass(frozen=True)
 class WindowMean:
-    """A request's draft tokens and tokens a round, in the long run."""
+    """A request's long-run means of draft tokens and tokens a round."""
 
     drafts: float
     tokens: float
@@ -143,8 +142,8 @@ class WindowMean:
 def window_mean(p: float, found: float = 1.0) -> WindowMean:
     """Return the stationary mean of `spec.budget.aimd` if draft tokens are each accepted with p.
 
-    Draft tokens are found with probability `found`; a request without any keeps its window, and
-    gets its token by a plain round.
+    Draft tokens are found with probability `found`; a request without any keeps its window and
+    decodes plainly.
     """
     windows = np.array(_windows())
     index = {int(w): i for i, w in enumerate(windows)}
@@ -178,10 +177,10 @@ def _windows() -> list[int]:
 
 
 class Windowed(RoundModel):
-    """HistoSpec's windows: rounds of their mean size, plain rounds where these are faster.
+    """HistoSpec's windows: rounds of their mean size, or plain rounds if these are faster.
 
-    The gate is that of `spec.budget.aimd.Aimd`: trees where they take less than their tokens'
-    worth of plain rounds.
+    The gate is that of `spec.budget.aimd.Aimd`: trees if they take less time than plain rounds for
+    the same tokens.
     """
 
     def __init__(self, instance: Instance, mean: WindowMean) -> None:
