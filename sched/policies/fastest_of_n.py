@@ -63,7 +63,7 @@ class FastestOfN:
         self._acceptance: dict[int, float] = {}
         self._workers: dict[int, WorkerJoined] = {}
         self._own: dict[int, set[int]] = {}  # worker → its requests, copies excluded
-        self._copies: dict[int, dict[int, Start]] = {}  # starts of copies, by worker and number
+        self._copies: dict[int, dict[int, Start]] = {}  # worker → starts of copies, by number
         self._worker_of: dict[int, int] = {}  # of copies, by number
         self._method_of: dict[int, str] = {}  # of workers that have copies
         self._answered: set[int] = set()  # waiting requests that a copy has answered

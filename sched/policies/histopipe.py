@@ -38,7 +38,6 @@ from sched.protocol import (
     ChunkDone,
     Defer,
     Event,
-    Finished,
     Submitted,
     Trained,
     WorkerJoined,
@@ -243,9 +242,16 @@ class HistoPipe:
         return self._ledger.num_unfinished
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, REPORTS):
-            return self._reported(event)
         actions: list[Action] = []
+        if isinstance(event, REPORTS):
+            request = self._ledger.report(event)
+            if request is None:
+                return []
+            if type(event) is ChunkDone:
+                actions = self._too_long(request)
+            else:
+                self._finished(request, event.worker_id)
+            return actions + self._begin_steps(event)
         waiting = self._ledger.apply(event)
         if isinstance(event, Submitted) and event.step == self._num_steps - 1:
             actions += self._further(waiting)
@@ -264,15 +270,6 @@ class HistoPipe:
         elif isinstance(event, WorkerLost):
             actions += self._lost(event.worker_id, waiting)
         return actions + self._begin_steps(event)
-
-    def _reported(self, event: Finished | ChunkDone) -> list[Action]:
-        request = self._ledger.report(event)
-        if request is None:
-            return []
-        if type(event) is ChunkDone:
-            return self._too_long(request) + self._begin_steps(event)
-        self._finished(request, event.worker_id)
-        return self._begin_steps(event)
 
     def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
         """Rank the step's prompts, cut them into groups, and assign these to the workers."""
@@ -430,10 +427,12 @@ class HistoPipe:
         actions: list[Action] = []
         workers = self._at if isinstance(event, OF_NO_WORKER) else (event.worker_id,)
         for worker_id in workers:
-            # a lost worker has no entry
-            while self._left.get(worker_id) == 0 and self._may_begin(self._at[worker_id] + 1):
-                self._at[worker_id] = at = self._at[worker_id] + 1
-                for share in self._steps.get(at, ()):
+            while self._left.get(worker_id) == 0:  # a lost worker has no entry
+                step = self._at[worker_id] + 1
+                if step >= self._num_steps or step - 2 > self._trained:
+                    break
+                self._at[worker_id] = step
+                for share in self._steps.get(step, ()):
                     if waiting := share.waiting.get(worker_id):
                         actions += self._begin(waiting, worker_id, share)
                         waiting.clear()
@@ -442,26 +441,22 @@ class HistoPipe:
     def _forget_steps(self) -> None:
         """Drop finished steps that no worker will begin any more."""
         begun = min(self._at.values(), default=-1)
-        for step in [s for s in self._steps if s < begun]:
-            if not any(share.num_unfinished for share in self._steps[step]):
+        for step, shares in list(self._steps.items()):
+            if step < begun and not any(share.num_unfinished for share in shares):
                 del self._steps[step]
-
-    def _may_begin(self, step: int) -> bool:
-        return step < self._num_steps and step - 2 <= self._trained
 
     def _begin(
         self, requests: Sequence[RequestState], worker_id: int, share: _Share
     ) -> Iterator[Action]:
         """Start a worker's requests of a group, each until it is an outlier; moved ones whole."""
-        ledger, worker = self._ledger, self._ledger.workers[worker_id]
         self._left[worker_id] += len(requests)
         for request in requests:
-            max_tokens = request.remaining_tokens
-            if request.request_id not in self._moved:
+            if request.request_id in self._moved:
+                yield self._start(request, worker_id)
+            else:
                 outlier = math.ceil(min(share.outlier_tokens, request.spec.max_new_tokens))
                 tokens = max(outlier - request.generated_tokens, 1 + request.prefix_tokens)
-                max_tokens = min(tokens, max_tokens)
-            yield ledger.start(request, worker, max(1, max_tokens), reserve=False)
+                yield self._start(request, worker_id, tokens)
 
     def _start(self, request: RequestState, worker_id: int, tokens: int = 2**31) -> Action:
         worker = self._ledger.workers[worker_id]

@@ -3,25 +3,21 @@
     round = √((weights / bandwidth)² + (2 · active weights · nodes / peak)²)
           + max(keys and values / bandwidth, their operations / peak) + exchanges + overhead
 
-Matrices and attention run one after the other, so that the bytes of one do not hide behind
-the operations of the other. Within the matrices bytes and operations overlap, but not fully
-where both take long: hence the root. Peaks are the makers' dense bfloat16 figures, of which
-`Efficiency` gives the share that is reached.
+Matrices and attention run one after the other, so the bytes of one do not overlap with the
+operations of the other. Within the matrices they do, but not fully if both take long: hence the
+root. Peaks are the makers' dense bfloat16 figures; `Efficiency` has the shares that are reached.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device: dense bfloat16 operations, memory bytes, and bytes from the host, per second.
-
-    `link_bytes_per_s` go to the other devices of its node, one way.
-    """
+    """One device; operations are dense bfloat16, links go to its node's devices, one way."""
 
     name: str
     operations_per_s: float
@@ -55,10 +51,9 @@ ACCELERATORS = {
 class ModelShape:
     """The sizes of a model that determine the cost of its rounds.
 
-    Each node meets `active_params`. With experts, `expert_bytes` of the `weight_bytes` lie in
-    them, and a node meets `experts_per_token` of `num_experts`. `attention_operations` are those
-    of one node with one position, `kv_bytes` those of one position, all layers; layers pass on
-    `hidden` values of 16 bits.
+    Each node uses `active_params`. `expert_bytes` of the `weight_bytes` are in experts, and a node
+    uses `experts_per_token` of `num_experts`. `attention_operations` are of one node with one
+    position, `kv_bytes` of one position, all layers; layers pass on `hidden` values of 16 bits.
     """
 
     name: str
@@ -73,10 +68,7 @@ class ModelShape:
     experts_per_token: int = 1
 
     def moved_weight_bytes(self, num_nodes: float, num_ranks: int = 1) -> float:
-        """Return the weights that a rank reads in a round of `num_nodes` on all ranks together.
-
-        Experts are drawn evenly.
-        """
+        """Return the bytes that a rank reads for `num_nodes` of all ranks; experts drawn evenly."""
         if not self.expert_bytes:
             return self.weight_bytes
         missed = (1 - self.experts_per_token / self.num_experts) ** num_nodes
@@ -87,15 +79,22 @@ def dense(
     name: str, params: float, layers: int, heads: int, kv_heads: int, head_dim: int
 ) -> ModelShape:
     """Return a dense model of 16-bit weights and cache; `params` without input embeddings."""
-    return ModelShape(
-        name,
-        params,
-        2 * params,
-        layers,
-        4.0 * layers * kv_heads * head_dim,
-        4.0 * layers * heads * head_dim,
-        heads * head_dim,
-    )
+    kv_bytes, operations = (4.0 * layers * n * head_dim for n in (kv_heads, heads))
+    return ModelShape(name, params, 2 * params, layers, kv_bytes, operations, heads * head_dim)
+
+
+def latent(
+    name: str,
+    params: float,
+    weight_bytes: float,
+    layers: int,
+    heads: int,
+    hidden: int,
+    **experts: Any,
+) -> ModelShape:
+    """Return a model with multi-head latent attention: 512 + 64 values a position and layer."""
+    kv_bytes, operations = layers * 576 * 2, layers * heads * 2 * (576 + 512)
+    return ModelShape(name, params, weight_bytes, layers, kv_bytes, operations, hidden, **experts)
 
 
 # From the models' published configurations.
@@ -112,32 +111,15 @@ MODELS = {
         dense("Llama-3.2-1B", 1.24e9, 16, 32, 8, 64),
         dense("Llama-3.1-70B", 69.5e9, 80, 64, 8, 128),
         dense("Qwen2-VL-72B", 71.5e9, 80, 64, 8, 128),
-        # multi-head latent attention: 512 + 64 values a position and layer
-        ModelShape(
-            name="Moonlight",
-            active_params=2.9e9,
-            weight_bytes=32e9,
-            num_layers=27,
-            kv_bytes=27 * 576 * 2,
-            attention_operations=27 * 16 * 2 * (576 + 512),
-            hidden=2048,
-            expert_bytes=28.8e9,
-            num_experts=64,
-            experts_per_token=6,
+        latent(
+            *("Moonlight", 2.9e9, 32e9, 27, 16, 2048),
+            **{"expert_bytes": 28.8e9, "num_experts": 64, "experts_per_token": 6},
         ),
-        ModelShape(
-            name="Kimi-K2",
-            active_params=32e9,
-            weight_bytes=1.0e12,
-            num_layers=61,
-            kv_bytes=61 * 576 * 2,
-            attention_operations=61 * 64 * 2 * (576 + 512),
-            hidden=7168,
-            # all but attention, shared experts and a dense layer of 9.3e9 parameters in 8 bits,
-            # and two vocabulary matrices in 16
-            expert_bytes=0.986e12,
-            num_experts=384,
-            experts_per_token=8,
+        # experts: all but attention, shared experts and a dense layer of 9.3e9 parameters in 8
+        # bits, and two vocabulary matrices in 16
+        latent(
+            *("Kimi-K2", 32e9, 1.0e12, 61, 64, 7168),
+            **{"expert_bytes": 0.986e12, "num_experts": 384, "experts_per_token": 8},
         ),
     )
 }
@@ -147,10 +129,10 @@ MODELS = {
 class Efficiency:
     """The shares of the peaks that are reached, and the fixed seconds; one set for all models.
 
-    `bandwidth` holds for memory and links. Every round takes `overhead_s`, a drafter's too, and
-    layers that several devices share take `layer_sync_s` twice, in addition to their bytes.
-    Fitted to TLT's tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of trees
-    on 32B by batch): `operations` is at the edge of the range that was allowed.
+    `bandwidth` is of memory and links. Every round takes `overhead_s`, a drafter's too, and layers
+    split over several devices take `layer_sync_s` twice, besides their bytes. Fitted to TLT's
+    tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of trees on 32B by batch):
+    `operations` is at the edge of the allowed range.
     """
 
     bandwidth: float = 0.78
@@ -216,8 +198,8 @@ class Costs(Protocol):
 class Instance(Costs):
     """The devices of one worker, which holds a copy of a model, or one rank of a copy.
 
-    With `num_ranks` ranks, each has its own requests, cache and weights but its part of the
-    experts only, which meets the nodes of all ranks.
+    Each of `num_ranks` ranks has its own requests, cache and weights, except for experts: it has a
+    part of them, for the nodes of all ranks.
     """
 
     device: Accelerator
@@ -242,7 +224,7 @@ class Instance(Costs):
         return self.num_devices * self.device.operations_per_s * self.efficiency.operations
 
     def _linear_seconds(self, num_nodes: float, other_nodes: float) -> float:
-        """Return the seconds of all but attention, for these nodes and those of the other ranks."""
+        """Return the seconds of all but attention, for these nodes beside other ranks' nodes."""
         moved = self.model.moved_weight_bytes(num_nodes + other_nodes, self.num_ranks)
         moved_s = moved / self._bytes_per_s
         computed_s = 2 * self.model.active_params * num_nodes / self._operations_per_s
@@ -250,36 +232,29 @@ class Instance(Costs):
 
     def _exchange_seconds(self, num_nodes: float) -> float:
         """Return the seconds of exchanges, two a layer: sums, or nodes to their experts."""
-        devices, ranks = self.num_devices, self.num_ranks
+        devices, ranks, efficiency = self.num_devices, self.num_ranks, self.efficiency
         if devices * ranks == 1:
             return 0.0
         copies = 2 * (devices - 1) / devices
         copies += (1 - 1 / ranks) * self.model.experts_per_token
         moved_s = 2 * self.model.hidden * copies / self.device.link_bytes_per_s
-        return (
-            2
-            * self.model.num_layers
-            * (self.efficiency.layer_sync_s + num_nodes * moved_s / self.efficiency.bandwidth)
-        )
+        each_s = efficiency.layer_sync_s + num_nodes * moved_s / efficiency.bandwidth
+        return 2 * self.model.num_layers * each_s
 
     def round_cost(
         self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
     ) -> RoundCost:
         """Return the cost of a round of `num_requests` trees of `num_nodes`, root included.
 
-        `other_requests` run on the other ranks; None: as many on each.
+        `other_requests` run on the other ranks; None: equally many on each.
         """
         model, nodes = self.model, num_requests * num_nodes
         if other_requests is None:
             other_requests = (self.num_ranks - 1) * num_requests
         linear_s = self._linear_seconds(nodes, other_requests * num_nodes)
-        return RoundCost(
-            linear_s + self.efficiency.overhead_s,
-            max(
-                model.kv_bytes / self._bytes_per_s,
-                model.attention_operations * num_nodes / self._operations_per_s,
-            ),
-        )
+        read_s = model.kv_bytes / self._bytes_per_s
+        computed_s = model.attention_operations * num_nodes / self._operations_per_s
+        return RoundCost(linear_s + self.efficiency.overhead_s, max(read_s, computed_s))
 
     def prefill_seconds(self, tokens: int, rows: int = 1) -> float:
         """Return the seconds of `rows` of `tokens` each; a position attends to half of its row."""

@@ -111,19 +111,16 @@ class SimulatedWorker:
     ) -> None:
         self.worker_id, self._instance, self._round_model = worker_id, instance, round_model
         self._kv_tokens, self._max_requests = kv_tokens, max_requests
-        self.counters = Counters()
-        self.positions = 0.0  # that running requests hold
+        self.counters, self.now_s = Counters(), 0.0
+        self.positions = 0.0  # held by running requests
         self.reached = 0.0  # positions just before the last change of running requests
-        self.now_s = 0.0
         self.version = 0  # increases with every change
-        self.counts = [0] * round_model.num_lanes
-        self._progress = [0.0] * round_model.num_lanes
-        self._ends: list[list[tuple[float, int, RunningStart]]] = [
-            [] for _ in range(round_model.num_lanes)
-        ]
+        lanes = round_model.num_lanes
+        self.counts, self._progress = [0] * lanes, [0.0] * lanes
+        self._ends: list[list[tuple[float, int, RunningStart]]] = [[] for _ in range(lanes)]
         self._queue: collections.deque[RunningStart] = collections.deque()
         self._admitted: list[RunningStart] = []  # those that may be preempted, the latest last
-        self._prompts: dict[int, int] = {}  # group → its requests here; a prompt is computed once
+        self._prompts: collections.Counter[int] = collections.Counter()  # by group; computed once
         self._stall_s = 0.0  # of prefill, before rounds resume
         self._plan: RoundPlan | None = None
         self._growth = 0.0  # positions a round
@@ -219,22 +216,17 @@ class SimulatedWorker:
 
     def _rounds_to_event(self) -> float:
         if self._rounds is None:
-            self._rounds = self._find_rounds()
+            plan, rounds = self._current(), math.inf
+            for lane, ends in enumerate(self._ends):
+                while ends and not _is_current(ends[0]):
+                    heapq.heappop(ends)
+                if ends:
+                    left = ends[0][0] - self._progress[lane]
+                    rounds = min(rounds, left / plan.tokens_per_round[lane])
+            if self._admitted and self.num_running > 1:
+                rounds = min(rounds, (self._kv_tokens - self.positions) / self._growth)
+            self._rounds = max(rounds, 0.0)
         return self._rounds
-
-    def _find_rounds(self) -> float:
-        plan = self._current()
-        rounds = math.inf
-        for lane, ends in enumerate(self._ends):
-            while ends and not _is_current(ends[0]):
-                heapq.heappop(ends)
-            if ends:
-                left = ends[0][0] - self._progress[lane]
-                rounds = min(rounds, left / plan.tokens_per_round[lane])
-        if self._admitted and self.num_running > 1:
-            full = (self._kv_tokens - self.positions) / self._growth
-            rounds = min(rounds, full)
-        return max(rounds, 0.0)
 
     def _changed(self) -> None:
         while self._queue and self._has_room(self._queue[0]):
@@ -244,28 +236,25 @@ class SimulatedWorker:
         self._round_model.changed(self.worker_id, self.num_running)
 
     def _has_room(self, job: RunningStart) -> bool:
-        if not self.num_running:
-            return True
         needed = job.prompt_tokens + job.generated_tokens + WATERMARK * self._kv_tokens
-        enough = self.positions + needed <= self._kv_tokens
-        return enough and self.num_running < self._max_requests
+        fits = self.positions + needed <= self._kv_tokens
+        return not self.num_running or (fits and self.num_running < self._max_requests)
 
     def _admit(self, job: RunningStart) -> None:
         total = job.prompt_tokens + job.generated_tokens
         late_tokens = 0.0
         if job.kv is Kv.PREFILL:
-            here = job.group_id in self._prompts
-            tokens = total - job.prompt_tokens if here else total
+            tokens = total - job.prompt_tokens * (job.group_id in self._prompts)
             tokens += job.verified_tokens
             if tokens:
                 self._stall_s += self._instance.prefill_seconds(tokens)
                 self.counters.prefilled_tokens += tokens
         elif job.kv is Kv.POOL:
-            # the copy overlaps with the rounds of others; its request joins them later
+            # the copy overlaps with other requests' rounds; the request joins them later
             self.counters.copied_tokens += total
             copy_s = self._instance.copy_seconds(total)
             late_tokens = copy_s / self._instance.round_seconds(self.num_running + 1, total)
-        self._prompts[job.group_id] = self._prompts.get(job.group_id, 0) + 1
+        self._prompts[job.group_id] += 1
         self.counts[job.lane] += 1
         self.positions += total
         job.running = True
@@ -279,8 +268,7 @@ class SimulatedWorker:
         job.running = False
         job.device_s += self.counters.share_s - job.admitted_share_s
         self.counts[job.lane] -= 1
-        left = job.end - self._progress[job.lane]
-        done = job.todo_tokens - left  # negative while its copy was under way
+        done = job.todo_tokens - (job.end - self._progress[job.lane])  # negative during its copy
         self.positions -= job.prompt_tokens + job.generated_tokens + done
         if not self.num_running:
             self.positions = 0.0

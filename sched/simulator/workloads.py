@@ -1,10 +1,10 @@
-"""Response lengths, drawn like those that the papers describe.
+"""Response lengths with the distribution that the papers describe.
 
     length = clip(exp(μ + σ·(√ρ·z_group + √(1−ρ)·z_response)), 1, limit)
 
-where ρ is the share of the variance of log-lengths that lies between groups, and μ is such that
-the lengths drawn have the mean that was asked for. With the share q of responses that reach the
-limit, σ follows from the mean, the limit and q: with Φ(x) = 1 − q,
+ρ is the share of the variance of log-lengths between groups, and μ is fitted to the mean of the
+drawn lengths. If the share q of responses that reach the limit is given, σ follows from the mean,
+the limit and q: with Φ(x) = 1 − q,
 
     μ = log(limit) − σ·x,   mean = exp(μ + σ²/2) · Φ(x − σ) + limit · q
 """
@@ -26,9 +26,9 @@ from sched.request import RequestSpec
 class Workload:
     """The requests of one rollout; `sigma` and `group_share` are σ and ρ, `limit_share` is q.
 
-    With this ρ, 16% of responses are longer than the median of their prompt's last epoch by at
-    least one of eight ranks (RhymeRL, figure 9: math). σ was fitted to SpecActor's share of idle
-    time; it is not used if q is given.
+    With this ρ, 16% of responses exceed the median of their prompt's last epoch by at least one of
+    eight ranks (RhymeRL, figure 9: math). σ was fitted to SpecActor's share of idle time; it is not
+    used if q is given.
     """
 
     num_groups: int
@@ -91,16 +91,15 @@ def draw_epochs(workload: Workload, means: Sequence[float], *, seed: int) -> np.
 
 def _lengths_of_mean(z: np.ndarray, mean_tokens: float, workload: Workload) -> np.ndarray:
     """Return the lengths for the normal deviates `z`, with μ found by bisection."""
-
-    sigma, share = workload.sigma, workload.limit_share
+    sigma, share, limit = workload.sigma, workload.limit_share, workload.limit_tokens
     if share is not None:
-        sigma = sigma_of(mean_tokens, workload.limit_tokens, share)
+        sigma = sigma_of(mean_tokens, limit, share)
 
     def lengths(mu: float) -> np.ndarray:
         raw = np.exp(np.minimum(mu + sigma * z, 40.0))
-        return np.clip(np.rint(raw), 1, workload.limit_tokens).astype(np.int64)
+        return np.clip(np.rint(raw), 1, limit).astype(np.int64)
 
-    low, high = -20.0, float(np.log(workload.limit_tokens)) + 20.0
+    low, high = -20.0, float(np.log(limit)) + 20.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if lengths(middle).mean() < mean_tokens else (low, middle)
@@ -112,16 +111,13 @@ def make_requests(
 ) -> tuple[list[RequestSpec], dict[int, int]]:
     """Return the requests, first samples first, and their lengths by number.
 
-    `known` tells schedulers the lengths.
+    With `known` the requests carry their lengths.
     """
     requests, by_number = [], {}
-    size = workload.group_size
-    for sample in range(size):
+    sizes = workload.prompt_tokens, workload.limit_tokens
+    for sample in range(workload.group_size):
         for group in range(workload.num_groups):
-            number, length = group * size + sample, int(lengths[group, sample])
-            expected = length if known else None
-            requests.append(
-                RequestSpec(number, group, workload.prompt_tokens, workload.limit_tokens, expected)
-            )
+            number, length = group * workload.group_size + sample, int(lengths[group, sample])
+            requests.append(RequestSpec(number, group, *sizes, length if known else None))
             by_number[number] = length
     return requests, by_number
