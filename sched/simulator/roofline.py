@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,17 +84,13 @@ def dense(
 
 
 def latent(
-    name: str,
-    params: float,
-    weight_bytes: float,
-    layers: int,
-    heads: int,
-    hidden: int,
-    **experts: Any,
-) -> ModelShape:
+    name: str, params: float, weight_bytes: float, layers: int, heads: int, hidden: int,
+    expert_bytes: float, num_experts: int, experts_per_token: int,
+) -> ModelShape:  # fmt: skip
     """Return a model with multi-head latent attention: 512 + 64 values a position and layer."""
     kv_bytes, operations = layers * 576 * 2, layers * heads * 2 * (576 + 512)
-    return ModelShape(name, params, weight_bytes, layers, kv_bytes, operations, hidden, **experts)
+    experts = expert_bytes, num_experts, experts_per_token
+    return ModelShape(name, params, weight_bytes, layers, kv_bytes, operations, hidden, *experts)
 
 
 # From the models' published configurations.
@@ -111,16 +107,10 @@ MODELS = {
         dense("Llama-3.2-1B", 1.24e9, 16, 32, 8, 64),
         dense("Llama-3.1-70B", 69.5e9, 80, 64, 8, 128),
         dense("Qwen2-VL-72B", 71.5e9, 80, 64, 8, 128),
-        latent(
-            *("Moonlight", 2.9e9, 32e9, 27, 16, 2048),
-            **{"expert_bytes": 28.8e9, "num_experts": 64, "experts_per_token": 6},
-        ),
+        latent("Moonlight", 2.9e9, 32e9, 27, 16, 2048, 28.8e9, 64, 6),
         # experts: all but attention, shared experts and a dense layer of 9.3e9 parameters in 8
         # bits, and two vocabulary matrices in 16
-        latent(
-            *("Kimi-K2", 32e9, 1.0e12, 61, 64, 7168),
-            **{"expert_bytes": 0.986e12, "num_experts": 384, "experts_per_token": 8},
-        ),
+        latent("Kimi-K2", 32e9, 1.0e12, 61, 64, 7168, 0.986e12, 384, 8),
     )
 }
 

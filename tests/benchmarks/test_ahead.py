@@ -5,11 +5,11 @@ import json
 import pytest
 
 from benchmarks import ahead
+from benchmarks.simulator.steps import AheadSimulation, StepSimulation
 from sched.policies.divided import Divided, Fifo
 from sched.policies.steps import Ahead, StepOrder
 from sched.request import RequestSpec
-from sched.simulator.ahead import AheadSimulation
-from sched.simulator.cluster import Cluster, Simulation, WorkerSample
+from sched.simulator.cluster import Cluster, WorkerSample
 from tests.support.steady_rounds import STEADY
 
 # two workers; each step has a response of ten tokens and one of two, and an update of 6 s
@@ -33,7 +33,7 @@ def test_idle_is_what_lies_in_the_span_and_runs_nothing():
 
 def test_workers_of_sync_wait_in_the_tail_and_in_the_update():
     order = StepOrder(Divided(Fifo(), chunk_tokens=100), "sync")
-    record = Simulation(order, CLUSTER, LENGTHS, keep_samples=True).run_steps(STEPS, [6.0] * 3)
+    record = StepSimulation(order, CLUSTER, LENGTHS, keep_samples=True).run_steps(STEPS, [6.0] * 3)
     assert record.trained_s == pytest.approx([17.0, 34.0, 51.0])
     # of 17 s one worker is busy for 11, the other for 3
     assert ahead.idle_share(record.samples, 2, 17.0, 34.0) == pytest.approx(1 - 14 / 34)
