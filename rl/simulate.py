@@ -1,7 +1,7 @@
 """`python -m rl.simulate`: a cluster's rollout under several schedulers, on a virtual clock.
 
-The schedulers are those of real runs; seconds come from a roofline or from a run's measurements, so
-all results are simulated. Writes `results.json` and `figure.png`.
+Real runs use the same schedulers; seconds come from a roofline or from a run's measurements, so all
+results are simulated. Writes `results.json` and `figure.png`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SimulatedClusterConfig:
 
     `profile` is the folder of a training run with several workers whose budget was `goodput`: a
     worker is then as fast as its engine measured, and `device` and `model` do not count. With
-    `ranks_per_instance` above one a worker is a rank: that many consecutive ones share a copy's
-    experts, and each has its own requests and cache.
+    `ranks_per_instance` above one a worker is a rank with separate requests and cache: that many
+    consecutive ones share a copy's experts.
     """
 
     profile: str | None = None
@@ -63,7 +63,7 @@ class SimulatedClusterConfig:
     devices_per_worker: int = 1
     ranks_per_instance: int = 1
     max_requests: int = 1024  # running on a worker at once
-    kv_tokens: int | None = None  # positions of a worker; None: those that fit beside the weights
+    kv_tokens: int | None = None  # positions of a worker; None: as many as fit with the weights
 
     def __post_init__(self) -> None:
         if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
@@ -79,8 +79,8 @@ class SimulatedClusterConfig:
 class SimulateConfig:
     """The policies, compared with the first of them, on the same rollouts, one for each seed.
 
-    `trace` is the folder of a training run: lengths are those of its step `trace_step`, times
-    `trace_scale`, instead of drawn ones.
+    `trace` is the folder of a training run: its step `trace_step` gives the lengths, times
+    `trace_scale`, instead of drawing them.
     """
 
     policies: tuple[Policy, ...] = POLICIES
@@ -161,7 +161,7 @@ def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
 
 
 def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
-    """Return a seed's rollout: drawn lengths, or those of the configured run."""
+    """Return a seed's rollout, with drawn lengths or the configured run's."""
     workload, simulate = config.workload, config.simulate
     if simulate.trace is None:
         return workload, draw_lengths(workload, seed=seed)

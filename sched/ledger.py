@@ -1,8 +1,8 @@
-"""The books of a scheduler: it enters every event here and makes every start here.
+"""A scheduler's ledger: it records every event and makes every start.
 
-Asserted invariants: a request runs on one worker at a time, and what is reserved on a worker
-never exceeds what it holds. Reports of a start whose worker was lost meanwhile are ignored.
-An event takes O(1), and as much for each request that it submits, drops or sets waiting.
+Asserted invariants: a request runs on one worker at a time, and reservations never exceed a
+worker's room. Reports of a start whose worker was lost meanwhile are ignored. An event takes O(1),
+and the same for each request that it submits, drops or sets waiting.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sched.request import Group, Kv, RequestState, Status, Worker
 
 
 class Ledger:
-    """The requests, groups and workers that a scheduler knows of."""
+    """The requests, groups and workers of a scheduler."""
 
     def __init__(self) -> None:
         self.requests: dict[int, RequestState] = {}
         self.groups: dict[int, Group] = {}
         self.workers: dict[int, Worker] = {}
         self.num_unfinished = self.num_running = 0
-        self._finished_groups: list[int] = []  # which the next submission drops
+        self._finished_groups: list[int] = []  # dropped at the next submission
         self._held: RequestState | None = None  # its chunk ended with the latest event
 
     def apply(self, event: Event) -> list[RequestState]:
-        """Enter an event; return the requests that it set waiting.
+        """Record an event; return the requests that it set waiting.
 
-        Raises ValueError for a request or a worker that is there already.
+        Raises ValueError for a request or a worker that exists already.
         """
         self._held = None
         if type(event) is Finished or type(event) is ChunkDone:
@@ -44,7 +44,7 @@ class Ledger:
             return self._submitted(event)
         if type(event) is WorkerJoined:
             if event.worker_id in self.workers:
-                raise ValueError(f"worker {event.worker_id} is there already")
+                raise ValueError(f"worker {event.worker_id} exists already")
             self.workers[event.worker_id] = Worker(
                 event.worker_id, event.kv_tokens, event.max_requests
             )
@@ -59,7 +59,7 @@ class Ledger:
         new = []
         for spec in event.requests:
             if spec.request_id in self.requests:
-                raise ValueError(f"request {spec.request_id} is there already")
+                raise ValueError(f"request {spec.request_id} exists already")
             request = self.requests[spec.request_id] = RequestState(spec)
             group = self.groups.get(spec.group_id)
             if group is None:
@@ -71,14 +71,14 @@ class Ledger:
         return new
 
     def _forget_finished(self) -> None:
-        """Drop finished groups, which would fill the memory of a run of many steps."""
+        """Drop finished groups, so that many steps do not fill the memory."""
         for group_id in self._finished_groups:
             for request_id in self.groups.pop(group_id).request_ids:
                 del self.requests[request_id]
         self._finished_groups.clear()
 
     def report(self, event: Finished | ChunkDone) -> RequestState | None:
-        """Enter a report; return its request, or None if its start is no longer in force."""
+        """Record a report; return its request, or None if its start is outdated."""
         request, tokens = self.requests.get(event.request_id), event.generated_tokens
         self._held = None
         if request is None or request.chunk != event.chunk or request.status is not Status.RUNNING:
@@ -104,11 +104,11 @@ class Ledger:
         return request
 
     def nothing_held(self) -> None:
-        """Note that something has happened since the last event here: no row is held any more."""
+        """Note that other events have happened since the last one here: no row is held any more."""
         self._held = None
 
     def drop(self, request: RequestState) -> None:
-        """Forget a request that waits, as if it had never been submitted."""
+        """Remove a waiting request, as if it had never been submitted."""
         assert request.status is Status.WAITING, request
         group = self.groups[request.group_id]
         group.request_ids.remove(request.request_id)
@@ -119,7 +119,7 @@ class Ledger:
             self._finished_groups.append(group.group_id)
 
     def _lost(self, worker: Worker) -> list[RequestState]:
-        """Set the worker's requests waiting, from where their last chunks ended."""
+        """Set the worker's requests waiting, with the tokens of their finished chunks."""
         lost = [self.requests[request_id] for request_id in worker.running]
         for request in lost:
             request.status = Status.WAITING
@@ -135,9 +135,9 @@ class Ledger:
         reserve: bool,
         pool: bool = True,
     ) -> Start:
-        """Start a waiting request on `worker`; `reserve` room for all that it may come to.
+        """Start a waiting request on `worker`; `reserve` room for its maximum length.
 
-        `pool` takes its keys and values from the pool if they are there, instead of recomputing.
+        `pool` copies its keys and values from the pool if present, instead of recomputing them.
         """
         assert request.status is Status.WAITING and max_tokens > 0, request
         request_id, worker_id, reserved = request.request_id, worker.worker_id, 0

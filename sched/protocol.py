@@ -1,8 +1,8 @@
-"""The events that a scheduler is told of, and the actions that it answers with.
+"""The events that a scheduler receives, and the actions that it returns.
 
-A scheduler is a state machine: `handle(event, now_s)` returns actions. It reads no clock and
-starts nothing by itself, so that real workers and the simulator drive the same objects.
-What is made once a chunk is a named tuple, which takes a third of the time of a frozen dataclass.
+A scheduler is a state machine: `handle(event, now_s)` returns actions. It reads no clock and starts
+nothing by itself, so that real workers and the simulator drive the same objects. Objects created
+once a chunk are named tuples, which take a third of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sched.request import Kv, RequestSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """Requests of one step to be answered, groups together.
+    """New requests of one step, groups together.
 
-    Where there are none, as one of several processes may have none of a step, `of_step` names it.
+    `of_step` is the step if there are none: one of several processes may have no share of a step.
     """
 
     requests: tuple[RequestSpec, ...]
@@ -42,15 +42,15 @@ class WorkerJoined:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker died with all keys and values that it held; those in the pool remain."""
+    """A worker died with all its keys and values; the pool's remain."""
 
     worker_id: int
 
 
 class ChunkDone(NamedTuple):
-    """A request has used up the tokens of its start without ending.
+    """A request has used up the tokens of its start without ending, and left its worker.
 
-    `generated_tokens` counts all of its starts. The worker holds nothing of it any more.
+    `generated_tokens` counts all of its starts.
     """
 
     request_id: int
@@ -71,10 +71,7 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """The update of a training step is done, and its weights are available.
-
-    It took `train_s`, where that was measured.
-    """
+    """The update of a training step is done, in `train_s` if measured; its weights are ready."""
 
     step: int
     train_s: float | None = None
@@ -82,12 +79,12 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recalled:
-    """Requests that were begun ahead of their step are wanted back, as far as they have come."""
+    """All requests started ahead of their step are to be returned with their tokens so far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profiled:
-    """The acceptance of running requests' draft tokens, as far as it is known; by request."""
+    """The known acceptance of running requests' draft tokens, by request."""
 
     acceptance: Mapping[int, float]
 
@@ -101,8 +98,7 @@ REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained, Recalled, Pr
 class Start(NamedTuple):
     """Run a request on a worker for at most `max_tokens` more tokens.
 
-    `reserved_tokens` positions are reserved for it there; with 0 the worker decides when to
-    admit it, and may preempt it.
+    `reserved_tokens` positions are reserved for it there; with 0 the worker admits and preempts it.
     """
 
     request_id: int
@@ -115,30 +111,30 @@ class Start(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Defer:
-    """Resume a request in the next step, with the tokens that it has."""
+    """Resume a request in the next step, with its tokens so far."""
 
     request_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recall:
-    """All that a worker runs leaves it at once, with the tokens that it has (`ChunkDone`)."""
+    """A worker releases all its requests at once, with their tokens so far (`ChunkDone`)."""
 
     worker_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Return:
-    """Give a request that was begun ahead back to whoever submitted it, as far as it has come."""
+    """Return a request started ahead of its step to its submitter, with its tokens so far."""
 
     request_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """Answer a request a second time, beside its own worker: `start` is that of the copy.
+    """Answer a request on a second worker, too: `start` is the copy's start.
 
-    The worker that runs the request hands a copy of what it has over.
+    The first worker, `worker_id`, hands over a copy of the request's state.
     """
 
     request_id: int
@@ -148,7 +144,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drop:
-    """A worker ends a request, or a copy of one, whose answer is there or not wanted there."""
+    """A worker ends a request or a copy that is answered or no longer needed there."""
 
     request_id: int
     worker_id: int
@@ -159,7 +155,7 @@ Action = Start | Defer | Recall | Return | Copy | Drop
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerDecision:
-    """An event, its time, and the actions that a scheduler answered with."""
+    """An event, its time, and the scheduler's actions."""
 
     now_s: float
     event: Event
@@ -167,10 +163,10 @@ class SchedulerDecision:
 
 
 class Scheduler(Protocol):
-    """Decides which request runs on which worker, and when."""
+    """Assigns requests to workers over time."""
 
     def handle(self, event: Event, now_s: float) -> Sequence[Action]:
-        """Return what to do after `event`; `now_s` never decreases."""
+        """Return the actions after `event`; `now_s` never decreases."""
         ...
 
     @property

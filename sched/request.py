@@ -1,4 +1,4 @@
-"""The state of requests, groups and workers, as a scheduler knows it."""
+"""A scheduler's state of requests, groups and workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_COPIES = 7
 
 
 def copy_of(request_id: int) -> tuple[int, int]:
-    """Return the number of the request that this one is a copy of, and which copy: 0, itself."""
+    """Return the original request's number, and the copy's index: 0 for the original."""
     number = request_id // COPIES
     return (request_id, 0) if number > MAX_COPIES else (request_id % COPIES, number)
 
@@ -26,20 +26,19 @@ class Status(enum.Enum):
 class Kv(enum.Enum):
     """The source of the keys and values of a request's tokens so far."""
 
-    PREFILL = "prefill"  # compute them, for the prompt and all tokens so far
+    PREFILL = "prefill"  # compute them
     POOL = "pool"  # copy them from the host's pool
-    HELD = "held"  # keep them: the chunk before ended there this very moment
+    HELD = "held"  # keep them: the chunk before has just ended there
 
 
-@dataclasses.dataclass(slots=True)  # not frozen, which takes longer to make
+@dataclasses.dataclass(slots=True)  # never changed; not frozen, which takes longer to create
 class RequestSpec:
-    """A request as it is submitted; nobody changes it.
+    """A submitted request.
 
-    `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the
-    lengths of the last epoch's responses to the same prompt, `step` is the training step that
-    the request belongs to. A response that may be reused can give it `prefix_tokens` at once.
-    An `urgent` request is all that an earlier step, whose others are done, still waits for; one
-    that runs `ahead` is of a step whose weights are not there yet.
+    `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the lengths
+    of the last epoch's responses to the same prompt, `step` is its training step. A reused response
+    can provide `prefix_tokens` at once. An `urgent` request is one of the last that an earlier step
+    waits for; one that runs `ahead` belongs to a step whose weights are not available yet.
     """
 
     request_id: int
@@ -63,12 +62,12 @@ class RequestSpec:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
-    """A request in progress. `chunk` counts its starts, so that late reports are recognized."""
+    """A request in progress; `chunk` counts its starts, to recognize late reports."""
 
     spec: RequestSpec
     generated_tokens: int = 0
     status: Status = Status.WAITING
-    worker_id: int | None = None  # where it runs, or ran last
+    worker_id: int | None = None  # its current or last worker
     chunk: int = 0
     pooled: bool = False  # keys and values of all tokens so far are in the pool
     request_id: int = dataclasses.field(init=False)
@@ -83,7 +82,7 @@ class RequestState:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens that its next start may add at once."""
+        """The tokens that its next start may add at once."""
         return 0 if self.generated_tokens else self.spec.prefix_tokens
 
     @property
@@ -100,18 +99,18 @@ class Group:
     request_ids: list[int] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
     num_finished: int = 0
-    longest_tokens: int = 0  # its longest response so far
-    served_tokens: int = 0  # all that it has generated
+    longest_tokens: int = 0  # of responses so far
+    served_tokens: int = 0  # generated so far
 
     @property
     def estimated_tokens(self) -> int:
-        """L̂: the longest so far, or the limit while none has finished (Seer, section 4.3)."""
+        """L̂: the longest so far, or the limit until one has finished (Seer, section 4.3)."""
         return self.longest_tokens if self.num_finished else self.max_new_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Worker:
-    """A rollout instance: what it can hold, and what is reserved."""
+    """A rollout instance: its room, and the reserved part."""
 
     worker_id: int
     kv_tokens: int

@@ -1,4 +1,4 @@
-"""Spot training: in a rollout's long tail, idle workers train the drafter on their own devices.
+"""Spot training: in a rollout's long tail, idle workers train the drafter on their devices.
 
     worker has no request left ─→ idle ─→ sched.policies.spot_training: lead, follow, or wait
                                             │

@@ -78,7 +78,7 @@ class LazyHeap(Generic[Key]):
 
 
 class Order(Protocol):
-    """The waiting requests, and only these, in the order in which they are to start."""
+    """The waiting requests, and only these, in starting order."""
 
     def push(self, request: RequestState, group: Group) -> None:
         """Add a request, new or after a chunk."""

@@ -36,9 +36,9 @@ Worth = Callable[[int, int], bool]
 class FastestOfN:
     """A scheduler that copies requests of `scheduler` to the workers that it leaves idle.
 
-    Each worker drafts by one of `num_methods`, for up to `max_copies` requests, those with the
-    lowest acceptance first. `worth` returns whether a copy pays for its keys and values and the
-    draft model's weights. An event takes O(workers + requests) once nothing waits, else O(methods).
+    Each worker drafts by one of `num_methods`, for up to `max_copies` requests, the lowest
+    acceptance first. `worth` returns whether a copy pays for its keys and values and the draft
+    model's weights. An event takes O(workers + requests) once nothing waits, else O(copies).
     """
 
     def __init__(
@@ -54,18 +54,14 @@ class FastestOfN:
                 f"expected 1 … {MAX_COPIES} methods and at least one copy, got {num_methods} "
                 f"and {max_copies}"
             )
-        self._scheduler, self._worth = scheduler, worth
+        self._scheduler, self._worth, self._max_copies = scheduler, worth, max_copies
         self._methods = [str(k) for k in range(1, num_methods + 1)]
-        self._max_copies = max_copies
         self._specs: dict[int, RequestSpec] = {}  # of requests that have not ended
         self._running: dict[int, Start] = {}  # the requests' own starts
         self._tokens: dict[int, int] = {}  # last reported
         self._acceptance: dict[int, float] = {}
         self._workers: dict[int, WorkerJoined] = {}
-        self._own: dict[int, set[int]] = {}  # worker → its requests, copies excluded
-        self._copies: dict[int, dict[int, Start]] = {}  # worker → starts of copies, by number
-        self._worker_of: dict[int, int] = {}  # of copies, by number
-        self._method_of: dict[int, str] = {}  # of workers that have copies
+        self._copies: dict[int, Start] = {}  # by number
         self._answered: set[int] = set()  # waiting requests that a copy has answered
 
     @property
@@ -90,25 +86,19 @@ class FastestOfN:
             self._specs.update({spec.request_id: spec for spec in event.requests})
         elif isinstance(event, WorkerJoined):
             self._workers[event.worker_id] = event
-            self._own[event.worker_id], self._copies[event.worker_id] = set(), {}
         elif isinstance(event, WorkerLost):
             del self._workers[event.worker_id]
-            for request_id in self._own.pop(event.worker_id):
-                self._running.pop(request_id)
+            for request_id, start in list(self._running.items()):
+                if start.worker_id == event.worker_id:
+                    del self._running[request_id]
             self._drop_copies(event.worker_id)
-            del self._copies[event.worker_id]
-        elif isinstance(event, REPORTS) and self._is_current(event):
-            self._running.pop(event.request_id)
-            self._own[event.worker_id].discard(event.request_id)
+        elif isinstance(event, REPORTS) and _is_of(self._running.get(event.request_id), event):
+            del self._running[event.request_id]
             self._tokens[event.request_id] = event.generated_tokens
             if isinstance(event, Finished):
                 del self._tokens[event.request_id]
                 dropped = self._forget(event.request_id)
         return [*dropped, *self._started(self._scheduler.handle(event, now_s), now_s)]
-
-    def _is_current(self, event: Finished | ChunkDone) -> bool:
-        start = self._running.get(event.request_id)
-        return start is not None and start.chunk == event.chunk
 
     def _started(self, actions: Iterable[Action], now_s: float) -> list[Action]:
         """Record started requests; report one as finished if a copy already completed it."""
@@ -123,7 +113,6 @@ class FastestOfN:
             else:
                 result += self._drop_copies(action.worker_id)
                 self._running[action.request_id] = action
-                self._own[action.worker_id].add(action.request_id)
                 result.append(action)
         return result
 
@@ -137,17 +126,15 @@ class FastestOfN:
 
     def _copy_ended(self, event: Finished | ChunkDone, now_s: float) -> list[Action]:
         """Take a copy's answer: end the request and its other copies."""
-        request_id, _ = copy_of(event.request_id)
-        start = self._copies.get(event.worker_id, {}).get(event.request_id)
-        if start is None or start.chunk != event.chunk or isinstance(event, ChunkDone):
+        if isinstance(event, ChunkDone) or not _is_of(self._copies.get(event.request_id), event):
             return []  # a dropped copy
-        del self._copies[event.worker_id][event.request_id], self._worker_of[event.request_id]
+        del self._copies[event.request_id]
+        request_id, _ = copy_of(event.request_id)
         self._tokens[request_id] = event.generated_tokens
         actions, own = self._forget(request_id), self._running.pop(request_id, None)
         if own is None:  # it waits, and ends once it would be started
             self._answered.add(request_id)
             return actions
-        self._own[own.worker_id].discard(request_id)
         actions.append(Drop(request_id, own.worker_id))
         return [*actions, *self._started(self._end(own, now_s), now_s)]
 
@@ -155,65 +142,59 @@ class FastestOfN:
         """Drop the copies of a request that has ended."""
         self._specs.pop(request_id, None)
         self._acceptance.pop(request_id, None)
-        dropped: list[Action] = []
-        for method in self._methods:
-            number = _number(request_id, method)
-            if (worker_id := self._worker_of.pop(number, None)) is not None:
-                del self._copies[worker_id][number]
-                dropped.append(Drop(number, worker_id))
-        return dropped
+        numbers = (_number(request_id, method) for method in self._methods)
+        return self._drop([number for number in numbers if number in self._copies])
 
     def _drop_copies(self, worker_id: int) -> list[Action]:
-        copies = self._copies[worker_id]
-        dropped: list[Action] = [Drop(number, worker_id) for number in copies]
-        for number in copies:
-            del self._worker_of[number]
-        copies.clear()
-        self._method_of.pop(worker_id, None)
-        return dropped
+        return self._drop([n for n, start in self._copies.items() if start.worker_id == worker_id])
+
+    def _drop(self, numbers: Iterable[int]) -> list[Action]:
+        return [Drop(number, self._copies.pop(number).worker_id) for number in numbers]
 
     def _copy(self) -> list[Action]:
         """Give idle workers copies while all remaining requests run (Algorithm 3)."""
         if not self._running or len(self._running) < self.num_unfinished:
             return []
-        idle = [w for w, own in self._own.items() if not own]
-        if not idle:
+        busy = {start.worker_id for start in self._running.values()}
+        load = {worker_id: 0 for worker_id in self._workers if worker_id not in busy}
+        if not load:
             return []
-        freed = [w for w in idle if not self._copies[w]]
-        for worker_id in freed:
-            self._method_of.pop(worker_id, None)
         serving: dict[str, set[int]] = {}
-        for worker_id, method in self._method_of.items():
-            serving.setdefault(method, set()).add(worker_id)
-        actions: list[Action] = []
-        load = {w: len(self._copies[w]) for w in idle}
+        for number, start in self._copies.items():
+            load[start.worker_id] += 1
+            serving.setdefault(str(copy_of(number)[1]), set()).add(start.worker_id)
+        freed = [worker_id for worker_id, copies in load.items() if not copies]
         wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}
         added = assign_drafters(
             *(wanted, self._methods, freed, serving, load, self._max_copies),
-            lambda request_id, method, *_: _number(request_id, method) not in self._worker_of,
+            lambda request_id, method, *_: _number(request_id, method) not in self._copies,
         )
-        for (request_id, method), worker_id in added.items():
-            if worker_id in self._own and not self._own[worker_id]:
-                number = _number(request_id, method)
-                actions += self._begin(request_id, number, worker_id, method)
-        return actions
+        return [
+            action
+            for (request_id, method), worker_id in added.items()
+            for action in self._begin(request_id, _number(request_id, method), worker_id)
+        ]
 
     def _pays(self, request_id: int) -> bool:
         spec = self._specs[request_id]
         tokens = self._tokens.get(request_id, 0)
         return self._worth(spec.prompt_tokens + tokens, spec.max_new_tokens - tokens)
 
-    def _begin(self, request_id: int, number: int, worker_id: int, method: str) -> list[Action]:
+    def _begin(self, request_id: int, number: int, worker_id: int) -> list[Action]:
+        """Start a copy if the worker has room for it."""
         spec, worker = self._specs[request_id], self._workers[worker_id]
-        reserved = sum(start.reserved_tokens for start in self._copies[worker_id].values())
+        copies = [start for start in self._copies.values() if start.worker_id == worker_id]
         tokens = spec.prompt_tokens + spec.max_new_tokens
-        room = min(self._max_copies, worker.max_requests)
-        if reserved + tokens > worker.kv_tokens or len(self._copies[worker_id]) >= room:
+        needed = sum(start.reserved_tokens for start in copies) + tokens
+        if needed > worker.kv_tokens or len(copies) >= min(self._max_copies, worker.max_requests):
             return []
         start = Start(number, worker_id, 1, spec.max_new_tokens, tokens, Kv.POOL)
-        self._copies[worker_id][number], self._worker_of[number] = start, worker_id
-        self._method_of[worker_id] = method
+        self._copies[number] = start
         return [Copy(request_id, self._running[request_id].worker_id, start)]
+
+
+def _is_of(start: Start | None, event: Finished | ChunkDone) -> bool:
+    return start is not None and start[1:3] == (event.worker_id, event.chunk)
 
 
 def _number(request_id: int, method: str) -> int:

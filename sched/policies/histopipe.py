@@ -3,8 +3,8 @@
 RhymeRL, section 6. Prompts are ranked by the median length of their last epoch's responses and
 cut into ranking groups of equal size (the first tier). Odd steps give the groups to the workers
 shortest first, even steps longest first, so that a worker with little to do in one step has much
-in the next. A worker begins the next step on its own once it has finished its share and the
-weights are available: rollouts of step s need the update of step s − 2 (off-policyness 1).
+in the next. A worker starts the next step as soon as it has finished its share and the weights are
+available: rollouts of step s need the update of step s − 2 (off-policyness 1).
 
 The second tier (section 6.4) decides how many workers each group gets, if seconds are known:
 
@@ -420,7 +420,7 @@ class HistoPipe:
         return actions
 
     def _begin_steps(self, event: Event) -> list[Action]:
-        """Let workers that have finished a step begin the next one, if it may run.
+        """Let workers that have finished a step start the next one, if it may run.
 
         Only the event's worker can have, unless the event opens a step to all.
         """
@@ -439,7 +439,7 @@ class HistoPipe:
         return actions
 
     def _forget_steps(self) -> None:
-        """Drop finished steps that no worker will begin any more."""
+        """Drop finished steps that all workers have passed."""
         begun = min(self._at.values(), default=-1)
         for step, shares in list(self._steps.items()):
             if step < begun and not any(share.num_unfinished for share in shares):

@@ -1,10 +1,10 @@
-"""SpecActor's decisions: how many workers draft, how far ahead, and by which method for whom.
+"""SpecActor's decisions: the number of drafting workers, the window, the method of each request.
 
     coupled     each worker drafts w tokens, then verifies them:   C(w) / (w · D(b) + V_w(b))
     decoupled   d of n workers draft for the others meanwhile:     T(w) / max(w · D(b·), V_w(b'))
 
-D(b) are the seconds of a draft token for b requests, V_w(b) those of verifying w draft tokens of
-each. Of R requests a worker has b = R / n, a verifying one b' = R / (n − d), a drafting one
+D(b) is the time of a draft token for b requests, V_w(b) of verifying w draft tokens of each. Of R
+requests a worker has b = R / n, a verifying one b' = R / (n − d), a drafting one
 b· = R / d. A draft token is accepted with probability p, so a window brings
 
     C(w) = Σ_{i ≤ w} p^i,    T(w) = h · C(w) + 1 − h
@@ -133,7 +133,7 @@ class Prices:
 class Acceptance:
     """The profile of drafts: p of a draft token, and the share `hits` of rounds that have a draft.
 
-    `hits` None: chains that run ahead, for which it follows from p.
+    `hits` None: for chains that run ahead it follows from p.
     """
 
     p: float
@@ -259,7 +259,7 @@ class Profile:
     """Counts of accepted and seen draft tokens, of each request by method and of each method.
 
     A draft token is *seen* if all before it in its window were accepted, so that the verifier
-    judges it: a window of w of which a < w are accepted shows a + 1, a whole one w. Earlier steps'
+    judges it: a window of w with a < w accepted shows a + 1, a whole one w. Earlier steps'
     acceptance `mean_p` is the prior (section 4.2):
 
         p of a method             (accepted + k · mean_p) / (seen + k)
@@ -359,7 +359,7 @@ def assign_drafters(
     """Return {(request, method): freed worker that drafts for it}, as added (Algorithm 3).
 
     Freed workers go to the method with the fewest; then each method's workers take requests,
-    those with the lowest acceptance first, up to `max_batch` each. `serving` and `load` are the
+    the lowest acceptance first, up to `max_batch` each. `serving` and `load` are the
     workers of each method and their requests so far. A method skips a request if
     `helps(request, method, worker, the worker's requests with this one)` is false.
     """

@@ -1,14 +1,14 @@
-"""Training steps: one after the other, or the next one begun ahead of its weights.
+"""Training steps: one after the other, or the next one started ahead of its weights.
 
     StepOrder   sync: a step's rollouts start once the update before is done
                 one_step_off: they start once the rollouts before are done, with weights that are
                 one update old
     Ahead       present step → a scheduler that handles only it
-                next step    → workers on which nothing of the present one runs, until recalled
+                next step    → workers without requests of the present one, until recalled
 
-Requests begun ahead yield at once: a worker that is to start a request of the present step releases
-all that it has begun. Once the next step's weights are available, everything is returned with the
-tokens so far, and that step is submitted like any other.
+Requests started ahead yield at once: a worker that is to start a request of the present step
+releases them. Once the next step's weights are available, all are returned with their tokens so
+far, and that step is submitted like any other.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepOrder:
         return actions
 
     def _begin_steps(self, now_s: float) -> list[Action]:
-        """Submit the waiting steps that may begin."""
+        """Submit the waiting steps that may start."""
         actions: list[Action] = []
         while (
             self._waiting
@@ -95,11 +95,11 @@ class StepOrder:
 
 
 class Ahead:
-    """A scheduler that begins requests of the next step on workers that `scheduler` leaves idle.
+    """A scheduler that starts requests of the next step on workers that `scheduler` leaves idle.
 
-    A begun request runs `chunk_tokens` at a time. Those with the fewest chunks go first, since an
-    early token is more likely to survive verification than a late one; among these the longest
-    expected, by the lengths of the last epoch and of finished siblings (Seer, section 4.3).
+    A request started ahead runs `chunk_tokens` at a time. Those with the fewest chunks go first,
+    since an early token is more likely to survive verification than a late one; among these the
+    longest expected, by the lengths of the last epoch and of finished siblings (Seer, section 4.3).
     Requests of both steps have distinct numbers; the next step may be submitted ahead once all of
     the last one is returned or has ended. An event takes O(log requests), and O(workers) if it may
     leave a worker idle.
@@ -113,7 +113,7 @@ class Ahead:
         self._begun = Ledger()
         self._waiting: list[tuple[int, float, int]] = []  # (chunks, −expected, request)
         self._leaving: set[int] = set()  # workers that were sent a Recall
-        self._idle: LazyHeap[int] = LazyHeap()  # workers that may begin a request, by −free tokens
+        self._idle: LazyHeap[int] = LazyHeap()  # workers that may start a request, by −free tokens
         self._recalled = False
 
     @property
@@ -141,7 +141,7 @@ class Ahead:
     # -- the present step ---------------------------------------------------------------
 
     def _of_present(self, event: Event, now_s: float) -> list[Action]:
-        """Pass on an event; recall begun requests from the workers that the present step needs."""
+        """Pass on an event; recall requests from the workers that the present step needs."""
         returned: list[Action] = []
         self._begun.nothing_held()
         if isinstance(event, REPORTS):
@@ -191,7 +191,7 @@ class Ahead:
         return []
 
     def _recall(self) -> list[Action]:
-        """Return all begun requests: waiting ones now, others once their worker releases them."""
+        """Return all requests: waiting ones now, others once their worker releases them."""
         self._recalled = True
         self._waiting.clear()
         states = list(self._begun.requests.values())
@@ -229,7 +229,7 @@ class Ahead:
         return actions
 
     def _update_idle(self, worker_id: int) -> None:
-        """Note whether a worker may begin a request, after its starts have changed."""
+        """Note whether a worker may start a request, after its starts have changed."""
         worker = self._begun.workers.get(worker_id)
         if worker is None or self._present[worker_id] or worker_id in self._leaving:
             self._idle.drop(worker_id)

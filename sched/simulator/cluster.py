@@ -35,7 +35,7 @@ class Cluster:
     instance: Costs
     num_workers: int
     max_requests: int = 1024
-    kv_tokens: int | None = None  # None: the positions that fit beside the weights
+    kv_tokens: int | None = None  # None: as many as fit with the weights
 
     @property
     def kv_tokens_per_worker(self) -> int:
@@ -76,7 +76,7 @@ class Record:
 
     @property
     def tail_s(self) -> float:
-        """The seconds in which only the last tenth of the requests runs (Seer, section 6.2.2)."""
+        """The seconds of the last tenth of the requests alone (Seer, section 6.2.2)."""
         ends = sorted(self.finish_s.values())
         return ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1] if ends else 0.0
 

@@ -68,5 +68,5 @@ class MeasuredCosts(Costs):
 
 
 def _least(sizes: set[int], wanted: float) -> int:
-    """Return the smallest size that holds what is wanted, else the largest."""
+    """Return the smallest sufficient size, else the largest."""
     return min((n for n in sizes if n >= wanted), default=max(sizes))

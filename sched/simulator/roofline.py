@@ -160,7 +160,7 @@ class RoundCost:
 
 
 class Costs(Protocol):
-    """The seconds and the room of one worker, as a simulation needs them."""
+    """The seconds and the room of one worker."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -188,8 +188,8 @@ class Costs(Protocol):
 class Instance(Costs):
     """The devices of one worker, which holds a copy of a model, or one rank of a copy.
 
-    Each of `num_ranks` ranks has its own requests, cache and weights, except for experts: it has a
-    part of them, for the nodes of all ranks.
+    Each of `num_ranks` ranks has separate requests, cache and weights, but only a part of the
+    experts, for the nodes of all ranks.
     """
 
     device: Accelerator
@@ -200,7 +200,7 @@ class Instance(Costs):
 
     @property
     def kv_tokens(self) -> int:
-        """The positions that fit beside the weights."""
+        """The positions that fit with the weights."""
         room = self.efficiency.memory * self.num_devices * self.device.memory_bytes
         elsewhere = self.model.expert_bytes * (1 - 1 / self.num_ranks)
         return max(0, int((room - self.model.weight_bytes + elsewhere) / self.model.kv_bytes))

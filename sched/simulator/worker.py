@@ -3,7 +3,7 @@
 While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds are a
 line in the live positions (`roofline.RoundCost`). The next change then has a closed form, so a
 simulation costs time for its changes, not for its rounds. Requests of different acceptance run in
-lanes, each with its own tokens per round.
+lanes, each with a number of tokens per round.
 """
 
 from __future__ import annotations
