@@ -1,9 +1,8 @@
 """The simulator's speed and memory: `python -m benchmarks.simulator --json`
 
-One simulated rollout under Seer's scheduler, on one core; lengths are drawn beforehand and
-not timed. `long` is 6,400 requests of up to 98,304 tokens on 8 workers, `million` 1,000,000
-requests on 4,096 workers. Peak memory is that of the whole process, so each case is best run in
-a process of its own.
+One simulated rollout under Seer's scheduler, on one core; drawing lengths is not timed. `long` is
+6,400 requests of up to 98,304 tokens on 8 workers, `million` 1,000,000 requests on 4,096 workers.
+Peak memory is the whole process's.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 PACKAGES = ("numpy",)
-CHUNK_TOKENS = 8192
 CASES = {
     "long": (
         Workload(800, 8, 38959, 98304, group_share=0.95),
@@ -34,27 +32,18 @@ CASES = {
 }
 
 
-def peak_bytes() -> int:
-    """Return the most memory that this process has held."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
-
-
 def measure(case: str, repeats: int) -> dict[str, Any]:
     """Return the seconds of each repeat, and figures of the simulated rollout."""
     workload, cluster = CASES[case]
     requests, lengths = make_requests(workload, draw_lengths(workload, seed=0))
     seconds = []
     for _ in range(repeats):
-        scheduler = make_scheduler(
-            "seer",
-            seed=0,
-            chunk_tokens=CHUNK_TOKENS,
-            prefer_pool=cluster.instance.prefers_copy,
-        )
+        prefer_pool = cluster.instance.prefers_copy
+        scheduler = make_scheduler("seer", seed=0, chunk_tokens=8192, prefer_pool=prefer_pool)
         start = time.perf_counter()
         record = Simulation(scheduler, cluster, lengths).run(requests)
         seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "case": case,
         "requests": len(requests),
@@ -62,7 +51,7 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
         "limit_tokens": workload.limit_tokens,
         "seconds": round(sorted(seconds)[len(seconds) // 2], 2),
         "seconds_all": [round(s, 2) for s in seconds],
-        "peak_gib": round(peak_bytes() / 2**30, 2),
+        "peak_gib": round(peak / 2**30 * (1 if sys.platform == "darwin" else 1024), 2),
         "simulated_s": round(record.completion_s, 1),
         "simulated_tokens": record.tokens,
     }
@@ -77,12 +66,9 @@ def main() -> int:
     if arguments.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {arguments.repeats}")
     figures = measure(arguments.case, arguments.repeats)
-    result = {
-        "benchmark": "simulator",
-        **figures,
-        **environment.record("benchmarks.simulator", PACKAGES),
-    }
-    environment.show(result, arguments, figures | {"device": result["device"]})
+    record = environment.record("benchmarks.simulator", PACKAGES)
+    result = {"benchmark": "simulator", **figures, **record}
+    environment.show(result, arguments, figures | {"device": record["device"]})
     return 0
 
 
