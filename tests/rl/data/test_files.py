@@ -40,6 +40,7 @@ def found(target, split=None, search=JSONL, below=None):
         (["train/a.jsonl", "test/a.jsonl"], "test", ["test/a.jsonl"]),
         (["easy.jsonl", "hard_questions.jsonl"], "hard", ["hard_questions.jsonl"]),
         (["constrained.jsonl", "latest.jsonl"], None, ["constrained.jsonl", "latest.jsonl"]),
+        (["a.jsonl", "x/y/b.jsonl", ".cache/c.jsonl"], None, ["a.jsonl", "x/y/b.jsonl"]),
     ],
 )
 def test_folders(tmp_path, there, split, wanted):
@@ -63,7 +64,7 @@ def test_globs_and_files_are_taken_as_named(tmp_path):
     [
         (["a.txt", "b.md"], "", None, "no .jsonl files in the folder .*; there is a.txt, b.md"),
         ([], "", None, "there is nothing"),
-        (["a.jsonl.gz"], "", None, "unpack what is compressed"),
+        (["a.jsonl.gz"], "", None, "unpack compressed files first"),
         (["state.json"], "", None, "datasets:.* reads what save_to_disk"),
         (["a.txt"], "*.jsonl", None, r"no file matches .*\*.jsonl; in .* there is a.txt"),
         (["a.txt"], "x/*.jsonl", None, "in .*x there is no such folder"),
@@ -90,21 +91,21 @@ def test_links_in_a_circle_end(tmp_path):
     make(tmp_path, "a/1.json", "b/2.json")
     (tmp_path / "a" / "round").symlink_to(tmp_path)
     (tmp_path / "b" / "round").symlink_to(tmp_path)
-    deep = Search(("json",), deep=True)
+    deep = Search(("json",))
     assert found(tmp_path, search=deep) == ["a/1.json", "b/2.json"]
     assert found(tmp_path / "**/*.json", search=deep, below=tmp_path) == ["a/1.json", "b/2.json"]
 
 
 def test_too_many_files_are_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(files, "MOST_ENTRIES", 3)
+        patch.setattr(files, "MAX_ENTRIES", 3)
         make(tmp_path / "x", "1.txt", "2.txt", "a.jsonl")
         assert found(tmp_path / "x" / "*.jsonl", below=tmp_path) == ["x/a.jsonl"]
         make(tmp_path / "x", "3.txt")
         for pattern in ("*.jsonl", "**/*.jsonl"):
             with pytest.raises(ValueError, match="x: more than 3 files: name a part"):
                 found(tmp_path / "x" / pattern)
-    monkeypatch.setattr(files, "MOST_FILES", 2)
+    monkeypatch.setattr(files, "MAX_FILES", 2)
     with pytest.raises(ValueError, match="more than 2 files"):
         find(str(make(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")), None, JSONL)
 
@@ -163,11 +164,11 @@ def test_published_data_sets_as_they_come(tmp_path, kind, there, split, wanted):
             {"_data_files": [{"filename": "gone.arrow"}]},
             "gone.arrow, which state.json",
         ),
-        ("state.json", {"_data_files": 1}, "names no data files"),
+        ("state.json", {"_data_files": 1}, "names of splits or data files, got 1"),
         ("state.json", {"_data_files": [], "_indices_data_files": [{}]}, "flatten_indices"),
         ("state.json", ["list"], "expected a JSON object, got list"),
         ("dataset_dict.json", {"splits": [".."]}, "files in this folder, got '..'"),
-        ("dataset_dict.json", {"splits": []}, "names no splits"),
+        ("dataset_dict.json", {"splits": []}, "names of splits or data files"),
         ("dataset_dict.json", {"splits": ["a", "b"]}, "splits a, b: choose with .split="),
         ("dataset_dict.json", {"splits": ["train"]}, "train/state.json is not there"),
     ],

@@ -88,7 +88,7 @@ def test_children_in_sessions_of_their_own_end_with_the_worker(tmp_path):
 
 @pytest.mark.parametrize("completion", ["x", "more than a pipe holds" * 10_000])
 def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatch, completion):
-    monkeypatch.setattr(process, "_LEAST_PULSE_S", 1.0)
+    monkeypatch.setattr(process, "_MIN_ACCEPT_S", 1.0)
     with RewardPool(config("half", deadline_s=1.0), startup_s=120.0) as pool:
         os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
         began = time.monotonic()
