@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
-from rl.data.files import Search
 from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
@@ -48,14 +47,6 @@ class Layout:
     extract_name: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A published data set: how its files are found, and its layout."""
-
-    search: Search
-    layout: Layout
-
-
 def gsm8k_answer(text: str) -> str | None:
     """Return the number behind ####, without thousands separators."""
     return (hash_mark(text) or "").replace(",", "") or None
@@ -67,30 +58,26 @@ def math_answer(text: str) -> str | None:
     return boxed(text.replace(r"\fbox{", r"\boxed{")) or (bare[-1].rstrip(".") if bare else None)
 
 
-_FORMATS = ("parquet", "jsonl", "json", "datasets")
-RECIPES: Mapping[str, Recipe] = {
-    "gsm8k": Recipe(
-        Search(_FORMATS, skip="socratic"), Layout("question", "answer", gsm8k_answer, "####")
-    ),
-    "math": Recipe(Search(_FORMATS), Layout("problem", "solution", math_answer, r"\boxed{…}")),
+PUBLISHED: Mapping[str, Layout] = {  # data sets by the kind of their specs
+    "gsm8k": Layout("question", "answer", gsm8k_answer, "####"),
+    "math": Layout("problem", "solution", math_answer, r"\boxed{…}"),
 }
 
 
-def search_of(spec: Spec) -> Search:
-    """Return how to find a spec's files. Raises ValueError for unknown keys."""
-    keys = ("split",) if spec.kind in RECIPES else _KEYS
+def check_query(spec: Spec) -> None:
+    """Raise ValueError for keys and values that a spec of data files may not have."""
+    keys = ("split",) if spec.kind in PUBLISHED else _KEYS
     for key in spec.query:
         if key not in keys:
             raise ValueError(f"{spec.text}: unknown key {key!r}, expected {', '.join(keys)}")
     if spec.query.get("answer_extract", "whole") not in EXTRACTORS:
         raise ValueError(f"{spec.text}: answer_extract must be one of {', '.join(EXTRACTORS)}")
-    return RECIPES[spec.kind].search if spec.kind in RECIPES else Search((spec.kind,))
 
 
 def layout_of(spec: Spec, first: Row) -> Layout:
     """Return the layout of a spec's rows, of which `first` is the first."""
-    if spec.kind in RECIPES:
-        return RECIPES[spec.kind].layout
+    if spec.kind in PUBLISHED:
+        return PUBLISHED[spec.kind]
     query, has_messages = spec.query, "messages" in first and "prompt" not in first
     prompt = query.get("prompt", "messages" if has_messages else "prompt")
     answer: Any = query.get("answer", "answer") or None

@@ -6,7 +6,6 @@ folders are followed if a path names them, never in a search.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import hashlib
 import os
@@ -18,7 +17,8 @@ from typing import Any
 
 from rl.data.rows import parse_json, read_at_most
 
-SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "json": ".json", "datasets": ".arrow"}
+SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "json": ".json", "datasets": ".arrow"}
+FORMATS = tuple(SUFFIXES)
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 MAX_FILES = 100_000  # of a task
@@ -33,48 +33,34 @@ _SPLITS = {
 _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 
 
-@dataclasses.dataclass(frozen=True)
-class DataFiles:
-    """The files of one task, all of one format (a key of SUFFIXES)."""
-
-    format: str
-    paths: tuple[Path, ...]
+Files = tuple[str, tuple[Path, ...]]  # a format (a key of SUFFIXES), and the files of a task
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """The formats that a task may have, the likeliest first, and a word of paths to leave out."""
-
-    formats: tuple[str, ...]
-    skip: str | None = None
-
-
-def find(target: str, split: str | None, search: Search) -> DataFiles:
+def find(target: str, split: str | None, formats: Sequence[str], skip: str = "") -> Files:
     """Return the files that `target` names, of `split` alone if it is given.
 
-    Without one, a folder with files of several splits gives `train`. Raises FileNotFoundError
-    or ValueError, which say what is there instead.
+    They are of one of the `formats`, the likeliest of which is the first; a search leaves out
+    names with the word `skip`. Without a split, a folder with files of several gives `train`.
+    Raises FileNotFoundError or ValueError, which list the files that are there instead.
     """
     path = Path(target).expanduser()  # RuntimeError: ~nobody
     if path.is_file():
-        _refuse_others(path, search)
-        own = next((f for f in search.formats if path.name.endswith(SUFFIXES[f])), None)
-        chosen = _of_split([path], path.parent, split, is_named=True)
-        return DataFiles(own or search.formats[0], chosen)
+        return _format_of(path, formats), _of_split([path], path.parent, split, True)
     if path.is_dir():
-        return _in_folder(path, split, search)
+        return _in_folder(path, split, formats, skip)
     if any(character in target for character in "*["):
-        return _matching(path, split, search)
+        return formats[0], _matching(path, split, skip)
     raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()})")
 
 
-def _refuse_others(path: Path, search: Search) -> None:
-    """Raise ValueError for a file that is certainly of another format."""
+def _format_of(path: Path, formats: Sequence[str]) -> str:
+    """Return a file's format. Raises ValueError for one that is certainly another."""
     if path.suffix in COMPRESSED:
         raise ValueError(f"{path} is compressed: unpack it first, rows are read by their position")
     for form in ("parquet", "datasets"):
-        if path.suffix == SUFFIXES[form] and form not in search.formats:
+        if path.suffix == SUFFIXES[form] and form not in formats:
             raise ValueError(f"{path} is a {path.suffix[1:]} file: write {form}:{path}")
+    return next((form for form in formats if path.name.endswith(SUFFIXES[form])), formats[0])
 
 
 def digest(paths: Sequence[Path]) -> str:
@@ -98,35 +84,38 @@ def digest(paths: Sequence[Path]) -> str:
 # --- folders and patterns ---------------------------------------------------------------
 
 
-def _in_folder(folder: Path, split: str | None, search: Search) -> DataFiles:
-    if "datasets" in search.formats and _is_saved(folder):
-        return DataFiles("datasets", _saved(folder, split))
-    formats = [form for form in search.formats if form != "datasets"]
-    suffixes = tuple(SUFFIXES[form] for form in formats)
-    below = _sorted(_expand(folder, ("**", "*")), folder, search.skip, suffixes)
-    for form, suffix in zip(formats, suffixes, strict=True):
-        if paths := [path for path in below if path.name.endswith(suffix)]:
-            return DataFiles(form, _of_split(paths, folder, split))
+def _in_folder(folder: Path, split: str | None, formats: Sequence[str], skip: str) -> Files:
+    if "datasets" in formats and _is_saved(folder):
+        return "datasets", _saved(folder, split)
+    suffixes = {form: SUFFIXES[form] for form in formats if form != "datasets"}
+    files = _sorted(_expand(folder, ("**", "*"), skip), tuple(suffixes.values()))
+    for form, suffix in suffixes.items():
+        if paths := [path for path in files if path.name.endswith(suffix)]:
+            return form, _of_split(paths, folder, split)
     hint = ""
     if _is_saved(folder):
         hint = f"; datasets:{folder} reads what save_to_disk has written"
     elif any(path.suffix in COMPRESSED for path in folder.iterdir()):
         hint = "; unpack compressed files first: rows are read by their position"
-    what = f"{', '.join(suffixes)} files" if formats else "data set of datasets.save_to_disk"
+    wanted = ", ".join(suffixes.values())
+    what = f"{wanted} files" if wanted else "data set of datasets.save_to_disk"
     raise FileNotFoundError(f"no {what} in the folder {folder}; there {_content(folder)}{hint}")
 
 
-def _matching(pattern: Path, split: str | None, search: Search) -> DataFiles:
+def _matching(pattern: Path, split: str | None, skip: str) -> tuple[Path, ...]:
     num_plain = [any(c in part for c in "*[") for part in pattern.parts].index(True)
     base = Path(*pattern.parts[:num_plain])
-    matches = _expand(base, pattern.parts[num_plain:]) if base.is_dir() else ()
-    if not (paths := _sorted(matches, base, search.skip)):
+    matches = _expand(base, pattern.parts[num_plain:], skip) if base.is_dir() else ()
+    if not (paths := _sorted(matches)):
         raise FileNotFoundError(f"no file matches {pattern}; in {base} there {_content(base)}")
-    return DataFiles(search.formats[0], _of_split(paths, base, split, is_named=True))
+    return _of_split(paths, base, split, True)
 
 
-def _expand(base: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yield what matches `parts` below a folder; `**` is any number of folders, no links."""
+def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
+    """Yield what matches `parts` below a folder; `**` is any number of folders, no links.
+
+    As in a shell, only a part that begins with a dot matches hidden names.
+    """
     num_seen, level = 0, [base]
     for number, part in enumerate(parts):
         following: list[Path] = []
@@ -138,9 +127,12 @@ def _expand(base: Path, parts: Sequence[str]) -> Iterator[Path]:
                 num_seen += 1
                 if num_seen > MAX_ENTRIES:
                     raise ValueError(f"{base}: more than {MAX_ENTRIES:,} files: name a part")
+                is_hidden = entry.name.startswith(".") and not part.startswith(".")
+                if is_hidden or (skip and skip in entry.name.lower()):
+                    continue
                 path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=part != "**")
                 if part == "**":
-                    level += [path] * (is_folder and not entry.name.startswith("."))
+                    level += [path] * is_folder
                 elif fnmatch.fnmatchcase(entry.name, part):
                     if number == len(parts) - 1:
                         yield path
@@ -149,18 +141,9 @@ def _expand(base: Path, parts: Sequence[str]) -> Iterator[Path]:
         level = following
 
 
-def _sorted(
-    paths: Iterable[Path], below: Path, skip: str | None, suffixes: tuple[str, ...] = ("",)
-) -> list[Path]:
-    """Return the files among `paths` with one of the suffixes, without hidden ones."""
-    wanted = (
-        path
-        for path in paths
-        if path.name.endswith(suffixes)
-        and not path.name.startswith(".")
-        and not (skip and skip in str(path.relative_to(below)).lower())
-        and path.is_file()
-    )
+def _sorted(paths: Iterable[Path], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
+    """Return the files among `paths` with one of the suffixes."""
+    wanted = (path for path in paths if path.name.endswith(suffixes) and path.is_file())
     files = list(islice(wanted, MAX_FILES + 1))
     if len(files) > MAX_FILES:
         raise ValueError(f"more than {MAX_FILES:,} files: join them to fewer")
@@ -168,7 +151,7 @@ def _sorted(
 
 
 def _of_split(
-    paths: Sequence[Path], below: Path, split: str | None, *, is_named: bool = False
+    paths: Sequence[Path], below: Path, split: str | None, is_named: bool = False
 ) -> tuple[Path, ...]:
     """Return the files of a split; by default train's, or all if the user named the files."""
     names = {path: _split_name(path, below) for path in paths}

@@ -22,7 +22,7 @@ import numpy as np
 
 from models.chat_template import check_variables
 from rl.data import files, reasoning_gym_tasks
-from rl.data.columns import RECIPES, Message, layout_of, read_row, search_of
+from rl.data.columns import PUBLISHED, Message, check_query, layout_of, read_row
 from rl.data.rows import open_rows
 from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 
@@ -134,7 +134,7 @@ def open_tasks(config: TaskConfig, seed: int) -> Task:
 def data_files(spec: str) -> tuple[Path, ...]:
     """Return the files that a task is read from; none of a generated one."""
     parsed = parse_spec(spec)
-    return () if parsed.kind == "reasoning_gym" else _find(parsed).paths
+    return () if parsed.kind == "reasoning_gym" else _find(parsed)[1]
 
 
 def data_digest(config: TaskConfig) -> str:
@@ -226,15 +226,14 @@ class _FileTask:
     """Rows of data files, read on access."""
 
     def __init__(self, spec: Spec) -> None:
-        self._spec, found = spec, _find(spec)
-        self._rows = open_rows(found.format, found.paths)
+        self._spec, self._rows = spec, open_rows(*_find(spec))
         if not len(self._rows):
             raise ValueError(f"{spec.text}: the data set is empty; expected at least one example")
         self._layout = layout_of(spec, self._rows[0])
         try:
             self[0]  # reports a wrong column at once
         except ValueError as error:
-            if spec.kind not in RECIPES:
+            if spec.kind not in PUBLISHED:
                 raise
             hint = f"{spec.kind}: reads the published columns; for others write jsonl: or parquet:"
             raise ValueError(f"{error} ({hint})") from error
@@ -251,9 +250,13 @@ class _FileTask:
         return Example(f"{text}#{index}", prompt, answer, columns, name, text)
 
 
-def _find(spec: Spec) -> files.DataFiles:
+def _find(spec: Spec) -> files.Files:
     try:
-        return files.find(spec.target, spec.query.get("split"), search_of(spec))
+        check_query(spec)
+        split = spec.query.get("split")
+        if spec.kind in PUBLISHED:  # GSM8K has a second edition beside it
+            return files.find(spec.target, split, files.FORMATS, skip="socratic")
+        return files.find(spec.target, split, (spec.kind,))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{spec.text}: {error}") from error
     except (RuntimeError, ValueError) as error:  # RuntimeError: ~nobody

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from rl.data import rows
-from rl.data.files import Search, find
+from rl.data.files import find
 from rl.data.rows import open_rows, parse_json
 
 ROWS = [
@@ -22,8 +22,7 @@ ROWS = [
 
 
 def found(target, split, form):
-    files = find(target, split, Search((form,)))
-    return open_rows(files.format, files.paths)
+    return open_rows(*find(target, split, (form,)))
 
 
 def read(opened):
@@ -165,7 +164,7 @@ def test_what_datasets_saves_is_read(tmp_path):
     def saved(name, split=None):
         return read(found(str(tmp_path / name), split, "datasets"))
 
-    assert len(find(str(tmp_path / "one"), None, Search(("datasets",))).paths) == 3
+    assert len(find(str(tmp_path / "one"), None, ("datasets",))[1]) == 3
     assert saved("one") == saved("both") == saved("both", "train") == saved("both/train") == ROWS
     assert saved("both", "test") == both["test"].to_list()
     with pytest.raises(ValueError, match="splits train, test: choose with .split="):
