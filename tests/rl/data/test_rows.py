@@ -70,9 +70,9 @@ def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'{"a": NaN}', "NaN is not JSON"),
-        (b'{"a": -Infinity}', "-Infinity is not JSON"),
-        (b'{"a": 1e999}', "1e999 is too large"),
+        (b'{"a": NaN}', "finite numbers, got NaN"),
+        (b'{"a": -Infinity}', "finite numbers, got -Infinity"),
+        (b'{"a": 1e999}', "finite numbers, got 1e999"),
         (b'{"a": {"b": 1, "b": 2}}', "'b' is in it twice"),
         (b'{"a": "\xff"}', "utf-8"),
         ('{"a": 1}'.encode("utf-16"), "utf-8"),
