@@ -127,11 +127,11 @@ class Rewards(abc.ABC):
         """Return `rewards/{function}/failures` since the start, and an entry per kind seen."""
         with self._lock:
             counts = sorted(self.counters.items())
-        metrics = {f"rewards/{name}/failures": 0.0 for name in self.config.names}
+        metrics = dict.fromkeys((f"rewards/{name}/failures" for name in self.config.names), 0.0)
         for (name, kind), count in counts:
-            total = f"rewards/{name}/failures"
-            metrics[total] = metrics.get(total, 0.0) + count
-            metrics[f"{total}/{kind}"] = float(count)
+            metrics[f"rewards/{name}/failures/{kind}"] = float(count)
+            metrics.setdefault(f"rewards/{name}/failures", 0.0)
+            metrics[f"rewards/{name}/failures"] += count
         return metrics
 
     def _to_score(self, outcomes: Outcomes) -> Score:
