@@ -31,7 +31,7 @@ class BuiltIn:
         self._name, self._extract = name, extract
 
     def prepare(self, spec: str) -> None:
-        """Do the slow first steps for a task, which the deadline does not cover."""
+        """Do the slow first steps for a task (cached), which the deadline does not cover."""
         if self._name == "task":
             _open_source(spec)
         elif self._name == "math_verify":
@@ -168,6 +168,7 @@ def _number(text: str) -> Any:
     return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
 
 
+@functools.cache
 def _prepare_math() -> None:
     import logging
 

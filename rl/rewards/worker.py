@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import json
 import math
 import numbers
@@ -47,16 +48,15 @@ def main() -> int:
         from rl.rewards.functions import load
 
         functions = [load(name, setup["extract"]) for name in setup["functions"]]
-        for spec in setup["tasks"]:
-            _prepare(functions, spec)
+        for function, spec in itertools.product(functions, setup["tasks"]):
+            function.prepare(spec)
     except BaseException as error:  # also SystemExit of a user's file
         traceback.print_exc()
         writer.send(ticket, fatal=_describe(error) + _memory_hint(error, setup))
         return 1
     writer.send(ticket, ready=True)
-    prepared = set(setup["tasks"])
     for line in lines:
-        _serve(functions, *_request(line), prepared, writer)
+        _serve(functions, *_request(line), writer)
     return 0
 
 
@@ -78,29 +78,20 @@ def _request(line: bytes) -> tuple[str, Any]:
     return request["ticket"], request["body"]
 
 
-def _serve(
-    functions: list, ticket: str, job: Mapping[str, Any], prepared: set[str], writer: Writer
-) -> None:
+def _serve(functions: list, ticket: str, job: Mapping[str, Any], writer: Writer) -> None:
     writer.send(ticket, at=None)
-    spec = job["spec"]
-    if spec not in prepared:
-        try:
-            _prepare(functions, spec)
-        except Exception as error:
-            traceback.print_exc()
-            writer.send(ticket, fatal=_describe(error))
-            return
-        prepared.add(spec)
+    try:
+        for function in functions:
+            function.prepare(job["spec"])
+    except Exception as error:
+        traceback.print_exc()
+        writer.send(ticket, fatal=_describe(error))
+        return
     outcomes = []
     for number, function in enumerate(functions):
         writer.send(ticket, at=number)
         outcomes.append(_outcome(function, job))
     writer.send(ticket, outcomes=outcomes)
-
-
-def _prepare(functions: list, spec: str) -> None:
-    for function in functions:
-        function.prepare(spec)
 
 
 def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
