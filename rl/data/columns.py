@@ -1,6 +1,6 @@
-"""Rows of data files as prompts and answers: in which columns they are, and in which form.
+"""Rows of data files as prompts and answers: their columns and forms.
 
-The first row decides for all. Known by default: text or messages in `prompt` or `messages`,
+The first row decides for all. Found by default: text or messages in `prompt` or `messages`,
 verl's `reward_model.ground_truth`, GSM8K and MATH.
 """
 
@@ -48,7 +48,7 @@ class Layout:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """Return the number behind ####, without thousands separators."""
+    """Return the number after ####, without thousands separators."""
     return (hash_mark(text) or "").replace(",", "") or None
 
 
@@ -74,8 +74,8 @@ def check_query(spec: Spec) -> None:
         raise ValueError(f"{spec.text}: answer_extract must be one of {', '.join(EXTRACTORS)}")
 
 
-def layout_of(spec: Spec, first: Row) -> Layout:
-    """Return the layout of a spec's rows, of which `first` is the first."""
+def find_layout(spec: Spec, first: Row) -> Layout:
+    """Return the layout of a spec's rows, given the first."""
     if spec.kind in PUBLISHED:
         return PUBLISHED[spec.kind]
     query, has_messages = spec.query, "messages" in first and "prompt" not in first
@@ -140,7 +140,7 @@ def _value(row: Row, key: str, path: str, where: str) -> Any:
     names = list(_column_names(row))
     near = difflib.get_close_matches(path, names, n=1)
     leaves = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
-    near += [leaves[word] for word in _SYNONYMS[key] if word in leaves]
+    near += [leaves[name] for name in _SYNONYMS[key] if name in leaves]
     shown = ", ".join(map(repr, names[:_MAX_NAMES])) or "none"
     raise ValueError(
         f"{where}: no column {path!r}; it has {shown}. Name the right one with ?{key}=COLUMN"

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rl.data.rows import parse_json, read_at_most
+from rl.data.rows import parse_json, read_bounded
 
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "json": ".json", "datasets": ".arrow"}
 FORMATS = tuple(SUFFIXES)
@@ -30,7 +30,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
+_SPLIT_NAMES = {name: split for split, names in _SPLITS.items() for name in names}
 
 
 Files = tuple[str, tuple[Path, ...]]  # a format (a key of SUFFIXES), and the files of a task
@@ -39,13 +39,13 @@ Files = tuple[str, tuple[Path, ...]]  # a format (a key of SUFFIXES), and the fi
 def find(target: str, split: str | None, formats: Sequence[str], skip: str = "") -> Files:
     """Return the files that `target` names, of `split` alone if it is given.
 
-    They are of one of the `formats`, the likeliest of which is the first; a search leaves out
-    names with the word `skip`. Without a split, a folder with files of several gives `train`.
+    They have one of the `formats`, the earliest there is; a search leaves out names that
+    contain `skip`. Without a split, a folder with files of several gives `train`.
     Raises FileNotFoundError or ValueError, which list the files that are there instead.
     """
-    path = Path(target).expanduser()  # RuntimeError: ~nobody
+    path = Path(target).expanduser()  # RuntimeError: no such user
     if path.is_file():
-        return _format_of(path, formats), _of_split([path], path.parent, split, True)
+        return _check_format(path, formats), _select_split([path], path.parent, split, True)
     if path.is_dir():
         return _in_folder(path, split, formats, skip)
     if any(character in target for character in "*["):
@@ -53,7 +53,7 @@ def find(target: str, split: str | None, formats: Sequence[str], skip: str = "")
     raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()})")
 
 
-def _format_of(path: Path, formats: Sequence[str]) -> str:
+def _check_format(path: Path, formats: Sequence[str]) -> str:
     """Return a file's format. Raises ValueError for one that is certainly another."""
     if path.suffix in COMPRESSED:
         raise ValueError(f"{path} is compressed: unpack it first, rows are read by their position")
@@ -91,7 +91,7 @@ def _in_folder(folder: Path, split: str | None, formats: Sequence[str], skip: st
     files = _sorted(_expand(folder, ("**", "*"), skip), tuple(suffixes.values()))
     for form, suffix in suffixes.items():
         if paths := [path for path in files if path.name.endswith(suffix)]:
-            return form, _of_split(paths, folder, split)
+            return form, _select_split(paths, folder, split)
     hint = ""
     if _is_saved(folder):
         hint = f"; datasets:{folder} reads what save_to_disk has written"
@@ -108,13 +108,13 @@ def _matching(pattern: Path, split: str | None, skip: str) -> tuple[Path, ...]:
     matches = _expand(base, pattern.parts[num_plain:], skip) if base.is_dir() else ()
     if not (paths := _sorted(matches)):
         raise FileNotFoundError(f"no file matches {pattern}; in {base} there {_content(base)}")
-    return _of_split(paths, base, split, True)
+    return _select_split(paths, base, split, True)
 
 
 def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
     """Yield what matches `parts` below a folder; `**` is any number of folders, no links.
 
-    As in a shell, only a part that begins with a dot matches hidden names.
+    As in a shell, only a part with a leading dot matches hidden names.
     """
     num_seen, level = 0, [base]
     for number, part in enumerate(parts):
@@ -150,7 +150,7 @@ def _sorted(paths: Iterable[Path], suffixes: tuple[str, ...] = ("",)) -> list[Pa
     return sorted(files)
 
 
-def _of_split(
+def _select_split(
     paths: Sequence[Path], below: Path, split: str | None, is_named: bool = False
 ) -> tuple[Path, ...]:
     """Return the files of a split; by default train's, or all if the user named the files."""
@@ -162,8 +162,8 @@ def _of_split(
         if "train" not in splits:
             raise ValueError(f"{below} has the splits {_listing(splits)}: choose with ?split=")
         return tuple(path for path in paths if names[path] == "train")
-    wanted = _SPLIT_OF.get(split.lower(), split)
-    chosen = tuple(p for p in paths if names[p] == wanted or split.lower() in _words(p.name))
+    wanted = _SPLIT_NAMES.get(split.lower(), split)
+    chosen = tuple(p for p in paths if names[p] == wanted or split.lower() in _parts(p.name))
     if not chosen:
         has = _listing(splits) if splits else f"none in {_listing([p.name for p in paths])}"
         raise FileNotFoundError(f"no file of the split {split!r} in {below}; splits there: {has}")
@@ -171,15 +171,15 @@ def _of_split(
 
 
 def _split_name(path: Path, below: Path) -> str | None:
-    """Return the split in a file's name, or in that of a folder between."""
+    """Return the split in the name of a file, or of a folder between."""
     for part in reversed(path.relative_to(below).parts):
-        for word in _words(part):
-            if word in _SPLIT_OF:
-                return _SPLIT_OF[word]
+        for name in _parts(part):
+            if name in _SPLIT_NAMES:
+                return _SPLIT_NAMES[name]
     return None
 
 
-def _words(name: str) -> list[str]:
+def _parts(name: str) -> list[str]:
     return re.split(r"[^a-z0-9]+", name.lower())
 
 
@@ -240,7 +240,7 @@ def _names(folder: Path, names: Any) -> list[str]:
 def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: was it written by save_to_disk?")
-    found = parse_json(read_at_most(path, MAX_JSON_BYTES), str(path), "a JSON object")
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    value = parse_json(read_bounded(path, MAX_JSON_BYTES), str(path), "a JSON object")
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

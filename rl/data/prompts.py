@@ -54,9 +54,9 @@ class DataOrder:
 @functools.lru_cache(maxsize=4)
 def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     # NumPy promises its bit streams across releases, not Generator.permutation: sort raw
-    # 64-bit words (ties are practically impossible, and the sort is stable).
-    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
-    order = np.argsort(words, kind="stable").astype(np.int64)
+    # 64-bit bits (ties are practically impossible, and the sort is stable).
+    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
+    order = np.argsort(bits, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
 
@@ -77,7 +77,7 @@ def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> t
 def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> tuple[int, ...]:
     """Return the token ids of an example's prompt.
 
-    They are the system prompt (unless the example has its own) and the example's messages, the
+    They are the system prompt (unless the example has one) and the example's messages, the
     last one ending with the suffix once: in the tokenizer's chat template if `Task.chat` says
     so, else joined by blank lines. Raises ValueError, which names the example, for a prompt
     that encodes to nothing or cannot be encoded, and for assistant turns without a template.

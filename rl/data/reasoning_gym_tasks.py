@@ -78,7 +78,7 @@ EXACT_TASKS = frozenset(_EQUALITY) | frozenset(
 # The largest numbers that a spec may set. A field counts parts of a question or digits of a
 # number, unless it is listed: those are numbers in the question.
 _MAX_COUNT = 1_000
-_MAX_OF: Mapping[str, int] = {
+_MAX_BY_FIELD: Mapping[str, int] = {
     **dict.fromkeys("min_value max_value min_factor max_factor max_delta".split(), 10**12),
     **dict.fromkeys("min_base max_base max_target node_range".split(), 10**12),
     **dict.fromkeys("count_bits?min_n count_bits?max_n".split(), 10**12),
@@ -151,9 +151,11 @@ class Procedural:
         form = _FORMS.get(self.name)
         if form is not None and not form.fullmatch(answer) and answer != entry["answer"]:
             return 0.0
-        if self.name == "spell_backward":  # its own sums up letters, past the end of the word
+        if (
+            self.name == "spell_backward"
+        ):  # reasoning-gym's sums up letters, past the end of the word
             return float(answer.lower() == entry["answer"].lower())
-        if self.name == "gsm_symbolic":  # its own misses signs and commas
+        if self.name == "gsm_symbolic":  # reasoning-gym's misses signs and commas
             return float(_decimal(answer) == _decimal(entry["answer"]))
         if self.name == "number_sorting":  # single quotes would send it to its eval fallback
             entry["answer"] = entry["answer"].replace("'", '"')
@@ -205,7 +207,7 @@ def open_procedural(
 def _check_size(value: Any, name: str, field: str) -> None:
     """Raise ValueError for numbers so large that questions would fill the memory."""
     numbers = value if isinstance(value, list | tuple) else [value]
-    limit = _MAX_OF.get(f"{name}?{field}", _MAX_OF.get(field, _MAX_COUNT))
+    limit = _MAX_BY_FIELD.get(f"{name}?{field}", _MAX_BY_FIELD.get(field, _MAX_COUNT))
     for number in numbers:
         if isinstance(number, int | float) and not abs(number) <= limit:
             raise ValueError(
@@ -254,11 +256,11 @@ def _typed(text: str, kind: Any, where: str) -> Any:
         inner = [argument for argument in arguments if argument is not type(None)]
         return None if text.lower() == "none" else _typed(text, inner[0], where)
     if origin is typing.Literal:
-        return _one_of(text, {str(choice): choice for choice in arguments}, where)
+        return _choice(text, {str(choice): choice for choice in arguments}, where)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _one_of(text, {str(member.value): member for member in kind}, where)
+        return _choice(text, {str(member.value): member for member in kind}, where)
     if kind is bool:
-        return _one_of(text.lower(), _BOOLS, where)
+        return _choice(text.lower(), _BOOLS, where)
     if kind is str:
         return text
     sequence = kind if origin is None else origin
@@ -274,7 +276,7 @@ def _typed(text: str, kind: Any, where: str) -> Any:
     raise ValueError(f"{where}: a field of type {kind} cannot be set from a spec; leave it out")
 
 
-def _one_of(text: str, choices: Mapping[str, Any], where: str) -> Any:
+def _choice(text: str, choices: Mapping[str, Any], where: str) -> Any:
     if text not in choices:
         raise ValueError(f"{where}: expected one of {', '.join(choices)}, got {text!r}")
     return choices[text]

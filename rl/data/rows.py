@@ -100,7 +100,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _json_lines(path: Path) -> Part:
-    """Return the lines of a file, of which blank ones are skipped."""
+    """Return the lines of a file, without blank ones."""
     starts, numbers, start = array.array("q"), array.array("q"), 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_ROW_BYTES + 1), b""), 1):
@@ -127,7 +127,7 @@ def _json_lines(path: Path) -> Part:
 
 def _json_file(path: Path) -> Part:
     def read(index: int) -> Any:
-        text = read_at_most(path, MAX_ROW_BYTES)
+        text = read_bounded(path, MAX_ROW_BYTES)
         return parse_json(text, str(path), "one JSON object a file")
 
     return Part(1, read, lambda _: str(path))
@@ -135,7 +135,7 @@ def _json_file(path: Path) -> Part:
 
 def _json_list(path: Path) -> Part:
     """Return the rows of a file with one list, which is held in memory."""
-    text = read_at_most(path, MAX_LIST_BYTES, ": write a longer list as JSON lines")
+    text = read_bounded(path, MAX_LIST_BYTES, ": write a longer list as JSON lines")
     rows = parse_json(text, str(path), "a list of JSON objects")
     return Part(len(rows), rows.__getitem__, lambda index: f"{path} row {index}")
 
@@ -145,7 +145,7 @@ def _holds_list(path: Path) -> bool:
         return file.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
 
 
-def read_at_most(path: Path, max_bytes: int, hint: str = "") -> bytes:
+def read_bounded(path: Path, max_bytes: int, hint: str = "") -> bytes:
     """Return a file's content. Raises ValueError for a larger one."""
     with path.open("rb") as file:
         text = file.read(max_bytes + 1)

@@ -22,7 +22,7 @@ import numpy as np
 
 from models.chat_template import check_variables
 from rl.data import files, reasoning_gym_tasks
-from rl.data.columns import PUBLISHED, Message, check_query, layout_of, read_row
+from rl.data.columns import PUBLISHED, Message, check_query, find_layout, read_row
 from rl.data.rows import open_rows
 from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 
@@ -65,10 +65,10 @@ class TaskConfig:
     generated examples of each procedural task. With `weights`, one per spec, each position of
     the mixture draws its task with that probability; without, the mixture holds every example
     of every task once. More than `stream_above_examples` examples are read, checked and
-    tokenized as a run comes to them, not before it. `chat` says which prompts are put into the
-    tokenizer's chat template, if it has one: `all` of them, a text as the user's message; only
-    `messages`, and texts unchanged; or `none`. The template receives `chat_template_kwargs`,
-    for example (("enable_thinking", False),).
+    tokenized during the run, not before it. `chat` chooses the prompts for the tokenizer's chat
+    template, if it has one: `all` of them, a text as the user's message; only `messages`, and
+    texts unchanged; or `none`. The template receives `chat_template_kwargs`, for example
+    (("enable_thinking", False),).
     """
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
@@ -159,17 +159,17 @@ class Mixture:
             order = np.searchsorted(bounds, draws * bounds[-1], "right").clip(max=len(tasks) - 1)
         else:
             order = np.repeat(np.arange(len(tasks)), lengths)[np.argsort(draws, kind="stable")]
-        self._tasks, self._of = list(tasks), order.astype(np.int32)
+        self._tasks, self._numbers = list(tasks), order.astype(np.int32)
         self._inner = np.empty(len(order), np.int64)
         for number, length in enumerate(lengths):
             drawn = np.flatnonzero(order == number)
             self._inner[drawn] = np.arange(len(drawn)) % length
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> Example:
-        return self._tasks[self._of[index]][int(self._inner[index])]
+        return self._tasks[self._numbers[index]][int(self._inner[index])]
 
 
 class _ProceduralTask:
@@ -229,7 +229,7 @@ class _FileTask:
         self._spec, self._rows = spec, open_rows(*_find(spec))
         if not len(self._rows):
             raise ValueError(f"{spec.text}: the data set is empty; expected at least one example")
-        self._layout = layout_of(spec, self._rows[0])
+        self._layout = find_layout(spec, self._rows[0])
         try:
             self[0]  # reports a wrong column at once
         except ValueError as error:
@@ -254,10 +254,10 @@ def _find(spec: Spec) -> files.Files:
     try:
         check_query(spec)
         split = spec.query.get("split")
-        if spec.kind in PUBLISHED:  # GSM8K has a second edition beside it
+        if spec.kind in PUBLISHED:  # GSM8K has a second edition, with questions in the answers
             return files.find(spec.target, split, files.FORMATS, skip="socratic")
         return files.find(spec.target, split, (spec.kind,))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{spec.text}: {error}") from error
-    except (RuntimeError, ValueError) as error:  # RuntimeError: ~nobody
+    except (RuntimeError, ValueError) as error:  # RuntimeError: no such user
         raise ValueError(f"{spec.text}: {error}") from error

@@ -19,9 +19,9 @@ _MAX_S = 20.0
 def check_rewards(config: RewardConfig, task: Task) -> list[str]:
     """Call every function as a run will, in a worker, within the deadline; return warnings.
 
-    The user's functions get the first example, with its own answer as the completion. The
-    built-in ones get the first 64, each of which they should pay: answers that no response could
-    meet give a warning. Raises ValueError if a function fails, or no answer can be met.
+    The user's functions get the first example, with its answer as the completion. The built-in
+    ones get the first 64, and should pay each: answers that no response could meet give a
+    warning. Raises ValueError if a function fails, or no answer can be met.
     """
     try:
         own = [name for name in config.functions if name not in BUILT_IN]
@@ -101,5 +101,5 @@ def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
 def _only(config: RewardConfig, functions: list[str]) -> RewardConfig:
     """Return the configuration of some of the functions, in one worker."""
     weights = dict(zip(config.functions, config.full_weights, strict=True))
-    kept = tuple(weights[name] for name in functions)
-    return dataclasses.replace(config, functions=tuple(functions), weights=kept, workers=1)
+    selected = tuple(weights[name] for name in functions)
+    return dataclasses.replace(config, functions=tuple(functions), weights=selected, workers=1)

@@ -26,8 +26,8 @@ class RewardConfig:
     deadline_s: of one sample, for all functions together.
     on_failure: if a scorer raises, hangs, dies or returns nonsense, the reward of its sample is
       0 (`zero`), or the sample is left out of the advantages (`skip`).
-    memory_limit_mib: address space of each worker, of which libraries reserve more than they
-      use; None means no limit.
+    memory_limit_mib: address space of each worker; libraries reserve more than they use. None
+      means no limit.
     """
 
     functions: tuple[str, ...] = ("task",)
@@ -97,7 +97,7 @@ def split_user_function(function: str) -> tuple[Path, str]:
     path, _, name = function.rpartition(":")
     try:
         return Path(path).expanduser().absolute(), name
-    except RuntimeError as error:  # ~nobody
+    except RuntimeError as error:  # no such user
         raise ValueError(f"Reward.functions: {function}: {error}") from error
 
 

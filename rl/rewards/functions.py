@@ -75,7 +75,7 @@ class UserFunction:
 def load(function: str, extract: str) -> BuiltIn | UserFunction:
     """Return a reward function by name, importing a user's file.
 
-    Raises what the user's file raises, and ValueError if it lacks the function.
+    Raises the errors of the user's file, and ValueError if it lacks the function.
     """
     if function in BUILT_IN:
         return BuiltIn(function, extract)
@@ -89,8 +89,8 @@ def exact_match(completion: str, answer: str | None, extract: str) -> float | No
     """
     if answer is None:
         return None
-    found, gold = extract_answer(extract, completion), expected_answer(extract, answer)
-    return float(found is not None and _normal(found) == _normal(gold))
+    response, gold = extract_answer(extract, completion), expected_answer(extract, answer)
+    return float(response is not None and _normal(response) == _normal(gold))
 
 
 def _normal(text: str) -> str:
@@ -102,9 +102,9 @@ def task_reward(completion: str, columns: Columns, spec: str, extract: str) -> f
     source = _open_source(spec)
     if source is None:
         return exact_match(completion, columns["answer"], extract)
-    found = extract_answer(extract, completion)
+    response = extract_answer(extract, completion)
     entry = {"answer": columns["answer"], "metadata": columns["metadata"]}
-    return 0.0 if found is None else source.score(found, entry)
+    return 0.0 if response is None else source.score(response, entry)
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,12 +128,12 @@ def math_verify(completion: str, answer: str | None, extract: str) -> float | No
     """
     from math_verify import verify
 
-    found = extract_answer(extract, completion)
-    if answer is None or found is None:
+    response = extract_answer(extract, completion)
+    if answer is None or response is None:
         return None if answer is None else 0.0
     if not (gold := _parse_math(expected_answer(extract, answer))):
         raise ValueError(f"math-verify cannot read the expected answer {answer[-80:]!r}")
-    return float(verify(gold, _parse_math(found), timeout_seconds=None))
+    return float(verify(gold, _parse_math(response), timeout_seconds=None))
 
 
 def _parse_math(text: str) -> list[Any]:

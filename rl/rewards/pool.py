@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 
 class RewardPool(Rewards):
-    """Worker processes behind a queue, each with a thread. Use as a context manager."""
+    """Worker processes that share a queue, each with a thread. Use as a context manager."""
 
     def __init__(
         self, config: RewardConfig, tasks: Sequence[str] = (), startup_s: float = 120.0
     ) -> None:
-        """Raises what `validate(config)` raises, before any process is started.
+        """Raises the errors of `validate(config)`, before any process is started.
 
         Each worker opens `tasks` (specs) when it starts instead of at the first sample;
         `startup_s` limits that, imports included.
@@ -187,7 +187,7 @@ class RewardPool(Rewards):
             if self._error is not None:
                 raise self._error
             try:
-                return self._workers[slot].ask(job)
+                return self._workers[slot].score(job)
             except RewardWorkerError as error:
                 raise self._fail(error) from error.__cause__
             except WorkerStopped as error:

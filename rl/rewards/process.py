@@ -1,6 +1,6 @@
-"""The parent's side of a reward worker process: start, ask, kill.
+"""The parent's side of a reward worker process: start, score, kill.
 
-Invariants: `ask` returns or raises within its limits, whatever the worker does, and its result
+Invariants: `score` returns or raises within its limits, whatever the worker does, and its result
 belongs to that sample: every line carries the ticket of its request.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
 
-MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of all that it starts
+MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
 _REAP_S = 10.0  # a killed process has ended by then, unless it is stuck in the kernel
 _MAX_LINE_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class WorkerProcess:
                 stdin=theirs.fileno(),
                 stdout=2,  # standard error
                 env=_worker_environment(self._mark),
-                start_new_session=True,  # its own group: killed with all that it started
+                start_new_session=True,  # a process group, killed as one
             )
 
     def wait_ready(self) -> None:
@@ -91,7 +91,7 @@ class WorkerProcess:
                 f"a reward worker could not start: {stopped.message} (its own output is above)"
             ) from stopped
 
-    def ask(self, job: bytes) -> list[list[Any]]:
+    def score(self, job: bytes) -> list[list[Any]]:
         """Score one sample: [[value, failure kind, message], ...], one per function.
 
         The worker has to accept the sample within the deadline (5 s at least), which a stopped
@@ -122,9 +122,9 @@ class WorkerProcess:
             raise WorkerStopped("protocol", f"unreadable answer: {error!r}", function) from error
 
     def kill(self) -> None:
-        """End the worker and everything that it started. May be called twice, by any thread.
+        """End the worker and all of its child processes. May be called twice, by any thread.
 
-        On Linux that includes children in sessions of their own; elsewhere those live on.
+        On Linux that includes children in other sessions; elsewhere those live on.
         """
         with self._lock:  # never after the wait: by then the number may be another's
             if self._process.returncode is not None:

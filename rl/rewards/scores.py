@@ -73,9 +73,9 @@ class Rewards(abc.ABC):
     messages: the first message of each (function name, kind), for the log.
     """
 
-    def __init__(self, config: RewardConfig, patience_s: float) -> None:
-        """`patience_s`: all limits of one sample together."""
-        self.config, self._patience_s = config, patience_s
+    def __init__(self, config: RewardConfig, timeout_s: float) -> None:
+        """`timeout_s`: all limits of one sample together."""
+        self.config, self._timeout_s = config, timeout_s
         self.counters: collections.Counter[tuple[str, str]] = collections.Counter()
         self.messages: dict[tuple[str, str], str] = {}
         self._lock = threading.Lock()
@@ -110,16 +110,16 @@ class Rewards(abc.ABC):
     def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
         """Wait for a sample's score; `on_wait` is called meanwhile, and may raise.
 
-        Raises what the future does, and RewardWorkerError if no worker has returned a score for
+        Raises the future's error, and RewardWorkerError if no worker has returned a score for
         longer than all limits of one sample together.
         """
         start_s = time.monotonic()
         while not wait([future], _POLL_S).done:
             if on_wait is not None:
                 on_wait()
-            if time.monotonic() - max(start_s, self._answered_s) > self._patience_s:
+            if time.monotonic() - max(start_s, self._answered_s) > self._timeout_s:
                 raise self._error or RewardWorkerError(
-                    f"no reward worker has answered for {self._patience_s:.0f} s"
+                    f"no reward worker has answered for {self._timeout_s:.0f} s"
                 )
         return future.result()
 

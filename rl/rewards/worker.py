@@ -106,7 +106,7 @@ def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
 
 
 def read_result(result: Any) -> ScoreOutcome:
-    """Check what a function returned for one sample: a list of one finite number or None.
+    """Check a function's result for one sample: a list of one finite number or None.
 
     Arrays and scalars of numpy and the like count as their Python values, True as 1.
     """
@@ -146,8 +146,8 @@ def _describe(error: BaseException) -> str:
 def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
     """Return a hint if an error looks like a lack of memory, which libraries word in many ways."""
     limit = setup["memory_limit_mib"]
-    signs = ("allocate", "MemoryError", "failed to map", "can't start new thread")
-    if limit is None or not any(sign in repr(error) for sign in signs):
+    hints = ("allocate", "MemoryError", "failed to map", "can't start new thread")
+    if limit is None or not any(hint in repr(error) for hint in hints):
         return ""
     return f"; Reward.memory_limit_mib is {limit}: raise it, or set it to None"
 
