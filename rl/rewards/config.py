@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -69,27 +69,19 @@ class RewardConfig:
                 "Reward.memory_limit_mib must be at least 64 (Python itself needs "
                 f"that) or None, got {self.memory_limit_mib}"
             )
-        names = display_names(self.functions)
-        if len(set(names)) != len(names):
+        if len(set(self.names)) != len(self.names):
             raise ValueError(f"Reward.functions names one function twice: {self.functions}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions' names in metrics, `rewards/{name}/...`."""
-        return display_names(self.functions)
+        """The functions' names in metrics: `f` for `PATH.py:f`, unless another is called f too."""
+        short = [function.rpartition(":")[2] for function in self.functions]
+        pairs = zip(short, self.functions, strict=True)
+        return tuple(name if short.count(name) == 1 else function for name, function in pairs)
 
     @property
     def full_weights(self) -> tuple[float, ...]:
         return self.weights or (1.0,) * len(self.functions)
-
-
-def display_names(functions: Sequence[str]) -> tuple[str, ...]:
-    """Shorten `PATH.py:f` to `f`, unless another function is called f too."""
-    short = [function.rpartition(":")[2] for function in functions]
-    return tuple(
-        name if short.count(name) == 1 else function
-        for name, function in zip(short, functions, strict=True)
-    )
 
 
 def split_user_function(function: str) -> tuple[Path, str]:

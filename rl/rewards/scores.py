@@ -70,14 +70,12 @@ class Rewards(abc.ABC):
     counters: failures by (function name, kind); kinds are `raised`, `deadline`, `died`,
       `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`. The name is `sum`
       for a sum that is not finite.
-    messages: the first message of each (function name, kind), for the log.
     """
 
     def __init__(self, config: RewardConfig, timeout_s: float) -> None:
         """`timeout_s`: all limits of one sample together."""
         self.config, self._timeout_s = config, timeout_s
         self.counters: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.messages: dict[tuple[str, str], str] = {}
         self._lock = threading.Lock()
         self._error: RewardWorkerError | None = None
         self._answered_s = 0.0  # on the monotonic clock: when a sample was last finished
@@ -136,14 +134,12 @@ class Rewards(abc.ABC):
 
     def _to_score(self, outcomes: Outcomes) -> Score:
         score = combine(self.config, outcomes)
-        failed = list(zip(self.config.names, outcomes, strict=True))
-        if score.failure is not None and not any(kind for _, (_, kind, _) in failed):
-            failed.append(("sum", [None, "not_finite", score.failure]))
+        pairs = zip(self.config.names, outcomes, strict=True)
+        failed = [(name, kind) for name, (_, kind, _) in pairs if kind is not None]
+        if score.failure is not None and not failed:
+            failed = [("sum", "not_finite")]
         with self._lock:
-            for name, (_, kind, message) in failed:
-                if kind is not None:
-                    self.counters[name, kind] += 1
-                    self.messages.setdefault((name, kind), message)
+            self.counters.update(failed)
         return score
 
 
