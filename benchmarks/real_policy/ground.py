@@ -170,9 +170,8 @@ class Ground:
             return None
         example = question.example
         text = self.tokenizer.decode(t.response_ids)
-        metadata = [example.columns["metadata"]]
-        answer, task = [example.answer], [example.task]
-        return task_reward([text], answer, task, extract=question.of.extract, metadata=metadata)[0]
+        columns = {**example.columns, "answer": example.answer}
+        return task_reward(text, columns, example.task, question.of.extract)
 
     def updated(self, rate: float) -> Params:
         """Return the policy after one GRPO update from its own responses, at this learning rate.

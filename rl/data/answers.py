@@ -1,7 +1,7 @@
 """Extraction of the answer from a completion, by the name of a convention.
 
-Each extractor returns the stripped answer, or None where its marker is absent: no
-answer, which scores 0. The last marker counts; a model may think aloud before it.
+Each extractor returns the stripped answer, or None (which scores 0) without its marker. The
+last marker counts, because a model may think aloud before it.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def hash_mark(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """Return the last number, without thousands separators: `-1,250.5` is -1250.5."""
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
-# A minus sign counts where no digit or letter is before it: `3-2` ends in 2, `= -2` in -2.
+# A minus sign counts unless a digit or letter precedes it: `3-2` ends in 2, `= -2` in -2.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 Extractor = Literal["whole", "last_line", "boxed", "answer_tag", "hash", "last_number"]
@@ -80,12 +80,12 @@ def extract_answer(name: str, text: str) -> str | None:
 
 
 def expected_answer(name: str, answer: str) -> str:
-    """Return the answer to compare with; one with the marker is read as completions are."""
+    """Return the expected answer, extracted as from a completion if it has the marker."""
     return extract_answer(name, answer) or answer
 
 
 def with_marker(name: str, answer: str) -> str:
-    """Return a completion that is nothing but the answer, by the convention `name`."""
+    """Return a completion with only the answer, by the convention `name`."""
     marked = {
         "boxed": f"\\boxed{{{answer}}}",
         "answer_tag": f"<answer>{answer}</answer>",

@@ -1,7 +1,7 @@
-"""Rows of data files as prompts and answers: which columns hold them, and in what form.
+"""Rows of data files as prompts and answers: their columns and forms.
 
-The form is found in the first row and is that of all. Known without being told: text or
-messages in `prompt` or `messages`, verl's `reward_model.ground_truth`, GSM8K and MATH.
+The first row decides for all. Found by default: text or messages in `prompt` or `messages`,
+verl's `reward_model.ground_truth`, GSM8K and MATH.
 """
 
 from __future__ import annotations
@@ -15,32 +15,30 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
-from rl.data.files import Search
-from rl.data.specs import MOST_PROMPT_CHARACTERS, Spec, check_text
+from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Prompt = str | tuple[Message, ...]
 Row = Mapping[str, Any]
 
 _KEYS = ("prompt", "answer", "answer_extract", "split")
-_LAST_TURN = object()  # the answer is the assistant's turn that the messages end with
+_LAST_TURN = object()  # the answer is the assistant's turn at the end of the messages
 _ABSENT = object()
-# Names of arguments of reward functions, which a data column may not have.
-_TAKEN_COLUMNS = ("prompts", "completions", "completion_ids", "task")
-_ALIKE = {
+# Arguments of reward functions, which no data column may be named after.
+_RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "task")
+_SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "messages", "text"),
     "answer": ("ground_truth", "solution", "final_answer", "target", "label", "expected", "gold"),
 }
 _MEDIA = ("images", "image", "audio", "audios", "video", "videos", "tool_calls", "function_call")
-_MOST_NAMES = 40  # of columns, in messages
+_MAX_NAMES = 40  # of columns, in messages
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where prompt and answer stand in a row, as columns or paths `a.b`.
+    """The columns, or paths `a.b`, of prompt and answer; `answer` is None if there are none.
 
-    `answer` is None where there are none. `extract` finds the answer in what stands there;
-    `extract_name` says in messages what it looks for.
+    `extract` returns the answer in the column's text, and `extract_name` is its name in messages.
     """
 
     prompt: str
@@ -49,63 +47,44 @@ class Layout:
     extract_name: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A published data set: what it is searched by, and its layout."""
-
-    search: Search
-    layout: Layout
-
-
 def gsm8k_answer(text: str) -> str | None:
-    """Return the number behind ####, without the commas of its thousands."""
+    """Return the number after ####, without thousands separators."""
     return (hash_mark(text) or "").replace(",", "") or None
 
 
 def math_answer(text: str) -> str | None:
-    r"""Return what the last `\boxed{…}` holds; some solutions have `\fbox{…}` or `\boxed 2`."""
-    found = boxed(text.replace(r"\fbox{", r"\boxed{"))
+    r"""Return the content of the last `\boxed{…}`; some solutions have `\fbox{…}` or `\boxed 2`."""
     bare = re.findall(r"\\boxed\s+([^\s{$]+)", text)
-    return found or (bare[-1].rstrip(".") if bare else None)
+    return boxed(text.replace(r"\fbox{", r"\boxed{")) or (bare[-1].rstrip(".") if bare else None)
 
 
-_FORMATS = ("parquet", "jsonl", "json", "datasets")
-RECIPES: Mapping[str, Recipe] = {
-    "gsm8k": Recipe(
-        Search(_FORMATS, ("main", "grade_school_math"), skip="socratic"),
-        Layout("question", "answer", gsm8k_answer, "####"),
-    ),
-    "math": Recipe(
-        Search(_FORMATS, ("MATH",), deep=True),
-        Layout("problem", "solution", math_answer, r"\boxed{…}"),
-    ),
+PUBLISHED: Mapping[str, Layout] = {  # data sets by the kind of their specs
+    "gsm8k": Layout("question", "answer", gsm8k_answer, "####"),
+    "math": Layout("problem", "solution", math_answer, r"\boxed{…}"),
 }
 
 
-def search_of(spec: Spec) -> Search:
-    """Return how to look for a spec's files; raises ValueError for keys that it cannot have."""
-    keys = ("split",) if spec.kind in RECIPES else _KEYS
+def check_query(spec: Spec) -> None:
+    """Raise ValueError for keys and values that a spec of data files may not have."""
+    keys = ("split",) if spec.kind in PUBLISHED else _KEYS
     for key in spec.query:
         if key not in keys:
             raise ValueError(f"{spec.text}: unknown key {key!r}, expected {', '.join(keys)}")
     if spec.query.get("answer_extract", "whole") not in EXTRACTORS:
         raise ValueError(f"{spec.text}: answer_extract must be one of {', '.join(EXTRACTORS)}")
-    if spec.kind in RECIPES:
-        return RECIPES[spec.kind].search
-    return Search((spec.kind,), deep=spec.kind == "json")
 
 
-def layout_of(spec: Spec, first: Row) -> Layout:
-    """Return the layout of the rows of a spec, of which this is the first."""
-    if spec.kind in RECIPES:
-        return RECIPES[spec.kind].layout
-    query = spec.query
-    prompt = query.get("prompt", "messages" if _only(first, "messages", "prompt") else "prompt")
+def find_layout(spec: Spec, first: Row) -> Layout:
+    """Return the layout of a spec's rows, given the first."""
+    if spec.kind in PUBLISHED:
+        return PUBLISHED[spec.kind]
+    query, has_messages = spec.query, "messages" in first and "prompt" not in first
+    prompt = query.get("prompt", "messages" if has_messages else "prompt")
     answer: Any = query.get("answer", "answer") or None
     if "answer" not in query and "answer" not in first:
         if lookup(first, "reward_model.ground_truth") is not _ABSENT:
             answer = "reward_model.ground_truth"
-        elif _ends_with_assistant(lookup(first, prompt)):
+        elif _is_answered(lookup(first, prompt)):
             answer = _LAST_TURN
     if (name := query.get("answer_extract")) is None:
         return Layout(prompt, answer)
@@ -114,16 +93,16 @@ def layout_of(spec: Spec, first: Row) -> Layout:
 
 def read_row(layout: Layout, row: Row, where: str) -> tuple[Prompt, str | None, dict[str, Any]]:
     """Return a row's prompt, its answer, and its other columns."""
-    prompt = _prompt(_value(row, "prompt", layout.prompt, where), where)
     answer: str | None
+    prompt = _prompt(_value(row, "prompt", layout.prompt, where), where)
     if layout.answer is _LAST_TURN:
-        if isinstance(prompt, str) or prompt[-1]["role"] != "assistant" or len(prompt) == 1:
+        if isinstance(prompt, str) or not _is_answered(prompt) or len(prompt) == 1:
             raise ValueError(
-                f"{where}: expected messages that end with the assistant's answer, as the first "
-                "row's do"
+                f"{where}: expected messages that end with the assistant's answer, as in the first "
+                "row"
             )
         prompt, answer = prompt[:-1], prompt[-1]["content"]
-    elif not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+    elif _is_answered(prompt):
         raise ValueError(
             f"{where}: the prompt ends with a turn of the assistant, who is to answer it: leave "
             "that turn out (or leave the answer column out: then the turn is the answer)"
@@ -131,15 +110,14 @@ def read_row(layout: Layout, row: Row, where: str) -> tuple[Prompt, str | None, 
     else:
         answer = _answer(layout, row, where)
     if layout.extract is not None and answer is not None:
-        found = layout.extract(answer)
-        if found is None:
+        answer = layout.extract(answer)
+        if answer is None:
             raise ValueError(f"{where}: {layout.extract_name} finds nothing in the answer")
-        answer = found
-    check_text(answer or "", f"{where}: the answer", MOST_PROMPT_CHARACTERS)
+    check_text(answer or "", f"{where}: the answer", MAX_PROMPT_CHARACTERS)
     columns = {key: row[key] for key in row if key not in (layout.prompt, layout.answer)}
-    for taken in _TAKEN_COLUMNS:
-        if taken in columns:
-            raise ValueError(f"{where}: rename column {taken!r}; reward functions get that name")
+    for name in _RESERVED_COLUMNS:
+        if name in columns:
+            raise ValueError(f"{where}: rename column {name!r}; reward functions get that name")
     return prompt, answer, columns
 
 
@@ -155,10 +133,6 @@ def lookup(row: Row, path: str) -> Any:
     return value
 
 
-def _only(row: Row, one: str, other: str) -> bool:
-    return one in row and other not in row
-
-
 def _value(row: Row, key: str, path: str, where: str) -> Any:
     value = lookup(row, path)
     if value is not _ABSENT:
@@ -166,8 +140,8 @@ def _value(row: Row, key: str, path: str, where: str) -> Any:
     names = list(_column_names(row))
     near = difflib.get_close_matches(path, names, n=1)
     leaves = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
-    near += [leaves[word] for word in _ALIKE[key] if word in leaves]
-    shown = ", ".join(map(repr, names[:_MOST_NAMES])) or "none"
+    near += [leaves[name] for name in _SYNONYMS[key] if name in leaves]
+    shown = ", ".join(map(repr, names[:_MAX_NAMES])) or "none"
     raise ValueError(
         f"{where}: no column {path!r}; it has {shown}. Name the right one with ?{key}=COLUMN"
         + (f" (perhaps ?{key}={near[0]})" if near else "")
@@ -176,7 +150,7 @@ def _value(row: Row, key: str, path: str, where: str) -> Any:
 
 
 def _column_names(row: Row, before: str = "", depth: int = 0) -> Iterator[str]:
-    """Names of columns, those of nested ones as paths."""
+    """Yield names of columns, and paths of nested ones."""
     for name, value in row.items():
         yield before + str(name)
         if isinstance(value, dict) and depth < 3:
@@ -191,9 +165,8 @@ def _answer(layout: Layout, row: Row, where: str) -> str | None:
         return value
     if isinstance(value, int | float):
         return str(value)
-    inner = ", ".join(
-        f"?answer={layout.answer}.{name}" for name in value if isinstance(value, dict)
-    )
+    names = value if isinstance(value, dict) else ()
+    inner = ", ".join(f"?answer={layout.answer}.{name}" for name in names)
     raise ValueError(
         f"{where}: the answer must be text or a number, got {type(value).__name__}"
         + (f"; perhaps {inner[:200]}" if inner else "")
@@ -205,13 +178,16 @@ def _answer(layout: Layout, row: Row, where: str) -> str | None:
 
 def _prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, str) and value:
-        check_text(value, f"{where}: the prompt", MOST_PROMPT_CHARACTERS)
+        check_text(value, f"{where}: the prompt", MAX_PROMPT_CHARACTERS)
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return tuple(_message(item, where) for item in value)
-    raise ValueError(
-        f"{where}: the prompt must be text or a list of {{role, content}} messages, got "
-        f"{json.dumps(value)[:80]}"
+    raise _no_prompt(json.dumps(value), where)
+
+
+def _no_prompt(shown: str, where: str) -> ValueError:
+    return ValueError(
+        f"{where}: the prompt must be text or a list of {{role, content}} messages, got {shown:.80}"
     )
 
 
@@ -223,14 +199,11 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError(
-            f"{where}: the prompt must be text or a list of {{role, content}} messages, got the "
-            f"message {json.dumps(item)[:80]}"
-        )
+        raise _no_prompt(f"the message {json.dumps(item)}", where)
     if role in ("tool", "function"):
         raise ValueError(f"{where}: a message has the role {role!r}; tools are not supported")
     for text in (role, content):
-        check_text(text, f"{where}: the prompt", MOST_PROMPT_CHARACTERS)
+        check_text(text, f"{where}: the prompt", MAX_PROMPT_CHARACTERS)
     return {"role": role, "content": content}
 
 
@@ -242,13 +215,14 @@ def _part(part: Any, where: str) -> str:
     raise ValueError(f"{where}: a message has a part of type {kind!r:.80}; only text is supported")
 
 
-def _ends_with_assistant(value: Any) -> bool:
-    last = value[-1] if isinstance(value, list) and value else None
+def _is_answered(turns: Any) -> bool:
+    """Return whether messages end with a turn of the assistant."""
+    last = turns[-1] if isinstance(turns, list | tuple) and turns else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Return a key that prompts share which differ in case, white space or system message alone."""
-    turns = () if isinstance(prompt, str) else prompt
-    texts = [m["content"] for m in turns if m["role"] != "system"] if turns else [str(prompt)]
+    """Return a key of a prompt without its case, white space and system message."""
+    turns = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    texts = [turn["content"] for turn in turns if turn.get("role") != "system"]
     return " ".join(" ".join(texts).split()).casefold()

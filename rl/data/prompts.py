@@ -1,19 +1,18 @@
 """The examples that a step trains on, and the tokens of their prompts.
 
-Invariant: the order is a pure function of (seed, cursor). The cursor, a count of
-examples consumed so far, is all that a checkpoint keeps of it.
+Invariant: the order is a pure function of (seed, cursor). The cursor counts the examples
+consumed so far; a checkpoint saves nothing else of the data.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
-from rl.data.tasks import Example, Message, Task, TaskConfig
+from models.tokenizer import Tokenizer
+from rl.data.tasks import Example, Task, TaskConfig
 
 MOST_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
 
@@ -47,18 +46,17 @@ class DataOrder:
         pieces = [np.empty(0, np.int64)]
         while count:
             epoch, start = divmod(cursor, self.num_examples)
-            piece = _permutation(self.num_examples, self.seed, epoch)[start : start + count]
-            pieces.append(piece)
-            cursor, count = cursor + len(piece), count - len(piece)
+            pieces.append(_permutation(self.num_examples, self.seed, epoch)[start : start + count])
+            cursor, count = cursor + len(pieces[-1]), count - len(pieces[-1])
         return np.concatenate(pieces)
 
 
 @functools.lru_cache(maxsize=4)
 def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
-    # NumPy promises its bit streams, not Generator.permutation, across releases:
-    # so we sort raw 64-bit words (ties are practically impossible, and the sort is stable).
-    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
-    order = np.argsort(words, kind="stable").astype(np.int64)
+    # NumPy promises its bit streams across releases, not Generator.permutation: sort raw
+    # 64-bit bits (ties are practically impossible, and the sort is stable).
+    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
+    order = np.argsort(bits, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
 
@@ -66,7 +64,7 @@ def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> tuple[Example, ...]:
     """Return the `count` examples of the step at `cursor`; the next cursor is cursor + count.
 
-    Raises ValueError where the order was made for another number of examples.
+    Raises ValueError if the order is of another number of examples.
     """
     if len(task) != order.num_examples:
         raise ValueError(
@@ -76,38 +74,18 @@ def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> t
     return tuple(task[int(index)] for index in order.indices(cursor, count))
 
 
-class PromptTokenizer(Protocol):
-    """The part of models.tokenizer that prompts need."""
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> list[int]: ...
-
-
-def encode_prompt(
-    tokenizer: PromptTokenizer, example: Example, config: TaskConfig
-) -> tuple[int, ...]:
+def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> tuple[int, ...]:
     """Return the token ids of an example's prompt.
 
-    In a chat template they are the system prompt (unless the example has its own) and the
-    example's messages, the last one ending with the suffix once; without, the same texts joined
-    by blank lines. `Task.chat` says for which prompts a tokenizer's template is used. Raises
-    ValueError, which names the example, for a prompt that encodes to nothing or cannot be
-    encoded, and for assistant turns without a chat template to mark them.
+    They are the system prompt (unless the example has one) and the example's messages, the
+    last one ending with the suffix once: in the tokenizer's chat template if `Task.chat` says
+    so, else joined by blank lines. Raises ValueError, which names the example, for a prompt
+    that encodes to nothing or cannot be encoded, and for assistant turns without a template.
     """
     messages = _messages(example, config.system_prompt, config.prompt_suffix)
-    plain = isinstance(example.prompt, str)
-    in_template = tokenizer.has_chat_template and config.uses_template(plain=plain)
+    uses_template = config.uses_template(is_plain=isinstance(example.prompt, str))
     try:
-        if in_template:
+        if tokenizer.has_chat_template and uses_template:
             variables = dict(config.chat_template_kwargs)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
         else:
@@ -119,7 +97,7 @@ def encode_prompt(
     return tuple(int(token) for token in ids)
 
 
-def _encode_plainly(tokenizer: PromptTokenizer, messages: list[dict[str, str]]) -> list[int]:
+def _encode_plainly(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
     if any(message["role"] not in ("system", "user") for message in messages):
         raise ValueError(
             "the prompt has assistant turns, but no chat template to mark them: expected a "

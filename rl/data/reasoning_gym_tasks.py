@@ -1,13 +1,12 @@
 """Procedural tasks from reasoning-gym: the safe ones, and their configuration by a spec.
 
-Invariants: entry i is a function of (seed, i) alone, in every process; no scorer
-here hands the model's text to `eval`, `exec` or sympy's `parse_expr`; rewards are 0 to 1,
-and 1 for right answers only. Which task pays what is a table in docs/rewards.md.
+Invariants: entry i is a function of (seed, i) alone, in every process; no scorer passes the
+model's text to `eval`, `exec` or sympy's `parse_expr`; rewards are 0 to 1, and 1 for right
+answers only. docs/rewards.md has a table of rewards by task.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import decimal
 import difflib
@@ -21,7 +20,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 PREFIX = "reasoning_gym:"
@@ -32,30 +31,26 @@ REVIEWED_VERSION = "0.1.25"
 # any PYTHONHASHSEED, an entry's own answer scores 1.0 after a trip through JSON (except
 # base_conversion's of 0, which is empty: set min_value=1), and no garbage scores 1. The
 # tests repeat the probe with `eval`, `exec` and `parse_expr` booby-trapped while scoring.
-_EQUALITY = (  # the base class: equality, or the share of the text that is the answer
-    *("acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation"),
-    *("caesar_cipher", "count_bits", "count_primes", "course_schedule", "gcd", "largest_island"),
-    *("lcm", "leg_counting", "letter_counting", "list_functions", "mahjong_puzzle", "maze"),
-    *("modulo_grid", "number_filtering", "number_sequence", "rotate_matrix", "rotten_oranges"),
-    *("simple_equations", "simple_geometry", "string_manipulation", "string_splitting"),
-    *("string_synthesis", "syllogism", "word_sequence_reversal"),
-)
-_STRINGS = (  # their own scorer, which compares strings, words or letters
-    *("ab", "circuit_logic", "color_cube_rotation", "dice", "family_relationships"),
-    *("knights_knaves", "manipulate_matrix", "mini_sudoku", "needle_haystack"),
-    *("palindrome_generation", "path_star", "quantum_lock", "self_reference"),
-    *("sentence_reordering", "shortest_path", "spell_backward", "word_sorting"),
-)
-_NUMBERS = (  # their own scorer, which reads numbers by int, float, Decimal or json
-    *("calendar_arithmetic", "chain_sum", "cryptarithm"),
-    *("decimal_arithmetic", "decimal_chain_sum", "fraction_simplification", "gsm_symbolic"),
-    *("number_format", "number_sorting", "polynomial_equations", "power_function"),
-    *("prime_factorization", "products", "rectangle_count"),
-)
-SAFE_TASKS = tuple(sorted(_EQUALITY + _STRINGS + _NUMBERS))
+# By the base class's scorer: equality, or the share of the text that is the answer.
+_EQUALITY = """
+    acre aiw arc_1d base_conversion basic_arithmetic binary_alternation caesar_cipher count_bits
+    count_primes course_schedule gcd largest_island lcm leg_counting letter_counting
+    list_functions mahjong_puzzle maze modulo_grid number_filtering number_sequence rotate_matrix
+    rotten_oranges simple_equations simple_geometry string_manipulation string_splitting
+    string_synthesis syllogism word_sequence_reversal
+""".split()
+# By scorers that compare strings, words or letters, or read numbers by int, float, Decimal or json.
+_OWN_SCORER = """
+    ab calendar_arithmetic chain_sum circuit_logic color_cube_rotation cryptarithm
+    decimal_arithmetic decimal_chain_sum dice family_relationships fraction_simplification
+    gsm_symbolic knights_knaves manipulate_matrix mini_sudoku needle_haystack number_format
+    number_sorting palindrome_generation path_star polynomial_equations power_function
+    prime_factorization products quantum_lock rectangle_count self_reference sentence_reordering
+    shortest_path spell_backward word_sorting
+""".split()
+SAFE_TASKS = tuple(sorted(_EQUALITY + _OWN_SCORER))
 
-# The form of answers that may be paid, where the task's own scorer also pays for other
-# text around the answer.
+# The form of answers that may be paid, if the task's own scorer accepts other text around them.
 _DECIMAL = r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]*)?"
 _FRACTION = (
     r"(\$\s*)?(-?[0-9]+\s*/\s*[0-9]+|\\d?frac\s*\{\s*[0-9]+\s*\}\s*\{\s*[0-9]+\s*\})(\s*\$)?"
@@ -76,21 +71,20 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
 }
 # These pay 1 or 0: their partial marks are for a part of the answer's text, or for the answer
 # within other text.
-EXACT_TASKS = frozenset(_EQUALITY) | {
-    *("chain_sum", "fraction_simplification", "gsm_symbolic", "knights_knaves"),
-    *("products", "spell_backward"),
-}
+EXACT_TASKS = frozenset(_EQUALITY) | frozenset(
+    "chain_sum fraction_simplification gsm_symbolic knights_knaves products spell_backward".split()
+)
 
 # The largest numbers that a spec may set. A field counts parts of a question or digits of a
 # number, unless it is listed: those are numbers in the question.
-_MOST = 1_000
-_MOST_OF: Mapping[str, int] = {
-    **dict.fromkeys(("min_value", "max_value", "min_factor", "max_factor", "max_delta"), 10**12),
-    **dict.fromkeys(("min_base", "max_base", "max_target", "node_range"), 10**12),
-    **dict.fromkeys(("count_bits?min_n", "count_bits?max_n"), 10**12),
-    **dict.fromkeys(("number_format?min_n", "number_format?max_n"), 10**12),
-    **dict.fromkeys(("count_primes?min_n", "count_primes?max_n"), 10**6),  # it fills a sieve
-    **dict.fromkeys(("year", "leap_year_range", "offset_upper_bound", "max_iterations"), 10**4),
+_MAX_COUNT = 1_000
+_MAX_BY_FIELD: Mapping[str, int] = {
+    **dict.fromkeys("min_value max_value min_factor max_factor max_delta".split(), 10**12),
+    **dict.fromkeys("min_base max_base max_target node_range".split(), 10**12),
+    **dict.fromkeys("count_bits?min_n count_bits?max_n".split(), 10**12),
+    **dict.fromkeys("number_format?min_n number_format?max_n".split(), 10**12),
+    **dict.fromkeys("count_primes?min_n count_primes?max_n".split(), 10**6),  # it fills a sieve
+    **dict.fromkeys("year leap_year_range offset_upper_bound max_iterations".split(), 10**4),
 }
 
 _EVAL = "its scorer runs the model's text through eval"
@@ -124,9 +118,9 @@ def check_name(name: str) -> None:
             "gcd or chain_sum (rl.data.reasoning_gym_tasks.SAFE_TASKS lists all)"
         )
     close = difflib.get_close_matches(name, SAFE_TASKS, n=1)
-    mend = f"did you mean {PREFIX}{close[0]}?" if close else "for example reasoning_gym:gcd"
+    hint = f"did you mean {PREFIX}{close[0]}?" if close else "for example reasoning_gym:gcd"
     raise ValueError(
-        f"{PREFIX}{name} is not on the list of {len(SAFE_TASKS)} reviewed tasks; {mend}"
+        f"{PREFIX}{name} is not on the list of {len(SAFE_TASKS)} reviewed tasks; {hint}"
     )
 
 
@@ -148,18 +142,20 @@ class Procedural:
         return json.loads(json.dumps(entry, default=str))
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """Score an extracted answer from 0 to 1, with 1 for right answers only.
+        """Score an extracted answer by the task's own verifier, from 0 to 1.
 
-        The score is that of the task's own verifier, 1 or 0 for `EXACT_TASKS`. Text that the
-        verifier cannot read is a wrong answer: 0.
+        1 is for right answers only, 0 also for text that the verifier cannot read; `EXACT_TASKS`
+        score nothing between.
         """
         entry = dict(entry)
         form = _FORMS.get(self.name)
         if form is not None and not form.fullmatch(answer) and answer != entry["answer"]:
             return 0.0
-        if self.name == "spell_backward":  # its own sums up letters, past the end of the word
+        if (
+            self.name == "spell_backward"
+        ):  # reasoning-gym's sums up letters, past the end of the word
             return float(answer.lower() == entry["answer"].lower())
-        if self.name == "gsm_symbolic":  # its own misses signs and commas
+        if self.name == "gsm_symbolic":  # reasoning-gym's misses signs and commas
             return float(_decimal(answer) == _decimal(entry["answer"]))
         if self.name == "number_sorting":  # single quotes would send it to its eval fallback
             entry["answer"] = entry["answer"].replace("'", '"')
@@ -183,7 +179,7 @@ def open_procedural(
     """Open a task by name; `query` holds text values for its config's fields.
 
     Raises ValueError for a task off the allow-list, an unknown field or a value of
-    the wrong type, ImportError where reasoning-gym is not installed.
+    the wrong type, ImportError if reasoning-gym is not installed.
     """
     check_name(name)
     dataset_class, config_class = _registered(name)
@@ -194,8 +190,8 @@ def open_procedural(
             raise ValueError(f"{PREFIX}{name}?seed={text}: set Run.seed instead")
         if field not in fields:
             close = difflib.get_close_matches(field, fields, n=1)
-            mend = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(fields))}"
-            raise ValueError(f"{PREFIX}{name} has no field {field!r}; {mend}")
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(fields))}"
+            raise ValueError(f"{PREFIX}{name} has no field {field!r}; {hint}")
         values[field] = _typed(text, fields[field], f"{PREFIX}{name}?{field}")
         _check_size(values[field], name, field)
     # Entry i draws from Random(seed + i): close seeds would share almost all entries.
@@ -211,16 +207,16 @@ def open_procedural(
 def _check_size(value: Any, name: str, field: str) -> None:
     """Raise ValueError for numbers so large that questions would fill the memory."""
     numbers = value if isinstance(value, list | tuple) else [value]
-    most = _MOST_OF.get(f"{name}?{field}", _MOST_OF.get(field, _MOST))
+    limit = _MAX_BY_FIELD.get(f"{name}?{field}", _MAX_BY_FIELD.get(field, _MAX_COUNT))
     for number in numbers:
-        if isinstance(number, int | float) and not abs(number) <= most:
+        if isinstance(number, int | float) and not abs(number) <= limit:
             raise ValueError(
-                f"{PREFIX}{name}?{field}: expected at most {most:,} in size, got {number}"
+                f"{PREFIX}{name}?{field}: expected at most {limit:,} in size, got {number}"
             )
 
 
 class _LateModule(types.ModuleType):
-    """A module that is imported when something of it is first asked for."""
+    """A module that is imported on the first access to an attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -228,32 +224,24 @@ class _LateModule(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-@contextlib.contextmanager
-def _late(name: str) -> Iterator[None]:
-    """Modules that import the module `name` in this block get one that is imported later."""
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = _LateModule(name)
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-
-
 @functools.cache
 def _registered(name: str) -> tuple[type, type]:
-    mend = f"pip install reasoning-gym=={REVIEWED_VERSION}"
+    hint = f"pip install reasoning-gym=={REVIEWED_VERSION}"
+    is_late = "cellpylib" not in sys.modules  # of a task that is not offered; imports matplotlib
+    if is_late:
+        sys.modules["cellpylib"] = _LateModule("cellpylib")
     try:
         version = importlib.metadata.version("reasoning-gym")
-        with _late("cellpylib"):  # of a task that is not offered; brings matplotlib along
-            from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:  # PackageNotFoundError is one
-        raise ImportError(f"{PREFIX}{name} needs the package reasoning-gym: {mend}") from error
+        raise ImportError(f"{PREFIX}{name} needs the package reasoning-gym: {hint}") from error
+    finally:
+        if is_late:
+            del sys.modules["cellpylib"]
     if version != REVIEWED_VERSION:  # another version's scorers may evaluate text
         raise ImportError(
             f"{PREFIX}{name}: expected reasoning-gym {REVIEWED_VERSION}, whose scorers were "
-            f"reviewed, got {version}: {mend}"
+            f"reviewed, got {version}: {hint}"
         )
     return DATASETS[name]
 
@@ -268,11 +256,11 @@ def _typed(text: str, kind: Any, where: str) -> Any:
         inner = [argument for argument in arguments if argument is not type(None)]
         return None if text.lower() == "none" else _typed(text, inner[0], where)
     if origin is typing.Literal:
-        return _one_of(text, {str(choice): choice for choice in arguments}, where)
+        return _choice(text, {str(choice): choice for choice in arguments}, where)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _one_of(text, {str(member.value): member for member in kind}, where)
+        return _choice(text, {str(member.value): member for member in kind}, where)
     if kind is bool:
-        return _one_of(text.lower(), _BOOLS, where)
+        return _choice(text.lower(), _BOOLS, where)
     if kind is str:
         return text
     sequence = kind if origin is None else origin
@@ -288,7 +276,7 @@ def _typed(text: str, kind: Any, where: str) -> Any:
     raise ValueError(f"{where}: a field of type {kind} cannot be set from a spec; leave it out")
 
 
-def _one_of(text: str, choices: Mapping[str, Any], where: str) -> Any:
+def _choice(text: str, choices: Mapping[str, Any], where: str) -> Any:
     if text not in choices:
         raise ValueError(f"{where}: expected one of {', '.join(choices)}, got {text!r}")
     return choices[text]

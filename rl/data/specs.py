@@ -1,4 +1,4 @@
-"""Specs of tasks, `kind:target?key=value&…` or `NAME=kind:…`, taken apart and bounded."""
+"""Specs of tasks, `kind:target?key=value&…` or `NAME=kind:…`, parsed and bounded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rl.data import reasoning_gym_tasks
 
 KINDS = ("reasoning_gym", "jsonl", "parquet", "json", "datasets", "gsm8k", "math")
 
-MOST_SPEC_CHARACTERS = 10_000
-MOST_PROMPT_CHARACTERS = 1_000_000
+MAX_SPEC_CHARACTERS = 10_000
+MAX_PROMPT_CHARACTERS = 1_000_000
 
 _NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
 
@@ -31,16 +31,16 @@ class Spec:
 
 def parse_spec(text: str) -> Spec:
     """Parse a spec; raises ValueError for an unknown kind, a bad query or task name."""
-    check_text(text, "a task", MOST_SPEC_CHARACTERS)
+    check_text(text, "a task", MAX_SPEC_CHARACTERS)
     named = _NAMED.fullmatch(text)
     name, source = named.groups() if named else (text, text)
     head, _, tail = source.partition("?")
     kind, colon, target = head.partition(":")
     if not colon or kind not in KINDS or not target:
         close = difflib.get_close_matches(kind, KINDS, n=1)
-        mend = f"did you mean {close[0]}:…?" if close else "for example reasoning_gym:gcd"
+        hint = f"did you mean {close[0]}:…?" if close else "for example reasoning_gym:gcd"
         raise ValueError(
-            f"task {text!r}: expected one of {', '.join(KINDS)}, a colon and a name or path; {mend}"
+            f"task {text!r}: expected one of {', '.join(KINDS)}, a colon and a name or path; {hint}"
         )
     query: dict[str, str] = {}
     for part in tail.split("&") if tail else ():
@@ -53,16 +53,16 @@ def parse_spec(text: str) -> Spec:
     return Spec(text, name, kind, target, query)
 
 
-def check_text(text: str, where: str, most_characters: int) -> None:
+def check_text(text: str, where: str, max_characters: int) -> None:
     """Raise ValueError for text that is too long, or not Unicode."""
-    if len(text) > most_characters:
+    if len(text) > max_characters:
         raise ValueError(
-            f"{where}: expected at most {most_characters:,} characters, got {len(text):,}"
+            f"{where}: expected at most {max_characters:,} characters, got {len(text):,}"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where}: not Unicode: half of a surrogate pair, {text[error.start]!r}, stands at "
-            f"character {error.start}"
+            f"{where}: not Unicode: half of a surrogate pair, {text[error.start]!r}, at character "
+            f"{error.start}"
         ) from error

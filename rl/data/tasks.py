@@ -22,24 +22,23 @@ import numpy as np
 
 from models.chat_template import check_variables
 from rl.data import files, reasoning_gym_tasks
-from rl.data.columns import RECIPES, Message, layout_of, read_row, search_of
+from rl.data.columns import PUBLISHED, Message, check_query, find_layout, read_row
 from rl.data.rows import open_rows
-from rl.data.specs import MOST_PROMPT_CHARACTERS, Spec, check_text, parse_spec
+from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 
-MOST_EXAMPLES = 1_000_000  # of a generated task
-MOST_VARIABLES = 32  # of a chat template
-MOST_ADDED_CHARACTERS = 100_000  # to every prompt, by the configuration
+MAX_EXAMPLES = 1_000_000  # of a generated task
+MAX_VARIABLES = 32  # of a chat template
+MAX_ADDED_CHARACTERS = 100_000  # to every prompt, by the configuration
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """One prompt and what is needed to score a response to it.
+    """One prompt and the data that scores a response to it.
 
-    `example_id` is the same in every epoch and every resumed run. `prompt` is the
-    question as text, or chat messages. `columns` is JSON-able: what the task's
-    verifier needs (reasoning-gym's `metadata`) and the data file's other columns.
-    Reward functions receive them with `answer` and `task` added over them. `task` is the
-    task's name, by default its spec; `spec` opens it (empty: `task` does).
+    `example_id` is the same in every epoch and every resumed run. `prompt` is text or chat
+    messages. `columns` is JSON-able: reasoning-gym's `metadata`, or the data file's other
+    columns. Reward functions receive them with `answer` and `task` added over them. `task` is
+    the task's name, by default its spec; `spec` opens it (empty: `task` does).
     """
 
     example_id: str
@@ -62,14 +61,13 @@ class Task(Protocol):
 class TaskConfig:
     """Section `Task`: what to train on.
 
-    A spec is `kind:target?key=value`, or `NAME=kind:…` to have the task called NAME.
-    `size` counts the generated examples of each procedural task. With `weights`,
-    one per spec, each position of the mixture draws its task with that probability;
-    without, the mixture holds every example of every task once. More than
-    `stream_above_examples` examples are read, checked and tokenized as a run comes to them,
-    not before it. `chat` says which prompts are put into the tokenizer's chat template, if it
-    has one: `all` of them, a text as the user's message; those that are `messages`, and texts
-    as they stand; or `none`. The template is given `chat_template_kwargs`, for example
+    A spec is `kind:target?key=value`, or `NAME=kind:…` to name the task. `size` counts the
+    generated examples of each procedural task. With `weights`, one per spec, each position of
+    the mixture draws its task with that probability; without, the mixture holds every example
+    of every task once. More than `stream_above_examples` examples are read, checked and
+    tokenized during the run, not before it. `chat` chooses the prompts for the tokenizer's chat
+    template, if it has one: `all` of them, a text as the user's message; only `messages`, and
+    texts unchanged; or `none`. The template receives `chat_template_kwargs`, for example
     (("enable_thinking", False),).
     """
 
@@ -82,9 +80,9 @@ class TaskConfig:
     chat: Literal["all", "messages", "none"] = "all"
     chat_template_kwargs: tuple[tuple[str, bool | int | float | str | None], ...] = ()
 
-    def uses_template(self, *, plain: bool) -> bool:
+    def uses_template(self, *, is_plain: bool) -> bool:
         """Return whether a prompt, plain text or messages, belongs into a chat template."""
-        return self.chat == "all" or (self.chat == "messages" and not plain)
+        return self.chat == "all" or (self.chat == "messages" and not is_plain)
 
     def __post_init__(self) -> None:
         if not self.specs:
@@ -95,9 +93,9 @@ class TaskConfig:
             )
         if any(not 0 < weight < float("inf") for weight in self.weights):
             raise ValueError(f"Task.weights must be positive and finite, got {self.weights}")
-        if not 1 <= self.size <= MOST_EXAMPLES:
+        if not 1 <= self.size <= MAX_EXAMPLES:
             raise ValueError(
-                f"Task.size must be 1 to {MOST_EXAMPLES:,} examples of each task, got {self.size}"
+                f"Task.size must be 1 to {MAX_EXAMPLES:,} examples of each task, got {self.size}"
             )
         if self.stream_above_examples < 0:
             raise ValueError(
@@ -107,7 +105,7 @@ class TaskConfig:
             raise ValueError(f"Task.chat must be 'all', 'messages' or 'none', got {self.chat!r}")
         _check_variables(self.chat_template_kwargs)
         for field in ("system_prompt", "prompt_suffix"):
-            check_text(getattr(self, field) or "", f"Task.{field}", MOST_ADDED_CHARACTERS)
+            check_text(getattr(self, field) or "", f"Task.{field}", MAX_ADDED_CHARACTERS)
         names = [parse_spec(spec).name for spec in self.specs]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(
@@ -136,11 +134,11 @@ def open_tasks(config: TaskConfig, seed: int) -> Task:
 def data_files(spec: str) -> tuple[Path, ...]:
     """Return the files that a task is read from; none of a generated one."""
     parsed = parse_spec(spec)
-    return () if parsed.kind == "reasoning_gym" else _found(parsed).paths
+    return () if parsed.kind == "reasoning_gym" else _find(parsed)[1]
 
 
 def data_digest(config: TaskConfig) -> str:
-    """Return a hash of the data files; the same as long as they hold the same."""
+    """Return a hash of the data files' names, sizes and contents."""
     digests = (files.digest(data_files(spec)) for spec in config.specs)
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -148,31 +146,30 @@ def data_digest(config: TaskConfig) -> str:
 class Mixture:
     """Several tasks as one, in an order fixed by the seed.
 
-    A task that is drawn more often than it is long starts again from its first example.
+    After its last example a task starts again from its first.
     """
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int) -> None:
-        # Only random() itself is promised to draw the same on every Python.
+        # Python promises only random() itself to draw the same in every version.
         rng = random.Random(f"reprise mixture {seed}")
         lengths = [len(task) for task in tasks]
         draws = np.array([rng.random() for _ in range(sum(lengths))])
         if weights:
             bounds = list(itertools.accumulate(weights))
-            last = len(tasks) - 1
-            order = np.minimum(np.searchsorted(bounds, draws * bounds[-1], "right"), last)
+            order = np.searchsorted(bounds, draws * bounds[-1], "right").clip(max=len(tasks) - 1)
         else:
             order = np.repeat(np.arange(len(tasks)), lengths)[np.argsort(draws, kind="stable")]
-        self._tasks, self._of = list(tasks), order.astype(np.int32)
+        self._tasks, self._numbers = list(tasks), order.astype(np.int32)
         self._inner = np.empty(len(order), np.int64)
         for number, length in enumerate(lengths):
             drawn = np.flatnonzero(order == number)
             self._inner[drawn] = np.arange(len(drawn)) % length
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> Example:
-        return self._tasks[self._of[index]][int(self._inner[index])]
+        return self._tasks[self._numbers[index]][int(self._inner[index])]
 
 
 class _ProceduralTask:
@@ -187,11 +184,10 @@ class _ProceduralTask:
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < self._size:
-            raise IndexError(f"{self._spec.text} has {self._size} examples, asked for {index}")
+            raise IndexError(f"{self._spec.text} has {self._size} examples, not {index}")
         entry = self._source.entry(index)
-        check_text(entry["question"], f"{self._spec.text} #{index}", MOST_PROMPT_CHARACTERS)
+        check_text(entry["question"], f"{self._spec.text} #{index}", MAX_PROMPT_CHARACTERS)
         return Example(
-            # The seed is part of the name: another seed is another example.
             example_id=f"{self._spec.text}@{self._seed}#{index}",
             prompt=entry["question"],
             answer=entry["answer"],
@@ -202,9 +198,9 @@ class _ProceduralTask:
 
 
 def _num_examples(text: str, spec: Spec) -> int:
-    if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MOST_EXAMPLES):
+    if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MAX_EXAMPLES):
         raise ValueError(
-            f"{spec.text[:200]}: size must be a whole number from 1 to {MOST_EXAMPLES:,}, "
+            f"{spec.text[:200]}: size must be a whole number from 1 to {MAX_EXAMPLES:,}, "
             f"got {text[:20]!r}"
         )
     return int(text)
@@ -212,38 +208,35 @@ def _num_examples(text: str, spec: Spec) -> int:
 
 def _check_variables(pairs: Sequence[tuple[str, Any]]) -> None:
     names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"Task.chat_template_kwargs: expected each once, got {twice[0]!r} twice")
-    if len(names) > MOST_VARIABLES:
-        raise ValueError(
-            f"Task.chat_template_kwargs: expected at most {MOST_VARIABLES}, got {len(names)}"
-        )
     try:
+        if len(names) > MAX_VARIABLES:
+            raise ValueError(f"expected at most {MAX_VARIABLES}, got {len(names)}")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"expected each once, got {twice[0]!r} twice")
         check_variables(names)
         json.dumps(dict(pairs), allow_nan=False)
     except ValueError as error:
         raise ValueError(f"Task.chat_template_kwargs: {error}") from error
     for name, value in pairs:
         if isinstance(value, str):
-            check_text(value, f"Task.chat_template_kwargs, {name}", MOST_ADDED_CHARACTERS)
+            check_text(value, f"Task.chat_template_kwargs, {name}", MAX_ADDED_CHARACTERS)
 
 
 class _FileTask:
-    """Rows of data files, each read when it is asked for."""
+    """Rows of data files, read on access."""
 
     def __init__(self, spec: Spec) -> None:
-        self._spec = spec
-        self._rows = open_rows(_found(spec))
+        self._spec, self._rows = spec, open_rows(*_find(spec))
         if not len(self._rows):
             raise ValueError(f"{spec.text}: the data set is empty; expected at least one example")
-        self._layout = layout_of(spec, self._rows[0])
+        self._layout = find_layout(spec, self._rows[0])
         try:
-            self[0]  # so that a wrong column is told at once
+            self[0]  # reports a wrong column at once
         except ValueError as error:
-            if spec.kind not in RECIPES:
+            if spec.kind not in PUBLISHED:
                 raise
-            mend = f"{spec.kind}: reads the published columns; for others write jsonl: or parquet:"
-            raise ValueError(f"{error} ({mend})") from error
+            hint = f"{spec.kind}: reads the published columns; for others write jsonl: or parquet:"
+            raise ValueError(f"{error} ({hint})") from error
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -257,10 +250,14 @@ class _FileTask:
         return Example(f"{text}#{index}", prompt, answer, columns, name, text)
 
 
-def _found(spec: Spec) -> files.Found:
+def _find(spec: Spec) -> files.Files:
     try:
-        return files.find(spec.target, spec.query.get("split"), search_of(spec))
+        check_query(spec)
+        split = spec.query.get("split")
+        if spec.kind in PUBLISHED:  # GSM8K has a second edition, with questions in the answers
+            return files.find(spec.target, split, files.FORMATS, skip="socratic")
+        return files.find(spec.target, split, (spec.kind,))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{spec.text}: {error}") from error
-    except (RuntimeError, ValueError) as error:  # RuntimeError: ~nobody
+    except (RuntimeError, ValueError) as error:  # RuntimeError: no such user
         raise ValueError(f"{spec.text}: {error}") from error

@@ -12,16 +12,16 @@ from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score, ScoreJob
 
-_MOST_ANSWERS = 64
-_MOST_S = 20.0
+_MAX_ANSWERS = 64
+_MAX_S = 20.0
 
 
 def check_rewards(config: RewardConfig, task: Task) -> list[str]:
     """Call every function as a run will, in a worker, within the deadline; return warnings.
 
-    The user's functions get the first example, with its own answer as the completion. The
-    built-in ones get the first 64, each of which they should pay: answers that no response could
-    meet give a warning. Raises ValueError where a function fails, or no answer can be met.
+    The user's functions get the first example, with its answer as the completion. The built-in
+    ones get the first 64, and should pay each: answers that no response could meet give a
+    warning. Raises ValueError if a function fails, or no answer can be met.
     """
     try:
         own = [name for name in config.functions if name not in BUILT_IN]
@@ -39,12 +39,12 @@ def check_rewards(config: RewardConfig, task: Task) -> list[str]:
 
 
 def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
-    first = (task[i] for i in range(min(_MOST_ANSWERS, len(task))))
+    first = (task[i] for i in range(min(_MAX_ANSWERS, len(task))))
     examples = [example for example in first if example.answer is not None]
     scores = _scores(config, examples)
     reasons = {
         example.example_id: reason
-        for example, score in zip(examples, scores, strict=False)  # as many as there was time for
+        for example, score in zip(examples, scores, strict=False)  # fewer if they take long
         if (reason := _why_unpaid(config, example, score)) is not None
     }
     if not reasons:
@@ -58,14 +58,14 @@ def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
 
 
 def _why_unpaid(config: RewardConfig, example: Example, score: Score) -> str | None:
-    """Return why a response with the example's own answer is not paid; None where it is."""
+    """Return why a response with the example's own answer is not paid; None if it is."""
     assert example.answer is not None
     expected = expected_answer(config.extract, example.answer)
     for name, marker in (("hash", "####"), ("answer_tag", "</answer>")):
         if marker in expected and extract_answer(name, expected) is not None:
             return (
                 f"its answer holds {marker}, and Reward.extract is {config.extract!r}: add "
-                f"?answer_extract={name} to the task, so that what stands there is the answer"
+                f"?answer_extract={name} to the task, so that the text there is the answer"
             )
     if score.failure is not None:
         return score.failure
@@ -77,7 +77,7 @@ def _why_unpaid(config: RewardConfig, example: Example, score: Score) -> str | N
             f"Reward.extract={config.extract!r} reads {_short(read or '')} of the answer "
             f"{_short(expected)}: choose another, or ?answer_extract=NAME for the task"
         )
-    return f"the answer {_short(expected)}, given as a response, is paid {dict(score.values)}"
+    return f"the answer {_short(expected)} as a response is paid {dict(score.values)}"
 
 
 def _short(text: str) -> str:
@@ -85,8 +85,8 @@ def _short(text: str) -> str:
 
 
 def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
-    """Score the examples' own answers; fewer of them where they take too long."""
-    limit = time.monotonic() + _MOST_S
+    """Score the examples' own answers; fewer of them if they take too long."""
+    limit = time.monotonic() + _MAX_S
     scores: list[Score] = []
     with RewardPool(config) as pool:
         for example in examples:
@@ -101,5 +101,5 @@ def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
 def _only(config: RewardConfig, functions: list[str]) -> RewardConfig:
     """Return the configuration of some of the functions, in one worker."""
     weights = dict(zip(config.functions, config.full_weights, strict=True))
-    kept = tuple(weights[name] for name in functions)
-    return dataclasses.replace(config, functions=tuple(functions), weights=kept, workers=1)
+    selected = tuple(weights[name] for name in functions)
+    return dataclasses.replace(config, functions=tuple(functions), weights=selected, workers=1)

@@ -1,126 +1,110 @@
-"""Reward functions by name, all with TRL's signature.
+"""Reward functions by name.
 
-    f(prompts, completions, completion_ids, **columns) -> list[float | None]
-
-All arguments are lists with one entry per sample. `columns` holds `answer`, `task`
-and the example's other columns; `task` is a name, and for the built-in functions the
-spec. None means "not applicable to this sample": the sum over functions leaves it out.
-A response without an answer scores 0.
+A built-in function scores one response: a number, or None for "does not apply", which the sum
+over functions leaves out. A response without an answer scores 0. A user's function has TRL's
+signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.data import reasoning_gym_tasks
 from rl.data.answers import expected_answer, extract_answer
 from rl.data.specs import parse_spec
-from rl.rewards.config import split_user_function
+from rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
 
-Values = Sequence[float | None]
+Columns = Mapping[str, Any]  # of the example, with its answer
 
 
-@dataclasses.dataclass(frozen=True)
-class RewardFunction:
-    """A function and the preparation that its deadline does not cover.
+class BuiltIn:
+    """A built-in function, which finds answers by `extract`."""
 
-    `prepare(task_spec)` does the slow first steps (imports, opening a task); it is
-    called once for each spec. `is_user` functions see chat prompts as TRL shows them.
-    """
+    def __init__(self, name: str, extract: str) -> None:
+        self._name, self._extract = name, extract
 
-    function: Callable[..., Values]
-    prepare: Callable[[str], object] = lambda spec: None
-    is_user: bool = False
+    def prepare(self, spec: str) -> None:
+        """Do the slow first steps for a task (cached), which the deadline does not cover."""
+        if self._name == "task":
+            _open_source(spec)
+        elif self._name == "math_verify":
+            _prepare_math()
+
+    def __call__(self, completion: str, columns: Columns, spec: str, **_: Any) -> list[Any]:
+        """Score one sample."""
+        if self._name == "task":
+            return [task_reward(completion, columns, spec, self._extract)]
+        compare = math_verify if self._name == "math_verify" else exact_match
+        return [compare(completion, columns["answer"], self._extract)]
+
+
+class UserFunction:
+    """A function of a user's file, whose lists have one entry."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        parameters = inspect.signature(function).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = None if takes_all else {parameter.name for parameter in parameters}
+
+    def prepare(self, spec: str) -> None:
+        """Do nothing."""
 
     def __call__(
-        self,
-        prompt: Any,
-        completion: str,
-        completion_ids: list[int],
-        columns: Mapping[str, Any],
-        spec: str,
-    ) -> Values:
-        """Score one sample: the function gets lists of length one."""
-        if not self.is_user:
-            columns = {**columns, "task": spec}
-        completions: list[Any] = [completion]
-        if self.is_user and not isinstance(prompt, str):
-            completions = [[{"role": "assistant", "content": completion}]]
-        arguments = {key: [value] for key, value in columns.items()}
-        arguments |= {
-            "prompts": [prompt],
-            "completions": completions,
-            "completion_ids": [completion_ids],
+        self, prompt: Any, completion: str, completion_ids: list[int], columns: Columns, spec: str
+    ) -> Any:
+        """Score one sample; a chat's completion is a message, as in TRL."""
+        message = [{"role": "assistant", "content": completion}]
+        arguments = {
+            **columns,
+            "prompts": prompt,
+            "completions": completion if isinstance(prompt, str) else message,
+            "completion_ids": completion_ids,
         }
-        accepted = _accepted_names(self.function)
-        if accepted is not None:
-            arguments = {key: value for key, value in arguments.items() if key in accepted}
-        return self.function(**arguments)
+        names = arguments if self._names is None else self._names
+        return self._function(**{key: [arguments[key]] for key in arguments if key in names})
 
 
-def load(function: str, extract: str) -> RewardFunction:
+def load(function: str, extract: str) -> BuiltIn | UserFunction:
     """Return a reward function by name, importing a user's file.
 
-    Raises what the user's file raises, and ValueError where it lacks the function.
+    Raises the errors of the user's file, and ValueError if it lacks the function.
     """
-    if function == "task":
-        return RewardFunction(functools.partial(task_reward, extract=extract), _open_source)
-    if function == "exact_match":
-        return RewardFunction(functools.partial(exact_match, extract=extract))
-    if function == "math_verify":
-        return RewardFunction(functools.partial(math_verify, extract=extract), _prepare_math)
-    return RewardFunction(_load_user_function(*split_user_function(function)), is_user=True)
+    if function in BUILT_IN:
+        return BuiltIn(function, extract)
+    return UserFunction(_load_user_function(*split_user_function(function)))
 
 
-def exact_match(
-    completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
-) -> Values:
-    """Return 1 where the extracted answer equals `answer` but for case and spacing, else 0.
+def exact_match(completion: str, answer: str | None, extract: str) -> float | None:
+    """Return 1 if the extracted answer equals `answer` up to case and spacing, else 0.
 
-    An answer that holds the marker of `extract` is read as completions are.
+    An answer with the marker of `extract` is read in the same way as completions.
     """
-    del columns
-    values: list[float | None] = []
-    for completion, text in zip(completions, answer, strict=True):
-        if text is None:
-            values.append(None)
-            continue
-        found, gold = extract_answer(extract, completion), expected_answer(extract, text)
-        values.append(float(found is not None and _normal(found) == _normal(gold)))
-    return values
+    if answer is None:
+        return None
+    response, gold = extract_answer(extract, completion), expected_answer(extract, answer)
+    return float(response is not None and _normal(response) == _normal(gold))
 
 
 def _normal(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-def task_reward(
-    completions: Sequence[str],
-    answer: Sequence[str | None],
-    task: Sequence[str],
-    *,
-    extract: str,
-    **columns: Any,
-) -> Values:
+def task_reward(completion: str, columns: Columns, spec: str, extract: str) -> float | None:
     """Return the task's own score: reasoning-gym's, 0 to 1; exact match for data files."""
-    values: list[float | None] = []
-    for row, (completion, gold, spec) in enumerate(zip(completions, answer, task, strict=True)):
-        source = _open_source(spec)
-        if source is None:
-            values += exact_match([completion], [gold], extract=extract)
-            continue
-        found = extract_answer(extract, completion)
-        entry = {"answer": gold, "metadata": columns["metadata"][row]}
-        values.append(0.0 if found is None else source.score(found, entry))
-    return values
+    source = _open_source(spec)
+    if source is None:
+        return exact_match(completion, columns["answer"], extract)
+    response = extract_answer(extract, completion)
+    entry = {"answer": columns["answer"], "metadata": columns["metadata"]}
+    return 0.0 if response is None else source.score(response, entry)
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,32 +116,24 @@ def _open_source(spec: str) -> reasoning_gym_tasks.Procedural | None:
     return reasoning_gym_tasks.open_procedural(parsed.target, query)
 
 
-def math_verify(
-    completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
-) -> Values:
-    """Return 1 where math-verify finds the extracted answer equal to `answer`, else 0.
+def math_verify(completion: str, answer: str | None, extract: str) -> float | None:
+    """Return 1 if math-verify finds the extracted answer equal to `answer`, else 0.
 
     Raises ValueError for an `answer` that is not mathematics: no response could be right.
     Source: math-verify 0.9, its LaTeX grammar alone (its other parser is sympy's `parse_expr`,
     which evaluates text), with numbers built here, so that no part of an answer is compiled or
-    evaluated (tests/hostile checks it). Its equality is generous: units, words behind a number
-    and subscripts of numbers do not count (`1_0` is 1), nor does the name in `x = 3`. Its SIGALRM
-    time-outs are off: the pool has a deadline.
+    evaluated (tests/hostile checks it). Its equality ignores units, words after a number,
+    subscripts of numbers (`1_0` is 1) and the name in `x = 3`. Its SIGALRM timeouts are off: the
+    pool has a deadline.
     """
     from math_verify import verify
 
-    del columns
-    values: list[float | None] = []
-    for completion, text in zip(completions, answer, strict=True):
-        found = extract_answer(extract, completion)
-        if text is None or found is None:
-            values.append(None if text is None else 0.0)
-            continue
-        gold = _parse_math(expected_answer(extract, text))
-        if not gold:
-            raise ValueError(f"math-verify cannot read the expected answer {text[-80:]!r}")
-        values.append(float(verify(gold, _parse_math(found), timeout_seconds=None)))
-    return values
+    response = extract_answer(extract, completion)
+    if answer is None or response is None:
+        return None if answer is None else 0.0
+    if not (gold := _parse_math(expected_answer(extract, answer))):
+        raise ValueError(f"math-verify cannot read the expected answer {answer[-80:]!r}")
+    return float(verify(gold, _parse_math(response), timeout_seconds=None))
 
 
 def _parse_math(text: str) -> list[Any]:
@@ -176,10 +152,7 @@ def _parse_math(text: str) -> list[Any]:
 
 @functools.cache
 def _math_parser() -> Callable[..., list[Any]]:
-    """Return math-verify's `parse` with its numbers read by `_number`.
-
-    It would give them to sympy.Number, which evaluates text.
-    """
+    """Return math-verify's `parse`, with `_number` for sympy.Number, which evaluates text."""
     from latex2sympy2_extended import latex2sympy2
     from math_verify import parse
 
@@ -195,26 +168,29 @@ def _number(text: str) -> Any:
     return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
 
 
-def _prepare_math(spec: str) -> None:
-    del spec
+@functools.cache
+def _prepare_math() -> None:
     import logging
 
-    # It warns at every start that its time-outs are off, which is on purpose.
+    # It warns at every start that its timeouts are off, which is on purpose.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first parse builds its grammar, the first comparison imports half of sympy.
-    math_verify(["x(x+2)"], ["x^2+2x"], extract="whole")
+    math_verify("x(x+2)", "x^2+2x", "whole")
 
 
-def _load_user_function(path: Path, name: str) -> Callable[..., Values]:
-    function = getattr(_user_module(path), name, None)
+def _load_user_function(path: Path, name: str) -> Callable[..., Any]:
+    module = _user_module(path)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{path} defines no function {name!r}; got {type(function).__name__}")
+        raise ValueError(f"{path} defines no function {name!r}{did_you_mean(name, vars(module))}")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{name} in {path} is async; expected a plain function")
     return function
 
 
 @functools.cache
 def _user_module(path: Path) -> types.ModuleType:
-    """Import a user's file, once for all of its functions."""
+    """Import a user's file once for all of its functions."""
     spec = importlib.util.spec_from_file_location(f"reprise_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
@@ -222,12 +198,3 @@ def _user_module(path: Path) -> types.ModuleType:
     sys.modules[spec.name] = module  # dataclasses and the like look themselves up there
     spec.loader.exec_module(module)
     return module
-
-
-@functools.lru_cache(maxsize=64)
-def _accepted_names(function: Callable[..., Values]) -> frozenset[str] | None:
-    """Return the keyword names that a function takes; None means any."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)

@@ -1,14 +1,13 @@
-"""Scoring in worker processes: `submit` returns at once, and every future is answered.
+"""Scoring in worker processes: `submit` returns at once, and every future gets a result.
 
-A future gets a score or an error that names the mend, or is cancelled by `close`. A scorer that
-raises, hangs, dies or answers nonsense costs its one sample a reward by `RewardConfig.on_failure`,
-is counted, and its worker is replaced where needed. One job is one sample: functions are called
-with lists of length one.
+It is a score or an error that says what to do, or the future is cancelled by `close`. A scorer
+that raises, hangs, dies or returns nonsense costs its one sample a reward by
+`RewardConfig.on_failure`, is counted, and its worker is replaced if needed. One job is one
+sample: functions are called with lists of length one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import time
@@ -31,92 +30,88 @@ from rl.rewards.scores import (
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A sample in the queue; `finish` makes the future's result of its outcomes."""
-
-    body: bytes
-    future: Future[Any]
-    finish: Callable[[Outcomes], Any]
-
-
 class RewardPool(Rewards):
-    """Worker processes behind a queue. Use as a context manager."""
+    """Worker processes that share a queue, each with a thread. Use as a context manager."""
 
     def __init__(
         self, config: RewardConfig, tasks: Sequence[str] = (), startup_s: float = 120.0
     ) -> None:
-        """Raises what `validate(config)` raises, before any process is started.
+        """Raises the errors of `validate(config)`, before any process is started.
 
-        `tasks` (specs) are opened by each worker when it starts instead of at the first
-        sample; `startup_s` limits that, imports included.
+        Each worker opens `tasks` (specs) when it starts instead of at the first sample;
+        `startup_s` limits that, imports included.
         """
         validate(config)
         limits = 2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S
         super().__init__(config, MOST_ATTEMPTS * limits)
         self._tasks, self._startup_s = tuple(tasks), startup_s
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._workers: dict[int, WorkerProcess] = {}
+        # A sample, its future, and a function that makes the result of its outcomes.
+        self._queue = queue.SimpleQueue[
+            tuple[bytes, Future[Any], Callable[[Outcomes], Any]] | None
+        ]()
+        self._workers: dict[int, WorkerProcess] = {}  # by slot
         self._threads: list[threading.Thread] = []
         self._started: list[Future[None]] = []
         self._closed = False
 
     def start(self) -> None:
-        """Start the workers without waiting for them; `wait_started` or `close` must follow."""
         self._started = [Future() for _ in range(self.config.workers)]
-        for slot, ready in enumerate(self._started):
+        for slot, started in enumerate(self._started):
             thread = threading.Thread(
-                target=self._supervise, args=(slot, ready), name=f"reward-{slot}", daemon=True
+                target=self._serve, args=(slot, started), name=f"reward-{slot}", daemon=True
             )
-            with self._lock:  # what is closed meanwhile waits for those that are there
+            with self._lock:
                 if self._closed:
                     return
                 thread.start()
                 self._threads.append(thread)
 
     def wait_started(self) -> None:
-        """Wait for the workers; raises what `__enter__` does, and the pool is closed then."""
         try:
-            for ready in self._started:
-                ready.result(self._startup_s + MARGIN_S)
-        except TimeoutError:
+            for started in self._started:
+                started.result(self._startup_s + MARGIN_S)
+        except BaseException as error:
             self.close()
-            raise RewardWorkerError(
-                f"a reward worker did not start within {self._startup_s + MARGIN_S:.0f} s"
-            ) from None
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                limit_s = self._startup_s + MARGIN_S
+                raise RewardWorkerError(
+                    f"a reward worker did not start within {limit_s:.0f} s"
+                ) from None
             raise
 
     def submit(self, job: ScoreJob) -> Future[Score]:
         """Queue a sample; returns at once.
 
-        Raises RuntimeError on a closed pool, TypeError for columns that are not JSON.
-        The future raises RewardWorkerError where workers can no longer be started.
+        Raises RuntimeError on a closed pool, TypeError for columns that are not JSON. The future
+        raises RewardWorkerError if workers can no longer be started.
         """
         return self._put(job, self._to_score)
 
     def outcomes(self, job: ScoreJob) -> Future[Outcomes]:
-        """As `submit`, for a program whose outcomes are combined and counted by another one."""
+        """As `submit`, but another program combines and counts the outcomes."""
         return self._put(job, lambda outcomes: outcomes)
 
     def _put(self, job: ScoreJob, finish: Callable[[Outcomes], T]) -> Future[T]:
-        body = _job_body(job)
-        future: Future[T] = Future()
+        body, future = _job_body(job), Future[T]()
         with self._lock:
             if self._closed or not self._threads:
                 raise RuntimeError(
                     "the reward pool is not open: use `with RewardPool(...) as pool`"
                 )
-            self._queue.put(_Waiting(body, future, finish))
+            self._queue.put((body, future, finish))
         return future
 
     def close(self) -> None:
-        """Kill the workers and cancel queued samples; the ones being scored raise RuntimeError."""
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
-        self._drain()
+        while not self._queue.empty():
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:  # a worker's thread was faster
+                break
+            if item is not None:
+                item[1].cancel()
         for _ in self._threads:
             self._queue.put(None)
         for worker in workers:
@@ -124,33 +119,27 @@ class RewardPool(Rewards):
         for thread in self._threads:
             thread.join(MARGIN_S)  # all of them are daemons
 
-    def _drain(self) -> None:
-        while True:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                return
-            if item is not None:
-                item.future.cancel()
+    # --- in the thread of a worker ----------------------------------------------------------
 
-    def _supervise(self, slot: int, ready: Future[None]) -> None:
-        """Start, feed and replace the worker of `slot`, in a thread that only `close` ends."""
+    def _serve(self, slot: int, started: Future[None]) -> None:
+        """Start, feed and replace the worker of a slot until the pool closes."""
         try:
             self._start(slot)
         except BaseException as error:
             self._stop(slot)
-            ready.set_exception(error)
+            started.set_exception(error)
             return
-        ready.set_result(None)
+        started.set_result(None)
         while (item := self._queue.get()) is not None:
-            if not item.future.set_running_or_notify_cancel():
+            body, future, finish = item
+            if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = item.finish(self._ask(slot, item.body))
+                result = finish(self._score(slot, body))
             except BaseException as error:  # for the caller
-                item.future.set_exception(error)
+                future.set_exception(error)
             else:
-                item.future.set_result(result)
+                future.set_result(result)
             self._answered_s = time.monotonic()
             self._refill(slot)
         self._stop(slot)
@@ -160,11 +149,11 @@ class RewardPool(Rewards):
         with self._lock:
             self._workers[slot] = worker
             if self._closed:
-                worker.kill()  # close() has come and gone
+                worker.kill()  # `close` did not see it
         worker.wait_ready()
 
     def _stop(self, slot: int) -> None:
-        """End the worker of `slot`. Raises nothing: one that cannot be ended is left behind."""
+        """End the worker of a slot. Raises nothing: later samples get the error."""
         with self._lock:
             worker = self._workers.pop(slot, None)
         try:
@@ -174,7 +163,7 @@ class RewardPool(Rewards):
             self._fail(RewardWorkerError(f"a reward worker could not be ended: {error!r}"))
 
     def _refill(self, slot: int) -> None:
-        """Start a worker where there is none. Raises nothing: later samples get the error."""
+        """Start a worker in an empty slot. Raises nothing: later samples get the error."""
         if slot in self._workers or self._closed or self._error is not None:
             return
         try:
@@ -183,11 +172,13 @@ class RewardPool(Rewards):
             self._stop(slot)
             self._fail(RewardWorkerError(f"a reward worker could not be replaced: {error}"))
 
-    def _fail(self, error: RewardWorkerError) -> None:
+    def _fail(self, error: RewardWorkerError) -> RewardWorkerError:
+        """Keep the first error, which all later samples get."""
         with self._lock:
             self._error = self._error or error
+        return error
 
-    def _ask(self, slot: int, job: bytes) -> Outcomes:
+    def _score(self, slot: int, job: bytes) -> Outcomes:
         stopped: WorkerStopped | None = None
         for _ in range(MOST_ATTEMPTS):
             self._refill(slot)
@@ -196,29 +187,28 @@ class RewardPool(Rewards):
             if self._error is not None:
                 raise self._error
             try:
-                return self._workers[slot].ask(job)
+                return self._workers[slot].score(job)
             except RewardWorkerError as error:
-                self._fail(error)
-                raise
+                raise self._fail(error) from error.__cause__
             except WorkerStopped as error:
                 stopped = error
                 self._stop(slot)
                 if stopped.function is not None and not self._closed:
-                    return self._stopped_outcomes(stopped)
-        unstartable = RewardWorkerError(
-            f"{MOST_ATTEMPTS} reward workers ended before they could start on one sample (the "
-            f"last: {stopped}): does opening its task need more memory or time than "
-            "Reward.memory_limit_mib allows?"
+                    return self._failed_outcomes(stopped.function, stopped)
+        raise self._fail(
+            RewardWorkerError(
+                f"{MOST_ATTEMPTS} reward workers ended before they could start on one sample (the "
+                f"last: {stopped}): does opening its task need more memory or time than "
+                "Reward.memory_limit_mib allows?"
+            )
         )
-        self._fail(unstartable)
-        raise unstartable
 
-    def _stopped_outcomes(self, stopped: WorkerStopped) -> Outcomes:
+    def _failed_outcomes(self, function: int, stopped: WorkerStopped) -> Outcomes:
         message = stopped.message
         if stopped.kind == "deadline":
             message = f"no result within Reward.deadline_s={self.config.deadline_s}; killed"
         outcomes: Outcomes = [[None, None, None] for _ in self.config.names]
-        outcomes[stopped.function or 0] = [None, stopped.kind, message]
+        outcomes[function] = [None, stopped.kind, message]
         return outcomes
 
 

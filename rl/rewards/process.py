@@ -1,7 +1,7 @@
-"""The parent's side of a reward worker process: start, ask, kill.
+"""The parent's side of a reward worker process: start, score, kill.
 
-Invariants: `ask` returns or raises within its limits, whatever the worker does, and its answer
-belongs to that sample: every line carries the ticket of its question.
+Invariants: `score` returns or raises within its limits, whatever the worker does, and its result
+belongs to that sample: every line carries the ticket of its request.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
 
-MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of all that it starts
-_LEAST_PULSE_S = 5.0  # a loaded machine may be slow to say that it has a sample
-_REAP_S = 10.0  # a killed process is gone by then, unless it is stuck in the kernel
-_LONGEST_LINE_BYTES = 1 << 20
+MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
+_MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
+_REAP_S = 10.0  # a killed process has ended by then, unless it is stuck in the kernel
+_MAX_LINE_BYTES = 1 << 20
 
 
 class RewardWorkerError(RuntimeError):
@@ -36,13 +36,13 @@ class RewardWorkerError(RuntimeError):
 class WorkerStopped(Exception):
     """The worker died, hung or broke the protocol while it had a sample.
 
-    `kind` is `died`, `deadline` or `protocol`; `function` is the number of the function
-    that was running, or None before the first one had started.
+    `kind` is `died`, `deadline` or `protocol`; `function` is the number of the function that
+    was running, or None before the first one had started.
     """
 
-    def __init__(self, kind: str, function: int | None, message: str) -> None:
+    def __init__(self, kind: str, message: str, function: int | None = None) -> None:
         super().__init__(message)
-        self.kind, self.function, self.message = kind, function, message
+        self.kind, self.message, self.function = kind, message, function
 
 
 class WorkerProcess:
@@ -53,97 +53,92 @@ class WorkerProcess:
 
     def __init__(self, config: RewardConfig, tasks: tuple[str, ...], startup_s: float) -> None:
         """Start it; `wait_ready` must follow. `tasks` are opened before the first sample."""
-        self._startup_s = startup_s
-        self._deadline_s = config.deadline_s
-        self._num_functions = len(config.functions)
-        self._num_asked = 0
+        self._config, self._tasks, self._startup_s = config, tasks, startup_s
+        self._num_requests = 0
         self._buffer = bytearray()
         self._lock = threading.Lock()
         self._mark = secrets.token_hex(16)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rl.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=_worker_environment(self._mark),
-            start_new_session=True,  # its own group: killed with all that it started
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin_pipe, self._stdout_pipe = self._process.stdin, self._process.stdout
-        self._stdin, self._stdout = self._stdin_pipe.fileno(), self._stdout_pipe.fileno()
-        os.set_blocking(self._stdin, False)
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(self._stdout, select.POLLIN)
-        self._writable.register(self._stdin, select.POLLOUT)
-        self._setup = _setup_line(config, tasks)
+        self._socket, theirs = socket.socketpair()
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rl.rewards.worker"],
+                stdin=theirs.fileno(),
+                stdout=2,  # standard error
+                env=_worker_environment(self._mark),
+                start_new_session=True,  # a process group, killed as one
+            )
 
     def wait_ready(self) -> None:
-        """Raises RewardWorkerError where the worker cannot load what it was told to."""
+        """Wait until the worker can score. Raises RewardWorkerError if it cannot be set up."""
+        config = self._config
+        setup = {
+            "functions": [
+                name if name in BUILT_IN else "{}:{}".format(*split_user_function(name))
+                for name in config.functions
+            ],
+            "extract": config.extract,
+            "memory_limit_mib": config.memory_limit_mib,
+            "parent_pid": os.getpid(),
+            "tasks": self._tasks,
+        }
         limit = time.monotonic() + self._startup_s
-        ticket = self._ticket()
         try:
-            self._write(_question(ticket, self._setup), limit)
-            _raise_if_fatal(self._read(ticket, limit))
+            self._receive(self._send(json.dumps(setup).encode(), limit), limit)
         except WorkerStopped as stopped:
             raise RewardWorkerError(
                 f"a reward worker could not start: {stopped.message} (its own output is above)"
             ) from stopped
 
-    def ask(self, job: bytes) -> list[list[Any]]:
+    def score(self, job: bytes) -> list[list[Any]]:
         """Score one sample: [[value, failure kind, message], ...], one per function.
 
-        The worker has to say within the deadline (5 s at least) that it has the sample: one
-        that was stopped while idle does not. What comes before the first function (imports,
-        opening a task) may take as long as starting may; then the deadline runs. Raises
-        WorkerStopped, and RewardWorkerError where the sample's task cannot be opened.
+        The worker has to accept the sample within the deadline (5 s at least), which a stopped
+        one does not. Its preparation (imports, opening a task) may take as long as a start; then
+        the deadline runs. Raises WorkerStopped, and RewardWorkerError if the sample's task cannot
+        be opened.
         """
-        limit = time.monotonic() + max(self._deadline_s, _LEAST_PULSE_S)
-        ticket, function = self._ticket(), None
+        deadline_s, num_functions = self._config.deadline_s, len(self._config.functions)
+        limit, function = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S), None
         try:
             if self._buffer or self._readable.poll(0):
-                raise WorkerStopped("protocol", None, "it spoke, or ended, without being asked")
-            self._write(_question(ticket, job), limit)
+                raise WorkerStopped("protocol", "it wrote, or ended, without a request")
+            ticket = self._send(job, limit)
             while True:
-                answer = self._read(ticket, limit)
-                _raise_if_fatal(answer)
+                answer = self._receive(ticket, limit)
                 if "outcomes" in answer:
-                    return _checked(answer["outcomes"], self._num_functions)
+                    return _checked(answer["outcomes"], num_functions)
                 if answer["at"] is None:
                     limit = time.monotonic() + self._startup_s
                     continue
                 if function is None:
-                    limit = time.monotonic() + self._deadline_s
-                function = range(self._num_functions)[answer["at"]]
+                    limit = time.monotonic() + deadline_s
+                function = range(num_functions)[answer["at"]]
         except WorkerStopped as stopped:
             stopped.function = function
             raise
         except (ValueError, LookupError, TypeError) as error:
-            raise WorkerStopped("protocol", function, f"unreadable answer: {error!r}") from error
-
-    def _ticket(self) -> str:
-        """Return a name for a question: its number and a nonce that no earlier answer can hold."""
-        self._num_asked += 1
-        return f"{self._num_asked}-{secrets.token_hex(8)}"
+            raise WorkerStopped("protocol", f"unreadable answer: {error!r}", function) from error
 
     def kill(self) -> None:
-        """End the worker and everything that it started. May be called twice, by any thread.
+        """End the worker and all of its child processes. May be called twice, by any thread.
 
-        On Linux that includes children in sessions of their own; elsewhere those live on.
+        On Linux that includes children in other sessions; elsewhere those live on.
         """
         with self._lock:  # never after the wait: by then the number may be another's
             if self._process.returncode is not None:
                 return
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # macOS says "permission" of a zombie
+            except (ProcessLookupError, PermissionError):  # macOS: PermissionError for a zombie
                 self._process.kill()
             _kill_marked(self._mark)
 
     def dispose(self) -> None:
-        """Kill, reap and close the pipes; by the thread that made it."""
+        """Kill, reap and close the socket; by the thread that made it."""
         self._end()
-        self._stdin_pipe.close()
-        self._stdout_pipe.close()
+        self._socket.close()
 
     def _end(self) -> int:
         self.kill()
@@ -153,26 +148,31 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:  # killed, but stuck inside the kernel
                 return -signal.SIGKILL
 
-    def _write(self, data: bytes, limit: float) -> None:
-        view = memoryview(data)
-        while view:
-            if not self._writable.poll(_left_ms(limit)):
-                raise WorkerStopped("deadline", None, "it did not take its input in time")
-            try:
-                view = view[os.write(self._stdin, view) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise self._died() from None
+    def _send(self, body: bytes, limit: float) -> str:
+        """Send a request; return its ticket: a number, and a nonce that no earlier line has."""
+        self._num_requests += 1
+        ticket = f"{self._num_requests}-{secrets.token_hex(8)}"
+        try:
+            self._socket.settimeout(_seconds_to(limit))
+            self._socket.sendall(b'{"ticket": "%s", "body": %s}\n' % (ticket.encode(), body))
+        except TimeoutError:
+            raise WorkerStopped("deadline", "it did not take its input in time") from None
+        except OSError:
+            raise self._died() from None
+        return ticket
 
-    def _read(self, ticket: str, limit: float) -> dict[str, Any]:
-        """Read the next line, which has to answer that question."""
+    def _receive(self, ticket: str, limit: float) -> dict[str, Any]:
+        """Return the next line, which has to answer that ticket."""
         while (end := self._buffer.find(b"\n")) < 0:
-            if len(self._buffer) > _LONGEST_LINE_BYTES:
-                raise WorkerStopped("protocol", None, "it wrote without end on its pipe")
-            if not self._readable.poll(_left_ms(limit)):
-                raise WorkerStopped("deadline", None, "no answer within its time")
-            piece = os.read(self._stdout, 1 << 16)
+            if len(self._buffer) > _MAX_LINE_BYTES:
+                raise WorkerStopped("protocol", "it wrote a line without end")
+            try:
+                self._socket.settimeout(_seconds_to(limit))
+                piece = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise WorkerStopped("deadline", "no answer within its time") from None
+            except OSError:
+                piece = b""
             if not piece:
                 raise self._died()
             self._buffer += piece
@@ -181,28 +181,22 @@ class WorkerProcess:
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(line)
             if isinstance(answer, dict) and answer.get("ticket") == ticket:
+                if "fatal" in answer:
+                    raise RewardWorkerError(f"a reward worker cannot work: {answer['fatal']}")
                 return answer
-        raise WorkerStopped("protocol", None, f"not an answer to this sample: {line[:80]!r}")
+        raise WorkerStopped("protocol", f"not an answer to this sample: {line[:80]!r}")
 
     def _died(self) -> WorkerStopped:
-        code = self._end()  # one that only closed its pipe is killed
-        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
-        return WorkerStopped("died", None, f"the worker process ended: {how}")
+        code = self._end()  # one that only closed its socket is killed
+        how = f"exit status {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):  # a real-time signal
+                how = f"signal {signal.Signals(-code).name}"
+        return WorkerStopped("died", f"the worker process ended: {how}")
 
 
-def _left_ms(limit: float) -> float:
-    return max(0.0, limit - time.monotonic()) * 1e3
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return str(number)
-
-
-def _question(ticket: str, body: bytes) -> bytes:
-    return b'{"ticket": "%s", "body": %s}\n' % (ticket.encode(), body)
+def _seconds_to(limit: float) -> float:
+    return max(1e-3, limit - time.monotonic())  # 0 would be a socket that does not wait
 
 
 def _checked(outcomes: Any, num_functions: int) -> list[list[Any]]:
@@ -219,49 +213,18 @@ def _checked(outcomes: Any, num_functions: int) -> list[list[Any]]:
 def _kill_marked(mark: str) -> None:
     """Kill every process with the mark in its environment (Linux: there is a /proc)."""
     wanted = f"{MARK}={mark}".encode()
-    for _ in range(10):  # one that was starting another when it was killed may be missed once
-        marked = [pid for pid in _process_ids() if wanted in _environment(pid)]
+    for _ in range(10):  # a process may be missed once, if it was just starting another
+        marked = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if wanted in path.read_bytes().split(b"\0"):
+                    marked.append(int(path.parent.name))
         if not marked:
             return
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)  # until they are gone from the table
-
-
-def _process_ids() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
-
-
-def _environment(pid: int) -> list[bytes]:
-    """Return the environment of a process; [] where it has ended or is another user's."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
-def _raise_if_fatal(answer: Mapping[str, Any]) -> None:
-    if "fatal" in answer:
-        raise RewardWorkerError(f"a reward worker cannot work: {answer['fatal']}")
-
-
-def _setup_line(config: RewardConfig, tasks: tuple[str, ...]) -> bytes:
-    functions = [
-        name if name in BUILT_IN else "{}:{}".format(*split_user_function(name))
-        for name in config.functions
-    ]
-    setup = {
-        "functions": functions,
-        "extract": config.extract,
-        "memory_limit_mib": config.memory_limit_mib,
-        "parent_pid": os.getpid(),
-        "tasks": tasks,
-    }
-    return json.dumps(setup).encode()
 
 
 def _worker_environment(mark: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Scores of responses, and what gives them: the samples go in, failures are counted on the way.
+"""Scores of responses, and the interface of their scorers, which count failures.
 
-`Rewards` is what a run asks, whether its reward workers belong to this program
-(`rl.rewards.pool.RewardPool`) or to others (`rl.remote.scorers.Scorers`).
+`Rewards` has its workers in this program (`rl.rewards.pool.RewardPool`) or in others
+(`rl.remote.scorers.Scorers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl.rewards.worker import LARGEST_REWARD
 
 # A worker that dies before a sample's scoring starts is not that sample's fault.
 MOST_ATTEMPTS = 3
-MARGIN_S = 30.0  # beyond the sum of the limits: starting a process, reaping one
+MARGIN_S = 30.0  # beyond the sum of the limits: to start a process, or reap one
 _POLL_S = 0.1
 Outcomes = list[list[Any]]  # value, kind of failure and message of each function
 
@@ -39,13 +39,13 @@ class ScoreJob:
 
 
 def example_json(example: Example, value: Any) -> str:
-    """Return what is sent of an example. Raises TypeError where its columns are not JSON."""
+    """Return a value of an example as JSON. Raises TypeError for columns that are not JSON."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
-            f"dicts) to reach what scores it: {error}"
+            f"dicts) to reach its scorer: {error}"
         ) from error
 
 
@@ -53,7 +53,7 @@ def example_json(example: Example, value: Any) -> str:
 class Score:
     """One sample's rewards.
 
-    values: per function name; None where it is not applicable or failed.
+    values: by function name; None if the function does not apply or failed.
     total: Σ weight · value over the values that are not None; None leaves the sample
       out of the advantages (no function applies, or a failure under `skip`).
     failure: `function/kind: message` of the first failure, or None.
@@ -65,25 +65,23 @@ class Score:
 
 
 class Rewards(abc.ABC):
-    """Scores samples, elsewhere and in any order. Use as a context manager.
+    """Scores samples in other processes and in any order. Use as a context manager.
 
     counters: failures by (function name, kind); kinds are `raised`, `deadline`, `died`,
-      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`. Of a sum that is
-      not finite the name is `sum`.
-    messages: the first message of each kind, for the log.
+      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`. The name is `sum`
+      for a sum that is not finite.
     """
 
-    def __init__(self, config: RewardConfig, patience_s: float) -> None:
-        """`patience_s`: all limits of one sample together."""
-        self.config, self._patience_s = config, patience_s
+    def __init__(self, config: RewardConfig, timeout_s: float) -> None:
+        """`timeout_s`: all limits of one sample together."""
+        self.config, self._timeout_s = config, timeout_s
         self.counters: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.messages: dict[tuple[str, str], str] = {}
         self._lock = threading.Lock()
         self._error: RewardWorkerError | None = None
         self._answered_s = 0.0  # on the monotonic clock: when a sample was last finished
 
     def __enter__(self) -> Self:
-        """Start the workers; raises RewardWorkerError where one cannot load its functions."""
+        """Start the workers. Raises RewardWorkerError if one cannot load its functions."""
         self.start()
         self.wait_started()
         return self
@@ -93,11 +91,11 @@ class Rewards(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Start the workers without waiting for them; `wait_started` or `close` must follow."""
+        """Start the workers without waiting; `wait_started` or `close` must follow."""
 
     @abc.abstractmethod
     def wait_started(self) -> None:
-        """Wait for the workers; raises what `__enter__` does, and all is closed then."""
+        """Wait for the workers. Closes, and raises as `__enter__` does, if one fails."""
 
     @abc.abstractmethod
     def submit(self, job: ScoreJob) -> Future[Score]:
@@ -105,68 +103,61 @@ class Rewards(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the workers and cancel queued samples; the ones being scored raise RuntimeError."""
+        """Kill the workers; cancel queued samples. Samples being scored raise RuntimeError."""
 
     def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
         """Wait for a sample's score; `on_wait` is called meanwhile, and may raise.
 
-        Raises what the future does, and RewardWorkerError where no worker has answered for longer
-        than all their limits together.
+        Raises the future's error, and RewardWorkerError if no worker has returned a score for
+        longer than all limits of one sample together.
         """
-        began = time.monotonic()
+        start_s = time.monotonic()
         while not wait([future], _POLL_S).done:
             if on_wait is not None:
                 on_wait()
-            if time.monotonic() - max(began, self._answered_s) > self._patience_s:
+            if time.monotonic() - max(start_s, self._answered_s) > self._timeout_s:
                 raise self._error or RewardWorkerError(
-                    f"no reward worker has answered for {self._patience_s:.0f} s"
+                    f"no reward worker has answered for {self._timeout_s:.0f} s"
                 )
         return future.result()
 
     def metrics(self) -> dict[str, float]:
         """Return `rewards/{function}/failures` since the start, and an entry per kind seen."""
         with self._lock:
-            counts = dict(self.counters)
-        metrics = {f"rewards/{name}/failures": 0.0 for name in self.config.names}
-        for (name, kind), count in sorted(counts.items()):
-            metrics[f"rewards/{name}/failures"] = (
-                metrics.get(f"rewards/{name}/failures", 0.0) + count
-            )
+            counts = sorted(self.counters.items())
+        metrics = dict.fromkeys((f"rewards/{name}/failures" for name in self.config.names), 0.0)
+        for (name, kind), count in counts:
             metrics[f"rewards/{name}/failures/{kind}"] = float(count)
+            metrics.setdefault(f"rewards/{name}/failures", 0.0)
+            metrics[f"rewards/{name}/failures"] += count
         return metrics
 
     def _to_score(self, outcomes: Outcomes) -> Score:
         score = combine(self.config, outcomes)
-        failed = list(zip(self.config.names, outcomes, strict=True))
-        if score.failure is not None and not any(kind for _, (_, kind, _) in failed):
-            failed.append(("sum", [None, "not_finite", score.failure]))
+        pairs = zip(self.config.names, outcomes, strict=True)
+        failed = [(name, kind) for name, (_, kind, _) in pairs if kind is not None]
+        if score.failure is not None and not failed:
+            failed = [("sum", "not_finite")]
         with self._lock:
-            for name, (_, kind, message) in failed:
-                if kind is not None:
-                    self.counters[name, kind] += 1
-                    self.messages.setdefault((name, kind), message)
+            self.counters.update(failed)
         return score
 
 
 def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
     """Combine the outcomes (value, failure kind, message) of all functions into a score.
 
-    total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure
-    it is 0 under `zero` and None under `skip`, whatever the other functions say. A sum
-    that float32 does not hold is a failure too.
+    total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure,
+    a sum that float32 does not hold included, it is 0 under `zero` and None under `skip`.
     """
-    names = config.names
-    values = {name: outcome[0] for name, outcome in zip(names, outcomes, strict=True)}
-    failures = [
-        f"{name}/{kind}: {message}"
-        for name, (_, kind, message) in zip(names, outcomes, strict=True)
-        if kind is not None
-    ]
-    weighted = [
-        weight * values[name]
-        for name, weight in zip(names, config.full_weights, strict=True)
-        if values[name] is not None
-    ]
+    values, failures, weighted = dict[str, Any](), list[str](), list[float]()
+    for name, weight, (value, kind, message) in zip(
+        config.names, config.full_weights, outcomes, strict=True
+    ):
+        values[name] = value
+        if kind is not None:
+            failures.append(f"{name}/{kind}: {message}")
+        if value is not None:
+            weighted.append(weight * value)
     if not all(abs(x) <= LARGEST_REWARD for x in [*weighted, sum(weighted)]):
         failures.append(
             f"sum/not_finite: weights times values are {weighted}, which float32 cannot add up: "

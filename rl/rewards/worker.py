@@ -1,32 +1,34 @@
-"""A reward worker: one JSON object a line in, JSON lines out. No jax, no pickle.
+"""A reward worker: JSON lines over a socket, which is its standard input. No jax, no pickle.
 
     python -m rl.rewards.worker        started by rl.rewards.process, not by hand
 
 in   {"ticket", "body": {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}}
 out  {"ticket", "ready": true} | {"ticket", "fatal": message}
 in   {"ticket", "body": {"prompt", "completion", "completion_ids", "columns", "spec"}}
-out  {"ticket", "at": null}           it has the sample
+out  {"ticket", "at": null}           it accepts the sample
 out  {"ticket", "at": k}              function k starts; the first one starts the deadline
 out  {"ticket", "outcomes": [[value, kind, message], ...]} | {"ticket", "fatal": message}
 
-Every answer carries the ticket of its question. A child that a scorer forks, and that returns
-here, ends without an answer. Standard output goes to standard error, so that a scorer that
-prints cannot harm the protocol. The process ends when its input or its parent does.
+Every answer carries the ticket of its request. A child that a scorer forks, and that returns
+here, ends without an answer. The process ends when the socket or its parent does.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
+import itertools
 import json
 import math
 import numbers
 import os
 import resource
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 # value, kind of failure, message: a value of None without a kind is "not applicable".
 ScoreOutcome = tuple[float | None, str | None, str | None]
@@ -35,10 +37,10 @@ LARGEST_REWARD = 3.4e38  # float32's; training would make infinities of more
 
 
 def main() -> int:
-    """Serve until the input ends; return 0, or 1 where the functions cannot be loaded."""
-    reader, pipe = _private_pipes()
-    ticket, setup = _question(reader.readline())
-    writer = Writer(pipe)
+    """Serve until the socket closes; return 0, or 1 if the functions cannot be loaded."""
+    lines = _take_socket()
+    ticket, setup = _request(lines.readline())
+    writer = Writer(lines)
     _die_with_parent(setup["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     _limit_memory(setup["memory_limit_mib"])
@@ -46,60 +48,50 @@ def main() -> int:
         from rl.rewards.functions import load
 
         functions = [load(name, setup["extract"]) for name in setup["functions"]]
-        for spec in setup["tasks"]:
-            _prepare(functions, spec)
-    except BaseException as error:  # SystemExit of a user's file included: say so, then end
+        for function, spec in itertools.product(functions, setup["tasks"]):
+            function.prepare(spec)
+    except BaseException as error:  # also SystemExit of a user's file
         traceback.print_exc()
         writer.send(ticket, fatal=_describe(error) + _memory_hint(error, setup))
         return 1
     writer.send(ticket, ready=True)
-    prepared = set(setup["tasks"])
-    for line in reader:
-        _serve(functions, *_question(line), prepared, writer)
+    for line in lines:
+        _serve(functions, *_request(line), writer)
     return 0
 
 
 class Writer:
-    """Sends answers, as long as this is the process that was asked."""
+    """Sends answers from this process, and ends its forks."""
 
-    def __init__(self, pipe: BinaryIO) -> None:
-        self._pipe, self._pid = pipe, os.getpid()
+    def __init__(self, file: io.BufferedRWPair) -> None:
+        self._file, self._pid = file, os.getpid()
 
     def send(self, ticket: str, **answer: Any) -> None:
         if os.getpid() != self._pid:  # forked by a scorer
             os._exit(0)
-        self._pipe.write(json.dumps({"ticket": ticket} | answer).encode() + b"\n")
-        self._pipe.flush()
+        self._file.write(json.dumps({"ticket": ticket} | answer).encode() + b"\n")
+        self._file.flush()
 
 
-def _question(line: bytes) -> tuple[str, Any]:
-    question = json.loads(line)
-    return question["ticket"], question["body"]
+def _request(line: bytes) -> tuple[str, Any]:
+    request = json.loads(line)
+    return request["ticket"], request["body"]
 
 
-def _serve(
-    functions: list, ticket: str, job: Mapping[str, Any], prepared: set[str], writer: Writer
-) -> None:
+def _serve(functions: list, ticket: str, job: Mapping[str, Any], writer: Writer) -> None:
     writer.send(ticket, at=None)
-    spec = job["spec"]
-    if spec not in prepared:
-        try:
-            _prepare(functions, spec)
-        except Exception as error:
-            traceback.print_exc()
-            writer.send(ticket, fatal=_describe(error))
-            return
-        prepared.add(spec)
+    try:
+        for function in functions:
+            function.prepare(job["spec"])
+    except Exception as error:
+        traceback.print_exc()
+        writer.send(ticket, fatal=_describe(error))
+        return
     outcomes = []
     for number, function in enumerate(functions):
         writer.send(ticket, at=number)
         outcomes.append(_outcome(function, job))
     writer.send(ticket, outcomes=outcomes)
-
-
-def _prepare(functions: list, spec: str) -> None:
-    for function in functions:
-        function.prepare(spec)
 
 
 def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
@@ -114,7 +106,7 @@ def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
 
 
 def read_result(result: Any) -> ScoreOutcome:
-    """Check what a function returned for one sample: a list of one finite number or None.
+    """Check a function's result for one sample: a list of one finite number or None.
 
     Arrays and scalars of numpy and the like count as their Python values, True as 1.
     """
@@ -152,30 +144,29 @@ def _describe(error: BaseException) -> str:
 
 
 def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
-    """Return a hint where an error looks like a lack of memory; libraries word it in many ways."""
+    """Return a hint if an error looks like a lack of memory, which libraries word in many ways."""
     limit = setup["memory_limit_mib"]
-    signs = ("allocate", "MemoryError", "failed to map", "can't start new thread")
-    if limit is None or not any(sign in repr(error) for sign in signs):
+    hints = ("allocate", "MemoryError", "failed to map", "can't start new thread")
+    if limit is None or not any(hint in repr(error) for hint in hints):
         return ""
     return f"; Reward.memory_limit_mib is {limit}: raise it, or set it to None"
 
 
-def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the protocol's two pipes; give user code an empty input, and stderr as its output."""
-    reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+def _take_socket() -> io.BufferedRWPair:
+    """Take the socket from standard input, which becomes empty for user code."""
+    file = socket.socket(fileno=os.dup(0)).makefile("rwb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    os.dup2(2, 1)
-    return reader, writer
+    return file
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process with its parent, even in the middle of a scorer."""
+    """Have Linux kill this process with its parent, even in the middle of a scorer."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it died before
         sys.exit(1)
 
 

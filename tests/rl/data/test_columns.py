@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from rl.data.columns import layout_of, math_answer, prompt_key, read_row
+from rl.data.columns import find_layout, math_answer, prompt_key, read_row
 from rl.data.specs import parse_spec
 from rl.data.tasks import open_task
 
 
 def read(row, query="", kind="jsonl", first=None):
-    layout = layout_of(parse_spec(f"{kind}:x{query}"), first or row)
+    layout = find_layout(parse_spec(f"{kind}:x{query}"), first or row)
     return read_row(layout, row, "x:1")
 
 

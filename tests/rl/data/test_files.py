@@ -5,10 +5,9 @@ import json
 import pytest
 
 from rl.data import files
-from rl.data.columns import RECIPES
-from rl.data.files import Search, digest, find
+from rl.data.files import FORMATS, digest, find
 
-JSONL = Search(("jsonl",))
+JSONL = ("jsonl",)
 
 
 def make(folder, *names):
@@ -19,8 +18,8 @@ def make(folder, *names):
     return folder
 
 
-def found(target, split=None, search=JSONL, below=None):
-    paths = find(str(target), split, search).paths
+def found(target, split=None, formats=JSONL, below=None, skip=""):
+    paths = find(str(target), split, formats, skip)[1]
     return [p.relative_to(below or target).as_posix() for p in paths]
 
 
@@ -40,6 +39,7 @@ def found(target, split=None, search=JSONL, below=None):
         (["train/a.jsonl", "test/a.jsonl"], "test", ["test/a.jsonl"]),
         (["easy.jsonl", "hard_questions.jsonl"], "hard", ["hard_questions.jsonl"]),
         (["constrained.jsonl", "latest.jsonl"], None, ["constrained.jsonl", "latest.jsonl"]),
+        (["a.jsonl", "x/y/b.jsonl", ".cache/c.jsonl"], None, ["a.jsonl", "x/y/b.jsonl"]),
     ],
 )
 def test_folders(tmp_path, there, split, wanted):
@@ -63,7 +63,7 @@ def test_globs_and_files_are_taken_as_named(tmp_path):
     [
         (["a.txt", "b.md"], "", None, "no .jsonl files in the folder .*; there is a.txt, b.md"),
         ([], "", None, "there is nothing"),
-        (["a.jsonl.gz"], "", None, "unpack what is compressed"),
+        (["a.jsonl.gz"], "", None, "unpack compressed files first"),
         (["state.json"], "", None, "datasets:.* reads what save_to_disk"),
         (["a.txt"], "*.jsonl", None, r"no file matches .*\*.jsonl; in .* there is a.txt"),
         (["a.txt"], "x/*.jsonl", None, "in .*x there is no such folder"),
@@ -90,66 +90,63 @@ def test_links_in_a_circle_end(tmp_path):
     make(tmp_path, "a/1.json", "b/2.json")
     (tmp_path / "a" / "round").symlink_to(tmp_path)
     (tmp_path / "b" / "round").symlink_to(tmp_path)
-    deep = Search(("json",), deep=True)
-    assert found(tmp_path, search=deep) == ["a/1.json", "b/2.json"]
-    assert found(tmp_path / "**/*.json", search=deep, below=tmp_path) == ["a/1.json", "b/2.json"]
+    assert found(tmp_path, None, ("json",)) == ["a/1.json", "b/2.json"]
+    assert found(tmp_path / "**/*.json", None, ("json",), below=tmp_path) == [
+        "a/1.json",
+        "b/2.json",
+    ]
 
 
 def test_too_many_files_are_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(files, "MOST_ENTRIES", 3)
+        patch.setattr(files, "MAX_ENTRIES", 3)
         make(tmp_path / "x", "1.txt", "2.txt", "a.jsonl")
         assert found(tmp_path / "x" / "*.jsonl", below=tmp_path) == ["x/a.jsonl"]
         make(tmp_path / "x", "3.txt")
         for pattern in ("*.jsonl", "**/*.jsonl"):
             with pytest.raises(ValueError, match="x: more than 3 files: name a part"):
                 found(tmp_path / "x" / pattern)
-    monkeypatch.setattr(files, "MOST_FILES", 2)
+    monkeypatch.setattr(files, "MAX_FILES", 2)
     with pytest.raises(ValueError, match="more than 2 files"):
         find(str(make(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")), None, JSONL)
 
 
 @pytest.mark.parametrize(
-    ("kind", "there", "split", "wanted"),
+    ("there", "split", "wanted"),
     [
         (  # the hub's folder of openai/gsm8k
-            "gsm8k",
             ["README.md", "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
             + ["socratic/train-00000-of-00001.parquet"],
             "test",
             ["main/test-00000-of-00001.parquet"],
         ),
         (  # the repository of its authors
-            "gsm8k",
             ["grade_school_math/data/train.jsonl", "grade_school_math/data/train_socratic.jsonl"]
             + ["grade_school_math/data/test.jsonl"],
             None,
             ["grade_school_math/data/train.jsonl"],
         ),
-        ("gsm8k", ["train.jsonl", "test.jsonl"], None, ["train.jsonl"]),
+        (["train.jsonl", "test.jsonl"], None, ["train.jsonl"]),
         (  # Hendrycks's archive
-            "math",
             ["MATH/train/algebra/1.json", "MATH/train/geometry/7.json", "MATH/test/algebra/2.json"],
             None,
             ["MATH/train/algebra/1.json", "MATH/train/geometry/7.json"],
         ),
         (  # a data set of the hub, by subject
-            "math",
             ["algebra/train-00000-of-00001.parquet", "geometry/train-00000-of-00001.parquet"]
             + ["algebra/test-00000-of-00001.parquet"],
             "test",
             ["algebra/test-00000-of-00001.parquet"],
         ),
         (
-            "math",
             ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
             None,
             ["data/train-00000-of-00001.parquet"],
         ),
     ],
 )
-def test_published_data_sets_as_they_come(tmp_path, kind, there, split, wanted):
-    assert found(make(tmp_path, *there), split, RECIPES[kind].search) == wanted
+def test_published_data_sets_as_they_come(tmp_path, there, split, wanted):
+    assert found(make(tmp_path, *there), split, FORMATS, skip="socratic") == wanted
 
 
 @pytest.mark.parametrize(
@@ -163,11 +160,11 @@ def test_published_data_sets_as_they_come(tmp_path, kind, there, split, wanted):
             {"_data_files": [{"filename": "gone.arrow"}]},
             "gone.arrow, which state.json",
         ),
-        ("state.json", {"_data_files": 1}, "names no data files"),
+        ("state.json", {"_data_files": 1}, "names of splits or data files, got 1"),
         ("state.json", {"_data_files": [], "_indices_data_files": [{}]}, "flatten_indices"),
         ("state.json", ["list"], "expected a JSON object, got list"),
         ("dataset_dict.json", {"splits": [".."]}, "files in this folder, got '..'"),
-        ("dataset_dict.json", {"splits": []}, "names no splits"),
+        ("dataset_dict.json", {"splits": []}, "names of splits or data files"),
         ("dataset_dict.json", {"splits": ["a", "b"]}, "splits a, b: choose with .split="),
         ("dataset_dict.json", {"splits": ["train"]}, "train/state.json is not there"),
     ],
@@ -175,7 +172,7 @@ def test_published_data_sets_as_they_come(tmp_path, kind, there, split, wanted):
 def test_a_saved_data_set_that_lies_is_refused(tmp_path, file, text, message):
     (tmp_path / file).write_text(json.dumps(text))
     with pytest.raises((FileNotFoundError, ValueError), match=message):
-        find(str(tmp_path), None, Search(("datasets",)))
+        find(str(tmp_path), None, ("datasets",))
 
 
 def test_a_digest_sees_names_sizes_and_contents(tmp_path):

@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from rl.data import rows
-from rl.data.files import Found, Search, find
-from rl.data.rows import JsonLines, open_rows, parse_object
+from rl.data.files import find
+from rl.data.rows import open_rows, parse_json
 
 ROWS = [
     {"prompt": f"é{i}", "answer": str(i), "more": {"n": i, "list": [i, None]}} for i in range(25)
 ]
+
+
+def found(target, split, form):
+    return open_rows(*find(target, split, (form,)))
 
 
 def read(opened):
@@ -33,14 +37,11 @@ def read(opened):
 @given(
     st.lists(st.sampled_from([b"", b" \t", b'{"a": 1}', b' {"a": "\xc3\xa9"}\r', b"{}"])),
     st.booleans(),
-    st.integers(1, 9),
 )
-def test_lines_are_found_whatever_the_chunks(tmp_path_factory, lines, ends, chunk):
+def test_lines_are_found_and_blank_ones_skipped(tmp_path_factory, lines, ends):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + (b"\n" if ends else b""))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_CHUNK_BYTES", chunk)
-        opened = JsonLines(path)
+    opened = open_rows("jsonl", [path])
     wanted = [(i, json.loads(line)) for i, line in enumerate(lines, 1) if line.strip()]
     assert read(opened) == [row for _, row in wanted]
     assert [opened.where(i) for i in range(len(opened))] == [f"{path}:{i}" for i, _ in wanted]
@@ -49,54 +50,59 @@ def test_lines_are_found_whatever_the_chunks(tmp_path_factory, lines, ends, chun
 def test_several_files_are_one(tmp_path):
     for name, part in (("a", ROWS[:3]), ("b", []), ("c", ROWS[3:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    opened = open_rows(find(str(tmp_path), None, Search(("jsonl",))))
+    opened = found(str(tmp_path), None, "jsonl")
     assert read(opened) == ROWS
     assert opened.where(3).endswith("c.jsonl:1")
 
 
-@pytest.mark.parametrize("chunk", [7, 2**20])
-def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(rows, "MOST_ROW_BYTES", 100)
-    monkeypatch.setattr(rows, "_CHUNK_BYTES", chunk)
+def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
     path = tmp_path / "a.jsonl"
     for before in (b"", b'{"a": 1}\n{"b": 2}\n'):
         path.write_bytes(before + b"x" * 99 + b"\n" + before)
-        JsonLines(path)
+        open_rows("jsonl", [path])
         path.write_bytes(before + b"x" * 100 + b"\n" + before)
         line = before.count(b"\n") + 1
         with pytest.raises(ValueError, match=rf"a.jsonl:{line}: expected lines of at most 100 b"):
-            JsonLines(path)
+            open_rows("jsonl", [path])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'{"a": NaN}', "NaN is not JSON"),
-        (b'{"a": -Infinity}', "-Infinity is not JSON"),
-        (b'{"a": 1e999}', "1e999 is too large"),
-        (b'{"a": {"b": 1, "b": 2}}', "'b' stands twice"),
+        (b'{"a": NaN}', "finite numbers, got NaN"),
+        (b'{"a": -Infinity}', "finite numbers, got -Infinity"),
+        (b'{"a": 1e999}', "finite numbers, got 1e999"),
+        (b'{"a": {"b": 1, "b": 2}}', "'b' is in it twice"),
         (b'{"a": "\xff"}', "utf-8"),
         ('{"a": 1}'.encode("utf-16"), "utf-8"),
         (b"[" * 100_000, "recursion|Recursion|one JSON object"),
-        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "at most 100 lists and objects"),
+        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "at most 100 nested lists and objects"),
         (b"[1, 2]", "got list; a list is read by json:FILE"),
     ],
 )
-def test_what_is_not_a_row_is_refused(text, message):
+def test_what_is_not_a_row_is_refused(tmp_path, text, message):
+    (tmp_path / "a").write_bytes(text)
     with pytest.raises(ValueError, match=f"a:1: .*({message})"):
-        parse_object(text, "a:1", "expected one JSON object a line")
+        open_rows("jsonl", [tmp_path / "a"])[0]
 
 
 def test_a_byte_order_mark_is_no_error():
-    assert parse_object(b'\xef\xbb\xbf{"a": 1}', "a:1", "") == {"a": 1}
+    assert parse_json(b'\xef\xbb\xbf{"a": 1}', "a:1", "") == {"a": 1}
+
+
+def test_many_names_of_which_one_is_there_twice_are_refused_at_once():
+    names = ",".join(f'"{i}": 1' for i in range(300_000))
+    with pytest.raises(ValueError, match="a:1: .*'7' is in it twice"):
+        parse_json(f'{{{names}, "7": 1}}'.encode(), "a:1", "")
 
 
 def test_a_file_for_each_row(tmp_path):
     for i, row in enumerate(ROWS):
         (tmp_path / f"{i:02d}.json").write_text(json.dumps(row))
-    opened = open_rows(find(str(tmp_path), None, Search(("json",))))
+    opened = found(str(tmp_path), None, "json")
     assert read(opened) == ROWS and opened.where(2) == str(tmp_path / "02.json")
-    (tmp_path / "02.json").write_bytes(b" " * (rows.MOST_ROW_BYTES + 1))
+    (tmp_path / "02.json").write_bytes(b" " * (rows.MAX_ROW_BYTES + 1))
     with pytest.raises(ValueError, match="02.json: expected at most"):
         opened[2]
 
@@ -104,21 +110,21 @@ def test_a_file_for_each_row(tmp_path):
 def test_a_list_of_rows_in_one_file(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     path.write_text(" \n" + json.dumps(ROWS, indent=1))
-    opened = open_rows(find(str(path), None, Search(("json",))))
+    opened = found(str(path), None, "json")
     assert read(opened) == ROWS and opened.where(3) == f"{path} row 3"
     path.write_text("[{}, 3, " + '{"a":' * 102 + "1" + "}" * 102 + "]")
-    opened = open_rows(Found("json", (path,)))
+    opened = open_rows("json", [path])
     assert opened[0] == {}
     with pytest.raises(ValueError, match="a.json row 1: expected a JSON object, got int"):
         opened[1]
-    with pytest.raises(ValueError, match="a.json row 2: .*at most 100 lists and objects"):
+    with pytest.raises(ValueError, match="a.json row 2: .*at most 100 nested lists and objects"):
         opened[2]
     path.write_text("[{}")
     with pytest.raises(ValueError, match="a.json: expected a list of JSON objects: "):
-        open_rows(Found("json", (path,)))
-    monkeypatch.setattr(rows, "MOST_LIST_BYTES", 2)
-    with pytest.raises(ValueError, match="a.json: expected a list of at most 2 bytes, got 3"):
-        open_rows(Found("json", (path,)))
+        open_rows("json", [path])
+    monkeypatch.setattr(rows, "MAX_LIST_BYTES", 2)
+    with pytest.raises(ValueError, match="a.json: expected at most 2 bytes: write a longer list"):
+        open_rows("json", [path])
 
 
 # --- Arrow ------------------------------------------------------------------------------
@@ -129,11 +135,13 @@ def test_parquet_by_row_groups(tmp_path, monkeypatch):
     parquet.write_table(table.slice(0, 12), tmp_path / "a.parquet", row_group_size=5)
     parquet.write_table(table.slice(12), tmp_path / "b.parquet", row_group_size=4)
     monkeypatch.setattr(rows, "CACHE_BYTES", 1000)  # two or three of seven groups
-    opened = open_rows(find(str(tmp_path), None, Search(("parquet",))))
+    cache = rows._GroupCache()
+    monkeypatch.setattr(rows, "_GroupCache", lambda: cache)
+    opened = found(str(tmp_path), None, "parquet")
     assert read(opened) == ROWS
     order = np.random.default_rng(0).permutation(25).tolist()
     assert [opened[i] for i in order] == [ROWS[i] for i in order]
-    assert 1 <= len(opened._kept) < 7
+    assert 1 <= len(cache._tables) < 7
     assert opened.where(11) == f"{tmp_path}/a.parquet row 11"
     assert opened.where(17) == f"{tmp_path}/b.parquet row 5"
 
@@ -143,7 +151,7 @@ def test_arrow_files_and_streams(tmp_path, new):
     table = pyarrow.Table.from_pylist(ROWS)
     with new(str(tmp_path / "a.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=10)
-    opened = open_rows(Found("datasets", (tmp_path / "a.arrow",)))
+    opened = open_rows("datasets", [tmp_path / "a.arrow"])
     assert read(opened) == ROWS and opened.where(24) == f"{tmp_path}/a.arrow row 24"
 
 
@@ -152,12 +160,11 @@ def test_what_datasets_saves_is_read(tmp_path):
     train.save_to_disk(tmp_path / "one", num_shards=3)
     both = datasets.DatasetDict(train=train, test=test.shuffle(seed=0).select(range(7)))
     both.save_to_disk(tmp_path / "both")
-    search = Search(("datasets",))
 
     def saved(name, split=None):
-        return read(open_rows(find(str(tmp_path / name), split, search)))
+        return read(found(str(tmp_path / name), split, "datasets"))
 
-    assert len(find(str(tmp_path / "one"), None, search).paths) == 3
+    assert len(find(str(tmp_path / "one"), None, ("datasets",))[1]) == 3
     assert saved("one") == saved("both") == saved("both", "train") == saved("both/train") == ROWS
     assert saved("both", "test") == both["test"].to_list()
     with pytest.raises(ValueError, match="splits train, test: choose with .split="):
@@ -177,7 +184,7 @@ def test_values_become_plain_json(tmp_path):
         "flag": True,
     }
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
-    (got,) = read(open_rows(Found("parquet", (tmp_path / "a.parquet",))))
+    (got,) = read(open_rows("parquet", [tmp_path / "a.parquet"]))
     assert json.loads(json.dumps(got, allow_nan=False)) == got
     assert got == {
         "day": "2026-01-02",
@@ -189,7 +196,7 @@ def test_values_become_plain_json(tmp_path):
     }
     parquet.write_table(pyarrow.table({"image": [{"bytes": b"\x89PNG"}]}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match="b.parquet row 0: image: bytes: holds bytes"):
-        read(open_rows(Found("parquet", (tmp_path / "b.parquet",))))
+        read(open_rows("parquet", [tmp_path / "b.parquet"]))
 
 
 @pytest.mark.parametrize("form", ["parquet", "datasets"])
@@ -204,14 +211,30 @@ def test_a_file_that_is_cut_off_is_named(tmp_path, form, size):
             writer.write_table(table)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=f"{path}.*(not a readable|Parquet)"):
-        read(open_rows(Found(form, (path,))))
+        read(open_rows(form, [path]))
 
 
 def test_a_parquet_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MOST_GROUP_BYTES", 100)
+    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 100)
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="a.parquet: .*row group 0 has .*row_group_size"):
-        open_rows(Found("parquet", (tmp_path / "a.parquet",)))
+        open_rows("parquet", [tmp_path / "a.parquet"])
+
+
+@pytest.mark.parametrize("form", ["parquet", "datasets"])
+def test_a_small_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 2**24)
+    path, table = tmp_path / "a", pyarrow.table({"prompt": ["a" * 2**12] * 2**14})
+    if form == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with ipc.new_stream(
+            str(path), table.schema, options=ipc.IpcWriteOptions(compression="zstd")
+        ) as writer:
+            writer.write_table(table, max_chunksize=1000)
+    assert path.stat().st_size < 2**16
+    with pytest.raises(ValueError, match=f"{path}: .*expected at most 16,777,216"):
+        open_rows(form, [path])[0]
 
 
 def test_arrow_offsets_that_lie_are_refused(tmp_path):
@@ -224,7 +247,7 @@ def test_arrow_offsets_that_lie_are_refused(tmp_path):
     before, found, after = path.read_bytes().rpartition(right)
     assert found
     path.write_bytes(before + lie + after)
-    opened = open_rows(Found("datasets", (path,)))
+    opened = open_rows("datasets", [path])
     with pytest.raises(ValueError, match="a.arrow: not a readable Arrow"):
         opened[0]
 
@@ -249,14 +272,9 @@ def test_damaged_files_give_rows_or_a_sentence(tmp_path, form):
         data[place : place + int(rng.integers(1, 9))] = change[rng.integers(4)]
         damaged.write_bytes(data)
         try:
-            for row in read(open_rows(Found(form, (damaged,)))):
+            for row in read(open_rows(form, [damaged])):
                 assert isinstance(row, dict)
         except ValueError as error:
             assert str(damaged) in str(error)
             refused += 1
     assert refused > 20
-
-
-def test_a_row_that_a_file_promises_and_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="x row 3 is not there"):
-        rows._arrow_row(pyarrow.table({"a": []}), "x row 3")

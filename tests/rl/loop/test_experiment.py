@@ -238,12 +238,6 @@ def test_a_policy_that_could_never_end_a_response(tiny, tmp_path):
         opened(tiny, override)
 
 
-def test_a_reward_file_without_the_function(tiny, tmp_path):
-    shutil.copy(tiny.parent / "reward.py", tmp_path / "reward.py")
-    with pytest.raises(ValueError, match="no function 'digit'; did you mean digits"):
-        opened(tiny, f"Reward.functions=('{tmp_path}/reward.py:digit',)")
-
-
 @pytest.mark.parametrize("override", ["Run.steps=0", "Run.seed=-1", "Rollout.group_size=0"])
 def test_sections_refuse_values_that_make_no_run(tiny, override):
     field = override.partition(".")[2].partition("=")[0]

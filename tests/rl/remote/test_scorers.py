@@ -73,7 +73,6 @@ def test_scores_and_failures_are_those_of_a_pool():
     assert found == wanted
     assert scorers.counters == pool.counters and len(pool.counters) == 3
     assert scorers.metrics() == pool.metrics()
-    assert scorers.messages.keys() == pool.messages.keys()
 
 
 def test_responses_of_a_lost_scorer_are_scored_elsewhere_and_it_starts_again():

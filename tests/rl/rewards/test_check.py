@@ -37,6 +37,8 @@ def reward_file(path, body):
         ("def score(completions, **columns): return ['good']", "score/not_a_number"),
         ("def score(completions, **columns):\n    while True: pass", "score/deadline: no result"),
         ("import absent_module\ndef score(**columns): return [1.0]", "absent_module"),
+        ("def score(:", "SyntaxError"),
+        ("def scores(**columns): return [1.0]", "'score'; did you mean 'scores'"),
     ],
 )
 def test_functions_that_fail_are_refused_before_a_run(tmp_path, body, message):

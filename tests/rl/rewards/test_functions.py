@@ -50,29 +50,29 @@ def test_extraction(name, text, expected):
 
 
 def test_exact_match_ignores_case_and_spacing_only():
-    completions = ["#### New  york", "#### New York City", "New York", "#### x"]
-    answer = ["new York", "New York", "New York", None]
-    assert exact_match(completions, answer, extract="hash", other=[1]) == [1.0, 0.0, 0.0, None]
+    assert exact_match("#### New  york", "new York", "hash") == 1.0
+    assert exact_match("#### New York City", "New York", "hash") == 0.0
+    assert exact_match("New York", "New York", "hash") == 0.0
+    assert exact_match("#### x", None, "hash") is None
 
 
 def test_expected_answers_with_the_marker_are_read_as_completions_are():
-    gold = ["48/2 = 24\n#### 24"]
-    assert exact_match(["so\n#### 24"], gold, extract="hash") == [1.0]
-    assert exact_match(["so\n#### 48"], gold, extract="hash") == [0.0]
-    assert math_verify(["#### 24.0"], gold, extract="hash") == [1.0]
-    assert exact_match([r"\boxed{2}"], [r"It is \boxed{2}."], extract="boxed") == [1.0]
+    gold = "48/2 = 24\n#### 24"
+    assert exact_match("so\n#### 24", gold, "hash") == 1.0
+    assert exact_match("so\n#### 48", gold, "hash") == 0.0
+    assert math_verify("#### 24.0", gold, "hash") == 1.0
+    assert exact_match(r"\boxed{2}", r"It is \boxed{2}.", "boxed") == 1.0
 
 
 def test_task_reward_uses_the_verifier_or_exact_match():
-    values = task_reward(
-        ["#### 1,000.0", "#### 999", "1000", "#### 1,000.0"],
-        answer=["1000", "1000", "1000", "1000"],
-        task=["reasoning_gym:chain_sum"] * 3 + ["jsonl:x.jsonl"],
-        metadata=[{}] * 4,
-        extract="hash",
-    )
+    def paid(completion, spec):
+        return task_reward(completion, {"answer": "1000", "metadata": {}}, spec, "hash")
+
     # chain_sum compares numbers; a data file compares text; no marker is no answer.
-    assert values == [1.0, 0.0, 0.0, 0.0]
+    assert paid("#### 1,000.0", "reasoning_gym:chain_sum") == 1.0
+    assert paid("#### 999", "reasoning_gym:chain_sum") == 0.0
+    assert paid("1000", "reasoning_gym:chain_sum") == 0.0
+    assert paid("#### 1,000.0", "jsonl:x.jsonl") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_task_reward_uses_the_verifier_or_exact_match():
     ],
 )
 def test_math_verify(completion, gold, expected):
-    assert math_verify([completion], [gold], extract="boxed") == [expected]
+    assert math_verify(completion, gold, "boxed") == expected
 
 
 def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
@@ -101,7 +101,7 @@ def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
     verify = load("math_verify", "whole")
     # The lone $ keeps the text from being read as LaTeX.
     for text in ("print(1)", "2**3", "1+1", "it costs $ or so: (3+4)*5", "The answer is 12."):
-        verify("q", text, [], {"answer": "12"}, "jsonl:x")
+        verify(text, {"answer": "12"}, "jsonl:x", prompt="q")
     assert seen == []
     math_verify.parser.parse("it costs $ or so: (3+4)*5")  # its default would have
     assert seen != []
@@ -109,7 +109,7 @@ def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
 
 def test_math_verify_says_when_the_expected_answer_is_unreadable():
     with pytest.raises(ValueError, match="expected answer"):
-        math_verify([r"\boxed{1}"], [""], extract="boxed")
+        math_verify(r"\boxed{1}", "", "boxed")
 
 
 def test_results_of_arrays_and_scalars_count_as_numbers():
@@ -188,14 +188,15 @@ def test_user_files_are_checked_without_running_them(tmp_path):
     check(PLUGINS / "broken_import.py", "score")  # would raise if it were executed
     with pytest.raises(FileNotFoundError, match="no file"):
         check(tmp_path / "absent.py", "f")
-    with pytest.raises(ValueError, match="did you mean faulty"):
-        check(PLUGINS / "faults.py", "fauly")
-    with pytest.raises(ValueError, match="async"):
-        check(PLUGINS / "faults.py", "later")
-    bad = tmp_path / "bad.py"
-    bad.write_text("def f(:\n")
-    with pytest.raises(ValueError, match="not valid Python"):
-        check(bad, "f")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("fauly", "no function 'fauly'; did you mean 'faulty'"), ("later", "async")],
+)
+def test_functions_that_a_file_lacks_are_refused_when_it_is_loaded(name, message):
+    with pytest.raises(ValueError, match=message):
+        load(f"{PLUGINS / 'faults.py'}:{name}", "hash")
 
 
 def test_the_worker_imports_nothing_heavy():

@@ -88,7 +88,7 @@ def test_children_in_sessions_of_their_own_end_with_the_worker(tmp_path):
 
 @pytest.mark.parametrize("completion", ["x", "more than a pipe holds" * 10_000])
 def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatch, completion):
-    monkeypatch.setattr(process, "_LEAST_PULSE_S", 1.0)
+    monkeypatch.setattr(process, "_MIN_ACCEPT_S", 1.0)
     with RewardPool(config("half", deadline_s=1.0), startup_s=120.0) as pool:
         os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -138,7 +138,7 @@ def test_later_samples_get_the_error_of_a_failed_replacement(monkeypatch, method
 def test_an_error_while_asking_fails_one_sample_and_the_thread_continues(monkeypatch):
     with RewardPool(config("half")) as pool:
         with monkeypatch.context() as patch:
-            patch.setattr(process.WorkerProcess, "ask", lambda self, job: [][1])
+            patch.setattr(process.WorkerProcess, "score", lambda self, job: [][1])
             with pytest.raises(IndexError):
                 pool.submit(ScoreJob(EXAMPLE, "x")).result(timeout=60)
         assert scores_of(pool, ["x"])[0].total == 0.5
@@ -155,7 +155,7 @@ def test_waiting_for_a_score_can_be_interrupted_and_times_out(monkeypatch):
         hung = pool.submit(ScoreJob(EXAMPLE, "hang"))
         with pytest.raises(Asked):
             pool.result(hung, stop)
-        monkeypatch.setattr(pool, "_patience_s", 0.3)
+        monkeypatch.setattr(pool, "_timeout_s", 0.3)
         with pytest.raises(RewardWorkerError, match="has answered for"):
             pool.result(Future())
 
