@@ -14,7 +14,7 @@ from pathlib import Path
 from models.folder import Folder
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import Row, spread
-from rl.reports.evaluations import eval_lines
+from rl.reports.evaluations import eval_table
 from rl.reports.runs import ReportError, Run, load_runs, summarize
 from rl.runtime.progress import say
 from rl.runtime.run_files import REPORT_FOLDER
@@ -59,7 +59,7 @@ def write_report(
             if name != OVERVIEW_FILE
         ],
         summaries=summarize(runs),
-        evaluations=eval_lines(runs),
+        evaluations=eval_table(runs),
         samples=[
             (run.label, row)
             for run in runs

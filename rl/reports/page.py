@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that holds its pictures, table and samples.
 
-Everything that a run wrote, model text above all, is escaped, and the page's
-content policy allows only the script below.
+Everything that a run wrote, model text above all, is escaped. The page's content policy allows
+only the script below.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import base64
 import hashlib
 import html
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl.reports.style import number
+
 if TYPE_CHECKING:
-    from rl.reports.evaluations import EvalLine
     from rl.reports.runs import Summary
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110
 # Controls beyond ASCII's, and marks that change the direction of what follows.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_NAME_COLUMNS = ("metric", "set", "run")
 _SHOWN_ELSEWHERE = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
 
 _CSS = """
@@ -89,13 +90,13 @@ def page(
     runs: Sequence[tuple[str, int, int, Sequence[str]]],
     images: Sequence[tuple[str, bytes, str]],
     summaries: Sequence[Summary],
-    evaluations: Sequence[EvalLine],
+    evaluations: Sequence[Mapping[str, str]],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
     """Return the whole page as text.
 
-    `runs`: (label, rows, last step, what they came to); `images`: (file, PNG, caption);
-    `samples`: (run label, row).
+    `runs`: (label, rows, last step, summary lines); `images`: (file, PNG, caption);
+    `evaluations`: rows of a table; `samples`: (run label, row).
     """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = (
@@ -103,12 +104,8 @@ def page(
         f"script-src 'sha256-{script}'"
     )
     facts = "<br>".join(
-        "<br>".join(
-            [
-                f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}",
-                *map(_text, lines),
-            ]
-        )
+        f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}"
+        + "".join(f"<br>{_text(line)}" for line in lines)
         for label, rows, last, lines in runs
     )
     plots = "\n".join(
@@ -117,6 +114,12 @@ def page(
         f"<figcaption>{_text(caption)}</figcaption></figure>"
         for name, png, caption in images
     )
+    several = len(runs) > 1
+    evaluated = ""
+    if evaluations:
+        evaluated = f"""<h2>Evaluation before and after training</h2>
+{_table(evaluations, several)}
+<p class="faint">In brackets: 95% intervals over questions.</p>"""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -132,9 +135,9 @@ def page(
 <div class="plots">
 {plots}
 </div>
-{_evaluations(evaluations, several=len(runs) > 1)}
+{evaluated}
 <h2>First, last and best</h2>
-{_table(summaries, several=len(runs) > 1)}
+{_table(_summary_rows(summaries), several)}
 <h2>Samples</h2>
 {_viewer(samples)}
 </body>
@@ -142,57 +145,43 @@ def page(
 """
 
 
-def _table(summaries: Sequence[Summary], *, several: bool) -> str:
-    """Return the table of summaries, with a column for the run where there are several."""
-    run_head = '<th class="name">run</th>' if several else ""
-    rows = []
-    previous = None
+def _summary_rows(summaries: Sequence[Summary]) -> list[dict[str, str]]:
+    rows, previous = [], None
     for line in summaries:
-        # allow line breaks between the parts of a name
-        name = "" if line.metric == previous else re.sub("([/_])", r"\1<wbr>", _text(line.metric))
+        row = {
+            "metric": "" if line.metric == previous else line.metric,
+            "run": line.label,
+            "first": number(line.first),
+            "last": number(line.last),
+            "best": "" if line.best is None else f"{number(line.best)} (step {line.best_step})",
+            "lowest": number(line.low),
+            "highest": number(line.high),
+        }
+        rows.append(row)
         previous = line.metric
-        run = f'<td class="name">{_text(line.label)}</td>' if several else ""
-        best = "" if line.best is None else f"{number(line.best)} (step {line.best_step})"
-        rows.append(
-            f'<tr><td class="name">{name}</td>{run}<td>{number(line.first)}</td>'
-            f"<td>{number(line.last)}</td><td>{best}</td>"
-            f"<td>{number(line.low)}</td><td>{number(line.high)}</td></tr>"
-        )
-    return (
-        f'<div class="wide"><table><thead><tr><th class="name">metric</th>{run_head}'
-        "<th>first</th><th>last</th><th>best</th><th>lowest</th><th>highest</th></tr></thead>"
-        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
-    )
+    return rows
 
 
-def _evaluations(lines: Sequence[EvalLine], *, several: bool) -> str:
-    """Return the table of evaluations before and after training; empty where there are none."""
-    if not lines:
+def _table(rows: Sequence[Mapping[str, str]], several: bool) -> str:
+    """Return a table, with the column of runs if there are several."""
+    if not rows:
         return ""
-    run_head = '<th class="name">run</th>' if several else ""
-    rows = []
-    for line in lines:
-        run = f'<td class="name">{_text(line.label)}</td>' if several else ""
-        seen = "" if math.isnan(line.seen) else number(line.seen)
-        before = "" if line.before is None else _interval(line.before)
-        rows.append(
-            f'<tr><td class="name">{_text(line.name)}</td>{run}<td>{_text(line.figure)}</td>'
-            f"<td>{number(line.questions)}</td><td>{seen}</td><td>{before}</td>"
-            f"<td>{_interval(line.after)}</td>"
-            f"<td>{number(line.best)} (step {line.best_step:,})</td></tr>"
-        )
+    columns = {c: ' class="name"' * (c in _NAME_COLUMNS) for c in rows[0] if several or c != "run"}
+    head = "".join(f"<th{kind}>{column}</th>" for column, kind in columns.items())
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{kind}>{_cell(row, c)}</td>" for c, kind in columns.items()) + "</tr>"
+        for row in rows
+    )
     return (
-        "<h2>Evaluation before and after training</h2>\n"
-        f'<div class="wide"><table><thead><tr><th class="name">set</th>{run_head}<th>figure</th>'
-        "<th>questions</th><th>of them in training</th><th>before</th><th>last</th><th>best</th>"
-        f"</tr></thead><tbody>\n{chr(10).join(rows)}\n</tbody></table></div>\n"
-        '<p class="faint">In brackets: 95% intervals over questions.</p>'
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+        "</div>"
     )
 
 
-def _interval(value: tuple[float, float, float]) -> str:
-    mean, low, high = map(number, value)
-    return f"{mean} [{low}, {high}]"
+def _cell(row: Mapping[str, str], column: str) -> str:
+    cell = _text(row[column])
+    # allow line breaks between the parts of a name
+    return re.sub("([/_])", r"\1<wbr>", cell) if column == "metric" else cell
 
 
 def _viewer(samples: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -246,15 +235,6 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
         + (f'<span class="faint">{rest}</span>' if rest else "")
         + "</div></details>"
     )
-
-
-def number(value: float) -> str:
-    """Format a number with four significant digits or in thousands: 0.4125, 15,320, 1.2e-06."""
-    try:
-        value = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return "more than 1e308" if value > 0 else "less than -1e308"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _value(value: Any) -> str:

@@ -107,7 +107,7 @@ def test_time_no_part_covers_is_other_and_the_compiling_step_is_left_out():
 
 
 def test_numbers_read_well():
-    assert [report_page.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
+    assert [report_style.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
         "0.4125", "15,320", "1.234e-06", "-2", "1e+20"
     ]  # fmt: skip
 
@@ -367,7 +367,7 @@ def test_evaluations_have_a_plot_a_table_and_their_samples(tmp_path):
     assert "2 steps recorded" in "".join(page.text), "the evaluation before is no step"
     assert "evaluation gcd" in page.text and [t for t, _ in page.tags].count("script") == 1
     (run,) = load_runs([folder])
-    assert run.steps.tolist() == [1, 2] and run.eval_steps.tolist() == [0, 1, 2]
+    assert run.steps.tolist() == [1, 2] and run.eval_series("step").tolist() == [0, 1, 2]
 
 
 def test_evaluations_of_several_runs_and_of_one_step_are_drawn(tmp_path):

@@ -96,16 +96,17 @@ def test_what_was_run():
     assert 'Run.directory = "own"' in text.replace("'", '"')
 
 
-def test_rewards_before_and_after_and_the_evaluations():
-    results = section(card(), "Results")
-    assert "| steps 1 to 10 | steps 31 to 40 |" in results
-    assert "| mean reward | 0.138 | 0.887 |" in results
-    assert "| evaluation | before training | step 40 |" in results
-    assert "| sums/mean\\_reward | 0.1 | 0.500 (0.400 to 0.600) |\n" in results
-    assert "| sums/mean\\_length |  | 12 |" in results
-    assert "| pass\\@1 |" not in results  # of the only set, so over all sets
+def test_first_and_last_rewards_and_evaluations():
+    text = card()
+    results = section(text, "Results")
+    assert "| reward | 0.1375 (steps 1 to 10) | 0.8875 (steps 31 to 40) |\n" in results
+    name = "sums/mean\\_reward | 0.1 (before training) | 0.5 [0.4, 0.6] (step 40) |\n"
+    assert f"| eval/{name}" in results
+    assert "| eval/sums/mean\\_length | 12 (step 40) | 12 (step 40) |" in results
+    assert "pass\\@1" not in results  # of the only set, so over all sets
     assert "low" not in results
-    assert "cut at the limit" not in results  # no row has it
+    assert "clipped" not in results  # no row has it
+    assert "1 responses each at temperature 0; correct" in section(text, "What was run")
     assert "no metrics" in section(card(rows=[]), "Results")
 
 
@@ -140,8 +141,8 @@ def test_text_of_others_stays_in_its_place(text):
         *("table", "thead", "tbody", "tr", "th", "td"),
     }
     assert page.count("<h1>") == page.count("<details>") == page.count("</details>") == 1
-    assert page.count("<h2>") == 5 and page.count("<pre>") == 3
-    assert page.count("<tr>") == 2 + 2
+    assert page.count("<h2>") == 5 and page.count("<pre>") == 2
+    assert page.count("<tr>") == 1 + 2
     assert len(set(re.findall(r"<strong>(.*?)</strong>", page))) == page.count("<strong>")
 
 
@@ -149,15 +150,15 @@ def test_a_base_policy_is_known_by_its_own_files(tmp_path):
     folder = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    assert model_card.base_of(folder) == Base("Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+    assert model_card.read_base(folder) == Base("Qwen3-0.6B", "Qwen/Qwen3-0.6B")
     own = tmp_path / "own"
     own.mkdir()
     (own / "config.json").write_text('{"_name_or_path": "/home/me/model"}')
-    assert model_card.base_of(own) == Base("own")
+    assert model_card.read_base(own) == Base("own")
     (own / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: 'a/b'\n---\nlicense: x")
-    assert model_card.base_of(own) == Base("own", "a/b", "apache-2.0")
+    assert model_card.read_base(own) == Base("own", "a/b", "apache-2.0")
     (own / "README.md").write_text("---\nlicense: apache-2.0\nno end")
-    assert model_card.base_of(own) == Base("own")
+    assert model_card.read_base(own) == Base("own")
 
 
 def test_legs_are_noted_and_rows_that_no_run_writes_left_out(tmp_path):
