@@ -1,13 +1,12 @@
 """The model card (README.md) of an exported policy: its run, its results and its use.
 
-Names, paths and texts come from outside. Prose is escaped for Markdown and HTML; other text is in
-code spans and fences that it cannot close. Absolute paths keep their last part only.
+Names, paths and texts come from outside: they are in code spans and fences that they cannot close.
+Absolute paths keep their last part only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import math
 import re
@@ -18,7 +17,6 @@ from models import gguf_header, hf_files
 from models.config import ModelConfig
 from models.params import num_params
 from rl.config.loader import dump
-from rl.loop.eval_sets import EvalConfig
 from rl.loop.experiment import TrainConfig
 from rl.loop.legs import Leg
 from rl.metrics.writer import Row
@@ -31,8 +29,6 @@ _METRICS = ("reward", "completions/mean_length", "completions/clipped_ratio")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # The folders of an absolute path in a spec or a setting: from a quote or colon to the last slash.
 _FOLDERS = re.compile(r"""(?<=['":=])/(?:(?:\\.|[^/?:'"\\\n])+/)+""")
-# Starts of a span, a cell or a link; a dot makes a link after www.
-_PUNCTUATION = re.compile(r"([\\`*_\[\]|~:@]|(?<=www)\.)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +89,6 @@ def _front_matter(card: Path) -> dict[str, str]:
 # --- text from outside ------------------------------------------------------------------
 
 
-def text(value: object) -> str:
-    """Return a value as one line of prose that Markdown and HTML show literally."""
-    return _PUNCTUATION.sub(r"\\\1", html.escape(_one_line(value), quote=False))
-
-
 def code(value: object) -> str:
     """Return a value as a code span that it cannot close."""
     line = _one_line(value) or " "
@@ -116,11 +107,8 @@ def _one_line(value: object) -> str:
 
 
 def _printable(line: str) -> str:
-    return "".join(c if c.isprintable() else _escaped(c) for c in line)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "backslashreplace").decode()
+    escapes = {c: c.encode("unicode_escape", "backslashreplace").decode() for c in set(line)}
+    return "".join(c if c.isprintable() else escapes[c] for c in line)
 
 
 def _spec(value: str) -> str:
@@ -139,53 +127,39 @@ def _listed(values: Iterable[str]) -> str:
 
 def of_run(config: TrainConfig, base: Base, history: History, form: Form) -> str:
     """Return the card of a checkpoint of a run."""
-    algorithm, sampling = config.algorithm, config.sampling
+    algorithm = config.algorithm
     settings = dict(vars(algorithm.resolved))
     source = settings.pop("source")
     terms = ", ".join(f"{name} {x}" for name, x in settings.items() if x is not None)
     functions = zip(config.reward.functions, config.reward.full_weights, strict=True)
     rewards = [_spec(name) + ("" if w == 1 else f" × {w:g}") for name, w in functions]
-    last = history.rows[-1] if history.rows else {}
-    num_tokens = _number(last.get("num_tokens"))
-    tokens = "" if math.isnan(num_tokens) else f"; {num_tokens:,.0f} response tokens"
-    variables = [code(f"{name}={value!r}") for name, value in config.task.chat_template_kwargs]
-    system, suffix = config.task.system_prompt, config.task.prompt_suffix
+    num_tokens = _number(history.rows[-1].get("num_tokens")) if history.rows else math.nan
     facts = {
         "Base policy": _origin(base, form),
         "Algorithm": f"{algorithm.name} ({source}): {terms}; KL to the base policy × "
         f"{algorithm.kl_coefficient:g}",
-        "Optimizer": f"AdamW, learning rate {config.optimizer.learning_rate:g} "
-        f"({config.optimizer.schedule}), {config.trainer.inner_updates} × "
-        f"{config.trainer.minibatches} updates a step",
         "Tasks": _listed(map(_spec, config.task.specs)),
         "Rewards": _listed(rewards),
         "Steps": f"{history.step:,} of {config.run.steps:,}, each "
-        f"{config.rollout.prompts_per_step} prompts × {config.rollout.group_size} responses"
-        f"{tokens}; seed {config.run.seed}",
-        "Sampling": f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, top-k "
-        f"{sampling.top_k or 'off'}, at most {sampling.max_new_tokens:,} new tokens",
-        "Responses end at": _listed(code(repr(stop)) for stop in sampling.stop),
-        "Sampling of tasks": _listed(map(code, sampling.by_task)),
-        "System prompt": code(system) if system else "",
-        "End of prompts": code(repr(suffix)) if suffix else "",
-        "Variables of the chat template": _listed(variables),
-        "Reuse of responses": code(config.reuse.mode),
-        "Evaluations": _evaluations(config.eval, history.rows),
+        f"{config.rollout.prompts_per_step} prompts × {config.rollout.group_size} responses",
+        "Response tokens": "" if math.isnan(num_tokens) else f"{num_tokens:,.0f}",
         "Hardware and versions": _hardware(history),
         "Exported": f"{form.date}, weights in {form.dtype}",
+        "Prompts, sampling, optimizer, evaluations": "see the configuration below",
     }
+    bullets = "\n".join(f"- **{title}**: {value}" for title, value in facts.items() if value)
     lines = "\n".join(map(_printable, _FOLDERS.sub("", dump(config)).splitlines()))
     fence = _fence(lines, 3)
     return f"""{_head(base, "reinforcement-learning", algorithm.name)}
 
-# {text(history.run)}, step {history.step:,}
+# {code(history.run)}, step {history.step:,}
 
 {code(base.name)} after {history.step:,} of {config.run.steps:,} steps of {algorithm.name.upper()} \
 in Reprise, a program for reinforcement learning with verifiable rewards.
 
 ## What was run
 
-{_bullets(facts)}
+{bullets}
 
 ## Results
 
@@ -212,11 +186,12 @@ def of_policy(base: Base, form: Form) -> str:
     """Return the card of a policy that was written in another form, without training."""
     return f"""{_head(base)}
 
-# {text(base.name)}
+# {code(base.name)}
 
 {code(base.name)}, written anew by Reprise on {form.date}. It was not trained further.
 
-{_bullets({"Base policy": _origin(base, form), "Weights": form.dtype})}
+- **Base policy**: {_origin(base, form)}
+- **Weights**: {form.dtype}
 
 {_use(form)}
 
@@ -232,12 +207,8 @@ def _head(base: Base, *tags: str) -> str:
     return f"---\n{pipeline}{origin}tags:{listed}\n---"
 
 
-def _bullets(facts: dict[str, str]) -> str:
-    return "\n".join(f"- **{title}**: {value}" for title, value in facts.items() if value)
-
-
 def _origin(base: Base, form: Form) -> str:
-    known = f" ({text(base.hub_id)})" if base.hub_id else ""
+    known = f" ({base.hub_id})" if base.hub_id else ""
     size = f"{num_params(form.model):,} parameters"
     return f"{code(base.name)}{known}; {form.model.architecture}, {size}"
 
@@ -250,25 +221,15 @@ def _hardware(history: History) -> str:
     if not legs:
         return f"not recorded{hours}"
     places = [
-        f"{text(leg.device)} with {_listed(text(f'{k} {v}') for k, v in leg.versions.items())}"
+        f"{code(leg.device)} with {_listed(code(f'{k} {v}') for k, v in leg.versions.items())}"
         for leg in legs
     ]
-    dates = " to ".join(dict.fromkeys((text(legs[0].began), text(legs[-1].began))))
+    dates = " to ".join(dict.fromkeys((code(legs[0].began), code(legs[-1].began))))
     return f"{_listed(dict.fromkeys(places))}; {dates}{hours}"
 
 
-def _evaluations(config: EvalConfig, rows: Sequence[Row]) -> str:
-    if not any("eval_s" in row for row in rows):
-        return ""
-    sets = f" of {_listed(map(_spec, config.sets))}" if config.sets else ""
-    return (
-        f"up to {config.num_prompts:,} questions{sets}, {config.samples} responses each at "
-        f"temperature {config.temperature:g}; correct from a reward of {config.correct_at:g} on"
-    )
-
-
 def _results(rows: Sequence[Row]) -> str:
-    """Return a table of metrics in the first and the last steps that have them."""
+    """Return the metrics of the first and the last steps that have them."""
     names = dict.fromkeys(n for row in rows for n in row if n in _METRICS or n.startswith("eval/"))
     names = [n for n in names if not n.endswith(("_low", "_high"))]
     of_sets = [n for n in names if n.count("/") > 1 and n.startswith("eval/")]
@@ -280,11 +241,9 @@ def _results(rows: Sequence[Row]) -> str:
         few = max(1, min(10, len(known) // 2)) if name in _METRICS else 1
         if known:
             first, last = _figure(known[:few], name), _figure(known[-few:], name)
-            lines.append(f"| {text(name)} | {first} | {last} |")
-    if not lines:
-        return "The run folder has no metrics of these steps."
-    note = "Means of the steps in brackets. In square brackets: 95% intervals."
-    return "\n".join(["| metric | first | last |", "|---|---|---|", *lines, "", note])
+            lines.append(f"- {code(name)}: first {first}, last {last}")
+    note = "Each figure is a mean over the steps that are named; in brackets: 95% intervals."
+    return "\n".join([*lines, "", note]) if lines else "The run has no metrics of these steps."
 
 
 def _figure(rows: Sequence[Row], name: str) -> str:

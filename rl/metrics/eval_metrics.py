@@ -1,8 +1,8 @@
 """Figures of an evaluation, with 95% intervals: mean reward, pass@k, length.
 
-The unit is the question: every figure is a mean over questions of one value each, so that responses
-to one question, which are alike, do not count as independent. Where all values are 0 or 1
-(greedy accuracy) the interval is Wilson's, otherwise it is a bootstrap of the questions.
+Every figure is a mean over questions of one value each, since responses to one question are not
+independent. If all values are 0 or 1 (greedy accuracy) the interval is Wilson's, otherwise a
+bootstrap over the questions.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def set_metrics(
 ) -> dict[str, float]:
     """Return the figures of one set by name, with the bounds as `…_low` and `…_high`.
 
-    A response is correct where its reward is at least `correct_at`; one without a reward is not,
-    and is left out of the mean reward, which is absent where no response has one.
+    A response is correct if its reward is at least `correct_at`. One without a reward is wrong, and
+    left out of the mean reward, which is missing if no response has one.
     """
     by_prompt: dict[int, list[EvalResponse]] = {}
     for r in responses:
@@ -109,7 +109,7 @@ def set_metrics(
 
 
 def overall_metrics(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of all sets together: each set counts as much as any other.
+    """Return the figures of all sets together: means with equal weights, counts as sums.
 
     A figure that some set lacks is left out.
     """

@@ -103,8 +103,8 @@ class WorkersTimeline:
         ]
         for part in lanes.parts:
             boxes += [(lanes.lane_of[part.name], s, colors[part.version]) for s in part.busy_s]
-        _draw_boxes(ax, boxes)
         n = len(lanes.lane_of)
+        _draw_boxes(ax, boxes, 0.4 if n <= MAX_NAMED else 0.5)
         ax.set_xlim(0, lanes.end_s)
         ax.set_ylim(n - 0.5, -0.5)
         if n <= MAX_NAMED:
@@ -205,15 +205,15 @@ def version_colors(versions: Iterable[int]) -> dict[int, Any]:
     return {v: scale(0.93 * i / (len(ordered) - 1))[:3] for i, v in enumerate(ordered)}
 
 
-def _draw_boxes(ax: Any, boxes: Sequence[tuple[int, Span, Any]]) -> None:
+def _draw_boxes(ax: Any, boxes: Sequence[tuple[int, Span, Any]], half: float) -> None:
     from matplotlib.collections import PolyCollection
 
     corners = [
-        [(start, y - 0.4), (end, y - 0.4), (end, y + 0.4), (start, y + 0.4)]
+        [(start, y - half), (end, y - half), (end, y + half), (start, y + half)]
         for y, (start, end), _ in boxes
     ]
     colors = [color for *_, color in boxes]
-    ax.add_collection(PolyCollection(corners, facecolors=colors, linewidths=0))
+    ax.add_collection(PolyCollection(corners, facecolors=colors, linewidths=0, snap=False))
 
 
 def _write_loss(ax: Any, event: WorkerEvent, y: int, end_s: float) -> float:

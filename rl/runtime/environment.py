@@ -1,4 +1,4 @@
-"""Where and with what this process runs: its device and the versions of packages."""
+"""The device of this process and the versions of its packages."""
 
 from __future__ import annotations
 
