@@ -1,7 +1,7 @@
 """`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table, one figure.
 
 FILE is a training configuration with an `Ablation` section. Each run is a process of
-`python -m rl.train` in its own folder, one after the other; the same command resumes a grid that
+`python -m rl.train` in a separate folder, one after the other; the same command resumes a grid that
 was stopped. `table.csv`, `table.md` and `figure.png` are written after every run.
 """
 
@@ -164,8 +164,8 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
     """Return the run's row of the table, by `COLUMNS`; nan if a run has no such metric.
 
     Tokens and seconds are sums over all steps (no rollout seconds if rollouts run ahead). The
-    final reward is the mean over the last epoch, in which every prompt was answered once; reuse
-    is from the second epoch on.
+    final reward is the mean over the last epoch (every prompt was answered once); reuse is
+    from the second epoch on.
     """
     rows = step_rows(read_metrics(cell.folder))
     # dynamic sampling takes as many prompts as it needs

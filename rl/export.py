@@ -7,9 +7,9 @@
 
 A policy's folder has the weights (bfloat16, rounded once from the run's float32), the tokenizer
 with its chat template, end tokens and sampling in generation_config.json, and a model card. A
-drafter's folder is in the layout of serving engines; the one trained longest is taken, from the
-run's checkpoints or its own. The run may be running, stopped or finished, and is only read. The
-policy that it started from must be where it was, or named with --policy.
+drafter's folder is in the layout of serving engines; of the run's and the drafter's checkpoints
+the one trained longest is taken. The run may be running, stopped or finished, and is only read.
+The policy that it started from must not have moved, unless named with --policy.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def export(
 ) -> Exported:
     """Write the drafter of a run to `target`; a run that has just ended passes its `policy`.
 
-    Otherwise the drafter's own checkpoints may be behind the run's or ahead of them (after a kill),
+    Otherwise the drafter's own checkpoints may be older or newer than the run's (after a kill),
     and the one trained longest counts: a resumed run continues from it too. Its embedding and head
     are the policy's of the run's newest checkpoint, else of the finished policy.
     Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
@@ -66,7 +66,9 @@ def export(
                 policy = hf.load_pretrained(run / POLICY)[1]
     if not states:
         raise NoWholeCheckpointError("\n".join(problems), {})
-    trained, source, warnings = max(states, key=lambda found: int(found[0].step))  # ties: its own
+    trained, source, warnings = max(
+        states, key=lambda found: int(found[0].step)
+    )  # ties: the drafter's
     drafter = dataclasses.replace(start, params=trained.params)
     variant = config.drafter_training.variant
     text = drafter_folder.write(target, drafter, inputs.model, policy, inputs.policy, variant)

@@ -33,7 +33,7 @@ _FOLDERS = re.compile(r"""(?<=['":=])/(?:(?:\\.|[^/?:'"\\\n])+/)+""")
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The policy that a run started from: its name, and what its own files declare."""
+    """The policy that a run started from: its name, and the origin that its files declare."""
 
     name: str
     hub_id: str | None = None
@@ -52,7 +52,7 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form in which a policy is exported."""
+    """The form of an exported policy."""
 
     model: ModelConfig
     dtype: str

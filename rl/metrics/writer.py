@@ -251,18 +251,18 @@ class Timings:
     """Measures the seconds spent in named parts of a step, by the given clock.
 
     `with timings.section("rollout"): ...` adds to `time/rollout`, also if it raises. Parts should
-    not nest: the report stacks them. `began` is called with the name of each part as it begins.
+    not nest: the report stacks them. `on_start` is called with the name of each part.
     """
 
     def __init__(
-        self, clock: Callable[[], float], began: Callable[[str], None] = lambda name: None
+        self, clock: Callable[[], float], on_start: Callable[[str], None] = lambda name: None
     ) -> None:
-        self._clock, self._began = clock, began
+        self._clock, self._on_start = clock, on_start
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        self._began(name)
+        self._on_start(name)
         start_s = self._clock()
         try:
             yield

@@ -12,19 +12,16 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl.reports.style import number
-
-if TYPE_CHECKING:
-    from rl.reports.runs import Summary
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110
 # Controls beyond ASCII's, and marks that change the direction of what follows.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _NAME_COLUMNS = ("metric", "set", "run")
-_SHOWN_ELSEWHERE = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
+_IN_SUMMARY = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
 
 _CSS = """
 :root { color-scheme: light; --ink: #222; --faint: #667; --line: #e2e2e8; --soft: #f6f6f9; }
@@ -89,14 +86,14 @@ def page(
     title: str,
     runs: Sequence[tuple[str, int, int, Sequence[str]]],
     images: Sequence[tuple[str, bytes, str]],
-    summaries: Sequence[Summary],
+    summaries: Sequence[Mapping[str, str]],
     evaluations: Sequence[Mapping[str, str]],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
     """Return the whole page as text.
 
     `runs`: (label, rows, last step, summary lines); `images`: (file, PNG, caption);
-    `evaluations`: rows of a table; `samples`: (run label, row).
+    `summaries`, `evaluations`: rows of tables; `samples`: (run label, row).
     """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = (
@@ -137,29 +134,12 @@ def page(
 </div>
 {evaluated}
 <h2>First, last and best</h2>
-{_table(_summary_rows(summaries), several)}
+{_table(summaries, several)}
 <h2>Samples</h2>
 {_viewer(samples)}
 </body>
 </html>
 """
-
-
-def _summary_rows(summaries: Sequence[Summary]) -> list[dict[str, str]]:
-    rows, previous = [], None
-    for line in summaries:
-        row = {
-            "metric": "" if line.metric == previous else line.metric,
-            "run": line.label,
-            "first": number(line.first),
-            "last": number(line.last),
-            "best": "" if line.best is None else f"{number(line.best)} (step {line.best_step})",
-            "lowest": number(line.low),
-            "highest": number(line.high),
-        }
-        rows.append(row)
-        previous = line.metric
-    return rows
 
 
 def _table(rows: Sequence[Mapping[str, str]], several: bool) -> str:
@@ -217,15 +197,13 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
     advantage = row.get("advantage")
     if isinstance(advantage, (int, float)):
         kind = "good" if advantage > 0 else "bad" if advantage < 0 else "faint"
-        sign = "+" if advantage > 0 else ""
-        facts.append(f'<b class="{kind}">advantage {sign}{number(advantage)}</b>')
+        plus = "+" if advantage > 0 else ""
+        facts.append(f'<b class="{kind}">advantage {plus}{number(advantage)}</b>')
     if "finish_reason" in row:
         facts.append(_text(row["finish_reason"]))
     spans = "".join(f"<span>{fact}</span>" for fact in facts)
     rest = "; ".join(
-        f"{_text(name)}: {_value(value)}"
-        for name, value in row.items()
-        if name not in _SHOWN_ELSEWHERE
+        f"{_text(name)}: {_value(value)}" for name, value in row.items() if name not in _IN_SUMMARY
     )
     return (
         f'<details class="sample" data-run="{_text(label)}" data-step="{_text(row["step"])}">'
@@ -246,11 +224,11 @@ def _value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as HTML text: escaped, control characters visible, cut where it is long."""
+    """Return a value as HTML text: escaped, control characters visible, cut if it is long."""
     text = str(value)
     cut = len(text) - MAX_TEXT_CHARS
     if cut > 0:
         text = text[:MAX_TEXT_CHARS] + f" ... and {cut:,} more characters"
     clean = "".join(c if c >= " " or c in "\n\t" else chr(0x2400 + ord(c)) for c in text)
-    clean = _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), clean)
+    clean = _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), clean)
     return html.escape(clean, quote=True)

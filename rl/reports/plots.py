@@ -134,8 +134,8 @@ class TimeSplit:
         above = np.flatnonzero(~ordinary)
         if len(above) and base[ordinary].max() > 0:
             ax.set_ylim(0, 1.25 * base[ordinary].max())
-            longest = above[np.argmax(base[above])]
-            note = f"off the scale: step {int(run.steps[longest])}, {base[longest]:.1f} s"
+            slowest = above[np.argmax(base[above])]
+            note = f"off the scale: step {int(run.steps[slowest])}, {base[slowest]:.1f} s"
             more = f", and {len(above) - 1} more" if len(above) > 1 else ""
             titles(ax, self.title, note + more)
         ax.set_ylabel("seconds per step")
@@ -149,12 +149,12 @@ class TimeSplit:
         parts = sorted(dict.fromkeys(p for m in means for p in m), key=lambda p: p == "other")
         for index, part in enumerate(parts):
             widths = np.array([mean.get(part, 0.0) for mean in means])
-            look = {"color": part_color(part, index), "label": plain_text(part, 24)}
-            ax.barh(range(len(runs)), widths, left=left, height=0.6, **look)
+            color, label = part_color(part, index), plain_text(part, 24)
+            ax.barh(range(len(runs)), widths, left=left, height=0.6, color=color, label=label)
             left += widths
-        look = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
         for line, total in enumerate(left):
-            ax.annotate(f"{total:.3g} s", (total, line), color=INK, **look)
+            ax.annotate(f"{total:.3g} s", (total, line), (4, 0), color=INK, **look)
         ax.set_yticks(range(len(runs)), [plain_text(run.label, 20) for run in runs])
         ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()
@@ -308,8 +308,8 @@ def split(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
 def mean_split(run: Run, names: Sequence[str]) -> dict[str, float]:
     """Return the mean seconds by part over the ordinary steps."""
     parts = split(run, names)
-    kept = ordinary_steps(sum(parts.values(), np.zeros(len(run.rows))))
-    return {name: float(seconds[kept].mean()) for name, seconds in parts.items()}
+    is_ordinary = ordinary_steps(sum(parts.values(), np.zeros(len(run.rows))))
+    return {name: float(seconds[is_ordinary].mean()) for name, seconds in parts.items()}
 
 
 def ordinary_steps(step_s: np.ndarray) -> np.ndarray:

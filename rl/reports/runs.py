@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import numpy as np
 from rl.engine.stats import RoundRecord, load_timeline
 from rl.engine.worker_record import WorkerStep, read_workers
 from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
+from rl.reports.style import number
 from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE
 
 MAX_DRAWN = 1e100  # of a metric: matplotlib adds and squares values for its axes
 TIME_PARTS = [f"time/{part}" for part in ("rollout", "reward", "score", "update", "checkpoint")]
-# Metrics of the summary, and those with a better end of their range.
+# Metrics of the summary, and the ones with a better end of their range.
 SUMMARIZED = (
     *("reward_std", "rewards/failures", "frac_reward_zero_std", "completions/mean_length"),
     *("completions/clipped_ratio", "entropy", "kl", "clip_ratio/region_mean", "grad_norm"),
@@ -76,20 +78,6 @@ class Run:
         return known + [name for name in names if name not in known]
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """One line of the page's table: a metric of a run, first, last and best."""
-
-    metric: str
-    label: str
-    first: float
-    last: float
-    best: float | None  # None if neither high nor low values are better
-    best_step: int | None
-    low: float
-    high: float
-
-
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Load the runs of run folders (or metrics.jsonl files).
 
@@ -120,7 +108,7 @@ def _load(folder: Path, label: str) -> Run:
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell the runs apart."""
+    """Return the shortest ends of the paths that distinguish the runs."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(p[-length:]) for p in parts]
@@ -129,35 +117,32 @@ def run_labels(folders: Sequence[Path]) -> list[str]:
     return [f"{folder.resolve().name} #{number}" for number, folder in enumerate(folders, 1)]
 
 
-def summarize(runs: Sequence[Run]) -> list[Summary]:
-    """Return a line per metric, in a fixed order, and run."""
+def summary_table(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Return a row per metric, in a fixed order, and run: its first, last and best values."""
     names = {name for run in runs for row in run.rows for name in row}
     rewards = sorted(n for n in names if n.startswith("rewards/") and n.endswith("/mean"))
-    lines = []
-    for metric in ("reward", *rewards, *SUMMARIZED):
-        for run in runs:
-            values = run.series(metric)
-            finite = np.isfinite(values)
-            if not finite.any():
-                continue
-            known, steps = values[finite], run.steps[finite]
-            best = None
-            if metric in ("reward", *rewards) or metric in HIGH_IS_BEST:
-                best = int(np.argmax(known))
-            elif metric in LOW_IS_BEST:
-                best = int(np.argmin(known))
-            line = Summary(
-                metric,
-                run.label,
-                first=float(known[0]),
-                last=float(known[-1]),
-                best=None if best is None else float(known[best]),
-                best_step=None if best is None else int(steps[best]),
-                low=float(known.min()),
-                high=float(known.max()),
-            )
-            lines.append(line)
-    return lines
+    table = []
+    for metric, run in itertools.product(("reward", *rewards, *SUMMARIZED), runs):
+        values = run.series(metric)
+        finite = np.isfinite(values)
+        if not finite.any():
+            continue
+        known, steps, best = values[finite], run.steps[finite], None
+        if metric in HIGH_IS_BEST or metric in ("reward", *rewards):
+            best = np.argmax(known)
+        elif metric in LOW_IS_BEST:
+            best = np.argmin(known)
+        row = {
+            "metric": metric,
+            "run": run.label,
+            "first": number(known[0]),
+            "last": number(known[-1]),
+            "best": "" if best is None else f"{number(known[best])} (step {int(steps[best])})",
+            "lowest": number(known.min()),
+            "highest": number(known.max()),
+        }
+        table.append(row)
+    return table
 
 
 def _series(rows: Sequence[Row], metric: str) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Okabe and Ito's colors, which color-blind readers can tell apart, without black and yellow.
+# Okabe and Ito's colors, which color-blind readers can distinguish, without black and yellow.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 RUN_STYLES = ("-", "--", ":", "-.")
 INK, FAINT = "#222222", "#666666"
@@ -40,7 +40,7 @@ def run_look(index: int) -> tuple[str, str]:
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Return a label that matplotlib shows literally, cut at its front (ends tell runs apart)."""
+    """Return a label that matplotlib shows literally, cut at its front (ends distinguish runs)."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     short = clean if len(clean) <= limit else "…" + clean[1 - limit :]
     # a leading `_` would hide the label from legends

@@ -102,7 +102,7 @@ def bar_color(tokens: int) -> str:
 
 
 def requests_alive(rounds: Sequence[RoundRecord]) -> tuple[list[float], list[int]]:
-    """Return seconds since the rollout began, and the number of requests alive from then on.
+    """Return seconds since the start of the rollout, and the number of requests alive from then on.
 
     A request is alive from its first round to its last, on any worker.
     """

@@ -153,12 +153,12 @@ class WorkersTimeline:
             bar = ax.figure.colorbar(table, ax=ax, pad=0.02, aspect=25)
             bar.set_label("weights after step", color=INK)
             bar.outline.set_visible(False)
-        if lost:
-            handles.append(Line2D([], [], color=LOST_COLOR, marker="X", ls="", label="lost"))
-        if late:
-            handles.append(Line2D([], [], color=JOINED_COLOR, marker=">", ls="", label="joined"))
-        if lanes.resumed_s:
-            handles.append(Line2D([], [], color=INK, linestyle="--", label="resumed"))
+        marks = (
+            (lost, {"color": LOST_COLOR, "marker": "X", "ls": "", "label": "lost"}),
+            (late, {"color": JOINED_COLOR, "marker": ">", "ls": "", "label": "joined"}),
+            (lanes.resumed_s, {"color": INK, "ls": "--", "label": "resumed"}),
+        )
+        handles += [Line2D([], [], **look) for is_shown, look in marks if is_shown]
         legend_below(ax, 4, handles=handles)
 
 
@@ -223,18 +223,10 @@ def _write_loss(ax: Any, event: WorkerEvent, y: int, end_s: float) -> float:
         text += f": {event.requests} request{'s' * (event.requests > 1)} moved on"
     text_end_s = event.at_s + 0.0125 * (len(text) + 4) * end_s
     fits = text_end_s <= end_s
-    ax.annotate(
-        text,
-        (event.at_s, y),
-        xytext=(7 if fits else -7, 0),
-        textcoords="offset points",
-        ha="left" if fits else "right",
-        va="center",
-        fontsize=7,
-        color=LOST_COLOR,
-        zorder=5,
-        bbox={"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none", "alpha": 0.85},
-    )
+    look = {"fontsize": 7, "color": LOST_COLOR, "zorder": 5, "va": "center"}
+    box = {"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none", "alpha": 0.85}
+    place = {"xytext": (7, 0), "ha": "left"} if fits else {"xytext": (-7, 0), "ha": "right"}
+    ax.annotate(text, (event.at_s, y), textcoords="offset points", bbox=box, **place, **look)
     return text_end_s if fits else event.at_s
 
 

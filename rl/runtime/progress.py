@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO
 
-SILENCE_S = 10.0  # after this long without a line, one is printed that says where the run is
+SILENCE_S = 10.0  # after this long without a line, one is printed with the run's position
 MAX_CHARACTERS = 4000  # of a message
-RECENT_STEPS = 10  # from which the time left is estimated
+RECENT_STEPS = 10  # for the estimate of the time left
 
 
 def progress(
@@ -45,7 +45,7 @@ def progress(
 
 
 class Progress:
-    """Prints lines: steps, messages, and after ten silent seconds where the run is.
+    """Prints lines: steps, messages, and after ten silent seconds the position of the run.
 
     Close it, or use it as a context manager.
     """
@@ -71,7 +71,7 @@ class Progress:
         self.message(format_step(row, self._total_steps) + self._left)
 
     def part(self, step: int, name: str) -> None:
-        """Show that a part of a step begins: `rollout`, `reward`, `update`, `checkpoint`, …"""
+        """Show that a part of a step starts: `rollout`, `reward`, `update`, `checkpoint`, …"""
         self._part = f"{_step_of(step, self._total_steps)}: {name}"
         self._show(self._part)
 
@@ -99,7 +99,7 @@ class Progress:
         """End the display."""
 
     def _show(self, text: str, counts: str = "", done: int = 0, total: int | None = None) -> None:
-        """Show where the run is; `total` is None if the end is not known."""
+        """Show the position of the run; `total` is None if the end is not known."""
         if self._clock() - self._last_line_s >= SILENCE_S:
             self.message(f"{text}, {counts}{self._left}" if counts else text + self._left)
 
@@ -198,7 +198,7 @@ _COLUMNS = (
 
 
 def format_step(row: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """Return the line of a step, with those of the watched metrics that `row` has."""
+    """Return the line of a step, with the watched metrics that `row` has."""
     parts = [_step_of(row["step"], total_steps)]
     if (step_s := row.get("step_time")) and (rollout_s := row.get("time/rollout")) is not None:
         row = {**row, _ROLLOUT_SHARE: rollout_s / step_s}

@@ -70,7 +70,7 @@ class Watch:
         self._say, self._close = say, close
         self._part, self._alive_s = STARTING, clock()
         self._noted, self._saving = False, saving
-        self._asked_s: float | None = None
+        self._stop_requested_s: float | None = None
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._exits = contextlib.ExitStack()
@@ -80,8 +80,8 @@ class Watch:
 
     def at(self, part: str) -> None:
         """Begin a part of the run: `rollout`, `reward`, `update`, `checkpoint` and others."""
-        if self._part == SAVING and self._asked_s is not None:
-            self._asked_s = self._clock()  # the time to leave restarts
+        if self._part == SAVING and self._stop_requested_s is not None:
+            self._stop_requested_s = self._clock()  # the time to leave restarts
         self._part = part
         self.alive()
 
@@ -148,11 +148,11 @@ class Watch:
     def _signalled(self, number: signal.Signals) -> None:
         if number not in (signal.SIGTERM, signal.SIGINT):
             return  # others' handlers write to the pipe as well
-        first, self.signal = self._asked_s is None, number
+        first, self.signal = self._stop_requested_s is None, number
         if self._part == STARTING:
             self._end(f"stopped before step {self._standing()[0] + 1}")
         elif first:
-            self._asked_s = self._clock()
+            self._stop_requested_s = self._clock()
             self._speak(f"stopping: saving {self._saving}...")
         elif number == signal.SIGINT:
             self._end("stopped at once")
@@ -165,8 +165,8 @@ class Watch:
             where = code_line(self._main)
             what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
             self._end(f"error: {what}", EXIT_FAILED)
-        elif self._asked_s is not None and part not in (SAVING, EXPORTING):
-            late_s = now_s - self._asked_s
+        elif self._stop_requested_s is not None and part not in (SAVING, EXPORTING):
+            late_s = now_s - self._stop_requested_s
             if late_s > limits.stop_s:
                 self._end(f"stopped at {part}, which did not come to an end in {late_s:.1f} s")
 
