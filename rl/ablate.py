@@ -199,12 +199,12 @@ def _mean(rows: Sequence[Row], metric: str) -> float:
 
 def reward_curves(done: Sequence[Cell]) -> dict[str, dict[int, float]]:
     """Return each variant's mean rewards by step, over the seeds that have the step."""
-    rewards: dict[str, dict[int, list[float]]] = {}
+    rewards: dict[str, dict[int, list[float]]] = {cell.name: {} for cell in done}
     for cell in done:
-        by_step = rewards.setdefault(cell.name, {})
         for row in read_metrics(cell.folder):
             if row.get("reward") is not None:
-                by_step.setdefault(int(row["step"]), []).append(float(row["reward"]))
+                samples = rewards[cell.name].setdefault(int(row["step"]), [])
+                samples.append(float(row["reward"]))
     return {
         name: {step: float(np.mean(by_step[step])) for step in sorted(by_step)}
         for name, by_step in rewards.items()
@@ -220,12 +220,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 def by_variant(rows: Sequence[Mapping[str, float | str | int]]) -> dict[str, dict[str, Spread]]:
     """Return each variant's columns over its seeds, in the order of the rows."""
-    grouped: dict[str, list[Mapping[str, float | str | int]]] = {}
-    for row in rows:
-        grouped.setdefault(str(row["name"]), []).append(row)
     return {
-        name: {column: spread([float(row[column]) for row in own]) for column in COLUMNS[2:]}
-        for name, own in grouped.items()
+        name: {
+            column: spread([float(row[column]) for row in rows if row["name"] == name])
+            for column in COLUMNS[2:]
+        }
+        for name in dict.fromkeys(str(row["name"]) for row in rows)
     }
 
 

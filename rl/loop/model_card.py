@@ -230,7 +230,8 @@ def _hardware(history: History) -> str:
 
 def _results(rows: Sequence[Row]) -> str:
     """Return the metrics of the first and the last steps that have them."""
-    names = dict.fromkeys(n for row in rows for n in row if n in _METRICS or n.startswith("eval/"))
+    every = dict.fromkeys(name for row in rows for name in row)
+    names = [n for n in every if n in _METRICS or n.startswith("eval/")]
     names = [n for n in names if not n.endswith(("_low", "_high"))]
     of_sets = [n for n in names if n.count("/") > 1 and n.startswith("eval/")]
     if len({n.split("/")[1] for n in of_sets}) == 1:  # its figures are those over all sets

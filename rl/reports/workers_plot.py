@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
-from rl.reports.style import INK, legend_below, plain_text, run_look, titles
+from rl.reports.style import FAINT, INK, legend_below, plain_text, run_look, titles
 
 if TYPE_CHECKING:
     from rl.reports.runs import Run
@@ -151,7 +151,7 @@ class WorkersTimeline:
             scale = Normalize(min(colors) - 0.5, max(colors) + 0.5)
             table = ScalarMappable(scale, ListedColormap(list(colors.values())))
             bar = ax.figure.colorbar(table, ax=ax, pad=0.02, aspect=25)
-            bar.set_label("weights after step", color=INK)
+            bar.set_label("weights after step", color=FAINT)
             bar.outline.set_visible(False)
         marks = (
             (lost, {"color": LOST_COLOR, "marker": "X", "ls": "", "label": "lost"}),
