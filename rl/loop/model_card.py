@@ -208,7 +208,7 @@ def _head(base: Base, *tags: str) -> str:
 
 
 def _origin(base: Base, form: Form) -> str:
-    known = f" ({base.hub_id})" if base.hub_id else ""
+    known = f" ({code(base.hub_id)})" if base.hub_id else ""
     size = f"{num_params(form.model):,} parameters"
     return f"{code(base.name)}{known}; {form.model.architecture}, {size}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,10 +37,14 @@ class Lanes:
     resumed_s: list[float]
     lane_of: dict[str, int]
 
-    @property
+    @functools.cached_property
     def end_s(self) -> float:
         busy = (end_s for part in self.parts for _, end_s in part.busy_s)
         return max([*self.ends_s, *busy], default=0.0) or 1.0
+
+    @property
+    def lost(self) -> list[WorkerEvent]:
+        return [event for event in self.events if event.kind != "joined"]
 
     def present_s(self) -> dict[str, list[Span]]:
         """Return when each worker was present; a resumed run has none of the workers of before."""
@@ -58,11 +64,18 @@ class Lanes:
                     since_s = None
         return spans
 
-    def came_late(self, event: WorkerEvent) -> bool:
-        """Return whether a worker joined after the first round of its leg."""
-        start_s = max([0.0, *(t for t in self.resumed_s if t <= event.at_s)])
-        rounds = (s for part in self.parts for s, _ in part.busy_s if s >= start_s)
-        return event.at_s > min(rounds, default=start_s) + 0.02 * (self.end_s - start_s)
+    @functools.cached_property
+    def late(self) -> list[WorkerEvent]:
+        """The joins after the first round of their leg."""
+        rounds_s = sorted(start_s for part in self.parts for start_s, _ in part.busy_s)
+        late = []
+        for event in (e for e in self.events if e.kind == "joined"):
+            leg_s = max([0.0, *(t for t in self.resumed_s if t <= event.at_s)])
+            place = bisect.bisect_left(rounds_s, leg_s)
+            first_s = rounds_s[place] if place < len(rounds_s) else leg_s
+            if event.at_s > first_s + 0.02 * (self.end_s - leg_s):
+                late.append(event)
+        return late
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +135,16 @@ class WorkersTimeline:
         for start_s in lanes.resumed_s:
             ax.axvline(start_s, color=INK, linewidth=1.0, linestyle="--")
         is_named = len(lanes.lane_of) <= MAX_NAMED
-        look = {"markeredgecolor": "white", "markeredgewidth": 0.8, "clip_on": False, "zorder": 4}
+        look: dict[str, Any] = {"markersize": 7 if is_named else 5, "markeredgecolor": "white"}
+        look |= {"markeredgewidth": 0.8, "clip_on": False, "zorder": 4}
         free_s: dict[int, float] = {}  # by lane: the end of the last text
-        for event in lanes.events:
-            y, size = lanes.lane_of[event.name], 7 if is_named else 5
-            if event.kind != "joined":
-                ax.plot(event.at_s, y, "X", color=LOST_COLOR, markersize=size, **look)
-                if is_named and event.at_s >= free_s.get(y, -1.0):
-                    free_s[y] = _write_loss(ax, event, y, lanes.end_s)
-            elif lanes.came_late(event):
-                ax.plot(event.at_s, y, ">", color=JOINED_COLOR, markersize=size, **look)
+        for event in lanes.lost:
+            y = lanes.lane_of[event.name]
+            ax.plot(event.at_s, y, "X", color=LOST_COLOR, **look)
+            if is_named and event.at_s >= free_s.get(y, -1.0):
+                free_s[y] = _write_loss(ax, event, y, lanes.end_s)
+        for event in lanes.late:
+            ax.plot(event.at_s, lanes.lane_of[event.name], ">", color=JOINED_COLOR, **look)
 
     def _legend(self, ax: Any, lanes: Lanes) -> None:
         from matplotlib.cm import ScalarMappable
@@ -139,8 +152,7 @@ class WorkersTimeline:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
-        lost = sum(event.kind != "joined" for event in lanes.events)
-        late = sum(e.kind == "joined" and lanes.came_late(e) for e in lanes.events)
+        lost, late = len(lanes.lost), len(lanes.late)
         counts = f"{len(lanes.lane_of):,} workers, {len(lanes.ends_s)} steps"
         titles(ax, self.title, f"{counts}, {lost} lost, {late} joined later")
         colors = version_colors({part.version for part in lanes.parts})

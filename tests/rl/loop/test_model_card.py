@@ -78,7 +78,7 @@ def test_what_was_run():
     )
     what = section(text, "What was run")
     for part in (
-        "`SmolLM2-135M` (HuggingFaceTB/SmolLM2-135M); qwen3",
+        "`SmolLM2-135M` (`HuggingFaceTB/SmolLM2-135M`); qwen3",
         "grpo (arXiv 2402.03300)",
         "`jsonl:own.jsonl?prompt=q`, `reasoning_gym:gcd`",
         "`rewards.py:score`, `task` × 0.5",

@@ -31,7 +31,7 @@ def test_legs_follow_one_another_and_workers_are_in_order():
     assert lanes.lane_of == {"worker 9": 0, "worker 10": 1}
     assert (lanes.ends_s, lanes.resumed_s, lanes.end_s) == ([10.0, 20.0], [10.0], 20.0)
     assert lanes.present_s() == {"worker 9": [(0.0, 10.0)], "worker 10": [(10.0, 20.0)]}
-    assert [lanes.came_late(e) for e in lanes.events] == [False, False]
+    assert lanes.late == [] and lanes.lost == []
 
 
 def test_busy_workers_are_counted_over_time():
