@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.reuse import run
-from rl.ablation.grid import Cell, cells
-from rl.ablation.results import read_cell
+from rl.ablate import Cell, cells, read_cell
 from rl.loop.experiment import open_inputs
 from rl.metrics.writer import read_metrics, step_rows
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from rl.ablation.grid import Cell, cells
-from rl.ablation.results import read_cell
+from rl.ablate import Cell, cells, read_cell
 from rl.loop.experiment import open_inputs
 
 CONFIG = environment.ROOT / "configs/ablations/lenience.gin"

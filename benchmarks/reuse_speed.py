@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import environment
 from benchmarks.reuse import CONFIG, COUPLED, LENIENT, PACKAGES, STRICT, Row, run
 from benchmarks.reuse_turns import PRICED
-from rl.ablation.grid import cells, folder_name
+from rl.ablate import cells, folder_name
 from rl.loop.experiment import open_inputs
 
 

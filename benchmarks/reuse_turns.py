@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import roofline, tiny_run
-from rl.ablation.grid import cells
+from rl.ablate import cells
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats, cached_seconds

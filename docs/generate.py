@@ -71,7 +71,7 @@ def configuration() -> str:
 
 def listing(command: str) -> str:
     """Return what `python -m COMMAND --list` prints."""
-    from rl.ablation.grid import AblationRun
+    from rl.ablate import AblationRun
     from rl.config.loader import describe
     from rl.drafter_training.offline import OfflineConfig
     from rl.loop.experiment import TrainConfig

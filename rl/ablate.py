@@ -1,115 +1,398 @@
 """`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table, one figure.
 
-FILE is a training configuration with an `Ablation` section. Runs are processes of
-`python -m rl.train`, one after the other, each in a folder of its own; the same command
-resumes a grid that was stopped. `table.csv`, `table.md` and `figure.png` are written
-after every run.
+FILE is a training configuration with an `Ablation` section. Each run is a process of
+`python -m rl.train` in a separate folder, one after the other; the same command resumes a grid that
+was stopped. `table.csv`, `table.md` and `figure.png` are written after every run.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
-import os
+import itertools
+import math
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
 
 from models.folder import replace_file
-from rl.ablation.grid import AblationRun, Cell, cells
-from rl.ablation.results import COLUMNS, by_variant, figure, markdown, read_cell, reward_curves
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
-from rl.loop.experiment import open_inputs
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.metrics.writer import Row, read_metrics, step_rows
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
+from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
+
+COLUMNS = (
+    *("name", "seed", "epochs", "generated_tokens", "rollout_s", "verify_s", "final_reward"),
+    *("reused_fraction", "clip_fraction", "kl", "entropy", "distinct_1", "self_bleu"),
+)
+MEANS = {  # columns that are means over steps, with their metrics
+    "clip_fraction": "clip_ratio/region_mean",
+    "kl": "mismatch_kl",
+    "entropy": "entropy",
+    "distinct_1": "diversity/distinct_1",
+    "self_bleu": "diversity/self_bleu",
+}
+DIGITS = {"generated_tokens": 0, "rollout_s": 1, "verify_s": 1, "epochs": 1, "clip_fraction": 5}
+NOTES = {
+    "verify_s": "verify_s is part of rollout_s.",
+    "reused_fraction": "reused_fraction is from the second epoch on.",
+    "kl": "kl is trainer against sampler.",
+}
+PANELS = (  # (column, title, relative to the first variant)
+    ("generated_tokens", "Generated tokens (first = 1)", True),
+    ("rollout_s", "Rollout seconds (first = 1)", True),
+    ("final_reward", "Reward, last epoch or whole run", False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AblationConfig:
+    """The runs of a grid: every variant with every seed.
+
+    A variant is a name and its changes, as `("lenient", ("Reuse.mode='lenient:1'",))`; the others
+    are compared with the first. Each run has a folder in `directory`.
+    """
+
+    EXAMPLES: ClassVar = {
+        "variants": (
+            ("slow", ("Optimizer.learning_rate=1e-5",)),
+            ("fast", ("Optimizer.learning_rate=1e-4",)),
+        )
+    }
+
+    variants: tuple[tuple[str, tuple[str, ...]], ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    directory: str | None = None  # None: runs/NAME_OF_CONFIG
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.variants]
+        if not names or not self.seeds:
+            raise ValueError("an ablation needs one variant and one seed at least")
+        for kind, values in (("variants", names), ("seeds", self.seeds)):
+            if len(set(values)) != len(values):
+                raise ValueError(f"{kind} must differ from one another, got {values}")
+        if len(set(map(folder_name, names))) != len(names):
+            raise ValueError(f"variants must differ in letters and digits, got {names}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AblationRun(TrainConfig):
+    """A training configuration with its grid."""
+
+    ablation: AblationConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A run of a grid; `config` includes its seed and its folder."""
+
+    name: str
+    seed: int
+    folder: Path
+    config: TrainConfig
+
+    @property
+    def is_done(self) -> bool:
+        """True once all steps are done and the policy is written."""
+        return self.steps_done >= self.config.run.steps and (self.folder / POLICY).is_dir()
+
+    @property
+    def steps_done(self) -> int:
+        if not (self.folder / METRICS_FILE).is_file():
+            return 0
+        return max((int(row["step"]) for row in read_metrics(self.folder)), default=0)
+
+    @property
+    def is_started(self) -> bool:
+        return (self.folder / CONFIG_FILE).is_file()
+
+
+def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path) -> list[Cell]:
+    """Return the runs of a grid, seed by seed: every variant has one run before any has two.
+
+    Raises ConfigError, before anything runs, if `rl.config.loader.load` refuses any of them, or a
+    folder holds a run of another configuration.
+    """
+    whole = load(AblationRun, files, overrides)
+    if whole.run.directory:
+        raise ConfigError(
+            f"Run.directory={whole.run.directory!r}: expected none, since each run of a grid has a "
+            "separate folder; name the grid's with --gin.Ablation.directory"
+        )
+    sections = [field.name for field in dataclasses.fields(TrainConfig)]
+    grid = []
+    for seed, (name, changes) in itertools.product(whole.ablation.seeds, whole.ablation.variants):
+        folder = directory / f"{folder_name(name)}-{seed}"
+        own = [*changes, f"Run.seed={seed}", f"Run.directory={str(folder)!r}"]
+        try:
+            run = load(AblationRun, files, [*overrides, *own])
+        except ConfigError as error:
+            raise ConfigError(f"variant {name!r}: {error}") from error
+        cell = Cell(name, seed, folder, TrainConfig(**{s: getattr(run, s) for s in sections}))
+        saved = folder / CONFIG_FILE
+        if cell.is_started and saved.read_text(encoding="utf-8") != dump(cell.config):
+            raise ConfigError(
+                f"{folder} holds a run of another configuration: name another folder with "
+                "--gin.Ablation.directory, or delete this one"
+            )
+        grid.append(cell)
+    return grid
+
+
+def folder_name(name: str) -> str:
+    """Return the name of a variant's folder."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_.") or "_"
+
+
+# --- results ----------------------------------------------------------------------------
+
+Spread = tuple[float, float]  # mean over seeds, sample deviation: nan for one seed
+Spreads = Mapping[str, Mapping[str, Spread]]  # by variant and column
+
+
+def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
+    """Return the run's row of the table, by `COLUMNS`; nan if a run has no such metric.
+
+    Tokens and seconds are sums over all steps (no rollout seconds if rollouts run ahead). The
+    final reward is the mean over the last epoch (every prompt was answered once); reuse is
+    from the second epoch on.
+    """
+    rows = step_rows(read_metrics(cell.folder))
+    # dynamic sampling takes as many prompts as it needs
+    per_step = float(cell.config.rollout.prompts_per_step)
+    prompts = [float(row.get("dynamic_sampling/generated_groups") or per_step) for row in rows]
+    ends = np.cumsum(prompts)
+    begins = ends - prompts
+    later = [row for row, begin in zip(rows, begins, strict=True) if begin >= num_examples]
+    last = [row for row, end in zip(rows, ends, strict=True) if end > ends[-1] - num_examples]
+    return {
+        "name": cell.name,
+        "seed": cell.seed,
+        "epochs": round(sum(prompts) / num_examples, 2),
+        "generated_tokens": _total(rows, "rollout/generated_tokens"),
+        "rollout_s": _total(rows, "time/rollout") if "time/rollout" in rows[0] else math.nan,
+        "verify_s": _total(rows, "spec/cached_seconds"),
+        "final_reward": _mean(last, "reward"),
+        "reused_fraction": _mean(later, "spec/reused_fraction"),
+        **{column: _mean(rows, metric) for column, metric in MEANS.items()},
+    }
+
+
+def _total(rows: Sequence[Row], metric: str) -> float:
+    return float(sum(float(row.get(metric) or 0.0) for row in rows))
+
+
+def _mean(rows: Sequence[Row], metric: str) -> float:
+    values = [float(row[metric]) for row in rows if row.get(metric) is not None]
+    return float(np.mean(values)) if values else math.nan
+
+
+def reward_curves(done: Sequence[Cell]) -> dict[str, dict[int, float]]:
+    """Return each variant's mean rewards by step, over the seeds that have the step."""
+    rewards: dict[str, dict[int, list[float]]] = {cell.name: {} for cell in done}
+    for cell in done:
+        for row in read_metrics(cell.folder):
+            if row.get("reward") is not None:
+                samples = rewards[cell.name].setdefault(int(row["step"]), [])
+                samples.append(float(row["reward"]))
+    return {
+        name: {step: float(np.mean(by_step[step])) for step in sorted(by_step)}
+        for name, by_step in rewards.items()
+    }
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return mean and sample deviation of the known values."""
+    known = [v for v in values if not math.isnan(v)]
+    deviation = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+    return float(np.mean(known)) if known else math.nan, deviation
+
+
+def by_variant(rows: Sequence[Mapping[str, float | str | int]]) -> dict[str, dict[str, Spread]]:
+    """Return each variant's columns over its seeds, in the order of the rows."""
+    return {
+        name: {
+            column: spread([float(row[column]) for row in rows if row["name"] == name])
+            for column in COLUMNS[2:]
+        }
+        for name in dict.fromkeys(str(row["name"]) for row in rows)
+    }
+
+
+def markdown(spreads: Spreads) -> str:
+    """Return a table with a row per variant: mean ± deviation over seeds, and ratios to the first.
+
+    Columns without a value, or with zeros alone, are left out.
+    """
+    digits = {column: DIGITS.get(column, 4) for column in COLUMNS[2:]}
+    shown = [
+        column
+        for column, d in digits.items()
+        if any(round(mean, d) for row in spreads.values() if not math.isnan(mean := row[column][0]))
+    ]
+    lines = [["name", "tokens", "speedup", *shown], ["---"] * (len(shown) + 3)]
+    first = next(iter(spreads.values()))
+    for name, row in spreads.items():
+        tokens = _ratio(row["generated_tokens"][0], first["generated_tokens"][0])
+        speedup = _ratio(first["rollout_s"][0], row["rollout_s"][0])
+        times = "" if math.isnan(speedup) else f"{speedup:.2f}×"  # rollouts that ran ahead
+        values = [_value(row[column], digits[column]) for column in shown]
+        lines.append([name.replace("|", "\\|"), f"{tokens:.2f}", times, *values])
+    legend = (
+        "Mean ± deviation over seeds. tokens: generated, relative to the first row; speedup: the "
+        "first row's rollout seconds over the row's; final_reward is the mean of the last epoch, "
+        "or of all steps if there was less than one."
+    )
+    notes = " ".join([legend, *(note for column, note in NOTES.items() if column in shown)])
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes, ""])
+
+
+def _ratio(value: float, base: float) -> float:
+    return value / base if base else math.nan
+
+
+def _value(spread: Spread, digits: int) -> str:
+    mean, deviation = ("" if math.isnan(x) else f"{x:.{digits}f}" for x in spread)
+    return f"{mean} ± {deviation}" if deviation else mean
+
+
+def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
+    """Draw tokens, seconds and reward of every variant, with deviations, and reward by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from rl.reports.style import INK, RUN_COLORS, STYLE, plain_text, run_look, step_axis
+
+    names = list(spreads)
+    with plt.rc_context(STYLE):
+        bars_inch = 1.2 + 0.36 * len(names)
+        picture = plt.figure(figsize=(11, bars_inch + 3.6), layout="constrained")
+        above, below = picture.subfigures(2, 1, height_ratios=(bars_inch, 3.6))
+        axes = above.subplots(1, len(PANELS), sharey=True)
+        for axis, (column, title, is_relative) in zip(axes, PANELS, strict=True):
+            base = spreads[names[0]][column][0] if is_relative else 1.0
+            means, errors = ([_ratio(spreads[n][column][i], base) for n in names] for i in (0, 1))
+            colors = [RUN_COLORS[-1], *[RUN_COLORS[0]] * (len(names) - 1)]
+            axis.barh(
+                range(len(names)), means, xerr=np.nan_to_num(errors), color=colors, ecolor=INK
+            )
+            axis.set_title(title)
+            axis.grid(axis="y", visible=False)
+        axes[0].set_yticks(range(len(names)), [plain_text(n, 28) for n in names])
+        axes[0].invert_yaxis()
+        curve = below.subplots()
+        for index, (name, rewards) in enumerate(curves.items()):
+            color, style = run_look(index)
+            label = plain_text(name, 28)
+            curve.plot(list(rewards), list(rewards.values()), style, color=color, label=label)
+        curve.set_title("Reward by step, mean over seeds")
+        step_axis(curve)
+        curve.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        picture.savefig(path)
+        plt.close(picture)
+
+
+# --- the command ------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, check the whole grid, run what is not done; return the exit code."""
+    """Parse, check the whole grid, run the cells that are not done; return the exit code."""
     parser = config_parser("rl.ablate", __doc__, files=False)
     parser.add_argument("gin_file", nargs="?", help="a configuration with an Ablation section")
     parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
-    parser.add_argument("--table", action="store_true", help="write the table of what is done")
+    parser.add_argument("--table", action="store_true", help="write the table of finished runs")
     args, overrides = parse_command_line(parser, argv, AblationRun)
     if args.gin_file is None:
         parser.error("expected a file: python -m rl.ablate configs/ablations/lenience.gin")
     try:
-        grid = load(AblationRun, [args.gin_file], overrides)
-        folder = Path(grid.ablation.directory or Path("runs") / Path(args.gin_file).stem)
-        found = cells([args.gin_file], overrides, folder.absolute())
-        num_examples = len(open_inputs(found[0].config).task)
+        config = load(AblationRun, [args.gin_file], overrides)
+        folder = Path(config.ablation.directory or Path("runs") / Path(args.gin_file).stem)
+        grid = cells([args.gin_file], overrides, folder.absolute())
+        num_examples = len(open_inputs(grid[0].config).task)
     except (ConfigError, ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if args.dry_run:
-        for cell in found:
-            state = "done" if cell.done else f"{cell.steps_done} of {cell.config.run.steps} steps"
+        for cell in grid:
+            state = (
+                "done" if cell.is_done else f"{cell.steps_done} of {cell.config.run.steps} steps"
+            )
             say(f"{cell.name}, seed {cell.seed}: {state}, {cell.folder}")
         return 0
     if args.table:
-        say(_write(folder, [c for c in found if c.done], num_examples))
+        say(_write(folder, grid, num_examples))
         return 0
-    return _run_all(folder, found, num_examples)
+    return _run_all(folder, grid, num_examples)
 
 
 class _Stop:
-    """Ends the grid at SIGTERM and Ctrl-C: the present run is told to save, and no other begins."""
+    """Ends the grid at SIGTERM and Ctrl-C: signals the present run to save, and starts no other."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self.child: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+            signal.signal(number, self._request)
 
-    def _ask(self, number: int, _: object) -> None:
-        self.asked = True
-        if self.child is not None:  # a terminal's Ctrl-C has told it too, which does no harm
+    def _request(self, number: int, _: object) -> None:
+        self.requested = True
+        if self.child is not None:  # a terminal's Ctrl-C has reached it too, which does no harm
             self.child.send_signal(signal.SIGTERM)
 
 
-def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
+def _run_all(folder: Path, grid: Sequence[Cell], num_examples: int) -> int:
     stop = _Stop()
-    table = _write(folder, [c for c in found if c.done], num_examples)
-    for number, cell in enumerate(found, start=1):
-        title = f"[{number}/{len(found)}] {cell.name}, seed {cell.seed}"
-        if cell.done:
+    table = _write(folder, grid, num_examples)
+    for number, cell in enumerate(grid, start=1):
+        title = f"[{number}/{len(grid)}] {cell.name}, seed {cell.seed}"
+        if cell.is_done:
             say(f"{title}: done before")
             continue
         say(title)
-        code = EXIT_STOPPED if stop.asked else _train(folder, cell, stop)
-        if code == EXIT_STOPPED or stop.asked:
+        code = EXIT_STOPPED if stop.requested else _train(folder, cell, stop)
+        if code == EXIT_STOPPED or stop.requested:
             say("stopped; the same command resumes it", sys.stderr)
             return EXIT_STOPPED
         if code:
             say(f"error: {title} ended with {code}: see above", sys.stderr)
             return EXIT_FAILED
-        table = _write(folder, [c for c in found if c.done], num_examples)
+        table = _write(folder, grid, num_examples)
     say(table)
     say(f"{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'figure.png'}")
     return 0
 
 
 def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
-    """Train in a process of its own; return its exit code."""
+    """Train in a separate process; return its exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
     config = folder / "configs" / f"{cell.folder.name}.gin"
     config.parent.mkdir(exist_ok=True)
     replace_file(config, dump(cell.config))
     command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
-    command += ["--resume"] if cell.begun else []
-    with subprocess.Popen(command, env=dict(os.environ)) as stop.child:
-        if stop.asked:  # while it started
+    command += ["--resume"] if cell.is_started else []
+    with subprocess.Popen(command) as stop.child:
+        if stop.requested:  # while it started
             stop.child.send_signal(signal.SIGTERM)
         code = stop.child.wait()
     stop.child = None
     return code
 
 
-def _write(folder: Path, done: Sequence[Cell], num_examples: int) -> str:
-    """Write table and figure of the runs that are done; returns the table."""
+def _write(folder: Path, grid: Sequence[Cell], num_examples: int) -> str:
+    """Write table and figure of the runs that are done; return the table."""
+    done = [cell for cell in grid if cell.is_done]
     if not done:
         return "nothing is done yet"
     rows = [read_cell(cell, num_examples) for cell in done]

@@ -1,13 +1,15 @@
-"""`python -m rl.export RUN --output DIR`: a run's policy as a Hugging Face folder.
+"""`python -m rl.export RUN --output DIR`: a run's policy, or its drafter, as a Hugging Face folder.
 
     python -m rl.export runs/own --output own-policy                the newest whole checkpoint
     python -m rl.export runs/own --step best --output own-policy    the best that was evaluated
     python -m rl.export policies/tiny --output tiny-bf16            a policy, as it is
+    python -m rl.export runs/own --drafter --output own-drafter     the learned drafter
 
-The folder has the weights (bfloat16, rounded once from the run's float32), the tokenizer with its
-chat template, end tokens and sampling in generation_config.json, and a model card: README.md says
-what was run. The run may be going on, stopped or finished, and is only read. The policy that it
-began with must be where it was, or named with --policy.
+A policy's folder has the weights (bfloat16, rounded once from the run's float32), the tokenizer
+with its chat template, end tokens and sampling in generation_config.json, and a model card. A
+drafter's folder is in the layout of serving engines; of the run's and the drafter's checkpoints
+the one trained longest is taken. The run may be running, stopped or finished, and is only read.
+The policy that it started from must not have moved, unless named with --policy.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from pathlib import Path
 from models import hf
 from rl.checkpoint import best
 from rl.checkpoint.folders import list_steps
-from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
+from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config.loader import ConfigError, load
 from rl.loop import evaluation, model_card, policy_export
-from rl.loop.experiment import Inputs, TrainConfig, open_policy
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs, open_policy
 from rl.loop.policy_export import Layout
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
@@ -35,15 +37,8 @@ def main(argv: Sequence[str]) -> int:
     """Parse, check, export and print; return the exit code."""
     args = command_line().parse_args(argv)
     try:
-        lines = _export(args)
-    except (
-        ConfigError,
-        ValueError,
-        OSError,
-        ImportError,
-        NoWholeCheckpointError,
-        StructureMismatchError,
-    ) as error:
+        lines = _export_drafter(args) if args.drafter else _export(args)
+    except (ValueError, OSError, ImportError, NoWholeCheckpointError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     for line in lines:
@@ -62,32 +57,21 @@ def command_line() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("source", metavar="RUN", nargs="?", help="a run's folder, or a policy")
     source.add_argument("--run", metavar="RUN", help="the same")
-    parser.add_argument("--output", metavar="DIR", required=True, help="the folder to write")
-    parser.add_argument(
-        "--step",
-        default="newest",
-        metavar="N",
-        help="a step's number, newest (the default), or best by the run's evaluations",
-    )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--max_shard_bytes",
-        type=_positive,
-        default=hf.MAX_SHARD_BYTES,
-        metavar="N",
-        help=f"of one file of weights (default: {hf.MAX_SHARD_BYTES:,})",
-    )
-    parser.add_argument(
-        "--policy", metavar="DIR", help="where the policy that the run began with is now"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace a policy that is in DIR already"
-    )
+    add = parser.add_argument
+    add("--output", metavar="DIR", required=True, help="the folder to write")
+    add("--step", default="newest", metavar="N", help="a number, newest (the default), or best")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    shard_help = f"of one file of weights (default: {hf.MAX_SHARD_BYTES:,})"
+    default = hf.MAX_SHARD_BYTES
+    add("--max_shard_bytes", type=_positive, default=default, metavar="N", help=shard_help)
+    add("--policy", metavar="DIR", help="the present folder of the policy the run started from")
+    add("--force", action="store_true", help="replace a policy that is in DIR already")
+    add("--drafter", action="store_true", help="write the run's learned drafter instead")
     return parser
 
 
 def _export(args: argparse.Namespace) -> list[str]:
-    """Write the folder and return what is to be said of it."""
+    """Write a policy's folder; return the lines to print."""
     source, target = Path(args.source or args.run), Path(os.path.abspath(args.output))
     layout = Layout(args.dtype, args.max_shard_bytes)
     policy_export.check_target(target, force=args.force)
@@ -97,11 +81,10 @@ def _export(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--run: expected a run folder, found no {CONFIG_FILE} in {source}")
     else:
         origin = _export_policy(source, args, target, layout)
-    files = sorted(target.glob("*.safetensors"))
-    size = sum(file.stat().st_size for file in files)
+    sizes = [file.stat().st_size for file in target.glob("*.safetensors")]
+    files = f"{len(sizes)} file{'s' * (len(sizes) > 1)}"
     return [
-        f"policy     {target}: {size:,} bytes of {args.dtype} in {len(files)} file"
-        + "s" * (len(files) > 1),
+        f"policy     {target}: {sum(sizes):,} bytes of {args.dtype} in {files}",
         f"weights    {origin}",
         f"card       {target / model_card.CARD}: read it before you share the policy",
     ]
@@ -111,7 +94,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
     step = best.chosen_step(run, wanted)
     config = load(TrainConfig, [run / CONFIG_FILE])
     try:
-        inputs = _opened(moved_to or config.policy.directory)
+        inputs = _open(moved_to or config.policy.directory)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{error}; if the run's policy has moved, name it with --policy"
@@ -122,14 +105,12 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
         params, found, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
     except (OSError, ValueError) as error:
         if gone := set(kept) - set(list_steps(run / CHECKPOINTS)):
-            raise NoWholeCheckpointError(
-                f"the run goes on, and removed its checkpoint of step {max(gone)} while it was "
-                "read: run the command again",
-                {},
+            raise ValueError(
+                f"the run is running, and removed its checkpoint of step {max(gone)} while it was "
+                "read: run the command again"
             ) from error
         raise
-    for warning in warnings:
-        say(f"warning: {warning}", sys.stderr)
+    _warn(warnings)
     policy_export.write_checkpoint(config, inputs, params, (run, found), target, layout)
     return f"{run}, step {found:,}"
 
@@ -140,14 +121,47 @@ def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout:
             f"--step and --policy are of runs: found no {CONFIG_FILE} in {policy}; name a run's "
             "folder, or leave them out"
         )
-    inputs = _opened(str(policy))
+    inputs = _open(str(policy))
     policy_export.check_apart(target, inputs.policy)
     policy_export.write_policy(inputs, hf.load_pretrained(inputs.policy)[1], target, layout)
     return f"{inputs.policy}, as they are"
 
 
-def _opened(directory: str) -> Inputs:
-    """Return the policy of a folder, for which no tasks are needed."""
+def _export_drafter(args: argparse.Namespace) -> list[str]:
+    """Write a drafter's folder; return the lines to print."""
+    from rl.drafter_training import export as drafter_folder
+    from rl.loop import drafter_export
+
+    run, target = Path(args.source or args.run), Path(os.path.abspath(args.output))
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"--drafter: expected a run folder, found no {CONFIG_FILE} in {run}")
+    for name in ("step", "dtype", "max_shard_bytes", "policy", "force"):
+        if getattr(args, name) != command_line().get_default(name):
+            raise ConfigError(f"--{name} is of policies: leave it out with --drafter")
+    config = load(TrainConfig, [run / CONFIG_FILE])
+    if not config.speculation.learns:
+        raise ConfigError(
+            f"{run} has no learned drafter to export (Speculation.sources="
+            f"{config.speculation.sources}, Speculation.budget={config.speculation.budget!r}): "
+            "name a run with one, or train one on this run's rollouts: python -m rl.train_drafter"
+        )
+    drafter_folder.check_target(target)
+    exported = drafter_export.export(config, open_inputs(config), run, target)
+    _warn(exported.warnings)
+    return [
+        f"drafter    {target}: {exported.text}",
+        f"trained    {exported.num_steps:,} steps, by {exported.source}",
+        f"start      {drafter_folder.start_command(target, run.absolute() / CONFIG_FILE)}",
+    ]
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        say(f"warning: {warning}", sys.stderr)
+
+
+def _open(directory: str) -> Inputs:
+    """Return the policy of a folder, without any tasks."""
     return Inputs(*open_policy(directory), (), 0)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from models.folder import Folder
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import Row, spread
-from rl.reports.evaluations import eval_lines
-from rl.reports.runs import ReportError, Run, load_runs, summarize
+from rl.reports.evaluations import eval_table
+from rl.reports.runs import ReportError, Run, load_runs, summary_table
 from rl.runtime.progress import say
 from rl.runtime.run_files import REPORT_FOLDER
 
@@ -34,7 +34,7 @@ def write_report(
 ) -> list[Path]:
     """Write the overview PNG, a PNG per panel, and the page; return their paths, page first.
 
-    Raises ReportError where the runs hold nothing that can be drawn.
+    Raises ReportError if the runs have nothing that can be drawn.
     """
     from rl.reports import page as report_page
     from rl.reports import plots as report_plots
@@ -58,8 +58,8 @@ def write_report(
             for name, png in images.items()
             if name != OVERVIEW_FILE
         ],
-        summaries=summarize(runs),
-        evaluations=eval_lines(runs),
+        summaries=summary_table(runs),
+        evaluations=eval_table(runs),
         samples=[
             (run.label, row)
             for run in runs
@@ -73,7 +73,7 @@ def write_report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 with a message where there is nothing to report."""
+    """Run the command; return 0, or 2 with a message if there is nothing to report."""
     parser = argparse.ArgumentParser(prog="python -m rl.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are overlaid")
     parser.add_argument("--output", metavar="DIR", help="default: report/ in the first run folder")

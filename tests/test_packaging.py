@@ -134,9 +134,9 @@ def test_the_version_is_that_of_the_wheel(build_wheel, checkout_copy):
 PUBLIC = """
 from models.hf import load_pretrained
 from models.transformer import logits
-from rl import ablate, evaluate, export, export_drafter, report, simulate, train, train_drafter
+from rl import ablate, evaluate, export, report, simulate, train, train_drafter
 from rl.rollout import generate
-for command in ablate, evaluate, export, export_drafter, report, simulate, train, train_drafter:
+for command in ablate, evaluate, export, report, simulate, train, train_drafter:
     assert callable(command.main)
 """
 # Imports every module, and every public name of it; prints those that need another project's

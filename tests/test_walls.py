@@ -76,7 +76,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             ),
         },
         "targets": {"config", "engine", "learner", "loop", "speculation", "warm_up", "workers"},
-        "ablation": {"config", "loop", "metrics", "reports"},
     },
 }
 # Of rl's own files every room may import the records; the others are what users start, and
@@ -326,7 +325,7 @@ PLANTED += [
 ]
 PLANTED += [
     (rooms, "rl/engine/a.py", "from rl import train"),
-    (rooms, "rl/train.py", "from rl.export_drafter import main"),
+    (rooms, "rl/train.py", "from rl.export import main"),
     (rooms, "rl/engine/a.py", "def f():\n    from rl.rewards import pool"),
     (rooms, "rl/trajectory.py", "from rl.engine.engine import Engine"),
     (rooms, "rl/runtime/a.py", "from rl.config.loader import load"),

@@ -12,7 +12,7 @@ from spec.eagle.config import DrafterTrainingConfig, EagleConfig, Proposal, Tree
 class DrafterConfig:
     """A drafter that is trained online, if `Speculation.sources` has `learned`.
 
-    It starts from the folder `directory` (as `rl.export_drafter` writes), or from random weights
+    It starts from the folder `directory` (as `rl.export --drafter` writes), or from random weights
     over the `draft_vocab_size` most frequent tokens of the prompts (0: over all tokens).
     It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `shared_noise`
     (`spec.eagle.drafter`).

@@ -36,7 +36,7 @@ from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
 from rl.metrics.writer import MetricsWriter, Row
 from rl.rewards.scores import Score
-from rl.runtime.run_files import CHECKPOINTS
+from rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE
 from rl.trajectory import Request, Trajectory
 from spec.sampling import step_key
 
@@ -186,7 +186,7 @@ class RunEvaluation:
         )
         row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
         self._metrics.amend(step, row)
-        self._metrics.write_eval_samples(step, self._samples(answers))
+        self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
         self._done.add(step)
         if told := told_failures([score for a in answers for score in a.scores]):
             system.show.message(f"warning: evaluation after step {step}: {told}")

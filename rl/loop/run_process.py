@@ -257,7 +257,7 @@ def _export(
         text = f"the policy is in {folder / POLICY}"
         if config.speculation.learns:
             target = folder / DRAFTER_MODEL
-            drafter_export.export_finished(config, inputs, folder, params, target)
+            drafter_export.export(config, inputs, folder, target, params)
             text += f", its drafter in {target}"
     except OSError as error:
         show.message(f"error: the policy could not be written: {error}")

@@ -1,6 +1,6 @@
 """Diversity of a batch of responses: Distinct-1 and Self-BLEU, on token ids.
 
-Both look at the first `MOST_TOKENS` of a response.
+Both look at the first `MAX_TOKENS` of a response.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Sequence
 import numpy as np
 
 Ngrams = collections.Counter[tuple[int, ...]]
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 ORDER = 4  # the longest n-grams of BLEU
-FLOOR = 0.1  # stands for a count of 0 matches (smoothing 1 of Chen and Cherry, 2014)
+FLOOR = 0.1  # instead of 0 matches (smoothing 1 of Chen and Cherry, 2014)
 
 
 def distinct_1(responses: Sequence[np.ndarray]) -> float:
     """Return different tokens over all tokens of the batch. Source: Li et al., arXiv 1510.03055."""
-    tokens = np.concatenate([r[:MOST_TOKENS] for r in responses])
+    tokens = np.concatenate([r[:MAX_TOKENS] for r in responses])
     return len(np.unique(tokens)) / max(len(tokens), 1)
 
 
 def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> float:
-    """Return the mean BLEU-4 of responses against their siblings; 1 where all siblings are equal.
+    """Return the mean BLEU-4 of responses against their siblings; 1 if all siblings are equal.
 
-    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n), with p_n the share of the response's
-    n-grams that a sibling has too (each counted at most as often as in the sibling that has it
-    most), c the response's length and r the sibling length closest to it. Orders that a response
-    is too short for are left out, and so are responses without siblings; nan where all of them
-    are. Source: Zhu et al., arXiv 1802.01886.
+    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n): p_n is the share of the response's
+    n-grams that a sibling has too (each counted at most as often as in any one sibling), c the
+    response's length and r the sibling length closest to it. Orders longer than a response are left
+    out, and so are responses without siblings; nan if no response has any.
+    Source: Zhu et al., arXiv 1802.01886.
     """
     groups: dict[int, list[list[int]]] = {}
     for response, group in zip(responses, group_ids, strict=True):
-        groups.setdefault(group, []).append(response[:MOST_TOKENS].tolist())
+        groups.setdefault(group, []).append(response[:MAX_TOKENS].tolist())
     scores: list[float] = []
     for siblings in groups.values():
         if len(siblings) > 1:

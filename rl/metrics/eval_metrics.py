@@ -1,8 +1,8 @@
 """Figures of an evaluation, with 95% intervals: mean reward, pass@k, length.
 
-The unit is the question: every figure is a mean over questions of one value each, so that responses
-to one question, which are alike, do not count as independent. Where all values are 0 or 1
-(greedy accuracy) the interval is Wilson's, otherwise it is a bootstrap of the questions.
+Every figure is a mean over questions of one value each, since responses to one question are not
+independent. If all values are 0 or 1 (greedy accuracy) the interval is Wilson's, otherwise a
+bootstrap over the questions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-Z_95 = 1.959963984540054  # of the normal distribution: 95% lie within
+Z_95 = 1.959963984540054  # of the normal distribution: 95% are within
 RESAMPLES = 1000
 _SEED = 20211  # of the resamples
 
@@ -88,8 +88,8 @@ def set_metrics(
 ) -> dict[str, float]:
     """Return the figures of one set by name, with the bounds as `…_low` and `…_high`.
 
-    A response is correct where its reward is at least `correct_at`; one without a reward is not,
-    and is left out of the mean reward, which is absent where no response has one.
+    A response is correct if its reward is at least `correct_at`. One without a reward is wrong, and
+    left out of the mean reward, which is missing if no response has one.
     """
     by_prompt: dict[int, list[EvalResponse]] = {}
     for r in responses:
@@ -97,10 +97,10 @@ def set_metrics(
     rewards = [[r.reward for r in rs if r.reward is not None] for rs in by_prompt.values()]
     means = [math.fsum(known) / len(known) for known in rewards if known]
     correct = [sum(x >= correct_at for x in known) for known in rewards]
-    found = {"mean_reward": interval(means)} if means else {}
+    figures = {"mean_reward": interval(means)} if means else {}
     for k in ks:
-        found[f"pass@{k}"] = interval([pass_at_k(samples, c, k) for c in correct])
-    return _flat(found) | {
+        figures[f"pass@{k}"] = interval([pass_at_k(samples, c, k) for c in correct])
+    return _flat(figures) | {
         "mean_length": math.fsum(r.num_tokens for r in responses) / len(responses),
         "truncated": sum(r.truncated for r in responses) / len(responses),
         "failures": sum(r.failed for r in responses),
@@ -109,12 +109,12 @@ def set_metrics(
 
 
 def overall_metrics(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of all sets together: each set counts as much as any other.
+    """Return the figures of all sets together: means with equal weights, counts as sums.
 
     A figure that some set lacks is left out.
     """
     means = [name.removesuffix("_low") for name in sets[0] if name.endswith("_low")]
-    found = {
+    figures = {
         name: mean_of([Interval(s[name], s[f"{name}_low"], s[f"{name}_high"]) for s in sets])
         for name in means
         if all(name in s for s in sets)
@@ -123,11 +123,11 @@ def overall_metrics(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
         name: math.fsum(s[name] for s in sets) / len(sets) for name in ("mean_length", "truncated")
     }
     counts = {name: sum(s[name] for s in sets) for name in ("failures", "questions")}
-    return _flat(found) | shares | counts
+    return _flat(figures) | shares | counts
 
 
-def _flat(found: Mapping[str, Interval]) -> dict[str, float]:
+def _flat(figures: Mapping[str, Interval]) -> dict[str, float]:
     flat: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in figures.items():
         flat |= {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}
     return flat

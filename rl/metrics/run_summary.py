@@ -1,4 +1,4 @@
-"""The summary of a run in a few lines: where its time went, and what drafts brought."""
+"""The summary of a run in a few lines: its time by part, and its accepted drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.metrics.writer import Row
 def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:
     """Return a line on time, and one on drafts if the run could draft.
 
-    `rows` are those of training steps, `evals` those that hold an evaluation.
+    `rows` are of training steps, `evals` have an evaluation.
     """
     step_s = _total(rows, "step_time")
     if not step_s:
@@ -42,7 +42,7 @@ def _of_drafts(rows: Sequence[Row], rollout_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a person would say them: 0.4 s, 41 s, 9 min 31 s."""
+    """Return seconds as text: 0.4 s, 41 s, 9 min 31 s."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     seconds = round(seconds) if seconds < 1e9 else seconds
@@ -54,5 +54,5 @@ def _total(rows: Sequence[Row], name: str) -> float:
 
 
 def _number(value: Any) -> float:
-    """Return a metric as a number; 0 where it is none, or larger than any run makes it."""
+    """Return a metric as a number; 0 if it is none, or larger than in any run."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e15 else 0.0

@@ -1,4 +1,4 @@
-"""Metrics and sample rows of one step, under TRL's names where TRL has one."""
+"""Metrics and sample rows of one step, under TRL's names if TRL has one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def step_metrics(
 ) -> dict[str, Any]:
     """Return lengths, rewards by function, failures, diversity and the engine's counts.
 
-    `times` are the measured seconds of rounds, of a run that may draft. Off-policyness is the
-    number of updates between the policy that drew a token and the one that `step` starts from.
+    `times` are the measured seconds of rounds, in a run that may draft. Off-policyness is the
+    number of updates between the policy that drew a token and the policy at the start of `step`.
     """
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])
@@ -65,7 +65,7 @@ def step_metrics(
 
 
 def _slot_use(stats: EngineStats) -> float:
-    """Return emitted tokens per slot and round: 1 where every slot was busy in every round."""
+    """Return emitted tokens per slot and round: 1 if every slot was busy in every round."""
     slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
     return stats.tokens / slot_rounds if slot_rounds else 0.0
 
@@ -78,7 +78,7 @@ def sample_rows(
     scores: Sequence[Score],
     advantages: np.ndarray | None,
 ) -> list[dict[str, Any]]:
-    """Return a row of samples.jsonl per trajectory; `advantages` None where they are by token."""
+    """Return a row of samples.jsonl per trajectory; `advantages` is None if they are by token."""
     known = [None] * len(trajectories) if advantages is None else advantages.tolist()
     return [
         {

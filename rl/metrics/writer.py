@@ -1,18 +1,17 @@
 """The records of a run: metrics.jsonl, samples.jsonl, TensorBoard, timings.
 
-Invariant: after a kill at any moment, `truncate_to_step` of the step that is
-resumed from leaves the files that a run stopped cleanly at that step would
-have left, byte for byte, wall-clock metrics (`deterministic_view`) and workers.jsonl apart.
+Invariant: after a kill at any moment, `truncate_to_step` of the resumed step leaves the files that
+a run stopped cleanly at that step would have left, byte for byte, except for wall-clock metrics
+(`deterministic_view`) and workers.jsonl.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import json
 import math
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from models.folder import Folder
 from rl.runtime.run_files import (
-    EVAL_SAMPLES_FILE,
     METRICS_FILE,
     ROW_FILES,
     SAMPLES_FILE,
@@ -34,27 +32,18 @@ if TYPE_CHECKING:
     from rl.engine.worker_record import WorkerStep
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
-WALL_CLOCK_NAMES = frozenset(
-    {
-        "step_time",
-        "eval_s",
-        "rollout/moved",
-        "spec/seconds_saved",
-        "spec/turned_off",
-        "spec/cached_seconds",
-        "spec/draft_seconds",
-        "spec/verify_seconds",
-        "spec/host_share",
-        "spec/history_index_seconds",
-    }
-)
+WALL_CLOCK_NAMES = {
+    *("step_time", "eval_s", "rollout/moved", "spec/seconds_saved", "spec/turned_off"),
+    *("spec/cached_seconds", "spec/draft_seconds", "spec/verify_seconds", "spec/host_share"),
+    "spec/history_index_seconds",
+}
 
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """Outputs of metrics in addition to metrics.jsonl, and the number of samples kept."""
+    """Outputs of metrics besides metrics.jsonl, and the number of samples kept."""
 
     tensorboard: bool = True  # TensorBoard events in RUN/tensorboard
     wandb_project: str | None = None  # also log to this Weights & Biases project
@@ -74,15 +63,13 @@ class DamagedRowError(ValueError):
 class MetricsWriter:
     """Appends one row per step to the files of a run folder; a context manager.
 
-    `write` takes numbers: Python, numpy or jax scalars. Rows are strict JSON, so
-    a value that is not finite is written as null. `write_samples` takes any JSON
-    values. Each row goes out in one write and is flushed: a killed process
-    leaves at most one torn line, the last, which opening the folder again or
-    `truncate_to_step` removes.
+    `write` takes numbers: Python, numpy or jax scalars. Rows are strict JSON: a value that is not
+    finite is written as null. Each row is one unbuffered write: a killed process leaves at most one
+    torn line, the last, which opening the folder again or `truncate_to_step` removes.
 
-    Raises ValueError for a damaged row that is not the last, TypeError for a
-    metric that is not a number, LinkError for a link in place of a file, ModuleNotFoundError
-    (with the mend) where tensorboardX or wandb is asked for and missing.
+    Raises ValueError for a damaged row that is not the last, TypeError for a metric that is not a
+    number, LinkError for a link in place of a file, ModuleNotFoundError if tensorboardX or wandb
+    is configured and missing.
     """
 
     def __init__(self, directory: str | Path, config: MetricsConfig | None = None) -> None:
@@ -104,7 +91,7 @@ class MetricsWriter:
         return row
 
     def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the last row, if it is that of `step`, else write a row of their own."""
+        """Add metrics to the last row if it is of `step`, else write a separate row."""
         row = _row(step, metrics)
         self._close_files()
         content = self._folder.read(METRICS_FILE) if self._folder.exists(METRICS_FILE) else b""
@@ -126,21 +113,16 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(finite, step=row["step"])
 
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(
+        self, step: int, samples: Sequence[Mapping[str, Any]], name: str = SAMPLES_FILE
+    ) -> None:
         """Write `samples_per_step` of a step's samples, evenly spread over their order."""
-        self._write_samples(SAMPLES_FILE, step, samples)
-
-    def write_eval_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write as many of an evaluation's samples, to a file of their own."""
-        self._write_samples(EVAL_SAMPLES_FILE, step, samples)
-
-    def _write_samples(self, name: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for index in spread(len(samples), self._samples_per_step):
             row = {"step": int(step)} | _plain(samples[index]) | {"step": int(step)}
             self._append(name, row)
 
     def write_workers(self, row: WorkerStep | None) -> None:
-        """Write what workers did in a step; the older half goes where the file gets too large."""
+        """Write the workers' record of a step; drop the older half if the file gets too large."""
         if row is None:
             return
         from rl.engine.worker_record import MAX_BYTES  # simulations read rows without it
@@ -192,13 +174,9 @@ class MetricsWriter:
         self._files.clear()
 
     def _open_tensorboard(self, purge_step: int | None) -> Any:
-        try:
-            from tensorboardX import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(_NEEDS_TENSORBOARD) from error
-        # purge_step tells TensorBoard to hide what a killed run wrote after its checkpoint.
+        # purge_step has TensorBoard hide the rows that a killed run wrote after its checkpoint.
         # Without the suffix two writers of one second would share, and truncate, one file.
-        return SummaryWriter(
+        return _imported("tensorboardX", "Metrics.tensorboard", "False").SummaryWriter(
             str(self._folder.folder(TENSORBOARD_FOLDER).path),
             purge_step=purge_step,
             filename_suffix=f".{uuid.uuid4().hex[:8]}",
@@ -206,7 +184,7 @@ class MetricsWriter:
 
 
 class RowsOnly(MetricsWriter):
-    """The writer of a process that writes nothing: another one of the run writes for all."""
+    """The writer of a process that writes no files, since another one of the run does."""
 
     def __init__(self) -> None:
         self._files, self._tensorboard, self._wandb = {}, None, None
@@ -216,24 +194,24 @@ class RowsOnly(MetricsWriter):
         _row(step, metrics)
 
     def truncate_to_step(self, step: int) -> None:
-        """There are no rows."""
+        pass
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Nothing is written."""
+        pass
 
 
 def check_installed(config: MetricsConfig) -> None:
-    """Raise ModuleNotFoundError, with the mend, for a package that is asked for and missing."""
-    if config.tensorboard and not _is_installed("tensorboardX"):
-        raise ModuleNotFoundError(_NEEDS_TENSORBOARD)
-    if config.wandb_project and not _is_installed("wandb"):
-        raise ModuleNotFoundError(_NEEDS_WANDB.format(config.wandb_project))
+    """Raise ModuleNotFoundError for a package that is configured and missing."""
+    if config.tensorboard:
+        _imported("tensorboardX", "Metrics.tensorboard", "False")
+    if config.wandb_project:
+        _imported("wandb", "Metrics.wandb_project", "None")
 
 
 def read_metrics(path: str | Path) -> list[Row]:
     """Return the rows of a metrics.jsonl, or of a run folder's; a torn last line is left out.
 
-    Raises FileNotFoundError where there is none, ValueError for a damaged row.
+    Raises FileNotFoundError if it is missing, ValueError for a damaged row.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -247,7 +225,7 @@ def step_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def read_samples(path: str | Path, name: str = SAMPLES_FILE) -> list[Row]:
-    """Return the rows of a samples.jsonl, or of a run folder's; [] where there is none."""
+    """Return the rows of a samples.jsonl, or of a run folder's; [] if it is missing."""
     path = Path(path)
     path = path / name if path.is_dir() else path
     return [row for _, row in _rows(path, path.read_bytes())] if path.exists() else []
@@ -272,20 +250,19 @@ def spread(total: int, wanted: int) -> list[int]:
 class Timings:
     """Measures the seconds spent in named parts of a step, by the given clock.
 
-    `with timings.section("rollout"): ...` adds to `time/rollout`. A part entered
-    twice adds up; a part that raises counts too. Parts should not nest: the
-    report stacks them. `began` is called with the name of each part as it begins.
+    `with timings.section("rollout"): ...` adds to `time/rollout`, also if it raises. Parts should
+    not nest: the report stacks them. `on_start` is called with the name of each part.
     """
 
     def __init__(
-        self, clock: Callable[[], float], began: Callable[[str], None] = lambda name: None
+        self, clock: Callable[[], float], on_start: Callable[[str], None] = lambda name: None
     ) -> None:
-        self._clock, self._began = clock, began
+        self._clock, self._on_start = clock, on_start
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        self._began(name)
+        self._on_start(name)
         start_s = self._clock()
         try:
             yield
@@ -362,29 +339,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_NEEDS_TENSORBOARD = (
-    "Metrics.tensorboard = True needs tensorboardX: install it (pip install tensorboardX) or set "
-    "Metrics.tensorboard = False"
-)
-_NEEDS_WANDB = (
-    "Metrics.wandb_project = {!r} needs wandb: install it (pip install wandb) or set "
-    "Metrics.wandb_project = None"
-)
-
-
-def _is_installed(module: str) -> bool:
+def _imported(module: str, setting: str, off: str) -> Any:
+    """Return a module that a setting needs. Raises ModuleNotFoundError, with the mend."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # a test has put a module there by hand
-        return module in sys.modules
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{setting} needs {module}: install it (pip install {module}) or set {setting} = {off}"
+        ) from error
 
 
 def _open_wandb(folder: Folder, project: str) -> Any:
     """Open a Weights & Biases run; its id is kept in the folder, so that resuming continues it."""
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(_NEEDS_WANDB.format(project)) from error
+    wandb = _imported("wandb", "Metrics.wandb_project", "None")
     if not folder.exists(WANDB_ID_FILE):
         folder.replace(WANDB_ID_FILE, uuid.uuid4().hex[:16])
     folder.folder(WANDB_FOLDER)  # wandb writes there by path: it must be no link

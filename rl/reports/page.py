@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that holds its pictures, table and samples.
 
-Everything that a run wrote, model text above all, is escaped, and the page's
-content policy allows only the script below.
+Everything that a run wrote, model text above all, is escaped. The page's content policy allows
+only the script below.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import base64
 import hashlib
 import html
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rl.reports.evaluations import EvalLine
-    from rl.reports.runs import Summary
+from rl.reports.style import number
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110
 # Controls beyond ASCII's, and marks that change the direction of what follows.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_SHOWN_ELSEWHERE = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
+_NAME_COLUMNS = ("metric", "set", "run")
+_IN_SUMMARY = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
 
 _CSS = """
 :root { color-scheme: light; --ink: #222; --faint: #667; --line: #e2e2e8; --soft: #f6f6f9; }
@@ -88,14 +86,14 @@ def page(
     title: str,
     runs: Sequence[tuple[str, int, int, Sequence[str]]],
     images: Sequence[tuple[str, bytes, str]],
-    summaries: Sequence[Summary],
-    evaluations: Sequence[EvalLine],
+    summaries: Sequence[Mapping[str, str]],
+    evaluations: Sequence[Mapping[str, str]],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
     """Return the whole page as text.
 
-    `runs`: (label, rows, last step, what they came to); `images`: (file, PNG, caption);
-    `samples`: (run label, row).
+    `runs`: (label, rows, last step, summary lines); `images`: (file, PNG, caption);
+    `summaries`, `evaluations`: rows of tables; `samples`: (run label, row).
     """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = (
@@ -103,12 +101,8 @@ def page(
         f"script-src 'sha256-{script}'"
     )
     facts = "<br>".join(
-        "<br>".join(
-            [
-                f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}",
-                *map(_text, lines),
-            ]
-        )
+        f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}"
+        + "".join(f"<br>{_text(line)}" for line in lines)
         for label, rows, last, lines in runs
     )
     plots = "\n".join(
@@ -117,6 +111,12 @@ def page(
         f"<figcaption>{_text(caption)}</figcaption></figure>"
         for name, png, caption in images
     )
+    several = len(runs) > 1
+    evaluated = ""
+    if evaluations:
+        evaluated = f"""<h2>Evaluation before and after training</h2>
+{_table(evaluations, several)}
+<p class="faint">In brackets: 95% intervals over questions.</p>"""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -132,9 +132,9 @@ def page(
 <div class="plots">
 {plots}
 </div>
-{_evaluations(evaluations, several=len(runs) > 1)}
+{evaluated}
 <h2>First, last and best</h2>
-{_table(summaries, several=len(runs) > 1)}
+{_table(summaries, several)}
 <h2>Samples</h2>
 {_viewer(samples)}
 </body>
@@ -142,57 +142,26 @@ def page(
 """
 
 
-def _table(summaries: Sequence[Summary], *, several: bool) -> str:
-    """Return the table of summaries, with a column for the run where there are several."""
-    run_head = '<th class="name">run</th>' if several else ""
-    rows = []
-    previous = None
-    for line in summaries:
-        # allow line breaks between the parts of a name
-        name = "" if line.metric == previous else re.sub("([/_])", r"\1<wbr>", _text(line.metric))
-        previous = line.metric
-        run = f'<td class="name">{_text(line.label)}</td>' if several else ""
-        best = "" if line.best is None else f"{number(line.best)} (step {line.best_step})"
-        rows.append(
-            f'<tr><td class="name">{name}</td>{run}<td>{number(line.first)}</td>'
-            f"<td>{number(line.last)}</td><td>{best}</td>"
-            f"<td>{number(line.low)}</td><td>{number(line.high)}</td></tr>"
-        )
-    return (
-        f'<div class="wide"><table><thead><tr><th class="name">metric</th>{run_head}'
-        "<th>first</th><th>last</th><th>best</th><th>lowest</th><th>highest</th></tr></thead>"
-        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
-    )
-
-
-def _evaluations(lines: Sequence[EvalLine], *, several: bool) -> str:
-    """Return the table of evaluations before and after training; empty where there are none."""
-    if not lines:
+def _table(rows: Sequence[Mapping[str, str]], several: bool) -> str:
+    """Return a table, with the column of runs if there are several."""
+    if not rows:
         return ""
-    run_head = '<th class="name">run</th>' if several else ""
-    rows = []
-    for line in lines:
-        run = f'<td class="name">{_text(line.label)}</td>' if several else ""
-        seen = "" if math.isnan(line.seen) else number(line.seen)
-        before = "" if line.before is None else _interval(line.before)
-        rows.append(
-            f'<tr><td class="name">{_text(line.name)}</td>{run}<td>{_text(line.figure)}</td>'
-            f"<td>{number(line.questions)}</td><td>{seen}</td><td>{before}</td>"
-            f"<td>{_interval(line.after)}</td>"
-            f"<td>{number(line.best)} (step {line.best_step:,})</td></tr>"
-        )
+    columns = {c: ' class="name"' * (c in _NAME_COLUMNS) for c in rows[0] if several or c != "run"}
+    head = "".join(f"<th{kind}>{column}</th>" for column, kind in columns.items())
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{kind}>{_cell(row, c)}</td>" for c, kind in columns.items()) + "</tr>"
+        for row in rows
+    )
     return (
-        "<h2>Evaluation before and after training</h2>\n"
-        f'<div class="wide"><table><thead><tr><th class="name">set</th>{run_head}<th>figure</th>'
-        "<th>questions</th><th>of them in training</th><th>before</th><th>last</th><th>best</th>"
-        f"</tr></thead><tbody>\n{chr(10).join(rows)}\n</tbody></table></div>\n"
-        '<p class="faint">In brackets: 95% intervals over questions.</p>'
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+        "</div>"
     )
 
 
-def _interval(value: tuple[float, float, float]) -> str:
-    mean, low, high = map(number, value)
-    return f"{mean} [{low}, {high}]"
+def _cell(row: Mapping[str, str], column: str) -> str:
+    cell = _text(row[column])
+    # allow line breaks between the parts of a name
+    return re.sub("([/_])", r"\1<wbr>", cell) if column == "metric" else cell
 
 
 def _viewer(samples: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -228,15 +197,13 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
     advantage = row.get("advantage")
     if isinstance(advantage, (int, float)):
         kind = "good" if advantage > 0 else "bad" if advantage < 0 else "faint"
-        sign = "+" if advantage > 0 else ""
-        facts.append(f'<b class="{kind}">advantage {sign}{number(advantage)}</b>')
+        plus = "+" if advantage > 0 else ""
+        facts.append(f'<b class="{kind}">advantage {plus}{number(advantage)}</b>')
     if "finish_reason" in row:
         facts.append(_text(row["finish_reason"]))
     spans = "".join(f"<span>{fact}</span>" for fact in facts)
     rest = "; ".join(
-        f"{_text(name)}: {_value(value)}"
-        for name, value in row.items()
-        if name not in _SHOWN_ELSEWHERE
+        f"{_text(name)}: {_value(value)}" for name, value in row.items() if name not in _IN_SUMMARY
     )
     return (
         f'<details class="sample" data-run="{_text(label)}" data-step="{_text(row["step"])}">'
@@ -248,15 +215,6 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
     )
 
 
-def number(value: float) -> str:
-    """Format a number with four significant digits or in thousands: 0.4125, 15,320, 1.2e-06."""
-    try:
-        value = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return "more than 1e308" if value > 0 else "less than -1e308"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-
-
 def _value(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(value)
@@ -266,11 +224,11 @@ def _value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as HTML text: escaped, control characters visible, cut where it is long."""
+    """Return a value as HTML text: escaped, control characters visible, cut if it is long."""
     text = str(value)
     cut = len(text) - MAX_TEXT_CHARS
     if cut > 0:
         text = text[:MAX_TEXT_CHARS] + f" ... and {cut:,} more characters"
     clean = "".join(c if c >= " " or c in "\n\t" else chr(0x2400 + ord(c)) for c in text)
-    clean = _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), clean)
+    clean = _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), clean)
     return html.escape(clean, quote=True)

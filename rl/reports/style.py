@@ -1,8 +1,10 @@
-"""The style of all pictures of a report: colours, lines, labels."""
+"""The style that all pictures of a report share: colors, lines, labels, axes."""
 
 from __future__ import annotations
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, without black and yellow.
+from typing import Any
+
+# Okabe and Ito's colors, which color-blind readers can distinguish, without black and yellow.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 RUN_STYLES = ("-", "--", ":", "-.")
 INK, FAINT = "#222222", "#666666"
@@ -32,14 +34,44 @@ STYLE = {
 
 
 def run_look(index: int) -> tuple[str, str]:
-    """Return colour and line style of the index-th run."""
+    """Return color and line style of the index-th run."""
     style = RUN_STYLES[index // len(RUN_COLORS) % len(RUN_STYLES)]
     return RUN_COLORS[index % len(RUN_COLORS)], style
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Return a label that matplotlib shows literally, cut at its front (ends tell runs apart)."""
+    """Return a label that matplotlib shows literally, cut at its front (ends distinguish runs)."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     short = clean if len(clean) <= limit else "…" + clean[1 - limit :]
     # a leading `_` would hide the label from legends
     return ("./" if short.startswith("_") else "") + short
+
+
+def number(value: float) -> str:
+    """Format a number with four significant digits or in thousands: 0.4125, 15,320, 1.2e-06."""
+    try:
+        value = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return "more than 1e308" if value > 0 else "less than -1e308"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def step_axis(ax: Any, label: str = "training step") -> None:
+    """Label the x axis, with ticks at whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xlabel(label)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+
+
+def titles(ax: Any, title: str, note: str = "") -> None:
+    """Write the title of a panel, and a faint note at its right."""
+    ax.set_title(title)
+    ax.set_title(note, loc="right", color=FAINT, fontsize=8, weight="normal")
+
+
+def legend_below(ax: Any, ncols: int, **options: Any) -> None:
+    """Draw the legend below the x axis."""
+    options = {"handlelength": 1, "handleheight": 1, "columnspacing": 1.2} | options
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+    ax.legend(**place, ncols=ncols, fontsize=8, labelcolor=INK, **options)

@@ -1,4 +1,4 @@
-"""The devices of this process, and a warning where they are not the intended ones."""
+"""The devices of this process, and a warning if they are not the intended ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import jax
 
 T = TypeVar("T")
-FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and the name that JAX gives their devices
+FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and JAX's name of their devices
 NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: devices of NVIDIA, AMD and Google
 INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
 HOW_MANY = (
@@ -23,10 +23,9 @@ HOW_MANY = (
 
 
 def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError where a launcher has started this as one process of several.
+    """Raise ValueError if a launcher has started this as one process of several.
 
-    For a run that is one process. Reads the environment variables that
-    `jax.distributed.initialize` would; opens no device.
+    Reads the environment variables that `jax.distributed.initialize` would; opens no device.
     """
     counts = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     several = [f"{name}={environ[name]}" for name in counts if environ.get(name, "1") != "1"]
@@ -37,28 +36,25 @@ def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def found() -> Sequence[jax.Device]:
-    """Return all devices, those of other processes of the run too.
-
-    Raises ValueError where the requested platform is missing.
-    """
+    """Return all processes' devices. Raises ValueError if the requested platform is missing."""
     import jax
 
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # an unknown `cuda` is a bare assertion
-        asked = jax.config.jax_platforms
+        requested = jax.config.jax_platforms
         why = str(error).partition("\n")[0] or "it is not installed"
         raise ValueError(
-            f"expected the devices of JAX_PLATFORMS={asked!r}, got none: {why}; {INSTALL}, or "
+            f"expected the devices of JAX_PLATFORMS={requested!r}, got none: {why}; {INSTALL}, or "
             "set JAX_PLATFORMS=cpu"
         ) from error
 
 
 def in_turn(results: T) -> T:
-    """Return what a program over all devices gives; on CPUs of several processes, once it is there.
+    """Return the results of a program over all devices; wait for them on CPUs of several processes.
 
-    XLA runs programs on a CPU side by side, and gloo keeps their messages apart neither by program
-    nor by order: where two overlap one takes the other's, or waits for ever.
+    XLA runs programs on a CPU concurrently, and gloo separates their messages neither by program
+    nor by order: of two that overlap one takes the other's, or waits forever.
     """
     import jax
 
@@ -73,7 +69,7 @@ def _overlaps() -> bool:
 
 
 def warning() -> str | None:
-    """Return why this process may not run where it was meant to; None where all is well."""
+    """Return why this process may not run on the intended devices, else None."""
     import jax
 
     installed = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
@@ -82,19 +78,19 @@ def warning() -> str | None:
 
 
 def fallback(
-    backend: str, asked: str | None, nodes: Sequence[str], plugins: Sequence[str]
+    backend: str, requested: str | None, nodes: Sequence[str], plugins: Sequence[str]
 ) -> str | None:
-    """Return the warning for a process on `backend` beside an accelerator, or None.
+    """Return the warning for a process on `backend` next to an accelerator, or None.
 
-    `asked` is JAX_PLATFORMS, `nodes` are device files, `plugins` are JAX's for accelerators.
+    `requested` is JAX_PLATFORMS, `nodes` are device files, `plugins` are JAX's for accelerators.
     """
-    first = (asked or "").partition(",")[0]
+    first = (requested or "").partition(",")[0]
     if first:
         if FAMILIES.get(first, first) == backend:
             return None
         return (
-            f"this runs on the {backend.upper()}, not on {first}, which JAX_PLATFORMS={asked!r} "
-            f"names first: {INSTALL}"
+            f"this runs on the {backend.upper()}, not on {first}, which "
+            f"JAX_PLATFORMS={requested!r} names first: {INSTALL}"
         )
     signs = [f"{nodes[0]} is there"] if nodes else []
     signs += [f"JAX's plug-in {plugins[0]!r} is installed"] if plugins else []

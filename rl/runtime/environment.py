@@ -1,4 +1,4 @@
-"""Where and with what this process runs: its device and the versions of packages."""
+"""The device of this process and the versions of its packages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The interpreter's version and those of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of the interpreter and the installed packages."""
+    installed = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def device() -> str:
-    """The accelerator jax runs on, or the processor and the cores this process may use."""
+    """Return the accelerator of jax, or the processor and the cores this process may use."""
     import jax
 
     first = jax.devices()[0]

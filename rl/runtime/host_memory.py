@@ -1,8 +1,8 @@
 """Bounds on the freed memory that the C library keeps.
 
-Every save runs in threads of its own. glibc gives threads arenas, up to eight per core, and each
-keeps the most that was ever in it: a run would grow by them for hundreds of saves. With two
-arenas that are trimmed after each save it does not. Without glibc nothing is done.
+Every save runs in new threads. glibc gives threads arenas, up to eight per core, and each keeps its
+peak size: a run would grow for hundreds of saves. With two arenas that are trimmed after each save
+it does not. Without glibc nothing is done.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def bound_arenas() -> None:
 def bound_file_threads() -> None:
     """Bound the files that tensorstore writes at once, and so its threads.
 
-    Orbax sets 128 and has no option; each thread that ever ran keeps some 140 KiB, and over
-    hundreds of saves all of them run. Does nothing where a version of Orbax sets it elsewhere.
+    Orbax sets 128 and has no option. Each thread that ever ran keeps some 140 KiB, and over
+    hundreds of saves all of them run. Does nothing if this version of Orbax sets it elsewhere.
     """
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -42,7 +42,7 @@ def bound_file_threads() -> None:
 
 
 def give_back() -> None:
-    """Hand free memory back to the system: some milliseconds."""
+    """Return free memory to the system: some milliseconds."""
     if trim := _glibc("malloc_trim"):
         trim(0)
 

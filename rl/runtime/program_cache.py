@@ -1,8 +1,8 @@
 """The persistent cache of compiled programs: one folder of the user's, for all runs.
 
-jax loads what it finds there as machine code, so only this user may write to it: the folder is
-made for its owner alone (0700), and not used where it is another's, a link, or open to others.
-`JAX_COMPILATION_CACHE_DIR` wins over all of this.
+jax loads its files as machine code, so only this user may write to it: the folder is made for its
+owner alone (0700), and not used if it is another user's, a link, or open to others.
+`JAX_COMPILATION_CACHE_DIR` overrides it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 
 import jax
 
-MOST_BYTES = 4 * 2**30
-_LEAST_SECONDS = 0.1  # of a compilation that is worth keeping
+MAX_BYTES = 4 * 2**30
+_MIN_COMPILE_S = 0.1  # of a program that is worth keeping
 
 
 def keep() -> str | None:
-    """Have jax keep what it compiles; return a warning where it cannot, else None."""
+    """Have jax keep compiled programs; return a warning if it cannot, else None."""
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
     if jax.config.jax_compilation_cache_dir is not None:
         return None
     try:
         folder = own_folder()
-        prune(folder, MOST_BYTES)
+        prune(folder, MAX_BYTES)
     except (OSError, RuntimeError) as error:  # a user without a home
         return (
             f"compiled programs are not kept ({error}): every run compiles them again; set "
@@ -39,41 +39,41 @@ def keep() -> str | None:
 
 
 def own_folder() -> Path:
-    """Return the folder `reprise/compiled-HOST` of the user's cache, made where it is missing.
+    """Return the folder `reprise/compiled-HOST` of the user's cache, made if it is missing.
 
-    Raises PermissionError where it, or a folder it lies in, is not the user's alone, and OSError
-    where it cannot be made.
+    Raises PermissionError if others can write to it or to a folder above, OSError if it cannot be
+    made.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     cache.mkdir(parents=True, exist_ok=True)
-    found = cache.stat()
-    shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
-    if found.st_uid not in (os.geteuid(), 0) or shared:
+    status = cache.stat()
+    shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0) or shared:
         raise PermissionError(f"{cache} can be written by others")
     folder = cache
     for name in ("reprise", f"compiled-{_host()}"):
         folder = folder / name
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
             raise PermissionError(f"{folder} is no folder")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(f"{folder} can be written by others")
     return folder
 
 
-def prune(folder: Path, most_bytes: int) -> None:
-    """Delete the oldest files until the rest are `most_bytes` at most."""
+def prune(folder: Path, max_bytes: int) -> None:
+    """Delete the oldest files until the rest are at most `max_bytes`."""
     files = []
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another run prunes as well
-            found = entry.stat(follow_symlinks=False)
-            files.append((found.st_mtime, found.st_size, entry.path))
+            status = entry.stat(follow_symlinks=False)
+            files.append((status.st_mtime, status.st_size, entry.path))
     total = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
-        if total <= most_bytes:
+        if total <= max_bytes:
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -82,9 +82,9 @@ def prune(folder: Path, most_bytes: int) -> None:
 
 def _host() -> str:
     """Return a name for the kind of processor: machines of several kinds may share a home."""
-    words = [platform.machine()]
+    lines = [platform.machine()]
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         named = [s for s in text.splitlines() if s.startswith(("flags", "Features", "model name"))]
-        words += named[:2]
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+        lines += named[:2]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

@@ -1,23 +1,23 @@
-"""The names of what lies in a run folder."""
+"""The names of the files and folders in a run folder."""
 
 from __future__ import annotations
 
 CONFIG_FILE = "config.gin"  # resolved; a run resumes from it
-MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is going on
+MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is running
 NEWEST_FILE = "newest_checkpoint"  # the step of the newest checkpoint that counted
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
-WORKERS_FILE = "workers.jsonl"  # what each worker did in a step, who came and who was lost
+WORKERS_FILE = "workers.jsonl"  # each worker's record of a step, with joins and losses
 ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, WORKERS_FILE
 EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
-SECONDS_FILE = "step_seconds.jsonl"  # of the rounds of each step, by which budgets go on
+SECONDS_FILE = "step_seconds.jsonl"  # of the rounds of each step, for budgets of a resumed run
 TIMELINE_FILE = "timeline.json"  # of the last saved step's rollouts
 LEGS_FILE = "legs.jsonl"  # each start of the run: when, on what device, with which versions
 WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_FOLDER, WANDB_FOLDER, REPORT_FOLDER = "tensorboard", "wandb", "report"
-CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # what a run resumes from; spilled responses
-POLICY, DRAFTER_MODEL = "policy", "drafter_model"  # what a finished run exports
+CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # of the run's state; spilled responses
+POLICY, DRAFTER_MODEL = "policy", "drafter_model"  # exports of a finished run
 DRAFTER = "drafter"  # the learned drafter's own checkpoints
 
 

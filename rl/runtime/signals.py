@@ -1,9 +1,9 @@
-"""Stop signals and hangs, both noticed by a thread that does nothing else.
+"""Stop signals and hangs, both noticed by a dedicated thread.
 
 Python handles a signal between two lines of the main thread, which may be in a compilation or a
-device call for minutes, and such a call cannot be ended. So signals go through a pipe to a thread
-of their own. It tells the main thread, and ends the process where that does not leave in time:
-what was saved is whole at every moment.
+device call for minutes, and such a call cannot be ended. So signals go through a pipe to a watching
+thread. It notifies the main thread, and ends the process if that does not leave in time: saved
+steps are whole at every moment.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rl.runtime.waits import HANG_LIMIT_S, code_line
 
 COMPILE_LIMIT_S = 3600.0
 SPEAKING_S = 1.0  # for the last message: a terminal may hang as well
-# parts with rules of their own
+# parts with separate rules
 STARTING, SAVING, EXPORTING, COMPILING = "starting", "checkpoint", "export", "compiling"
 LONG_PARTS = STARTING, EXPORTING, COMPILING
 
 
 class Stopped(Exception):
-    """The run was asked to stop; everything up to the last whole step is saved."""
+    """A stop was requested; everything up to the last whole step is saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds allowed without a sign of life, at work and while compiling, and to leave."""
+    """Seconds allowed without a heartbeat, at work and while compiling, and to leave."""
 
     hang_s: float = HANG_LIMIT_S
     compile_s: float = COMPILE_LIMIT_S
@@ -46,12 +46,11 @@ class Limits:
 class Watch:
     """Watches the main thread for hangs, and the process for SIGTERM and Ctrl-C.
 
-    It is active while it is entered as a context manager. While the run is `starting` there is
-    nothing to save, and a signal ends the process at once. Later the main thread is told through
-    `check`, and has `Limits.stop_s` to leave; saving may take longer, as long as it makes
-    progress. A second Ctrl-C ends the process at once. `standing` returns the last saved step
-    (0: none) and a description of it; `say` prints, and `close` removes a live display before
-    the last message.
+    A context manager. While the run is `starting` there is nothing to save, and a signal ends the
+    process at once. Later `check` raises in the main thread, which has `Limits.stop_s` to leave;
+    saving may take longer, as long as it makes progress. A second Ctrl-C ends the process at once.
+    `standing` returns the last saved step (0: none) and a description of it; `say` prints, and
+    `close` removes a live display before the last message.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Watch:
         self._say, self._close = say, close
         self._part, self._alive_s = STARTING, clock()
         self._noted, self._saving = False, saving
-        self._asked_s: float | None = None
+        self._stop_requested_s: float | None = None
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._exits = contextlib.ExitStack()
@@ -81,8 +80,8 @@ class Watch:
 
     def at(self, part: str) -> None:
         """Begin a part of the run: `rollout`, `reward`, `update`, `checkpoint` and others."""
-        if self._part == SAVING and self._asked_s is not None:
-            self._asked_s = self._clock()  # the time to leave restarts
+        if self._part == SAVING and self._stop_requested_s is not None:
+            self._stop_requested_s = self._clock()  # the time to leave restarts
         self._part = part
         self.alive()
 
@@ -97,26 +96,26 @@ class Watch:
             self.at(before)
 
     def alive(self) -> None:
-        """Give a sign of life of the main thread."""
+        """Record a heartbeat of the main thread."""
         self._alive_s = self._clock()
 
     def asked(self) -> bool:
-        """Return whether the run is to stop; a sign of life as well."""
+        """Return whether a stop was requested; a heartbeat as well."""
         self.alive()
         return self._noted or self._should_stop()
 
     def check(self) -> None:
-        """Give a sign of life; raise Stopped where the run is to stop."""
+        """Record a heartbeat; raise Stopped if a stop was requested."""
         if self.asked():
             raise Stopped
 
     @property
     def exit_status(self) -> int:
-        """The status of a stopped run: 75 where it can be resumed, else that of the signal."""
+        """The status of a stopped run: 75 if it can be resumed, else the signal's."""
         return EXIT_STOPPED if self._standing()[0] else 128 + self.signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in Python, whose number is in the pipe already."""
+        """Handle a signal in Python; its number is in the pipe already."""
         self._noted = True
 
     # -- the thread that watches ----------------------------------------------------------
@@ -149,25 +148,25 @@ class Watch:
     def _signalled(self, number: signal.Signals) -> None:
         if number not in (signal.SIGTERM, signal.SIGINT):
             return  # others' handlers write to the pipe as well
-        first, self.signal = self._asked_s is None, number
+        first, self.signal = self._stop_requested_s is None, number
         if self._part == STARTING:
             self._end(f"stopped before step {self._standing()[0] + 1}")
         elif first:
-            self._asked_s = self._clock()
+            self._stop_requested_s = self._clock()
             self._speak(f"stopping: saving {self._saving}...")
         elif number == signal.SIGINT:
             self._end("stopped at once")
 
     def _check_limits(self) -> None:
-        """End the process where the main thread made no progress, or did not leave, in time."""
+        """End the process if the main thread made no progress, or did not leave, in time."""
         now_s, limits, part = self._clock(), self._limits, self._part
         silent_s = now_s - self._alive_s
         if silent_s > (limits.compile_s if part in LONG_PARTS else limits.hang_s):
             where = code_line(self._main)
             what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
             self._end(f"error: {what}", EXIT_FAILED)
-        elif self._asked_s is not None and part not in (SAVING, EXPORTING):
-            late_s = now_s - self._asked_s
+        elif self._stop_requested_s is not None and part not in (SAVING, EXPORTING):
+            late_s = now_s - self._stop_requested_s
             if late_s > limits.stop_s:
                 self._end(f"stopped at {part}, which did not come to an end in {late_s:.1f} s")
 

@@ -1,6 +1,6 @@
-"""Waiting for another thread with a deadline, so that a hang is named instead of waited for.
+"""Waiting for another thread with a deadline, so that a hang becomes an error that names it.
 
-Progress extends a deadline: it runs from the last sign of life, not from the beginning.
+A deadline runs from the last progress, not from the beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-HANG_LIMIT_S = 600.0  # where nothing else is said: Run.hang_limit_s says otherwise
+HANG_LIMIT_S = 600.0  # the default of Run.hang_limit_s
 POLL_S = 0.05  # between two checks for progress
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -30,13 +30,13 @@ class Patience:
 
 
 class Hang(RuntimeError):
-    """A wait without any sign of life; the message says who waits for what, and how long."""
+    """A wait without any progress; the message names the waiter, the wait and its seconds."""
 
 
 class ProgramLost(RuntimeError):
-    """Another program has ended, hangs or cannot be reached; the message says which and how."""
+    """Another program has ended, hangs or cannot be reached; the message names it."""
 
-    silent = False  # it may be there: it does not answer, or does nothing
+    silent = False  # it may still exist: it does not answer, or does nothing
 
 
 def result_of(
@@ -59,7 +59,7 @@ def result_of(
 
 
 def code_line(thread_id: int) -> str:
-    """Return the line of code a thread is at: the innermost of ours, else the innermost."""
+    """Return the line of code that a thread is at: the innermost of ours, else the innermost."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "it has ended"

@@ -18,7 +18,7 @@ from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import gguf, hf, tokenizer, transformer
-from rl import evaluate, export, export_drafter, report, train
+from rl import evaluate, export, report, train
 from rl.loop import memory_estimate, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation import draft_model
@@ -251,7 +251,7 @@ def test_a_learned_drafter_is_left_beside_the_policy(tiny, tmp_path, capsys):
     assert run_train(f"--gin_file={tiny}", where, *LEARNS) == 0
     assert f"its drafter in {folder / 'drafter_model'}" in capsys.readouterr().err
     assert [row["drafter/total_steps"] for row in read_metrics(folder)] == [2, 4, 6]
-    assert export_drafter.main([str(folder), str(out)]) == 0
+    assert export.main([str(folder), "--drafter", "--output", str(out)]) == 0
     assert f"6 steps, by {folder / 'drafter'}\n" in capsys.readouterr().out
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (folder / "drafter_model" / file).read_bytes() == (out / file).read_bytes()

@@ -109,7 +109,7 @@ def test_a_step_by_its_number_as_it_is(run):
     assert run.export("--step", "2", "--dtype", "float32") == 0
     assert_holds(run.out, run.params[2], np.float32)
     card = (run.out / "README.md").read_text()
-    assert "step 2" in card and "step 1 | step 2 |\n" in card  # none of later steps
+    assert "step 2" in card and "(step 1), last 0.2 (step 2)\n" in card  # none of later steps
 
 
 def test_the_best_step_by_the_runs_evaluations(run):
@@ -267,7 +267,7 @@ def test_a_folder_of_something_else_is_never_replaced(run, tiny, capsys):
     link = run.folder.parent / "link"
     link.symlink_to(policy)
     for place, message in (
-        (run.folder, "holds something else than a policy"),
+        (run.folder, "holds something other than a policy"),
         (policy, "is the policy that is read"),
         (inside, "is among the run's checkpoints"),
         (file, "got the file"),

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import tiny_run
 from models import hf, hf_files, tokenizer, transformer
-from rl import export_drafter, train
+from rl import export, train
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.config.loader import dump, load
 from rl.learner.optimizer import SavedArrays
@@ -63,8 +63,8 @@ class Run:
             checkpoints.save(1, whole, {"num_tokens": 0})
         return state.params, policy
 
-    def export(self):
-        return export_drafter.main([str(self.folder), str(self.out)])
+    def export(self, *arguments):
+        return export.main([str(self.folder), "--drafter", "--output", str(self.out), *arguments])
 
     def assert_exported(self, params):
         got = eagle_files.load(self.out, tiny_run.MODEL)
@@ -148,7 +148,7 @@ def test_a_drafter_is_written_over_and_nothing_else(run, tiny, capsys):
     run.assert_exported(params)
     for folder in (tiny.parent / "policy", run.folder, tiny):
         before = sorted(folder.parent.rglob("*"))
-        assert export_drafter.main([str(run.folder), str(folder)]) == 2
+        assert export.main([str(run.folder), "--drafter", "--output", str(folder)]) == 2
         assert "expected a" in capsys.readouterr().err
         assert sorted(folder.parent.rglob("*")) == before
 
@@ -165,7 +165,9 @@ def test_a_drafter_of_another_program_is_not_written_over(run, capsys):
 
 
 def test_no_such_run(tmp_path, capsys):
-    assert export_drafter.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert (
+        export.main([str(tmp_path / "none"), "--drafter", "--output", str(tmp_path / "out")]) == 2
+    )
     assert "found no config.gin" in capsys.readouterr().err
 
 
@@ -193,7 +195,7 @@ def test_checkpoints_of_another_drafter(run, capsys):
     assert "holds another model" in capsys.readouterr().err
 
 
-def test_settings_have_no_place_there(run):
-    with pytest.raises(SystemExit) as left:
-        export_drafter.main([str(run.folder), str(run.out), "--gin.Run.seed=1"])
-    assert left.value.code == 2
+@pytest.mark.parametrize("option", ["--step=2", "--dtype=float32", "--policy=x", "--force"])
+def test_options_of_policies_are_refused(run, capsys, option):
+    assert run.export(option) == 2
+    assert f"{option.partition('=')[0]} is of policies" in capsys.readouterr().err

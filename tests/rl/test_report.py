@@ -19,7 +19,7 @@ from rl.reports import page as report_page
 from rl.reports import plots as report_plots
 from rl.reports import style as report_style
 from rl.reports import timeline_plot
-from rl.reports.runs import Run, load_runs, run_labels, summarize
+from rl.reports.runs import Run, load_runs, run_labels, summary_table
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"
@@ -66,12 +66,13 @@ def test_the_summary_knows_which_end_is_good():
             {"reward": None, "step_time": 4.0, "entropy": 2.0},
         ]
     )
-    lines = {line.metric: line for line in summarize([run])}
+    lines = {line["metric"]: line for line in summary_table([run])}
     reward = lines["reward"]
-    assert (reward.first, reward.last, reward.best, reward.best_step) == (0.25, 0.75, 0.75, 2)
-    assert (lines["step_time"].best, lines["step_time"].best_step) == (2.0, 2)
-    assert (lines["entropy"].best, lines["entropy"].low, lines["entropy"].high) == (None, 1.0, 3.0)
-    assert lines["rewards/exact/mean"].best == 0.5
+    assert (reward["first"], reward["last"], reward["best"]) == ("0.25", "0.75", "0.75 (step 2)")
+    assert lines["step_time"]["best"] == "2 (step 2)"
+    entropy = lines["entropy"]
+    assert (entropy["best"], entropy["lowest"], entropy["highest"]) == ("", "1", "3")
+    assert lines["rewards/exact/mean"]["best"] == "0.5 (step 1)"
     assert list(lines) == ["reward", "rewards/exact/mean", "entropy", "step_time"]
 
 
@@ -107,7 +108,7 @@ def test_time_no_part_covers_is_other_and_the_compiling_step_is_left_out():
 
 
 def test_numbers_read_well():
-    assert [report_page.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
+    assert [report_style.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
         "0.4125", "15,320", "1.234e-06", "-2", "1e+20"
     ]  # fmt: skip
 
@@ -367,7 +368,7 @@ def test_evaluations_have_a_plot_a_table_and_their_samples(tmp_path):
     assert "2 steps recorded" in "".join(page.text), "the evaluation before is no step"
     assert "evaluation gcd" in page.text and [t for t, _ in page.tags].count("script") == 1
     (run,) = load_runs([folder])
-    assert run.steps.tolist() == [1, 2] and run.eval_steps.tolist() == [0, 1, 2]
+    assert run.steps.tolist() == [1, 2] and run.eval_series("step").tolist() == [0, 1, 2]
 
 
 def test_evaluations_of_several_runs_and_of_one_step_are_drawn(tmp_path):

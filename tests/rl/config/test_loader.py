@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.ablation.grid import AblationRun
+from rl.ablate import AblationRun
 from rl.config import loader as config_lib
 from rl.config.command_line import config_parser, parse_command_line, split_overrides
 from rl.config.loader import ConfigError, describe, dump, load, resolve_path

@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rl.ablation.grid import AblationRun, cells
+from rl.ablate import AblationRun, cells
 from rl.config.loader import dump, load
 from rl.loop import memory_estimate
 from rl.loop.experiment import PolicyConfig, TrainConfig, open_inputs

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rl.metrics.diversity import FLOOR, MOST_TOKENS, distinct_1, self_bleu
+from rl.metrics.diversity import FLOOR, MAX_TOKENS, distinct_1, self_bleu
 
 
 def arrays(*rows):
@@ -15,7 +15,7 @@ def arrays(*rows):
 def test_distinct_1():
     assert distinct_1(arrays([1, 2, 2], [2, 3, 1, 1, 1])) == 3 / 8
     assert distinct_1(arrays(range(5))) == 1.0
-    assert distinct_1(arrays([7] * (2 * MOST_TOKENS))) == 1 / MOST_TOKENS
+    assert distinct_1(arrays([7] * (2 * MAX_TOKENS))) == 1 / MAX_TOKENS
 
 
 def test_self_bleu_of_equal_and_of_different_responses():

@@ -266,7 +266,7 @@ def test_an_evaluation_is_added_to_the_row_of_its_step_or_has_one_of_its_own(tmp
         out.amend(0, {"eval/mean_reward": 0.5, "eval_s": 2.0})
         out.write(1, {"reward": 0.25})
         out.amend(1, {"eval/mean_reward": 0.75, "eval_s": 1.0})
-        out.write_eval_samples(1, [{"completion": str(i)} for i in range(4)])
+        out.write_samples(1, [{"completion": str(i)} for i in range(4)], "eval_samples.jsonl")
         out.write(2, {"reward": 0.5})
     evaluated = {"step": 1, "reward": 0.25, "eval/mean_reward": 0.75}
     rows = read_metrics(tmp_path)

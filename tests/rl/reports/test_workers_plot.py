@@ -30,20 +30,15 @@ def test_legs_follow_one_another_and_workers_are_in_order():
     lanes = workers_plot.lanes_of(ROWS)
     assert lanes.lane_of == {"worker 9": 0, "worker 10": 1}
     assert (lanes.ends_s, lanes.resumed_s, lanes.end_s) == ([10.0, 20.0], [10.0], 20.0)
-    assert lanes.present_s == {"worker 9": [(0.0, 10.0)], "worker 10": [(10.0, 20.0)]}
-    shares, tints = workers_plot.occupancy(lanes, {0: "red", 1: "blue"})
-    seconds = shares.sum(axis=1) * 20.0 / workers_plot.BINS
-    np.testing.assert_allclose(seconds, [2.5, 7.0])
-    np.testing.assert_allclose(
-        tints.sum(axis=1) * 20.0 / workers_plot.BINS, [[2.5, 0, 0], [5, 0, 2]]
-    )
+    assert lanes.present_s() == {"worker 9": [(0.0, 10.0)], "worker 10": [(10.0, 20.0)]}
+    assert lanes.late == [] and lanes.lost == []
 
 
-def test_many_workers_share_lanes():
-    lanes = workers_plot.lanes_of([step(1, [part(i, 0, (0.0, 5.0)) for i in range(1000)])])
-    assert lanes.num_lanes <= workers_plot.MOST_LANES and lanes.workers_a_lane == 32
-    shares, _ = workers_plot.occupancy(lanes, {})
-    np.testing.assert_allclose(shares.mean(axis=1), 0.5)
+def test_busy_workers_are_counted_over_time():
+    times_s, busy = workers_plot.workers_busy(workers_plot.lanes_of(ROWS))
+    np.testing.assert_allclose(busy.sum() * 20.0 / workers_plot.BINS, 2.5 + 5.0 + 2.0)
+    for at_s, count in ((1.0, 2), (4.0, 1), (6.0, 0), (13.0, 1), (19.0, 0)):
+        np.testing.assert_allclose(busy[np.abs(times_s - at_s).argmin()], count, atol=1e-9)
 
 
 @pytest.mark.parametrize("count", [2, 40])

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 import rl
-from rl.runtime.progress import PlainProgress, RichProgress, format_step, progress, say, time_left
+from rl.runtime.progress import (
+    ErrorsOnly,
+    Progress,
+    RichProgress,
+    format_step,
+    progress,
+    say,
+    time_left,
+)
 
 ROW = {
     "step": 7,
@@ -117,9 +125,9 @@ def test_a_pipe_hears_how_far_a_compilation_is():
             shown.compiling("rollouts", done, 19)
     assert stream.getvalue().splitlines() == [
         "compiling rollouts: 19 programs",
-        "compiling rollouts: 5 of 19, 10 s",
-        "compiling rollouts: 10 of 19, 20 s",
-        "compiling rollouts: 15 of 19, 30 s",
+        "compiling rollouts, 5 of 19 programs",
+        "compiling rollouts, 10 of 19 programs",
+        "compiling rollouts, 15 of 19 programs",
         "compiled rollouts: 19 programs in 38 s",
     ]
 
@@ -130,6 +138,16 @@ def test_an_evaluation_in_a_pipe_hears_its_responses():
         clock.now_s += 10
         shown.rollout(5, 80, 999)
     assert stream.getvalue() == "rollout, 5/80 responses  999 tokens\n"
+
+
+def test_other_processes_print_their_errors_alone():
+    stream = io.StringIO()
+    with progress(stream, total_steps=20, process=3) as shown:
+        assert type(shown) is ErrorsOnly
+        drive(shown)
+        shown.compiling("rollouts", 19, 19)
+        shown.message("error: a disk is full\x1b")
+    assert stream.getvalue() == "process 3: error: a disk is full\\x1b\n"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +175,7 @@ def test_control_codes_and_marks_of_direction_are_escaped():
     assert stream.getvalue() == r"a\x1b]0;title\x07\x1b[2Jb\u202ec\u2066d\x9b1m\r" + "\n\té\n"
 
 
-@pytest.mark.parametrize("kind", [PlainProgress, RichProgress])
+@pytest.mark.parametrize("kind", [Progress, RichProgress])
 def test_a_message_of_any_length_with_any_markup_is_one_plain_line(kind):
     if kind is RichProgress:
         pytest.importorskip("rich")
@@ -180,7 +198,7 @@ def test_a_dumb_terminal_gets_plain_lines(term):
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     stream = Terminal()
-    assert isinstance(progress(stream, environ={"TERM": "xterm"}), PlainProgress)
+    assert type(progress(stream, environ={"TERM": "xterm"})) is Progress
 
 
 def test_letters_that_the_stream_lacks_do_not_stop_a_run():
@@ -221,7 +239,7 @@ def test_a_terminal_gets_the_lines_and_a_bar(monkeypatch):
     text = b"".join(chunks).decode()
     assert "resumed from [bold]step 6[/bold]" in text
     assert "2/4 responses  450 tokens" in text and f"{LINE}  about 14 min left" in text
-    assert "compiling rollouts" in text and "7 of 19" in text
+    assert "compiling rollouts" in text and "7 of 19 programs" in text
     assert "step   7/200: rollout" in text and "step   7/200: update" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is given back
     # The bar is gone after the step's line.

@@ -6,12 +6,13 @@ import math
 import pytest
 
 from benchmarks import tiny_run
-from rl.ablation.grid import AblationConfig, cells, folder_name
-from rl.ablation.results import (
+from rl.ablate import (
     COLUMNS,
-    Spread,
+    AblationConfig,
     by_variant,
+    cells,
     figure,
+    folder_name,
     markdown,
     read_cell,
     reward_curves,
@@ -46,7 +47,7 @@ def test_every_variant_with_every_seed_seed_by_seed(grid, tmp_path):
     assert found[3].config.run.steps == 2
     assert found[3].config.run.directory == str(found[3].folder)
     assert found[0].config.reuse.mode == "off"
-    assert not any(c.begun or c.done or c.steps_done for c in found)
+    assert not any(c.is_started or c.is_done or c.steps_done for c in found)
 
 
 def test_faulty_variants_are_named_before_anything_runs(grid, tmp_path):
@@ -69,7 +70,7 @@ def test_a_folder_with_a_run_of_another_configuration_is_refused(grid, tmp_path)
     cell = cells([grid], [], tmp_path / "runs")[1]
     cell.folder.mkdir(parents=True)
     (cell.folder / "config.gin").write_text(dump(cell.config))
-    assert cells([grid], [], tmp_path / "runs")[1].begun
+    assert cells([grid], [], tmp_path / "runs")[1].is_started
     with pytest.raises(ConfigError, match="holds a run of another configuration"):
         cells([grid], ["Run.steps=9"], tmp_path / "runs")
 
@@ -112,9 +113,9 @@ def test_a_row_of_the_table(grid, tmp_path):
     with MetricsWriter(cell.folder, MetricsConfig(tensorboard=False)) as writer:
         for row in rows:
             writer.write(row["step"], row)
-    assert cell.steps_done == 6 and not cell.done  # its policy is not written yet
+    assert cell.steps_done == 6 and not cell.is_done  # its policy is not written yet
     (cell.folder / "policy").mkdir()
-    assert cell.done
+    assert cell.is_done
     got = read_cell(cell, num_examples=6)
     assert list(got) == list(COLUMNS)
     assert (got["name"], got["seed"], got["epochs"]) == ("plain", 0, 2.0)
@@ -137,10 +138,10 @@ ROWS = [row("plain", 0, 100.0, 0.5), row("a|b", 0, 40.0, 0.75), row("plain", 1, 
 def test_rows_are_summarised_over_seeds():
     spreads = by_variant(ROWS)
     assert list(spreads) == ["plain", "a|b"]
-    assert spreads["plain"]["final_reward"] == Spread(0.75, pytest.approx(0.5 / math.sqrt(2)))
-    assert spreads["a|b"]["final_reward"].mean == 0.75
-    assert math.isnan(spreads["a|b"]["final_reward"].deviation)
-    assert math.isnan(spreads["plain"]["kl"].mean)
+    assert spreads["plain"]["final_reward"] == (0.75, pytest.approx(0.5 / math.sqrt(2)))
+    assert spreads["a|b"]["final_reward"][0] == 0.75
+    assert math.isnan(spreads["a|b"]["final_reward"][1])
+    assert math.isnan(spreads["plain"]["kl"][0])
 
 
 def test_the_table_and_the_figure(tmp_path):
@@ -149,7 +150,7 @@ def test_the_table_and_the_figure(tmp_path):
     assert len({line.replace("\\|", "").count("|") for line in lines[:4]}) == 1
     assert lines[2].startswith("| plain | 1.00 | 1.00× |") and "0.7500 ± 0.3536" in lines[2]
     assert lines[3].startswith("| a\\|b | 0.40 | 2.50× |")
-    curves = {"plain": ([1, 2], [0.5, 0.75]), "a|b": ([1], [0.5])}
+    curves = {"plain": {1: 0.5, 2: 0.75}, "a|b": {1: 0.5}}
     figure(by_variant(ROWS), curves, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -170,7 +171,7 @@ def test_rewards_by_step_are_means_over_the_seeds_that_have_one(grid, tmp_path):
         rows = [{"step": i, "reward": reward} for i, reward in enumerate(rewards, 1)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (cell.folder / "metrics.jsonl").write_text(text)
-    assert reward_curves(found[::2]) == {"plain": ([1, 2], [0.5, 1.0])}
+    assert reward_curves(found[::2]) == {"plain": {1: 0.5, 2: 1.0}}
 
 
 def test_async_rollouts_have_no_rollout_seconds_to_compare():

@@ -1,8 +1,8 @@
-"""The picture of a bandit's choices, from rows made by hand."""
+"""Pictures of a report: choices of a bandit, from rows made by hand."""
 
 import numpy as np
 
-from rl.reports import bandit_plot, plots
+from rl.reports import plots
 from rl.reports.runs import Run
 
 
@@ -16,16 +16,16 @@ def run(arms):
 
 
 def test_the_arms_that_had_least_are_shown_together():
-    shares = bandit_plot.arm_shares(run(9))
+    shares = plots.arm_shares(run(9))
     assert list(shares) == [*(f"own_×_{i}" for i in range(8, 2, -1)), "others"]
     np.testing.assert_allclose(shares["own_×_8"], [0, 8])
     np.testing.assert_allclose(shares["others"], [0, 0 + 1 + 2])
-    assert list(bandit_plot.arm_shares(run(2))) == ["own_×_1", "own_×_0"]
+    assert list(plots.arm_shares(run(2))) == ["own_×_1", "own_×_0"]
 
 
 def test_it_is_drawn_of_one_run_that_has_a_bandit():
-    panel = bandit_plot.BanditArms()
+    panel = plots.BanditArms()
     assert panel.shown([run(9)]) and not panel.shown([run(0)]) and not panel.shown([run(9)] * 2)
     for given in (run(9), run(2)):
         assert plots._figure([panel], [given], 1, columns=1).startswith(b"\x89PNG")
-    assert bandit_plot._label(run(9), "own_×_8") == "own × 8: 8,000 tokens/s"
+    assert plots.arm_label(run(9), "own_×_8") == "own × 8: 8,000 tokens/s"
