@@ -68,7 +68,7 @@ class Form:
 def base_of(policy: Path) -> Base:
     """Read the name and what is known of the origin of a policy's folder or file."""
     path = policy.absolute()
-    if gguf_header.is_gguf(path):
+    if hf_files.is_gguf(path):
         licence = gguf_header.read(path).metadata.get("general.license")
         return Base(path.stem, licence=licence if isinstance(licence, str) else None)
     config = hf_files.read_json(path / hf_files.CONFIG)

@@ -295,7 +295,7 @@ def test_a_policy_is_not_overwritten(tmp_path):
             lambda d: dataclasses.replace(
                 d, params=dataclasses.replace(d.params, fc_bias_D=jnp.zeros(8))
             ),
-            "expected 12 tensors, got a tree of another form, of 13",
+            "expected 12 tensors, got a tree of another structure with 13",
         ),
         (
             lambda d: dataclasses.replace(
