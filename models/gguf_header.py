@@ -125,13 +125,12 @@ class _HeaderReader:
         self.position = self.num_elements = 0
 
     def header(self) -> Header:
-        if (magic := self.take(4, "the word GGUF at its start")) != b"GGUF":
-            self.fail(f"expected the word GGUF at its start, got {magic!r}", "name a GGUF file")
-        if (version := self.number("I", "the version")) not in (2, 3):
+        magic, version = self.take(4, "the word GGUF"), self.number("I", "the version")
+        if magic != b"GGUF" or version not in (2, 3):
             self.fail(
-                "expected version 2 or 3 in little-endian order, got "
-                + (f"version {version}" if version < 2**16 else "a big-endian file"),
-                "convert the model again",
+                "expected the word GGUF and version 2 or 3 in little-endian order, got "
+                f"{magic!r} and {version:#x}",
+                "name a GGUF file, or convert the model again",
             )
         num_tensors = self.count("tensors", MAX_TENSORS)
         metadata: dict[str, Any] = {}
@@ -156,17 +155,15 @@ class _HeaderReader:
         """Return tensors with offsets from the file's start; they may not overlap."""
         start, end, before = -(-self.position // alignment) * alignment, 0, "the header"
         for tensor in sorted(tensors.values(), key=lambda t: t.offset):
-            if tensor.offset < end or tensor.offset % alignment:
+            is_apart = tensor.offset >= end and tensor.offset % alignment == 0
+            end = tensor.offset + tensor.num_bytes
+            if not is_apart or start + end > self.size:
                 self.fail(
                     f"expected tensor {escaped(tensor.name)} at a multiple of {alignment} after "
-                    f"{escaped(before)}, got it at {tensor.offset}"
+                    f"{escaped(before)} and before the file's end, got {tensor.num_bytes} bytes at "
+                    f"{tensor.offset} after the header's {start}"
                 )
-            end, before = tensor.offset + tensor.num_bytes, tensor.name
-            if start + end > self.size:
-                self.fail(
-                    f"expected tensor {escaped(tensor.name)} of {tensor.num_bytes} bytes at "
-                    f"{start + tensor.offset}, got a file that ends at {self.size}"
-                )
+            before = tensor.name
         return {
             name: dataclasses.replace(tensor, offset=start + tensor.offset)
             for name, tensor in tensors.items()
@@ -180,15 +177,14 @@ class _HeaderReader:
             self.fail(f"expected {where} with 1 to {_MAX_AXES} axes, got {num_axes}")
         sizes = [self.number("Q", f"the shape of {where}") for _ in range(num_axes)]
         type_id, offset = self.number("I", f"the type of {where}"), self.number("Q", where)
-        try:
-            kind = package().GGMLQuantizationType(type_id)
-            block, block_bytes = package().GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError):
+        kinds = {kind.value: kind for kind in package().GGML_QUANT_SIZES}
+        if (kind := kinds.get(type_id)) is None:
             self.fail(
                 f"expected {where} of a type that the installed gguf package knows, got type "
                 f"{type_id}",
                 "install a newer gguf, or convert the model to another type",
             )
+        block, block_bytes = package().GGML_QUANT_SIZES[kind]
         if min(sizes) < 1 or sizes[0] % block:
             self.fail(
                 f"expected {where} of type {kind.name} with axes of at least 1, the first a "

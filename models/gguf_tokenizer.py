@@ -21,7 +21,6 @@ MAX_ADDED = 2**16  # tokens that are not text; the largest vocabularies have tho
 MAX_PIECE_CHARACTERS, MAX_VOCABULARY_CHARACTERS = 128, 2**24
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _SPACE = "▁"
-_OTHER_TOKENIZER = "put tokenizer.json and tokenizer_config.json of its model next to the file"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -67,12 +66,13 @@ def parts(header: Header) -> tuple[Any, dict[str, Any]]:
     """
     from tokenizers import AddedToken
 
-    kind = header.metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if not is_known(header):
         header.fail(
-            "expected tokenizer.ggml.model 'gpt2' (byte-level BPE) or 'llama' (SentencePiece), got "
-            f"{shown(kind)}",
-            _OTHER_TOKENIZER,
+            "expected tokenizer.ggml.model 'llama' (SentencePiece), or 'gpt2' (byte-level BPE) "
+            f"with tokenizer.ggml.pre as one of {', '.join(_SPLITS)}, got {shown(kind)} and "
+            f"{shown(split)}",
+            "put tokenizer.json and tokenizer_config.json of its model next to the file",
         )
     tokens, types = tokens_of(header)
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
@@ -106,14 +106,7 @@ def parts(header: Header) -> tuple[Any, dict[str, Any]]:
 def _byte_level(header: Header, ids: dict[str, int], named: dict[str, str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = header.metadata.get("tokenizer.ggml.pre")
-    split = _SPLITS.get(name) if isinstance(name, str) else None
-    if split is None:
-        header.fail(
-            f"expected tokenizer.ggml.pre as one of {', '.join(_SPLITS)}, got {shown(name)}, whose "
-            "way to split text is unknown",
-            _OTHER_TOKENIZER,
-        )
+    split = _SPLITS[header.metadata["tokenizer.ggml.pre"]]
     lines = header.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         header.fail(f"expected tokenizer.ggml.merges as a list of texts, got {shown(lines)}")

@@ -105,7 +105,8 @@ def of_policy(base: Base, form: Form) -> str:
     """Return the card of a policy that was written anew without training."""
     lead = f"{code(base.name)}, written anew by Reprise on {form.date}. It was not trained further."
     what = "\n".join([*_base_lines(base, form), f"- **Weights**: {form.dtype}"])
-    parts = [_front(base), f"# {text(base.name)}\n\n{lead}", what, _use(form), _licence(base)]
+    parts = [_front(base), f"# {text(base.name)}\n\n{lead}", what, _use(form)]
+    parts.append(_licence(base, is_given=_is_plain(base.licence)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -175,10 +176,16 @@ def _front(base: Base, algorithm: str | None = None) -> str:
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     if base.hub_id is not None:
         lines.append(f"base_model: {json.dumps(base.hub_id)}")
+    if algorithm is None and _is_plain(base.licence):  # the same weights in another form
+        lines.append(f"license: {base.licence}")
     lines += ["tags:", "- reprise"]
     if algorithm is not None:
         lines += ["- reinforcement-learning", f"- {algorithm}"]
     return "\n".join(["---", *lines, "---"])
+
+
+def _is_plain(licence: str | None) -> bool:
+    return re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", licence or "") is not None
 
 
 def _base_lines(base: Base, form: Form) -> list[str]:
@@ -379,13 +386,14 @@ print(tokenizer.decode(response.response_ids))
 ```"""
 
 
-def _licence(base: Base) -> str:
+def _licence(base: Base, *, is_given: bool = False) -> str:
     own = "Its terms hold for these weights too: look them up before you share them."
     if base.licence is not None:
         own = f"Its own card says {code(base.licence)}, whose terms hold for these weights too."
+    none = "None is given here. Add `license: …` to the head of this file. "
     return (
-        "## Licence\n\nNone is given here. Add `license: …` to the head of this file. These "
-        f"weights are made from the base policy {code(base.name)}. {own}"
+        f"## Licence\n\n{'' if is_given else none}These weights are made from the base policy "
+        f"{code(base.name)}. {own}"
     )
 
 

@@ -80,16 +80,16 @@ def test_another_alignment(tmp_path):
     content = head + bytes(-len(head) % 64) + bytes(64 + 8)
     header = read(tmp_path, content)
     assert [t.offset % 64 for t in header.tensors.values()] == [0, 0]
-    with pytest.raises(ValueError, match="tensor v at a multiple of 32 after w, got it at 4"):
+    with pytest.raises(ValueError, match="tensor v at a multiple of 32 after w .* 4 bytes at 4 "):
         read(tmp_path, raw([], [tensor(shape=(1,)), tensor("v", (1,), offset=4)], bytes(64)))
 
 
 LIES = {
-    "nothing": (b"", "word GGUF at its start in 4 bytes, got the last 0"),
-    "another file": (b"PK\3\4" + bytes(60), "word GGUF at its start, got b'PK"),
-    "version 1": (raw(version=1), "version 2 or 3 .* got version 1;"),
-    "version 99": (raw(version=99), "got version 99;"),
-    "big endian": (raw(order=">"), "little-endian order, got a big-endian file"),
+    "nothing": (b"", "word GGUF in 4 bytes, got the last 0"),
+    "another file": (b"PK\3\4" + bytes(60), "word GGUF .* got b'PK"),
+    "version 1": (raw(version=1), "version 2 or 3 .* and 0x1;"),
+    "version 99": (raw(version=99), "got b.GGUF. and 0x63;"),
+    "big endian": (raw(order=">"), "little-endian order, got b.GGUF. and 0x3000000;"),
     "cut in its counts": (raw()[:10], "number of tensors in 8 bytes, got the last 2"),
     "tensors without end": (raw(counts=(HUGE, 0)), "at most 131072 tensors, got 18446"),
     "pairs without end": (raw(counts=(0, HUGE)), "at most 65536 key-value pairs, got 18446"),
@@ -126,27 +126,30 @@ LIES = {
     "an axis of nothing": (raw([], [tensor(shape=(0, 4))]), "axes of at least 1"),
     "a huge shape": (
         raw([], [tensor(shape=(2**40, 2**40))]),
-        "w of 4835703278458516698824704 bytes .* ends at 96",
+        "before the file's end, got 4835703278458516698824704 bytes",
     ),
     "a shape that overflows": (
         raw([], [tensor(shape=(2**32, 2**32))]),
-        "w of 73786976294838206464 bytes .* ends at 96",
+        "before the file's end, got 73786976294838206464 bytes",
     ),
     "an unknown quantization": (raw([], [tensor(kind=1000)]), "package knows, got type 1000"),
     "a broken block": (raw([], [tensor(shape=(33,), kind=Q8_0)]), "a multiple of 32, got .33."),
-    "an offset beyond": (raw([], [tensor(offset=2**40)], bytes(32)), "a file that ends at"),
-    "an offset that overflows": (raw([], [tensor(offset=HUGE - 31)], bytes(32)), "ends at"),
+    "an offset beyond": (raw([], [tensor(offset=2**40)], bytes(32)), "before the file's end"),
+    "an offset that overflows": (
+        raw([], [tensor(offset=HUGE - 31)], bytes(32)),
+        "before the file's end",
+    ),
     "an offset between": (
         raw([], [tensor(offset=1)], bytes(64)),
-        "at a multiple of 32 after the header, got it at 1",
+        "at a multiple of 32 after the header .* 32 bytes at 1 ",
     ),
     "a tensor cut off": (
         raw([], [tensor()], bytes(31)),
-        "tensor w of 32 bytes at 64, got a file that ends at 95",
+        "w .* before the file's end, got 32 bytes at 0 after the header's 64",
     ),
     "a tensor in another": (
         raw([], [tensor(shape=(16,)), tensor("v", offset=32)], bytes(64)),
-        "tensor v at a multiple of 32 after w, got it at 32",
+        "tensor v at a multiple of 32 after w .* 32 bytes at 32 ",
     ),
     "a tensor twice": (raw([], [tensor(), tensor(offset=32)], bytes(64)), "'w' twice"),
     "an alignment of zero": (

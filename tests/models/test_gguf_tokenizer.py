@@ -57,7 +57,7 @@ def test_files_next_to_it_replace_an_unknown_tokenizer(written, tmp_path):
     (tmp_path / "known").mkdir()
     tokenizer.copy_files(written(), tmp_path / "known")
     path = written(pre="unheard-of")
-    with pytest.raises(ValueError, match="got 'unheard-of'.* next to the file"):
+    with pytest.raises(ValueError, match="and 'unheard-of'.* next to the file"):
         tokenizer.load(path)
     for file in (tmp_path / "known").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -147,10 +147,13 @@ def test_whole_texts_begin_as_the_file_says(written):
 
 TOKENS, TYPES = WORDS[KEY + "tokens"], WORDS[KEY + "token_type"]
 REFUSED = {
-    "another cut": ({"pre": "deepseek-llm"}, "pre as one of gpt-2, .*got 'deepseek-llm'"),
-    "no cut": ({"pre": None}, "pre as one of .*got None"),
-    "a kind in numbers": ({"model": [1, 2]}, "model 'gpt2' .*got .1, 2."),
-    "another kind": ({"model": "rwkv"}, "model 'gpt2' .*got 'rwkv'.*next to the file"),
+    "another cut": (
+        {"pre": "deepseek-llm"},
+        "pre as one of gpt-2, .*got 'gpt2' and 'deepseek-llm'",
+    ),
+    "no cut": ({"pre": None}, "pre as one of .*got .gpt2. and None"),
+    "a kind in numbers": ({"model": [1, 2]}, "model 'llama' .*got .1, 2. and"),
+    "another kind": ({"model": "rwkv"}, "'gpt2' .*got 'rwkv' and .*next to the file"),
     "no scores": ({"model": "llama"}, "score for each of 300 tokens in .*scores, got None"),
     "too few scores": (
         {"model": "llama", "scores": [0.5]},
