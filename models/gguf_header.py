@@ -101,11 +101,7 @@ def package() -> Any:
 
 
 def read(path: Path) -> Header:
-    """Read a file's header. Raises FileNotFoundError, or ValueError for a damaged file.
-
-    Every count, length and offset is compared with the file's size and with a bound before anything
-    is read or allocated by it.
-    """
+    """Read a file's header. Raises FileNotFoundError, or ValueError for a damaged file."""
     if not path.is_file():
         raise FileNotFoundError(
             f"expected a GGUF file, got {str(path)!r}, which is not a file: models are not "
