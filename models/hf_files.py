@@ -56,7 +56,7 @@ class Stored:
 
     def opened(self) -> contextlib.AbstractContextManager[Any]:
         """Open the file; `read` and `reader` of all its tensors accept the result."""
-        return _opened(self.path)
+        return _open(self.path)
 
     def read(self, file: Any) -> np.ndarray:
         """Read the whole tensor."""
@@ -105,14 +105,19 @@ def is_gguf(path: Path) -> bool:
     return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises FileNotFoundError if it or the folder is missing."""
+def require_folder(folder: Path) -> None:
+    """Raise FileNotFoundError unless a folder exists."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"expected a local Hugging Face folder, got {str(folder)!r}, which is not a directory: "
             "models are not downloaded here; fetch it first, for example: "
             "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
         )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json. Raises FileNotFoundError if it or the folder is missing."""
+    require_folder(folder)
     if not (folder / CONFIG).is_file():
         files = sorted(folder.glob("*.gguf"))
         other = f", or the GGUF file itself, {files[0].name}" if files else ""
@@ -127,7 +132,7 @@ def headers(folder: Path) -> dict[str, Stored]:
     """
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
-        with _opened(path) as file:
+        with _open(path) as file:
             _refuse_repeated_names(path)
             for name in file.keys():
                 if name in stored:
@@ -392,17 +397,14 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(str(path), framework="numpy")
+        return safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: "
             f"{escaped(str(error), 300)}; copy it again (a clone without git-lfs leaves "
             "small text files in their place)"
         ) from error
-    with file:
-        yield file

@@ -220,12 +220,7 @@ def save_character_tokenizer(
 
 
 def _from_folder(folder: Path) -> Any:
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"expected a local tokenizer folder, got {str(folder)!r}, which is not a directory: "
-            "models are not downloaded here; fetch it first, for example: "
-            "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
-        )
+    hf_files.require_folder(folder)
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         names = sorted(path.name for path in folder.iterdir())
         raise FileNotFoundError(
