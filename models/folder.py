@@ -1,9 +1,9 @@
-"""A folder held by a handle, through which files are read and written without following links.
+"""A folder held by a handle: files are read and written in it without following links.
 
 A run folder may come from somebody else, and be full of links. So every file of a run is opened
-by one name below a handle (`dir_fd`) without following links: nothing is created, appended to,
-replaced or deleted anywhere else. Only plain files are opened, so that a pipe or a device under a
-file's name blocks nobody.
+by one name relative to a handle (`dir_fd`), and nothing is created, appended to, replaced or
+deleted anywhere else. Only plain files are opened: a pipe or a device under a file's name would
+block.
 
 POSIX only (Linux, macOS): Windows has no `dir_fd`, and `rl.checkpoint.checkpointer` no lock there.
 """
@@ -21,17 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-_COPIED_BYTES = 2**20  # at a time
+_COPY_BYTES = 2**20
 
 
 class LinkError(OSError):
-    """A link, pipe or device where a run has a file or folder of its own."""
+    """A link, pipe or device in place of a file or folder of a run."""
 
 
 class Folder:
-    """An existing folder, by its handle; `path` is for messages and for libraries.
+    """An existing folder by its handle; `path` is for messages and for libraries.
 
-    Names are of entries of this very folder: one part, no separators.
+    Names are those of direct entries: one part, no separators.
     """
 
     def __init__(self, path: Path | str, *, create: bool = False) -> None:
@@ -43,31 +43,29 @@ class Folder:
 
     def _hold(self, path: Path, handle: int) -> None:
         self.path, self._handle = path, handle
-        self._closing = weakref.finalize(self, os.close, handle)
+        self._finalizer = weakref.finalize(self, os.close, handle)
 
     def close(self) -> None:
-        self._closing()
+        self._finalizer()
 
     def folder(self, name: str, *, create: bool = True) -> Folder:
         """Open a folder of this folder. Raises LinkError for anything else of that name."""
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(_plain(name), dir_fd=self._handle)
-        handle = self._open(name, os.O_RDONLY | os.O_DIRECTORY)
         inner = Folder.__new__(Folder)
-        inner._hold(self.path / name, handle)
+        inner._hold(self.path / name, self._open(name, os.O_RDONLY | os.O_DIRECTORY))
         return inner
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self._handle))
 
     def kind(self, name: str) -> int | None:
-        """Return the type bits of an entry (stat.S_IFREG, …), without following links, or None."""
+        """Return the type bits of an entry (stat.S_IFREG, …), or None; follows no link."""
         try:
-            found = os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
+            return stat.S_IFMT(self._stat(name).st_mode)
         except FileNotFoundError:
             return None
-        return stat.S_IFMT(found.st_mode)
 
     def exists(self, name: str) -> bool:
         return self.kind(name) is not None
@@ -79,7 +77,7 @@ class Folder:
         return self.kind(name) == stat.S_IFDIR
 
     def size_bytes(self, name: str) -> int:
-        return os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False).st_size
+        return self._stat(name).st_size
 
     def read(self, name: str) -> bytes:
         """Return the content of a plain file. Raises OSError."""
@@ -87,13 +85,12 @@ class Folder:
             return file.read()
 
     def replace(self, name: str, content: bytes | str) -> None:
-        """Write a file (text as UTF-8), durably and in one atomic step: all of it, or as it was.
+        """Write a file (text as UTF-8) durably and atomically, in place of any entry of that name.
 
-        Whatever had that name, a link as well, is replaced without being opened. Raises OSError.
+        A link is replaced without being opened. Raises OSError.
         """
         temporary = f".{_plain(name)}.tmp"
-        if self.exists(temporary):  # of a killed process
-            self.remove(temporary)
+        self.remove(temporary, missing_ok=True)  # from a killed process
         try:
             with self.create(temporary) as file:
                 file.write(content.encode() if isinstance(content, str) else content)
@@ -107,23 +104,22 @@ class Folder:
         self.sync()
 
     def create(self, name: str) -> BinaryIO:
-        """Make a plain file to write to. Raises FileExistsError."""
+        """Create a plain file to write to. Raises FileExistsError."""
         return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def append(self, name: str) -> BinaryIO:
-        """Open a file to append to, unbuffered; make it where there is none.
+        """Open or create a file to append to, unbuffered.
 
-        One that has a second name somewhere (a hard link) is replaced by a copy first.
+        A file with a second name somewhere (a hard link) is replaced by a copy first.
         """
-        if self.is_file(name):
-            if os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_nlink > 1:
-                self.replace(name, self.read(name))
+        if self.is_file(name) and self._stat(name).st_nlink > 1:
+            self.replace(name, self.read(name))
         return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab", buffering=0)
 
     def lock(self, name: str) -> BinaryIO | None:
-        """Open and lock a file for as long as it is open; None where another process has it.
+        """Open and lock a file until it is closed; None if another process holds the lock.
 
-        Raises OSError where the file cannot be opened, or the file system has no locks.
+        Raises OSError if the file cannot be opened, or the file system has no locks.
         """
         file = self._file(name, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
         try:
@@ -139,29 +135,26 @@ class Folder:
     def rename(self, name: str, new: str) -> None:
         os.replace(_plain(name), _plain(new), src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Delete an entry with all of its contents; of a link only the link."""
+        if missing_ok and not self.exists(name):
+            return
         if self.is_folder(name):
             shutil.rmtree(name, dir_fd=self._handle)
         else:
             os.unlink(name, dir_fd=self._handle)
 
     def link(self, source: Folder, name: str, new: str | None = None) -> None:
-        """Give a plain file of `source` a second name here: by a hard link, else by a copy."""
-        new = new or name
+        """Give a plain file of `source` a second name here: a hard link, else a copy."""
+        new = _plain(new or name)
+        handles = {"src_dir_fd": source._handle, "dst_dir_fd": self._handle}
         try:
-            os.link(
-                _plain(name),
-                _plain(new),
-                src_dir_fd=source._handle,
-                dst_dir_fd=self._handle,
-                follow_symlinks=False,
-            )
-        except OSError as error:
-            if isinstance(error, FileNotFoundError | FileExistsError):
-                raise
+            os.link(_plain(name), new, **handles, follow_symlinks=False)
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError:  # no hard links on this file system
             with source._file(name, os.O_RDONLY, "rb") as old, self.create(new) as copy:
-                shutil.copyfileobj(old, copy, _COPIED_BYTES)
+                shutil.copyfileobj(old, copy, _COPY_BYTES)
 
     def sync(self) -> None:
         """Flush the entries of this folder to the disk."""
@@ -175,12 +168,15 @@ class Folder:
             return False
 
     def check_in_place(self) -> None:
-        """Raise LinkError where `path` now leads elsewhere: libraries write by path."""
+        """Raise LinkError if `path` now leads elsewhere: libraries write by path."""
         if not self.is_in_place():
             raise LinkError(f"{self.path} is no longer the folder that was opened: start again")
 
+    def _stat(self, name: str) -> os.stat_result:
+        return os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
+
     def _file(self, name: str, flags: int, mode: str, buffering: int = -1) -> BinaryIO:
-        # O_NONBLOCK: opening a pipe that nobody reads would wait for ever
+        # O_NONBLOCK: opening a pipe without a reader would block
         handle = self._open(name, flags | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
@@ -193,29 +189,29 @@ class Folder:
             return os.open(_plain(name), flags, 0o666, dir_fd=self._handle)
         except OSError as error:
             error.filename = str(self.path / name)
-            wanted = "a folder" if flags & os.O_DIRECTORY else "a plain file"
+            expected = "a folder" if flags & os.O_DIRECTORY else "a plain file"
             kind = self.kind(name)
             if kind == stat.S_IFLNK and error.errno != errno.EEXIST:
                 raise LinkError(
-                    f"expected {wanted}, got a link: {self.path / name}; a run follows none in "
+                    f"expected {expected}, got a link: {self.path / name}; a run follows none in "
                     "its folder: remove it, or put what it points to in its place"
                 ) from None
             if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENXIO) and kind is not None:
                 raise LinkError(
-                    f"expected {wanted}, got something else: {self.path / name}; remove it"
+                    f"expected {expected}, got something else: {self.path / name}; remove it"
                 ) from None
             raise
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Write a file with `Folder.replace` in the folder that `path` names. Raises OSError."""
+    """Write a file with `Folder.replace`. Raises OSError."""
     with held(path.parent) as folder:
         folder.replace(path.name, content)
 
 
 @contextlib.contextmanager
 def held(where: Folder | Path | str, *, create: bool = False) -> Iterator[Folder]:
-    """Yield a folder as a handle; a handle of ours is closed at the end, a given one stays open."""
+    """Yield a folder; one opened here is closed at the end, a given one stays open."""
     if isinstance(where, Folder):
         yield where
         return

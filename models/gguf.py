@@ -1,82 +1,233 @@
-"""`python -m models.gguf`: a GGUF file as a Hugging Face folder, with its tokenizer.
+"""The policy in a GGUF file: its config and its tensors, and the tokens it names.
 
-    python -m models.gguf SmolLM2-135M-Instruct.Q4_1.gguf downloads/smollm2
-    python -m models.gguf FILE FOLDER --dtype bfloat16 --tokenizer FOLDER_OF_TOKENIZER
-
-Runs read GGUF files as they are; a folder loads faster, and other programs can read it. All weights
-are in memory at once. With --tokenizer the files of another folder are taken, for models whose
-tokenizer cannot be read from GGUF.
+llama.cpp stores the numbers of a Hugging Face folder under other names, which the `gguf` package
+knows. `rl.export` writes such a file as a Hugging Face folder.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import re
-import sys
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
-from models import gguf_header, hf, tokenizer
-from models.folder import replace_file
-from models.gguf_header import Header
-from models.params import num_params
+import numpy as np
+
+from models import hf_config
+from models.config import Llama3RopeScaling, ModelConfig
+from models.gguf_header import Header, StoredGguf, package
+from models.hf_files import Entry, Stored, shown
+
+# Keys of an architecture: entries of config.json by their names, and the options that are known,
+# with the one implemented value.
+_CONFIG = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+_MAY_LACK = ("vocab_size", "attention.head_count_kv", "attention.key_length", "rope.freq_base")
+_HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
+_FIXED: dict[str, Any] = {
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.finetuned": False,
+    "rope.scale_linear": 1.0,
+    "attention.sliding_window": 0,
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "tensor_data_layout": "Meta AI original pth",
+}
+_IGNORED = ("rope.scaling.original_context_length",)
+_ROPE_FACTORS = "rope_freqs.weight"
+# llama.cpp knows the ends of a turn or a text by name, if they are control tokens: a file names
+# only one of Qwen's two, and of SmolLM's.
+_END_NAMES = {
+    *("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
+    *("<|end|>", "<end_of_turn>", "<EOT>", "</s>"),
+}
+_CONTROL = 3  # a type of tokens
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m models.gguf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a GGUF file of Llama or Qwen")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what is written")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", type=Path, help="take this folder's tokenizer"
-    )
-    return parser
+def config_of(header: Header) -> ModelConfig:
+    """Return the config of a file's policy.
 
-
-def convert(file: Path, folder: Path, dtype: str = "float32", words: Path | None = None) -> str:
-    """Write a GGUF file as a Hugging Face folder, and return what it holds in a few words.
-
-    Everything but the weights is checked before anything is written. Raises FileNotFoundError or
-    ValueError for what cannot be read, and OSError for what cannot be written.
+    Raises ValueError for another architecture, and for anything unknown, unsupported or missing.
     """
-    if not gguf_header.is_gguf(file):
-        raise ValueError(f"expected a GGUF file, got {file}, which is none: name the file itself")
-    config = hf.check(file)
-    source = file if words is None else words
-    tokenizer.check_vocabulary(tokenizer.load(source), config)
-    config, params = hf.load_pretrained(file, dtype=dtype)
-    hf.save_pretrained(folder, config, params)
-    tokenizer.copy_files(source, folder)
-    if not (folder / "README.md").exists():
-        replace_file(folder / "README.md", _card(gguf_header.read(file)))
-    return f"{config.architecture}, {num_params(config):,} parameters, {dtype}"
+    classes = {f.architecture: f.model_class for f in hf_config.FAMILIES.values()}
+    name, metadata = header.architecture, header.metadata
+    if name not in list(classes):
+        header.fail(
+            f"unknown architecture: expected general.architecture as one of {sorted(classes)}, got "
+            f"{shown(name)}",
+            "other models are not supported",
+        )
+    _refuse_options(header)
+    values = {key: metadata.get(f"{name}.{key}") for key in _CONFIG}
+    if missing := [k for k, value in values.items() if value is None and k not in _MAY_LACK]:
+        header.fail(f"expected {', '.join(f'{name}.{key}' for key in missing)}, got none")
+    embedding = header.tensors.get("token_embd.weight")
+    if values["vocab_size"] is None and embedding is not None:
+        values["vocab_size"] = embedding.shape[0]
+    content = {
+        "architectures": [classes[name]],
+        **{entry: values[key] for key, entry in _CONFIG.items()},
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": token_id(header, "bos"),
+        "pad_token_id": token_id(header, "padding"),
+        "eos_token_id": list(end_tokens(header)),
+    }
+    config = hf_config.parse(content, {}, str(header.path))
+    for key in _HEAD_SIZES:
+        if (got := metadata.get(f"{name}.{key}", config.head_dim)) != config.head_dim:
+            header.fail(
+                f"expected {name}.{key} as the size of a head, {config.head_dim}, got {shown(got)}",
+                "other models are not supported",
+            )
+    return dataclasses.replace(config, rope_scaling=_rope_scaling(header, config))
 
 
-def _card(header: Header) -> str:
-    """Return a README.md that keeps the licence that the file names, where it is a plain name."""
-    licence = header.metadata.get("general.license")
-    known = isinstance(licence, str) and re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", licence)
-    front = f"---\nlicense: {licence}\n---\n\n" if known else ""
-    return f"{front}A GGUF file as a Hugging Face folder, written by `python -m models.gguf`.\n"
+def _refuse_options(header: Header) -> None:
+    """Raise ValueError for options that would change the mathematics, and for unknown ones."""
+    metadata, prefix = header.metadata, f"{header.architecture}."
+    if (num_files := metadata.get("split.count", 0)) not in (0, 1):
+        header.fail(
+            f"expected a model in one file, got one of {shown(num_files)} files",
+            "merge them with llama-gguf-split --merge",
+        )
+    read_keys = {*_CONFIG, *_HEAD_SIZES, *_IGNORED}
+    options = {
+        key: value
+        for key, value in metadata.items()
+        if key.startswith(prefix) and key.removeprefix(prefix) not in read_keys
+    }
+    fixed = {key: _FIXED.get(key.removeprefix(prefix)) for key in options}
+    kind = {"general.type": metadata.get("general.type")}
+    hf_config.refuse_options(options | kind, str(header.path), {**fixed, "general.type": "model"})
 
 
-def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | None:
+    """Return Llama 3's scaling if the file has its factors, one for each pair of a head.
+
+    The file has only the resulting factors. Every published model has 1 and 4 as low and high
+    factor, so original lengths are tried; the ones that fit give the same frequencies.
+    """
+    stored = header.tensors.get(_ROPE_FACTORS)
+    if stored is None:
+        return None
+    num_pairs = config.head_dim // 2
+    if stored.shape != (num_pairs,):
+        header.fail(
+            f"{_ROPE_FACTORS}: expected one factor for each of {num_pairs} pairs of a head, got "
+            f"shape {list(stored.shape)}"
+        )
+    _refuse_unreadable(header, stored)
+    with stored.opened() as file:
+        got = stored.read(file).astype(np.float64)
+    if np.all(got == 1):
+        return None
+    wavelengths = 2 * np.pi * config.rope_theta ** (np.arange(num_pairs) / num_pairs)
+    factor = float(str(np.float32(got[-1])))
+    originals = (8192, *(2**i for i in range(4, 21))) if 1 < factor < np.inf else ()
+    for original in originals:
+        smooth = np.clip((original / wavelengths - 1) / (4 - 1), 0, 1)
+        if np.allclose(got, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5, atol=0):
+            return Llama3RopeScaling(factor, 1.0, 4.0, original)
+    header.fail(
+        f"{_ROPE_FACTORS}: expected the frequency factors of Llama 3 (low 1, high 4), got "
+        f"{shown(got.tolist())}",
+        "other scalings are not implemented",
+    )
+
+
+def stored_of(header: Header, config: ModelConfig) -> dict[str, Stored]:
+    """Return the tensors of a file by their names in it.
+
+    In files of Llama, llama.cpp interleaves the two halves of every head's query and key rows.
+    Raises ValueError for a type that the `gguf` package cannot dequantize.
+    """
+    for tensor in {tensor.kind: tensor for tensor in header.tensors.values()}.values():
+        _refuse_unreadable(header, tensor)
+    heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads}
+    if config.architecture != "llama":
+        heads = {}
+    return {
+        name: dataclasses.replace(tensor, interleaved_heads=heads.get(name.split(".", 2)[-1], 0))
+        for name, tensor in header.tensors.items()
+        if name != _ROPE_FACTORS
+    }
+
+
+def renamed(entries: Sequence[Entry], config: ModelConfig) -> list[Entry]:
+    """Return the entries of a policy under llama.cpp's names."""
+    architectures = {name: kind for kind, name in package().MODEL_ARCH_NAMES.items()}
+    names = package().get_tensor_name_map(architectures[config.architecture], n_blocks=1)
+
+    def rename(name: str) -> str:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None:
+            return names.get_name(name, (".weight", ".bias"))
+        of_first = names.get_name(f"model.layers.0.{name[layer.end() :]}", (".weight", ".bias"))
+        return of_first.replace("blk.0.", f"blk.{layer[1]}.", 1)
+
+    return [dataclasses.replace(entry, name=rename(entry.name)) for entry in entries]
+
+
+def _refuse_unreadable(header: Header, tensor: StoredGguf) -> None:
+    _, block_bytes = package().GGML_QUANT_SIZES[tensor.kind]
     try:
-        held = convert(args.file, args.folder, args.dtype, args.tokenizer)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.folder}: {held}")
-    return 0
+        package().dequantize(np.zeros((1, block_bytes), np.uint8), tensor.kind)
+    except NotImplementedError:
+        header.fail(
+            f"{tensor.name!r} is of type {tensor.kind.name}, which the installed gguf package "
+            "cannot dequantize",
+            "use a file of F16, BF16, Q8_0, Q4_0, …",
+        )
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def tokens_of(header: Header) -> tuple[list[str], list[int]]:
+    """Return the vocabulary and the type of each token; ValueError if they do not fit."""
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if not (isinstance(tokens, list) and tokens and isinstance(tokens[0], str)):
+        header.fail(f"expected the vocabulary in tokenizer.ggml.tokens, got {shown(tokens)}")
+    types = header.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not (isinstance(types, list) and len(types) == len(tokens) and type(types[0]) is int):
+        header.fail(
+            f"expected tokenizer.ggml.token_type as {len(tokens)} whole numbers, one for each "
+            f"token, got {shown(types)}"
+        )
+    return tokens, types
+
+
+def token_id(header: Header, name: str) -> int | None:
+    """Read tokenizer.ggml.NAME_token_id, None for no entry; ValueError if it is no token's."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = header.metadata.get(key)
+    if value is None:
+        return None
+    num_tokens = len(tokens_of(header)[0])
+    if type(value) is not int or not 0 <= value < num_tokens:
+        header.fail(
+            f"expected {key} below the {num_tokens} tokens of the vocabulary, got {shown(value)}"
+        )
+    return value
+
+
+def end_tokens(header: Header) -> tuple[int, ...]:
+    """Return the tokens that end a response: named by the metadata, or with a known text."""
+    named = [token_id(header, name) for name in ("eos", "eot", "eom")]
+    tokens, types = tokens_of(header)
+    known = [
+        i
+        for i, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind == _CONTROL and text in _END_NAMES
+    ]
+    return tuple(dict.fromkeys([*(i for i in named if i is not None), *known]))

@@ -1,70 +1,90 @@
-"""The header of a GGUF file: metadata and where each tensor lies, checked before it is believed.
+"""The header of a GGUF file: metadata and the places of tensors, checked before they are used.
 
-Every length, count, type and offset is compared with the size of the file before anything is read
-or allocated by it, so that a damaged or lying file costs one sentence. Weights are not read. The
-format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Every count, length, type and offset is compared with the size of the file and with a bound before
+anything is read or allocated by it, so a damaged or hostile file costs one sentence.
+(`gguf.GGUFReader` believes all of them.) No weights are read. The format:
+github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from models.hf_config import escaped, shown
+from models.hf_files import Stored, escaped, shown
 
-MAX_HEADER_BYTES = 64 * 2**20  # of metadata and tensor entries; 250,000 tokens with merges have 10
-MAX_STRINGS = 2**21  # in all arrays
-MAX_TENSORS, MAX_PAIRS = 2**17, 2**16  # a model of 100 layers has 1,500 and 50
-_MAX_DIMENSIONS = 4
-_MAX_NAME_BYTES = 2**16 - 1  # of a key or a tensor, as the format says
-_VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
-_ALIGNMENT = "general.alignment"
+MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 250,000 tokens with merges takes 10 MiB
+MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
+MAX_ELEMENTS = 2**22  # of all arrays together
+_MAX_AXES = 4
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_COPY = "copy or download it again"
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
-    """Where a tensor lies: `shape` has the fastest axis last, `offset` is from the file's start.
-
-    `kind` is a `gguf.GGMLQuantizationType`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Any
-    offset: int
-    num_bytes: int
+_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Metadata by key, and tensors by name. Arrays of numbers are numpy's, of strings lists."""
+    """Metadata by key, and tensors by their names in the file."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, StoredGguf]
+
+    @property
+    def architecture(self) -> Any:
+        return self.metadata.get("general.architecture")
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return a value of the metadata; ValueError for one of another type."""
+        value = self.metadata.get(key, default)
+        if value is not default and not isinstance(value, kind):
+            self.fail(f"expected {key} of type {kind.__name__}, got {shown(value)}")
+        return value
+
+    def fail(self, problem: str, fix: str = "convert the model again") -> NoReturn:
+        raise ValueError(f"{self.path}: {problem}: {fix}")
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path is meant as a GGUF file: policies are otherwise folders."""
-    return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
+@dataclasses.dataclass(frozen=True)
+class StoredGguf(Stored):
+    """A tensor in a GGUF file, dequantized to float32 when read.
 
+    `kind` is a `gguf.GGMLQuantizationType`. `interleaved_heads` is the number of heads whose
+    rows llama.cpp interleaved, 0 for rows in order.
+    """
 
-def printed(value: Any) -> str:
-    """Return a value of the metadata as errors print it: escaped, on one line, and cut."""
-    most = 8  # elements
-    if isinstance(value, np.ndarray | list) and len(value) > most:
-        return f"{shown(list(value[:most]))} and {len(value) - most} more"
-    return shown(value.tolist() if isinstance(value, np.ndarray) else value)
+    kind: Any
+    offset: int
+    num_bytes: int
+    interleaved_heads: int = 0
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        with self.path.open("rb") as file:
+            yield file
+
+    def reader(self, file: BinaryIO) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        return self.read(file).__getitem__
+
+    def read(self, file: BinaryIO) -> np.ndarray:
+        file.seek(self.offset)
+        content = np.frombuffer(file.read(self.num_bytes), np.uint8)
+        if len(content) != self.num_bytes:
+            raise ValueError(f"{self.path} became shorter while it was read: copy it again")
+        blocks = content.reshape(math.prod(self.shape[:-1]), -1)
+        values = package().dequantize(blocks, self.kind).reshape(self.shape)
+        if not self.interleaved_heads:
+            return values
+        # rotary positions turn rows i and i + h/2 of a head together; here they are 2i and 2i + 1
+        pairs = values.reshape(self.interleaved_heads, -1, 2, *self.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(self.shape)
 
 
 def package() -> Any:
@@ -75,17 +95,13 @@ def package() -> Any:
         raise ModuleNotFoundError(
             f"reading a GGUF file needs the package gguf ({error}): install it with "
             "pip install -e '.[gguf]', or convert the file where it is installed: "
-            "python -m models.gguf FILE FOLDER"
+            "python -m rl.export FILE --output FOLDER"
         ) from error
     return gguf
 
 
 def read(path: Path) -> Header:
-    """Read a file's header. Raises FileNotFoundError, and ValueError for a file that is not whole.
-
-    ValueError, too, for what no reader here understands: other versions, types without a
-    known size, several files.
-    """
+    """Read a file's header. Raises FileNotFoundError, or ValueError for a damaged file."""
     if not path.is_file():
         raise FileNotFoundError(
             f"expected a GGUF file, got {str(path)!r}, which is not a file: models are not "
@@ -93,180 +109,141 @@ def read(path: Path) -> Header:
         )
     package()
     with path.open("rb") as file:
-        return _Reader(path, file, os.fstat(file.fileno()).st_size).header()
+        return _HeaderReader(path, file).header()
 
 
-class _Reader:
-    """A position in a file, from which values are read that the file can hold."""
+class _HeaderReader:
+    """Reads a header value by value; `where` in errors is a value's name."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self.path, self.file, self.size = path, file, size
-        self.position = self.num_strings = 0
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.size = os.fstat(file.fileno()).st_size
+        self.position = self.num_elements = 0
 
     def header(self) -> Header:
-        num_tensors, num_pairs = self._begin()
+        magic, version = self.take(4, "the word GGUF"), self.number("I", "the version")
+        if magic != b"GGUF" or version not in (2, 3):
+            self.fail(
+                "expected the word GGUF and version 2 or 3 in little-endian order, got "
+                f"{magic!r} and {version:#x}",
+                "name a GGUF file, or convert the model again",
+            )
+        num_tensors = self.count("tensors", MAX_TENSORS)
         metadata: dict[str, Any] = {}
-        for _ in range(num_pairs):
-            key = self._name("the name of a key")
+        for _ in range(self.count("key-value pairs", MAX_PAIRS)):
+            key = self.string("a key")
             if key in metadata:
-                self._fail(f"expected every key once, got {shown(key)} twice")
-            metadata[key] = self._value(self._number("I", f"the type of {escaped(key)}"), key)
-        alignment = self._alignment(metadata)
-        found: dict[str, TensorEntry] = {}
+                self.fail(f"expected every key once, got {shown(key)} twice")
+            name = f"the value of {escaped(key)}"
+            metadata[key] = self.value(self.number("I", f"the type of {name}"), name)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self.fail(f"expected general.alignment as a power of two, got {shown(alignment)}")
+        tensors: dict[str, StoredGguf] = {}
         for _ in range(num_tensors):
-            entry = self._tensor()
-            if entry.name in found:
-                self._fail(f"expected every tensor once, got {shown(entry.name)} twice")
-            found[entry.name] = entry
-        return Header(self.path, metadata, self._placed(found, alignment))
+            tensor = self.tensor()
+            if tensor.name in tensors:
+                self.fail(f"expected every tensor once, got {shown(tensor.name)} twice")
+            tensors[tensor.name] = tensor
+        return Header(self.path, metadata, self.placed(tensors, alignment))
 
-    def _begin(self) -> tuple[int, int]:
-        """Read magic, version and the numbers of tensors and of pairs."""
-        magic = self._take(4, "the word GGUF at its start")
-        if magic != b"GGUF":
-            self._fail(
-                f"expected the word GGUF at its start, got {magic!r}",
-                "name a GGUF file, or a Hugging Face folder",
-            )
-        version = self._number("I", "the version")
-        if version not in _VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            got = f"version {version}"
-            if swapped in (1, *_VERSIONS):
-                got = f"version {swapped} in big-endian order"
-            self._fail(
-                f"expected GGUF of version 2 or 3 in little-endian order, got {got}",
-                "convert the model again",
-            )
-        return self._count("tensors", MAX_TENSORS), self._count("key-value pairs", MAX_PAIRS)
+    def placed(self, tensors: dict[str, StoredGguf], alignment: int) -> dict[str, StoredGguf]:
+        """Return tensors with offsets from the file's start; they may not overlap."""
+        start, end, before = -(-self.position // alignment) * alignment, 0, "the header"
+        for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+            is_apart = tensor.offset >= end and tensor.offset % alignment == 0
+            end = tensor.offset + tensor.num_bytes
+            if not is_apart or start + end > self.size:
+                self.fail(
+                    f"expected tensor {escaped(tensor.name)} at a multiple of {alignment} after "
+                    f"{escaped(before)} and before the file's end, got {tensor.num_bytes} bytes at "
+                    f"{tensor.offset} after the header's {start}"
+                )
+            before = tensor.name
+        return {
+            name: dataclasses.replace(tensor, offset=start + tensor.offset)
+            for name, tensor in tensors.items()
+        }
 
-    def _count(self, what: str, most: int) -> int:
-        count = self._number("Q", f"the number of {what}")
-        if count > most:
-            self._fail(f"expected at most {most} {what}, got {count}")
-        return int(count)
-
-    def _name(self, what: str) -> str:
-        name = self._string(what, _MAX_NAME_BYTES)
-        if not name:
-            self._fail(f"expected {what}, got none")
-        return name
-
-    def _string(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
-        length = self._number("Q", f"the length of {what}")
-        if length > most:
-            self._fail(f"expected {what} of at most {most} bytes, got {length}")
-        content = self._take(length, what)
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            self._fail(f"expected {what} as UTF-8, got {shown(content)}")
-
-    def _value(self, kind: int, key: str) -> Any:
-        what = f"the value of {escaped(key)}"
-        if kind in _NUMBERS:
-            return self._number(_NUMBERS[kind], what)
-        if kind == _BOOL:
-            value = self._number("B", what)
-            if value > 1:
-                self._fail(f"expected {what} as 0 or 1, got {value}")
-            return bool(value)
-        if kind == _STRING:
-            return self._string(what)
-        if kind == _ARRAY:
-            return self._array(what)
-        self._fail(f"expected {what} of a type from 0 to 12, got {kind}")
-
-    def _array(self, what: str) -> Any:
-        kind = self._number("I", f"the type of {what}")
-        count = self._number("Q", f"the length of {what}")
-        if kind == _STRING:
-            most = min((self.size - self.position) // 8, MAX_STRINGS - self.num_strings)
-            if count > most:
-                self._fail(f"expected at most {most} strings in {what}, got {count}")
-            self.num_strings += count
-            return [self._string(f"a string of {what}") for _ in range(count)]
-        if kind not in _NUMBERS and kind != _BOOL:
-            self._fail(f"expected {what} as numbers or strings, got elements of type {kind}")
-        element = np.dtype(f"<{_NUMBERS.get(kind, 'B')}" if kind != _BOOL else "u1")
-        return np.frombuffer(self._take(count * element.itemsize, what), element)
-
-    def _tensor(self) -> TensorEntry:
-        """Read one entry; its offset still counts from the first tensor."""
-        name = self._name("the name of a tensor")
-        what = f"tensor {escaped(name)}"
-        dimensions = self._number("I", f"the number of axes of {what}")
-        if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            self._fail(f"expected {what} with 1 to {_MAX_DIMENSIONS} axes, got {dimensions}")
-        sizes = [self._number("Q", f"the shape of {what}") for _ in range(dimensions)]
-        type_id = self._number("I", f"the type of {what}")
-        gguf = package()
-        try:
-            kind = gguf.GGMLQuantizationType(type_id)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError):
-            self._fail(
-                f"expected {what} of a type that the installed gguf package knows, got type "
+    def tensor(self) -> StoredGguf:
+        """Read one entry; its offset counts from the end of the header."""
+        name = self.string("the name of a tensor")
+        where = f"tensor {escaped(name)}"
+        if not 1 <= (num_axes := self.number("I", f"the number of axes of {where}")) <= _MAX_AXES:
+            self.fail(f"expected {where} with 1 to {_MAX_AXES} axes, got {num_axes}")
+        sizes = [self.number("Q", f"the shape of {where}") for _ in range(num_axes)]
+        type_id, offset = self.number("I", f"the type of {where}"), self.number("Q", where)
+        kinds = {kind.value: kind for kind in package().GGML_QUANT_SIZES}
+        if (kind := kinds.get(type_id)) is None:
+            self.fail(
+                f"expected {where} of a type that the installed gguf package knows, got type "
                 f"{type_id}",
                 "install a newer gguf, or convert the model to another type",
             )
+        block, block_bytes = package().GGML_QUANT_SIZES[kind]
         if min(sizes) < 1 or sizes[0] % block:
-            self._fail(
-                f"expected {what} of type {kind.name} with axes of at least 1, the first a "
+            self.fail(
+                f"expected {where} of type {kind.name} with axes of at least 1, the first a "
                 f"multiple of {block}, got {sizes}"
             )
         num_bytes = math.prod(sizes) // block * block_bytes
-        if num_bytes > self.size:
-            self._fail(
-                f"expected {what} to fit into the file's {self.size} bytes, got {sizes} of type "
-                f"{kind.name}, which is {num_bytes}"
-            )
-        offset = self._number("Q", f"the offset of {what}")
-        return TensorEntry(name, tuple(sizes[::-1]), kind, offset, num_bytes)
+        return StoredGguf(self.path, name, tuple(sizes[::-1]), "F32", kind, offset, num_bytes)
 
-    def _placed(self, found: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
-        """Return the tensors with offsets from the file's start, all apart and inside of it."""
-        start, end, before = -(-self.position // alignment) * alignment, 0, ""
-        for entry in sorted(found.values(), key=lambda e: e.offset):
-            what = f"tensor {escaped(entry.name)}"
-            if entry.offset % alignment:
-                self._fail(f"expected {what} at a multiple of {alignment}, got {entry.offset}")
-            if entry.offset < end:
-                self._fail(f"expected {what} behind {escaped(before)}, got it at {entry.offset}")
-            end, before = entry.offset + entry.num_bytes, entry.name
-            if start + end > self.size:
-                self._fail(
-                    f"expected {what} at bytes {start + entry.offset} to {start + end}, got a file "
-                    f"that ends at {self.size}"
-                )
-        return {
-            name: dataclasses.replace(entry, offset=start + entry.offset)
-            for name, entry in found.items()
-        }
+    def value(self, kind: int, where: str) -> Any:
+        if kind == _STRING:
+            return self.string(where)
+        if kind == _ARRAY:
+            return self.array(where)
+        if kind == _BOOL:
+            if (flag := self.number("B", where)) > 1:
+                self.fail(f"expected {where} as 0 or 1, got {flag}")
+            return bool(flag)
+        if kind not in _NUMBERS:
+            self.fail(f"expected {where} of a type from 0 to 12, got {kind}")
+        number = self.number(_NUMBERS[kind], where)
+        # the shortest decimal of a float32, as config.json has it
+        return float(str(np.float32(number))) if kind == _FLOAT else number
 
-    def _alignment(self, metadata: dict[str, Any]) -> int:
-        alignment = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            self._fail(f"expected {_ALIGNMENT} as a power of two, got {printed(alignment)}")
-        return alignment
+    def array(self, where: str) -> list[Any]:
+        kind = self.number("I", f"the type of {where}")
+        count = self.count(f"elements in {where}", MAX_ELEMENTS - self.num_elements)
+        self.num_elements += count
+        if kind == _STRING:
+            return [self.string(where) for _ in range(count)]
+        if kind not in _NUMBERS:
+            self.fail(f"expected {where} as numbers or strings, got elements of type {kind}")
+        element = np.dtype(f"<{_NUMBERS[kind]}")
+        return np.frombuffer(self.take(count * element.itemsize, where), element).tolist()
 
-    def _number(self, code: str, what: str) -> Any:
-        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}"), what))[0]
+    def count(self, what: str, max_count: int) -> int:
+        if (count := self.number("Q", f"the number of {what}")) > max_count:
+            self.fail(f"expected at most {max_count} {what}, got {count}")
+        return int(count)
 
-    def _take(self, num_bytes: int, what: str) -> bytes:
+    def string(self, where: str) -> str:
+        content = self.take(self.number("Q", f"the length of {where}"), where)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            self.fail(f"expected {where} as UTF-8, got {shown(content)}")
+
+    def number(self, code: str, where: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), where))[0]
+
+    def take(self, num_bytes: int, where: str) -> bytes:
         left = self.size - self.position
         if num_bytes > left:
-            self._fail(f"expected {what} in {num_bytes} bytes, got the last {left} of the file")
+            self.fail(f"expected {where} in {num_bytes} bytes, got the last {left} of the file")
         if self.position + num_bytes > MAX_HEADER_BYTES:
-            self._fail(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got a longer one")
+            self.fail(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got a longer one")
         content = self.file.read(num_bytes)
         if len(content) != num_bytes:
-            self._fail("it became shorter while it was read")
+            self.fail("it became shorter while it was read")
         self.position += num_bytes
         return content
 
-    def _fail(self, problem: str, mend: str = _COPY) -> NoReturn:
+    def fail(self, problem: str, fix: str = "copy or download it again") -> NoReturn:
         raise ValueError(
             f"{self.path} ({self.size} bytes) cannot be read: byte {self.position}: {problem}; "
-            f"{mend}"
+            f"{fix}"
         )

@@ -6,6 +6,7 @@ numbers under other names. `check` reads headers only. No pickle, no hub.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models import gguf_header, gguf_policy, hf_config, hf_files
+from models import hf_config, hf_files
 from models.config import ModelConfig
 from models.hf_files import Entry, Stored
 from models.params import Layer, Params, param_specs
@@ -21,6 +22,8 @@ from models.params import Layer, Params, param_specs
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+MAX_SHARD_BYTES = 2_000_000_000  # per file of weights
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER_NAMES = {
     "attention_norm_D": "input_layernorm.weight",
     "query_QD": "self_attn.q_proj.weight",
@@ -37,9 +40,6 @@ _LAYER_NAMES = {
     "query_norm_h": "self_attn.q_norm.weight",
     "key_norm_h": "self_attn.k_norm.weight",
 }
-MAX_SHARD_BYTES = 2_000_000_000  # of a file of weights
-_ONE_EXPORT = "the config and the weights must come from one export"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_pretrained(
@@ -48,43 +48,35 @@ def load_pretrained(
     """Read a policy; with a mesh every tensor goes straight onto its shards.
 
     `dtype` None keeps each tensor's own, float32 from a GGUF file. Host memory holds one tensor at
-    a time. A tied folder may carry an lm_head that equals its embedding. Raises
-    FileNotFoundError or ValueError as `check` does, and ValueError for a tied
-    folder whose lm_head differs.
+    a time. Raises FileNotFoundError or ValueError as `check` does, and ValueError for a folder with
+    tied embeddings and an lm_head that differs from them.
     """
-    config, stored = _checked(Path(directory))
+    config, policy_entries, stored = _checked(Path(directory))
     _refuse_other_head(config, stored)
     import jax
 
-    tensors = hf_files.read_tensors(_entries(config), stored, mesh, dtype)
+    tensors = hf_files.read_tensors(policy_entries, stored, mesh, dtype)
     return config, jax.tree.structure(param_specs(config)).unflatten(tensors)
 
 
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
     """Return the config of a policy whose tensors all have the right names, shapes and types.
 
-    Reads config.json and the headers of the safetensors files, or that of a GGUF file; no weights.
-    Raises
-    FileNotFoundError for a missing folder or file, ValueError for anything in them
-    that is unknown, unsupported, missing, surplus or of the wrong shape.
+    Reads config.json and the headers of the weights only. Raises FileNotFoundError for a missing
+    folder or file, ValueError for anything unknown, unsupported, missing, surplus or of the wrong
+    shape.
     """
     return _checked(Path(directory))[0]
 
 
 def shape(directory: str | os.PathLike[str]) -> ModelConfig:
-    """Return the config of a folder's config.json, without its weights, or of a GGUF file.
-
-    Raises FileNotFoundError or ValueError as `check` does.
-    """
+    """Return the config of a folder without looking at weights, or of a GGUF file as `check`."""
     folder = Path(directory)
-    if gguf_header.is_gguf(folder):
+    if hf_files.is_gguf(folder):
         return check(folder)
-    return hf_config.parse(hf_files.read_config(folder), _generation(folder), str(folder))
-
-
-def _generation(folder: Path) -> dict[str, Any]:
     path = folder / hf_files.GENERATION
-    return hf_files.read_json(path) if path.is_file() else {}
+    config = hf_files.read_config(folder)
+    return hf_config.parse(config, hf_files.read_json(path) if path.is_file() else {}, str(folder))
 
 
 def save_pretrained(
@@ -96,9 +88,8 @@ def save_pretrained(
 ) -> None:
     """Write a policy that `load_pretrained` and `transformers` read, bit for bit.
 
-    The folder is written under another name and renamed, so that a killed
-    process never leaves half a policy. Other files of an existing folder (its
-    tokenizer) are kept. Raises ValueError where the parameters do not fit the config.
+    Replaces a folder at once and keeps its other files (`hf_files.replacing`). Raises ValueError
+    if the parameters do not fit the config.
     """
     with hf_files.replacing(directory) as folder:
         write_into(folder, config, params, max_shard_bytes=max_shard_bytes)
@@ -116,30 +107,20 @@ def write_into(
     """Write config, weights and generation_config.json into a new folder.
 
     Weights are rounded once to `dtype`; None keeps it. `generation` has settings of `generate` in
-    addition to the end tokens. Raises ValueError where the parameters do not fit the config.
+    addition to the end tokens. Raises ValueError if the parameters do not fit the config.
     """
     import jax
 
-    entries, tree = _entries(config), jax.tree.structure(param_specs(config))
-    leaves = hf_files.fitting_leaves(params, entries, tree)
+    policy_entries, tree = entries(config), jax.tree.structure(param_specs(config))
+    leaves = hf_files.fitting_leaves(params, policy_entries, tree)
     name = np.dtype(leaves[0].dtype if dtype is None else jax.numpy.dtype(dtype)).name
-    hf, tokens = hf_config.render(config, name)
-    hf_files.write_tensors(folder, entries, leaves, max_shard_bytes, dtype)
-    hf_files.write_json(folder / hf_files.CONFIG, hf)
+    content, tokens = hf_config.render(config, name)
+    hf_files.write_tensors(folder, policy_entries, leaves, max_shard_bytes, dtype)
+    hf_files.write_json(folder / hf_files.CONFIG, content)
     hf_files.write_json(folder / hf_files.GENERATION, {**tokens, **(generation or {})})
 
 
-def layer_names(layer: Layer, prefix: str) -> Layer:
-    """Return the stored names of a layer's weights, None where it has none."""
-    return Layer(
-        **{
-            field: None if getattr(layer, field) is None else prefix + name
-            for field, name in _LAYER_NAMES.items()
-        }
-    )
-
-
-def _entries(config: ModelConfig) -> list[Entry]:
+def entries(config: ModelConfig) -> list[Entry]:
     """Return every tensor of a policy in the order of the leaves of `Params`."""
     specs = param_specs(config)
     names = Params(
@@ -151,31 +132,38 @@ def _entries(config: ModelConfig) -> list[Entry]:
     return hf_files.entries_of(names, specs)
 
 
-def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
-    if gguf_header.is_gguf(folder):
-        hf, generation, stored = gguf_policy.load(folder)
+def layer_names(layer: Layer, prefix: str) -> Layer:
+    """Return the stored names of a layer's weights, None for weights that it does not have."""
+    names = {f: None if getattr(layer, f) is None else prefix + n for f, n in _LAYER_NAMES.items()}
+    return Layer(**names)
+
+
+def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]:
+    if hf_files.is_gguf(folder):
+        from models import gguf, gguf_header
+
+        header = gguf_header.read(folder)
+        config = gguf.config_of(header)
+        stored, rename = gguf.stored_of(header, config), gguf.renamed
     else:
-        hf = hf_files.read_config(folder)
-        generation = _generation(folder)
-        stored = hf_files.headers(folder)
-    config = hf_config.parse(hf, generation, str(folder))
+        config, stored, rename = shape(folder), hf_files.headers(folder), None
+    fix = "the config and the weights must come from one export"
     if config.num_layers > len(stored):  # before anything is made for each layer
         raise ValueError(
             f"{folder}: expected num_hidden_layers of at most the {len(stored)} tensors that the "
-            f"headers of the weights name, got {config.num_layers}: {_ONE_EXPORT}"
+            f"headers of the weights name, got {config.num_layers}: {fix}"
         )
-    entries = _entries(config)
-    hint = (
-        "set tie_word_embeddings if the head is the embedding"
-        if [e.name for e in entries if e.name not in stored] == [_HEAD]
-        else _ONE_EXPORT
-    )
-    if config.tied_embeddings and _HEAD in stored:
-        embedding = next(e for e in entries if e.name == _EMBEDDING)
-        # tolerated; its values are compared on loading
-        entries = [*entries, Entry(_HEAD, embedding.shape, embedding.axes)]
-    hf_files.refuse_mismatch(folder, entries, stored, hint)
-    return config, stored
+    policy_entries = entries(config)
+    if rename is not None:
+        policy_entries = rename(policy_entries, config)
+    if [entry.name for entry in policy_entries if entry.name not in stored] == [_HEAD]:
+        fix = "set tie_word_embeddings if the head is the embedding"
+    expected = policy_entries
+    if rename is None and config.tied_embeddings and _HEAD in stored:
+        # tolerated; values are compared on loading
+        expected = [*policy_entries, dataclasses.replace(policy_entries[0], name=_HEAD)]
+    hf_files.refuse_mismatch(folder, expected, stored, fix)
+    return config, policy_entries, stored
 
 
 def _refuse_other_head(config: ModelConfig, stored: Mapping[str, Stored]) -> None:

@@ -1,4 +1,4 @@
-"""Folders of config.json and safetensors: headers, tensors in and out, replacing a folder.
+"""Hugging Face folders as files: JSON, safetensors in and out, replacing a folder at once.
 
 Callers know what the tensors mean (models/hf.py: policies; spec/eagle/files.py: drafters).
 Weights are streamed tensor by tensor. No pickle, no hub.
@@ -6,6 +6,7 @@ Weights are streamed tensor by tensor. No pickle, no hub.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from models.folder import Folder
-from models.hf_config import escaped, shown
 from models.params import leaves
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F32", "BF16", "F16")  # by safetensors' names
-MAX_JSON_BYTES = 64 * 2**20  # of a JSON file; an index of 100,000 tensors has ten
+FLOATS = ("F32", "BF16", "F16")  # safetensors' names
+MAX_JSON_BYTES = 64 * 2**20  # per file; an index of 100,000 tensors takes ten
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor: its name in the file, its shape, and its layout on a mesh."""
+    """An expected tensor: its name in the file, its shape and its layout on a mesh."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor's entry in a safetensors header."""
+    """A tensor in a safetensors file, known from the header."""
 
     path: Path
     name: str
@@ -55,15 +55,15 @@ class Stored:
     dtype: str
 
     def opened(self) -> contextlib.AbstractContextManager[Any]:
-        """Open its file, from which tensors of the same path can be read."""
-        return _opened(self.path)
+        """Open the file; `read` and `reader` of all its tensors accept the result."""
+        return _open(self.path)
 
     def read(self, file: Any) -> np.ndarray:
-        """Read its values in the layout of its file."""
+        """Read the whole tensor."""
         return np.asarray(file.get_tensor(self.name))
 
     def reader(self, file: Any) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """Return a function that reads a part of it; each part is read from the file but once."""
+        """Return a function that reads a part of the tensor, each part from disk only once."""
         view = file.get_slice(self.name)
         parts: dict[str, np.ndarray] = {}
 
@@ -76,20 +76,48 @@ class Stored:
         return read
 
 
+def shown(value: Any, max_characters: int = 80, max_items: int = 8) -> str:
+    """Return a value from a file as errors print it: escaped, on one line and cut."""
+    if isinstance(value, list) and len(value) > max_items:
+        return f"{shown(value[:max_items], max_characters)} and {len(value) - max_items} more"
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; more digits than Python prints
+        return f"a {type(value).__name__} that cannot be printed"
+    cut = len(text) > max_characters
+    return f"{text[:max_characters]}… ({len(text)} characters)" if cut else text
+
+
+def escaped(text: str, max_characters: int = 80) -> str:
+    """Return text from a file, or from a library that quotes one, as `shown`, without quotes."""
+    cut = f"… ({len(text)} characters)" if len(text) > max_characters else ""
+    return repr(text[:max_characters])[1:-1] + cut
+
+
 def entries_of(names: Any, specs: Any) -> list[Entry]:
-    """Return entries, in the order of the leaves, for a tree of names and one of `ParamSpec`."""
+    """Return entries in the order of the leaves of a tree of names and one of `ParamSpec`."""
     pairs = zip(leaves(names), leaves(specs), strict=True)
     return [Entry(name, spec.shape, spec.axes) for name, spec in pairs]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the folder's config.json; FileNotFoundError where one of the two is missing."""
+def is_gguf(path: Path) -> bool:
+    """Return whether a path names a GGUF file; other policies are folders."""
+    return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
+
+
+def require_folder(folder: Path) -> None:
+    """Raise FileNotFoundError unless a folder exists."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"expected a local Hugging Face folder, got {str(folder)!r}, which is not a directory: "
             "models are not downloaded here; fetch it first, for example: "
             "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
         )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json. Raises FileNotFoundError if it or the folder is missing."""
+    require_folder(folder)
     if not (folder / CONFIG).is_file():
         files = sorted(folder.glob("*.gguf"))
         other = f", or the GGUF file itself, {files[0].name}" if files else ""
@@ -98,13 +126,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder's safetensors files by name; no weights are read.
+    """Return every tensor of a folder's safetensors files by name, without reading weights.
 
     Raises FileNotFoundError for missing files, ValueError for damaged ones.
     """
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
-        with _opened(path) as file:
+        with _open(path) as file:
             _refuse_repeated_names(path)
             for name in file.keys():
                 if name in stored:
@@ -122,34 +150,30 @@ def refuse_mismatch(
     """Raise one ValueError for all tensors that are missing, surplus, or wrong in shape or type."""
     expected = {entry.name: entry for entry in entries}
     missing = [name for name in expected if name not in stored]
-    # Some old exports carry the rotary frequencies, which follow from the config.
     surplus = [
         escaped(name)
         for name in stored
+        # some old exports hold the rotary frequencies, which follow from the config
         if name not in expected and not name.endswith("rotary_emb.inv_freq")
     ]
-    there = [entry for name, entry in expected.items() if name in stored]
-    wrong = [
-        f"{entry.name} has shape {list(stored[entry.name].shape)}, expected {list(entry.shape)}"
-        for entry in there
-        if stored[entry.name].shape != entry.shape
-    ]
-    wrong += [
-        f"{entry.name} is of type {stored[entry.name].dtype}, expected one of "
-        f"{', '.join(entry.dtypes)}"
-        for entry in there
-        if stored[entry.name].dtype not in entry.dtypes
-    ]
+    wrong = []
+    for entry in (entry for name, entry in expected.items() if name in stored):
+        got = stored[entry.name]
+        if got.shape != entry.shape:
+            wrong.append(f"{entry.name} has shape {list(got.shape)}, expected {list(entry.shape)}")
+        if got.dtype not in entry.dtypes:
+            types = ", ".join(entry.dtypes)
+            wrong.append(f"{entry.name} is of type {got.dtype}, expected one of {types}")
     tensors = "missing tensor" if len(missing) == 1 else "missing tensors"
     titled = ((tensors, missing), ("surplus", surplus), ("wrong", wrong))
-    if problems := [_some(title, names) for title, names in titled if names]:
+    if problems := [_first(names, title) for title, names in titled if names]:
         raise ValueError(
             f"{folder}: the weights do not fit the config: {'; '.join(problems)}; {hint}"
         )
 
 
 def read_tensor(stored: Stored) -> np.ndarray:
-    """Read one tensor in the layout of its file."""
+    """Read one tensor."""
     with stored.opened() as file:
         return stored.read(file)
 
@@ -160,40 +184,51 @@ def read_tensors(
     mesh: Mesh | None = None,
     dtype: Any = None,
 ) -> list[jax.Array]:
-    """Read the entries' tensors in our layout; with a mesh each goes straight onto its shards.
+    """Read tensors in the order of the entries; with a mesh each goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time, and of that what
-    this process's devices hold.
+    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time, and only the parts
+    that this process's devices hold.
     """
+    import jax
+    import jax.numpy as jnp
+
     from models import transformer  # noqa: F401, registers the trees of weights with jax
+    from models.sharding import fitting_sharding
+
+    def cast(host: np.ndarray) -> np.ndarray:
+        return host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
+
+    def place(tensor: Stored, axes: tuple[str | None, ...], file: Any) -> jax.Array:
+        if mesh is None:
+            return jnp.asarray(cast(tensor.read(file)))
+        sharding, read = fitting_sharding(mesh, tensor.shape, axes), tensor.reader(file)
+        return jax.make_array_from_callback(tensor.shape, sharding, lambda index: cast(read(index)))
 
     arrays: dict[str, jax.Array] = {}
     first = {stored[entry.name].path: stored[entry.name] for entry in entries}
     for path in sorted(first):
         with first[path].opened() as file:
             for entry in entries:
-                at = stored[entry.name]
-                if at.path == path:
-                    arrays[entry.name] = _place(at, file, entry, mesh, dtype)
+                if (tensor := stored[entry.name]).path == path:
+                    arrays[entry.name] = place(tensor, entry.axes, file)
     return [arrays[entry.name] for entry in entries]
 
 
 def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax.Array]:
-    """Return the leaves of `params`; ValueError where they do not fit the entries."""
+    """Return the leaves of `params`; ValueError unless they fit the entries."""
     import jax
 
+    fix = "save the parameters with the config they were made with"
     weights, got = jax.tree.flatten(params)
     if got != tree:
         raise ValueError(
-            f"the parameters are not those of the config: expected {len(entries)} tensors, got a "
-            f"tree of another form, of {len(weights)}: save them with the config they were made "
-            "with"
+            f"the parameters do not fit the config: expected {len(entries)} tensors, got a tree of "
+            f"another structure with {len(weights)}: {fix}"
         )
     for entry, leaf in zip(entries, weights, strict=True):
         if tuple(leaf.shape) != entry.shape:
             raise ValueError(
-                f"{entry.name} has shape {list(leaf.shape)}, expected {list(entry.shape)}: save "
-                "the parameters with the config they were made with"
+                f"{entry.name} has shape {list(leaf.shape)}, expected {list(entry.shape)}: {fix}"
             )
     return weights
 
@@ -202,9 +237,9 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new folder that replaces `directory` if the block ends without error.
 
-    It is made beside `directory` and renamed, so that a killed process never leaves half a folder
-    there. Files of an existing folder other than config and weights (its tokenizer) are kept.
-    Raises NotADirectoryError for a file, and for a link, which itself would be replaced.
+    It is made next to `directory` and renamed, so a killed process never leaves half a folder.
+    Files of an existing folder other than config and weights (its tokenizer) are kept. Raises
+    NotADirectoryError for a file or a link.
     """
     target = Path(directory).absolute()
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -213,16 +248,19 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     parent = Folder(target.parent, create=True)
     partial = f".{target.name}.partial-{os.getpid()}"
     try:
-        if parent.exists(partial):  # of a killed process, or a link that somebody has left
-            parent.remove(partial)
+        parent.remove(partial, missing_ok=True)  # from a killed process, or a planted link
         if target.exists():
-            # links stay behind: what is written to later would go through them
-            shutil.copytree(target, parent.path / partial, ignore=_left_out, copy_function=_link)
+            # without links: later writes would follow them
+            shutil.copytree(target, parent.path / partial, ignore=_not_kept, copy_function=_link)
         yield parent.folder(partial).path
-        _swap(parent, partial, target.name)
+        old = f".{target.name}.old-{os.getpid()}"
+        parent.remove(old, missing_ok=True)
+        if parent.exists(target.name):
+            parent.rename(target.name, old)  # killed here: both folders are whole
+        parent.rename(partial, target.name)
+        parent.remove(old, missing_ok=True)
     finally:
-        if parent.exists(partial):
-            parent.remove(partial)
+        parent.remove(partial, missing_ok=True)
         parent.close()
 
 
@@ -233,40 +271,37 @@ def write_tensors(
     max_shard_bytes: int,
     dtype: Any = None,
 ) -> None:
-    """Write one file, or an index and several, of at most `max_shard_bytes` or of one tensor.
+    """Write files of at most `max_shard_bytes` (or of one tensor), with an index if several.
 
-    Tensors are rounded to `dtype`, to the nearest and ties to even; None keeps each one's own. Host
-    memory holds one file at a time, beside the leaves.
+    Tensors are rounded to `dtype`, ties to even; None keeps each one's own. Host memory holds one
+    file at a time.
     """
     import jax
     import jax.numpy as jnp
     from safetensors.numpy import save_file
 
     dtypes = [jnp.dtype(leaf.dtype if dtype is None else dtype) for leaf in leaves]
+    sizes = [
+        math.prod(leaf.shape) * kind.itemsize for leaf, kind in zip(leaves, dtypes, strict=True)
+    ]
     shards: list[list[int]] = [[]]
-    filled_bytes, total_bytes = 0, 0
-    for i, leaf in enumerate(leaves):
-        size_bytes = math.prod(leaf.shape) * dtypes[i].itemsize
-        if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
+    for i, size_bytes in enumerate(sizes):
+        if shards[-1] and sum(sizes[j] for j in shards[-1]) + size_bytes > max_shard_bytes:
             shards.append([])
-            filled_bytes = 0
         shards[-1].append(i)
-        filled_bytes += size_bytes
-        total_bytes += size_bytes
     weight_map = {}
     for n, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for i in shard:
-            host = np.asarray(jax.device_get(leaves[i]))
-            # safetensors writes the memory of any view as it lies, hence the copy
-            tensors[entries[i].name] = np.ascontiguousarray(host, dtypes[i])
+            # contiguous: safetensors writes a view's memory as it is
+            tensors[entries[i].name] = np.ascontiguousarray(jax.device_get(leaves[i]), dtypes[i])
             weight_map[entries[i].name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        # safetensors makes files that only their owner reads; follow the folder instead.
+        # safetensors makes files readable by their owner only; use the folder's permissions
         (folder / file).chmod(folder.stat().st_mode & 0o666)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
 
 
@@ -288,45 +323,36 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        found = sorted(p.name for p in folder.iterdir())
-        pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
-        why = (
-            f"only torch files ({pickled[0]}), which are pickles and not read"
-            if pickled
-            else found[:12]
-        )
+    index = folder / INDEX
+    if not index.is_file():
+        names = sorted(path.name for path in folder.iterdir())
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        got = f"only torch files ({pickles[0]}), which are pickles" if pickles else names[:12]
         raise FileNotFoundError(
-            f"no weights in {folder}: expected {WEIGHTS} or {INDEX}, got {why}; "
+            f"no weights in {folder}: expected {WEIGHTS} or {INDEX}, got {got}; "
             "save the model with safetensors"
         )
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder / INDEX} has no weight_map: copy the index again")
-    wrong = [name for name in weight_map.values() if not isinstance(name, str)]
-    if wrong:
-        raise ValueError(
-            f"{folder / INDEX}: expected the names of files in weight_map, got {shown(wrong[0])}: "
-            "copy the index again"
-        )
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if Path(name).name != name or "\0" in name:
+        raise ValueError(f"{index} has no weight_map: copy the index again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise ValueError(
-                f"{folder / INDEX} names {shown(name)}: expected a file of the same folder"
+                f"{index} names {shown(name)}: expected a file of the same folder; copy the index "
+                "again"
             )
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{folder / INDEX} names {escaped(name)}, which is not there: expected "
-                f"{len(names)} weight files; copy the missing one"
+                f"{index} names {escaped(name)}, which is not there: copy the missing file"
             )
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def _refuse_repeated_names(path: Path) -> None:
@@ -336,49 +362,31 @@ def _refuse_repeated_names(path: Path) -> None:
         text = file.read(size)
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise ValueError(
-                    f"{path}: expected every name once in its header, got {shown(name)} twice: "
-                    "export again"
-                )
-            found[name] = value
-        return found
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(
+                f"{path}: expected every name once in its header, got {shown(name)} twice: "
+                "export again"
+            )
+        return content
 
     json.loads(text, object_pairs_hook=once)
 
 
-def _some(title: str, items: list[str], most: int = 6) -> str:
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return f"{title}: {', '.join(items[:most])}{more}"
+def _first(items: list[str], title: str, max_items: int = 6) -> str:
+    more = f" and {len(items) - max_items} more" if len(items) > max_items else ""
+    return f"{title}: {', '.join(items[:max_items])}{more}"
 
 
-def _place(at: Stored, file: Any, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
-    """Put a stored tensor, as `dtype`, on its shards."""
-    import jax
-    import jax.numpy as jnp
-
-    from models.sharding import fitting_sharding
-
-    def cast(host: np.ndarray) -> np.ndarray:
-        return host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
-
-    if mesh is None:
-        return jnp.asarray(cast(at.read(file)))
-    sharding, read = fitting_sharding(mesh, at.shape, entry.axes), at.reader(file)
-    return jax.make_array_from_callback(at.shape, sharding, lambda index: cast(read(index)))
-
-
-def _left_out(folder: str, names: list[str]) -> list[str]:
-    """Name the files not to keep: links, and those that are written or would be stale."""
-    own = {CONFIG, GENERATION, INDEX}
+def _not_kept(folder: str, names: list[str]) -> list[str]:
+    """Return the files that a replaced folder loses: links, config and weights."""
     return [
-        n
-        for n in names
-        if n in own
-        or (n.startswith("model") and n.endswith(".safetensors"))
-        or os.path.islink(os.path.join(folder, n))
+        name
+        for name in names
+        if name in (CONFIG, GENERATION, INDEX)
+        or (name.startswith("model") and name.endswith(".safetensors"))
+        or os.path.islink(os.path.join(folder, name))
     ]
 
 
@@ -389,29 +397,14 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _swap(parent: Folder, partial: str, target: str) -> None:
-    if not parent.exists(target):
-        parent.rename(partial, target)
-        return
-    old = f".{target}.old-{os.getpid()}"
-    if parent.exists(old):
-        parent.remove(old)
-    parent.rename(target, old)  # killed here: both folders are whole, under their other names
-    parent.rename(partial, target)
-    parent.remove(old)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(str(path), framework="numpy")
+        return safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: "
             f"{escaped(str(error), 300)}; copy it again (a clone without git-lfs leaves "
             "small text files in their place)"
         ) from error
-    with file:
-        yield file

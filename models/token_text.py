@@ -1,8 +1,8 @@
 """The text of each token of a vocabulary, as bytes.
 
-A text in UTF-8 occurs in a response where its bytes do, however they are split into tokens; half a
-character at the end of a token is no special case. Where a tokenizer strips the space before the
-first token of a text, the token has it here.
+A text occurs in a response if its UTF-8 does, however it is split into tokens; half a character at
+the end of a token is no special case. If a tokenizer strips the space before the first token of a
+text, the token has it here.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ class TokenBytes:
         return self.bytes_N[self.starts[token] : self.starts[token + 1]].tobytes()
 
     def fewest_tokens(self, text: str) -> int | None:
-        """Return the fewest tokens whose text together holds `text`; None where none can."""
+        """Return the fewest tokens whose joined text contains `text`; None if none can."""
         wanted = text.encode()
-        words, ends = self._words, self._reversed
-        if any(wanted in word for word in words):
+        texts, n = self._texts, len(wanted)
+        if any(wanted in token for token in texts):
             return 1
-        known, longest, n = set(words), max(map(len, words), default=0), len(wanted)
-        # the first token may begin before the text, the last may end behind it
-        fewest = [0, *(1 if _starts(ends, wanted[:i][::-1]) else n + 1 for i in range(1, n + 1))]
+        known, longest = set(texts), max(map(len, texts), default=0)
+        # the first token may begin before the text, the last may end after it
+        ends = self._reversed_texts
+        fewest = [0, *(_has(ends, wanted[:i][::-1], 1, n + 1) for i in range(1, n + 1))]
         for i in range(n):
             for j in range(i + 1, min(n, i + longest) + 1):
                 if wanted[i:j] in known:
                     fewest[j] = min(fewest[j], fewest[i] + 1)
-            if _starts(words, wanted[i:]):
-                fewest[n] = min(fewest[n], fewest[i] + 1)
+            fewest[n] = min(fewest[n], _has(texts, wanted[i:], fewest[i] + 1, n + 1))
         return fewest[n] if fewest[n] <= n else None
 
     @functools.cached_property
-    def _words(self) -> list[bytes]:
+    def _texts(self) -> list[bytes]:
         return sorted({self.of(i) for i in range(len(self))} - {b""})
 
     @functools.cached_property
-    def _reversed(self) -> list[bytes]:
-        return sorted(word[::-1] for word in self._words)
+    def _reversed_texts(self) -> list[bytes]:
+        return sorted(text[::-1] for text in self._texts)
 
 
-def _starts(words: Sequence[bytes], prefix: bytes) -> bool:
-    """Return whether one of the sorted words starts with `prefix`."""
-    at = bisect.bisect_left(words, prefix)
-    return at < len(words) and words[at].startswith(prefix)
+def _has(texts: Sequence[bytes], prefix: bytes, yes: int, no: int) -> int:
+    """Return `yes` if one of the sorted texts starts with `prefix`, else `no`."""
+    at = bisect.bisect_left(texts, prefix)
+    return yes if at < len(texts) and texts[at].startswith(prefix) else no
 
 
 def token_bytes(backend: Any, vocab_size: int) -> TokenBytes:
     """Return the text of every token of a transformers tokenizer."""
     ids = list(range(vocab_size))
     anchor = _anchor(backend, ids)
-    # behind another token: at the beginning of a text some tokenizers leave a space out
+    # after another token: at the beginning of a text some tokenizers leave a space out
     texts = _decoded(backend, [[*anchor, i] for i in ids])
     before = _decoded(backend, [anchor])[0]
     raw = backend.convert_ids_to_tokens(ids)
@@ -84,12 +84,11 @@ def _decoded(backend: Any, sequences: list[list[int]]) -> list[str]:
 
 
 def _anchor(backend: Any, ids: Sequence[int]) -> list[int]:
-    """A token of whole characters; empty where there is none."""
+    """Return a token of whole characters, or none."""
     special = set(backend.all_special_ids)
     for i in ids:
-        if i not in special and (text := _decoded(backend, [[i]])[0]).strip():
-            if text.isascii():
-                return [i]
+        if i not in special and (text := _decoded(backend, [[i]])[0]).strip() and text.isascii():
+            return [i]
     return []
 
 
@@ -100,17 +99,15 @@ def _bytes(text: str, before: str, raw: str | None) -> bytes:
     # a part of a character: <0xE2>, or a letter for each byte
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
         return bytes([int(byte[1], 16)])
-    if all(letter in _BYTES for letter in raw):
-        return bytes(_BYTES[letter] for letter in raw)
+    letters = _bytes_of_letters()
+    if all(letter in letters for letter in raw):
+        return bytes(letters[letter] for letter in raw)
     return text.encode()
 
 
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself where it can be printed, else one above 255."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printed]
-    letters = [chr(b) for b in printed] + [chr(256 + i) for i in range(len(others))]
-    return dict(zip(letters, [*printed, *others], strict=True))
-
-
-_BYTES = _byte_letters()
+@functools.cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Return the byte of each of GPT-2's letters: itself if printable, else from 256 upwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(others)}

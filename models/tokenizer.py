@@ -1,8 +1,8 @@
-"""Text to token ids and back, with the ids that Hugging Face would give.
+"""Text to token ids and back, with the ids that Hugging Face gives.
 
-`load` reads a local folder and wraps `transformers`' own tokenizer: no hub, no
-remote code. `save_character_tokenizer` writes such a folder for a vocabulary of
-single characters. transformers and tokenizers are imported when first used.
+`load` reads a local folder and wraps `transformers`' tokenizer: no hub, no remote code.
+`save_character_tokenizer` writes such a folder for a vocabulary of single characters. transformers
+and tokenizers are imported when first used.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from models import chat_template as chat_templates
-from models import gguf_header, gguf_policy, gguf_tokenizer
+from models import hf_files
 from models.config import ModelConfig
 from models.folder import Folder
-from models.gguf_header import Header
-from models.hf_config import escaped, ids_of, shown
-from models.hf_files import read_json
+from models.hf_config import end_ids
+from models.hf_files import escaped, is_gguf, shown
 from models.token_text import TokenBytes, token_bytes
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-
-# Any one of these holds a vocabulary; tokenizer.json is what the shipped models have.
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+# Any one of these holds a vocabulary; the shipped models have tokenizer.json.
+_VOCABULARY_FILES = (_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
+_PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
     """A vocabulary, its end tokens and its chat template.
 
-    `vocab_size` counts added tokens too: it is the largest id + 1.
-    `eos_token_ids` are the tokenizer's own end token and those of the folder's
-    generation_config.json, since a chat turn may end in another than a text does.
+    `vocab_size` is the largest id + 1, added tokens included. `eos_token_ids` are the tokenizer's
+    end token and those of generation_config.json: a chat turn may end in another than a text.
     """
 
     vocab_size: int
@@ -47,10 +46,9 @@ class Tokenizer:
     backend: Any = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no special token is added.
+        """Return the ids of a text, without adding special tokens.
 
-        Raises ValueError for text with half a surrogate pair, and where the tokenizer's own
-        rules fail.
+        Raises ValueError for text with half a surrogate pair, and if the tokenizer's rules fail.
         """
         with _as_value_error(f"the tokenizer cannot encode {shown(text, 40)}"):
             if any("\ud800" <= character <= "\udfff" for character in set(text)):
@@ -58,10 +56,7 @@ class Tokenizer:
             return list(self.backend.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of ids, with spaces as they are, and special tokens only on request.
-
-        Raises ValueError where the tokenizer's own rules fail.
-        """
+        """Return the text of ids, spaces unchanged; ValueError if the tokenizer's rules fail."""
         tokens = [int(i) for i in ids]
         with _as_value_error(f"the tokenizer cannot decode {shown(tokens, 40)}"):
             return str(
@@ -72,16 +67,13 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
-        """The text of every token, by which stop strings are found."""
+        """The text of every token, in which stop strings are searched."""
         with _as_value_error("the tokenizer cannot decode its tokens"):
             return token_bytes(self.backend, self.vocab_size)
 
     @functools.cached_property
     def chat_template(self) -> str:
-        """The source of the chat template; empty where there is none.
-
-        Raises ValueError where it cannot be chosen.
-        """
+        """The source of the chat template, or an empty text; ValueError if it is ambiguous."""
         if not self.has_chat_template:
             return ""
         with _as_value_error("the tokenizer's chat template cannot be used"):
@@ -95,9 +87,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation of `{"role", "content"}` in the tokenizer's template.
 
-        `variables` are other variables of the template, such as `enable_thinking=False`.
-        Raises ValueError where the tokenizer has no template, where it fails or exceeds
-        the bounds of models/chat_template.py, and for variables that it has already.
+        `variables` are other variables of the template, such as `enable_thinking=False`. Raises
+        ValueError without a template, if it fails or exceeds the bounds of models/chat_template.py,
+        and for variables that are set already.
         """
         if not self.has_chat_template:
             raise ValueError(
@@ -119,27 +111,46 @@ class Tokenizer:
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load the tokenizer of a local Hugging Face folder, or of a GGUF file.
 
-    Raises FileNotFoundError where the folder or its vocabulary is missing, and
-    ValueError where transformers cannot read it.
+    Raises FileNotFoundError if the folder or its vocabulary is missing, and ValueError if
+    transformers cannot read it.
     """
-    folder = Path(directory)
-    if gguf_header.is_gguf(folder):
-        header = gguf_header.read(folder)
-        return _wrapped(folder, _gguf_backend(header), gguf_policy.end_tokens(header))
-    _require_files(folder)
-    return _wrapped(folder, _backend(folder), _generation_eos(folder))
+    path = Path(directory)
+    if is_gguf(path):
+        backend, ends = _from_gguf(path)
+    else:
+        backend, ends = (
+            _from_folder(path),
+            end_ids(_optional_json(path / hf_files.GENERATION), str(path)),
+        )
+    ids = backend.get_vocab().values()
+    if not ids:
+        raise ValueError(
+            f"{path}: expected a tokenizer with a vocabulary, got one without any token: copy "
+            "tokenizer.json from where the policy came from"
+        )
+    own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
+    return Tokenizer(
+        vocab_size=max(ids) + 1,
+        eos_token_ids=tuple(dict.fromkeys([*own, *ends])),
+        pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
+        has_chat_template=bool(backend.chat_template),
+        backend=backend,
+    )
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy a tokenizer's vocabulary, settings and chat template from one folder to another.
-
-    The source may be a GGUF file, whose tokenizer is written as a folder has it.
-    """
+    """Copy a tokenizer's vocabulary, settings and chat template from a folder or GGUF file."""
     folder = Folder(target)
-    if gguf_header.is_gguf(source):
-        for name, text in gguf_tokenizer.files(gguf_header.read(source)).items():
-            folder.replace(name, text)
-        return
+    if is_gguf(source):
+        from models import gguf_header, gguf_tokenizer
+
+        header = gguf_header.read(source)
+        if gguf_tokenizer.is_known(header):
+            rules, settings = gguf_tokenizer.parts(header)
+            folder.replace(_FILE, rules.to_str())
+            folder.replace(_SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            return
+        source = source.parent
     for file in source.iterdir():
         if is_own_file(file.name):
             folder.replace(file.name, file.read_bytes())
@@ -154,7 +165,7 @@ def is_own_file(name: str) -> bool:
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Raise ValueError unless every id of the tokenizer has a row in the policy's embedding.
 
-    A policy with more rows than the tokenizer has ids is fine: many are padded.
+    More rows than ids are fine: many embeddings are padded.
     """
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
@@ -172,10 +183,9 @@ def save_character_tokenizer(
 ) -> None:
     """Write a tokenizer with one id per character, readable by `load` and by transformers.
 
-    Ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, then `extra_specials`, then the characters
-    in their order (repeats are dropped). A character outside becomes `<unk>`. Any
-    text of the characters comes back unchanged. `chat_template` is Jinja source.
-    Raises ValueError for an entry that is not one character, or for none.
+    Ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, then `extra_specials`, then the distinct characters in
+    their order. Other characters become `<unk>`. `chat_template` is Jinja source. Raises ValueError
+    for an entry that is not one character, or for none.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -196,9 +206,9 @@ def save_character_tokenizer(
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    backend.save(str(folder / _FILE))
+    settings = {
+        "tokenizer_class": _PLAIN_CLASS,
         "pad_token": PAD,
         "eos_token": EOS,
         "unk_token": UNK,
@@ -206,74 +216,53 @@ def save_character_tokenizer(
     }
     if chat_template is not None:
         settings["chat_template"] = chat_template
-    _write_json(folder / "tokenizer_config.json", settings)
+    hf_files.write_json(folder / _SETTINGS, settings)
 
 
-def _wrapped(where: Path, backend: Any, ends: tuple[int, ...]) -> Tokenizer:
-    own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
-    ids = backend.get_vocab().values()
-    if not ids:
-        raise ValueError(
-            f"{where}: expected a tokenizer with a vocabulary, got one without any token: copy "
-            "tokenizer.json from where the policy came from"
-        )
-    return Tokenizer(
-        vocab_size=max(ids) + 1,
-        eos_token_ids=tuple(dict.fromkeys([*own, *ends])),
-        pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
-        has_chat_template=bool(backend.chat_template),
-        backend=backend,
-    )
-
-
-def _require_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"expected a local tokenizer folder, got {str(folder)!r}, which is not a directory: "
-            "models are not downloaded here; fetch it first, for example: "
-            "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
-        )
+def _from_folder(folder: Path) -> Any:
+    hf_files.require_folder(folder)
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        found = sorted(p.name for p in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
         raise FileNotFoundError(
             f"no tokenizer in {folder}: expected tokenizer.json (and tokenizer_config.json), got "
-            f"{found[:12]}; copy them from where the policy came from"
+            f"{names[:12]}; copy them from where the policy came from"
         )
-
-
-def _backend(folder: Path) -> Any:
-    # A folder that names no family of tokenizers means its tokenizer.json as it stands. Where
-    # config.json says qwen2, AutoTokenizer takes that family's class and the file's rules are lost.
-    generic = (folder / "tokenizer.json").is_file() and _read_json(
-        folder / "tokenizer_config.json"
-    ).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    # each is loaded on its own; AutoTokenizer brings all families along
-    loader = _of_transformers("PreTrainedTokenizerFast" if generic else "AutoTokenizer")
+    # A folder that names no family of tokenizers means its tokenizer.json literally. If config.json
+    # says qwen2, AutoTokenizer takes that family's class and ignores the file's rules.
+    named = _optional_json(folder / _SETTINGS).get("tokenizer_class")
+    is_plain = (folder / _FILE).is_file() and named in (_PLAIN_CLASS, "TokenizersBackend")
+    loader = _class(_PLAIN_CLASS if is_plain else "AutoTokenizer")
     with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
-def _gguf_backend(header: Header) -> Any:
-    rules, settings = gguf_tokenizer.parts(header)
-    loader = _of_transformers(settings.pop("tokenizer_class"))
-    with _as_value_error(f"transformers cannot read the tokenizer in {header.path}"):
-        return loader(tokenizer_object=rules, **settings)
+def _from_gguf(path: Path) -> tuple[Any, tuple[int, ...]]:
+    """Return a GGUF file's tokenizer and end tokens; files next to it replace an unknown kind."""
+    from models import gguf, gguf_header, gguf_tokenizer
+
+    header = gguf_header.read(path)
+    ends = gguf.end_tokens(header)
+    if gguf_tokenizer.is_known(header) or not (path.parent / _FILE).is_file():
+        rules, settings = gguf_tokenizer.parts(header)
+        with _as_value_error(f"transformers cannot read the tokenizer in {path}"):
+            return _class(settings.pop("tokenizer_class"))(tokenizer_object=rules, **settings), ends
+    backend, (tokens, _) = _from_folder(path.parent), gguf.tokens_of(header)
+    for text, i in backend.get_vocab().items():
+        if i < len(tokens) and tokens[i] != text:
+            header.fail(
+                f"expected {path.parent / _FILE} to have its tokens, got {shown(text)} as token "
+                f"{i}, which is {shown(tokens[i])}",
+                "copy the tokenizer.json of the file's model",
+            )
+    return backend, ends
 
 
-def _of_transformers(name: str) -> Any:
-    # transformers prints advice about a missing torch at import; we use none of its models.
-    silence = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(silence)
-    os.environ[silence] = "1"
-    try:
-        import transformers
+def _class(name: str) -> Any:
+    # transformers prints advice about a missing torch at import; none of its models is used here
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
 
-        return getattr(transformers, name)
-    finally:
-        if before is None:
-            del os.environ[silence]
-        else:
-            os.environ[silence] = before
+    return getattr(transformers, name)  # loads this class only; AutoTokenizer loads all families
 
 
 @contextlib.contextmanager
@@ -292,14 +281,5 @@ def _as_value_error(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {kind}{escaped(str(error), 300)}") from error
 
 
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    return ids_of(_read_json(folder / "generation_config.json").get("eos_token_id"), str(folder))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; empty where there is no file."""
-    return read_json(path) if path.is_file() else {}
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _optional_json(path: Path) -> dict[str, Any]:
+    return hf_files.read_json(path) if path.is_file() else {}

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models.hf_config import shown
+from models.hf_files import shown
 from rl.config.grammar import Binding, Macro, Reference, read_files, read_override
 from rl.config.values import (
     ConfigError,

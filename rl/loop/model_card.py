@@ -63,7 +63,7 @@ class Form:
 def read_base(policy: Path) -> Base:
     """Return the name and the declared origin of a policy's folder or file."""
     path = policy.absolute()
-    if gguf_header.is_gguf(path):
+    if hf_files.is_gguf(path):
         declared = gguf_header.read(path).metadata.get("general.license")
         return Base(path.stem, license=declared if isinstance(declared, str) else None)
     head = _front_matter(path / CARD)
@@ -183,8 +183,12 @@ in Reprise, a program for reinforcement learning with verifiable rewards.
 
 
 def of_policy(base: Base, form: Form) -> str:
-    """Return the card of a policy that was written in another form, without training."""
-    return f"""{_head(base)}
+    """Return the card of a policy that was written in another form, without training.
+
+    It gives the license of the same weights, if that is a plain name.
+    """
+    name = base.license if _is_plain(base.license) else None
+    return f"""{_head(base, license_name=name)}
 
 # {code(base.name)}
 
@@ -195,16 +199,21 @@ def of_policy(base: Base, form: Form) -> str:
 
 {_use(form)}
 
-{_license(base)}
+{_license(base, is_given=name is not None)}
 """
 
 
-def _head(base: Base, *tags: str) -> str:
+def _is_plain(license_name: str | None) -> bool:
+    return re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", license_name or "") is not None
+
+
+def _head(base: Base, *tags: str, license_name: str | None = None) -> str:
     """Return the metadata that the hub reads; every value is of a known set or has safe letters."""
     origin = f"base_model: {json.dumps(base.hub_id)}\n" if base.hub_id else ""
     listed = "".join(f"\n- {tag}" for tag in ("reprise", *tags))
     pipeline = "library_name: transformers\npipeline_tag: text-generation\n"
-    return f"---\n{pipeline}{origin}tags:{listed}\n---"
+    given = f"\nlicense: {license_name}" if license_name else ""
+    return f"---\n{pipeline}{origin}tags:{listed}{given}\n---"
 
 
 def _origin(base: Base, form: Form) -> str:
@@ -284,11 +293,12 @@ Reprise trains from this folder (`Policy.directory`), and reads it with \
 `models.hf.load_pretrained`."""
 
 
-def _license(base: Base) -> str:
+def _license(base: Base, *, is_given: bool = False) -> str:
     terms = "Its terms hold for these weights too: look them up before you share them."
     if base.license is not None:
         terms = f"Its own card says {code(base.license)}, whose terms hold for these weights too."
+    none = "" if is_given else "None is given here. Add `license: …` to the head of this file. "
     return f"""## License
 
-None is given here. Add `license: …` to the head of this file. These weights are made from the \
+{none}These weights are made from the \
 base policy {code(base.name)}. {terms}"""

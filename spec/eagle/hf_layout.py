@@ -25,8 +25,7 @@ import numpy as np
 
 from models import hf, hf_config, hf_files
 from models.config import ModelConfig
-from models.hf_config import shown
-from models.hf_files import Entry
+from models.hf_files import Entry, shown
 from spec.eagle import model as eagle
 from spec.eagle.config import Design, EagleConfig
 from spec.eagle.model import EagleParams
@@ -175,16 +174,15 @@ def parse(
         )
     layer = hf_config.parse({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
     _refuse_other_policy(content, ours, layer, policy, where)
-    size = content.get("draft_vocab_size")
-    size = layer.vocab_size if size is None else size
+    size = hf_config.read_entry(content, "draft_vocab_size", "size", where, layer.vocab_size)
     all_tokens = size == layer.vocab_size and OFFSETS not in present
     try:
         return EagleConfig(
             design,
             dataclasses.replace(layer, tied_embeddings=False),
             _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
-            0 if all_tokens else hf_config.whole(size, "draft_vocab_size", where),
-            fc_bias=hf_config.yes_or_no(content, "bias", _FC_BIAS in present, where),
+            0 if all_tokens else size,
+            fc_bias=hf_config.read_entry(content, "bias", "flag", where, _FC_BIAS in present),
             own_head=bool(ours.get("own_head", HEAD in present)),
         )
     except ValueError as error:

@@ -17,7 +17,7 @@ import pytest
 from command_runs import call_main
 
 from benchmarks import tiny_run
-from models import gguf, hf, tokenizer, transformer
+from models import hf, tokenizer, transformer
 from rl import evaluate, export, report, train
 from rl.loop import memory_estimate, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
@@ -132,7 +132,7 @@ def test_a_gguf_file_and_a_folder_made_of_it_give_the_same_run(tiny, tmp_path, c
     words = gguf_by_hand.character_vocabulary(tiny_run.CHARACTERS, model.vocab_size)
     words["tokenizer.chat_template"] = TEMPLATE
     gguf_by_hand.write(file, model, gguf_by_hand.by_name(model, params), metadata=words)
-    assert gguf.main([str(file), str(folder)]) == 0
+    assert export.main([str(file), "--output", str(folder), "--dtype", "float32"]) == 0
     runs = {policy: tmp_path / f"run_{policy.suffix}" for policy in (file, folder)}
     for policy, run in runs.items():
         named = f"--gin.Policy.directory='{policy}'"

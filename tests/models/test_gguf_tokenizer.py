@@ -53,6 +53,25 @@ def test_the_tokenizer_of_a_file(written):
     assert words.decode(ids) == "user\nthe\nassistant\n"
 
 
+def test_files_next_to_it_replace_an_unknown_tokenizer(written, tmp_path):
+    (tmp_path / "known").mkdir()
+    tokenizer.copy_files(written(), tmp_path / "known")
+    path = written(pre="unheard-of")
+    with pytest.raises(ValueError, match="and 'unheard-of'.* next to the file"):
+        tokenizer.load(path)
+    for file in (tmp_path / "known").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    words = tokenizer.load(path)
+    assert words.encode(" the 12") == tokenizer.load(written("b.gguf")).encode(" the 12")
+    assert words.eos_token_ids == (2, 0)
+    (tmp_path / "out").mkdir()
+    tokenizer.copy_files(path, tmp_path / "out")
+    assert tokenizer.load(tmp_path / "out").encode(" the 12") == words.encode(" the 12")
+    tokenizer.save_character_tokenizer(tmp_path, "abc")
+    with pytest.raises(ValueError, match="to have its tokens, got .*copy the tokenizer.json of"):
+        tokenizer.load(path)
+
+
 def test_copied_files_load_the_same(written, tmp_path):
     path = written()
     (tmp_path / "folder").mkdir()
@@ -127,16 +146,18 @@ def test_whole_texts_begin_as_the_file_says(written):
 
 
 TOKENS, TYPES = WORDS[KEY + "tokens"], WORDS[KEY + "token_type"]
-LONG = TOKENS[:20] + ["a" * 200] + TOKENS[21:]
 REFUSED = {
-    "another cut": ({"pre": "deepseek-llm"}, "pre as one of gpt-2, .*got 'deepseek-llm'"),
-    "no cut": ({"pre": None}, "pre as one of .*got None"),
-    "a kind in numbers": ({"model": [1, 2]}, "model 'gpt2' .*got .1, 2."),
-    "another kind": ({"model": "rwkv"}, "model 'gpt2' .*got 'rwkv'.*--tokenizer"),
-    "no scores": ({"model": "llama"}, "ggml.scores as numbers, got None"),
+    "another cut": (
+        {"pre": "deepseek-llm"},
+        "pre as one of gpt-2, .*got 'gpt2' and 'deepseek-llm'",
+    ),
+    "no cut": ({"pre": None}, "pre as one of .*got .gpt2. and None"),
+    "a kind in numbers": ({"model": [1, 2]}, "model 'llama' .*got .1, 2. and"),
+    "another kind": ({"model": "rwkv"}, "'gpt2' .*got 'rwkv' and .*next to the file"),
+    "no scores": ({"model": "llama"}, "score for each of 300 tokens in .*scores, got None"),
     "too few scores": (
         {"model": "llama", "scores": [0.5]},
-        "score for each of 300 tokens, got .0.5.;?",
+        "score for each of 300 tokens .* got .0.5.:",
     ),
     "a score of nothing": (
         {"model": "llama", "scores": [float("nan")] * 300},
@@ -155,11 +176,14 @@ REFUSED = {
     "half a merge": ({"merges": ["the"]}, "all in the vocabulary, got 'the'"),
     "no tokens": ({"tokens": None}, "vocabulary in tokenizer.ggml.tokens, got None"),
     "a token twice": ({"tokens": TOKENS[:-1] + ["a"]}, "every token once, got 'a' twice"),
-    "too few types": ({"token_type": TYPES[:-1]}, "type for each of 300 tokens, got 299"),
-    "types as text": ({"token_type": ["a"] * 300}, "token_type as whole numbers"),
+    "too few types": (
+        {"token_type": TYPES[:-1]},
+        "token_type as 300 whole numbers, .* and 291 more",
+    ),
+    "types as text": ({"token_type": ["a"] * 300}, "token_type as 300 whole numbers, .* got .'a'"),
     "an id beyond": ({"eos_token_id": 300}, "eos_token_id below the 300 tokens .*got 300"),
     "an empty control": ({"tokens": ["", *TOKENS[1:]]}, "added tokens with a text"),
-    "a template": ({"add_bos_token": "yes"}, "add_bos_token as true or false, got 'yes'"),
+    "a template": ({"add_bos_token": "yes"}, "add_bos_token of type bool, got 'yes'"),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks import tiny_run
-from models import gguf, hf, hf_files, tokenizer, transformer
+from models import hf, hf_files, tokenizer, transformer
 from models.config import ModelConfig
 from rl import export
 from rl.checkpoint.checkpointer import Checkpointer
@@ -164,10 +164,10 @@ def test_a_gguf_file_and_the_folder_made_of_it(tmp_path):
     words = by_hand.byte_vocabulary(300) | {"general.license": "apache-2.0"}
     by_hand.write(tmp_path / "a.gguf", shape, by_hand.random_weights(shape), metadata=words)
     _, params = hf.load_pretrained(tmp_path / "a.gguf")
-    gguf.convert(tmp_path / "a.gguf", tmp_path / "folder")
-    for name in ("a.gguf", "folder"):
-        out = tmp_path / f"out-{name}"
-        assert export.main([str(tmp_path / name), "--output", str(out)]) == 0
+    folder = tmp_path / "out-a.gguf"
+    for source in (tmp_path / "a.gguf", folder):
+        out = tmp_path / f"out-{source.name}"
+        assert export.main([str(source), "--output", str(out)]) == 0
         assert_holds(out, params, ml_dtypes.bfloat16)
         assert tokenizer.load(out).has_chat_template
         assert "Its own card says `apache-2.0`" in (out / "README.md").read_text()

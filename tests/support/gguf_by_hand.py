@@ -71,7 +71,7 @@ def random_weights(config, seed=0):
     rng = np.random.default_rng(seed)
     return {
         entry.name: rng.standard_normal(entry.shape, np.float32) * 0.2
-        for entry in hf._entries(config)
+        for entry in hf.entries(config)
     }
 
 
@@ -192,7 +192,7 @@ def write(path, config, weights, kind=KINDS.F32, metadata=None, tensors=None):
 def by_name(config, params):
     """Our parameters by Hugging Face's names, in the layout of its files."""
     found = {}
-    for entry, leaf in zip(hf._entries(config), leaves(params), strict=True):
+    for entry, leaf in zip(hf.entries(config), leaves(params), strict=True):
         found[entry.name] = np.asarray(leaf)
     assert len(found) == len(leaves(param_specs(config)))
     return found

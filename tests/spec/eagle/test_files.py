@@ -30,6 +30,7 @@ from safetensors.numpy import load_file
 
 from models import hf, hf_files, transformer
 from models.config import Llama3RopeScaling
+from models.folder import Folder
 from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
@@ -245,15 +246,17 @@ def test_no_pickle_is_opened(tmp_path, monkeypatch):
 # Saving.
 
 
-@pytest.mark.parametrize("step", ["write_json", "write_tensors", "_swap"])
-def test_a_save_that_fails_leaves_the_old_drafter(step, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "step"), [(hf_files, "write_json"), (hf_files, "write_tensors"), (Folder, "rename")]
+)
+def test_a_save_that_fails_leaves_the_old_drafter(owner, step, tmp_path, monkeypatch):
     old = drafter_of(seed=1)
     eagle_files.save(tmp_path / "out", old, POLICY, None)
 
     def full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf_files, step, full)
+    monkeypatch.setattr(owner, step, full)
     with pytest.raises(OSError, match="disk full"):
         eagle_files.save(tmp_path / "out", drafter_of(seed=2), POLICY, policy_params())
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -295,7 +298,7 @@ def test_a_policy_is_not_overwritten(tmp_path):
             lambda d: dataclasses.replace(
                 d, params=dataclasses.replace(d.params, fc_bias_D=jnp.zeros(8))
             ),
-            "expected 12 tensors, got a tree of another form, of 13",
+            "expected 12 tensors, got a tree of another structure with 13",
         ),
         (
             lambda d: dataclasses.replace(
