@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "draft_cache": {""},
         "eagle": {"", "draft_cache"},
         "draft_model": {"", "draft_cache"},
-        "decoupled": {"", "draft_cache"},
+        "decoupled": {"", "draft_cache", "draft_model"},
         "retrieval": {"", "reuse"},
         "budget": {"", "retrieval"},
     },
