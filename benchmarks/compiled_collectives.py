@@ -24,11 +24,10 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks import environment
+from benchmarks import environment, hlo
 from benchmarks.compiled_rounds import CONFIG, MODEL, NODES, POSITIONS, PROMPT, SLOTS
 from models.config import ModelConfig
-from rl.targets import hlo, topologies
-from rl.targets.table import parse_target
+from rl.preflight.targets import devices_of, parse_target, prepare
 from spec.config import SamplingConfig
 
 QWEN2 = ModelConfig(
@@ -49,7 +48,7 @@ KINDS = {
 def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
     """Compile both rounds for a target, in a process that has opened no other compiler."""
     target = parse_target(target_name)
-    topologies.prepare(target)
+    prepare(target)
     import jax
     import jax.numpy as jnp
 
@@ -60,7 +59,7 @@ def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
     from rl.warm_up.rollout_programs import Pool, Reach
 
     model = dataclasses.replace(MODELS[model_name], num_layers=layers)
-    mesh = rollout_mesh(topologies.devices_of(target), model.num_kv_heads)
+    mesh = rollout_mesh(devices_of(target), model.num_kv_heads)
     config = dataclasses.replace(CONFIG, cache="pages")
     engine = Engine(model, config, mesh=mesh, dtype=jnp.bfloat16)
     sampling = SamplingConfig(max_new_tokens=POSITIONS - PROMPT)
@@ -70,7 +69,7 @@ def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
         pool = Pool(engine, engine.place(shapes), sampling, Reach(SLOTS, PROMPT, speculative=True))
         rounds = {"plain": pool.plain_round(SLOTS), "verify": pool.verifying_round(SLOTS, NODES)}
-        options = topologies.COMPILER_OPTIONS.get(target.kind.platform)
+        options = target.kind.compiler_options
         for name, program in rounds.items():
             step = lowered(engine, program).compile(compiler_options=options)
             moved = hlo.collectives_of(hlo.parse(step.as_text()))

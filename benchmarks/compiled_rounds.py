@@ -31,11 +31,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import environment
+from benchmarks import environment, hlo
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
-from rl.targets import hlo, topologies
-from rl.targets.table import parse_target
+from rl.preflight.targets import devices_of, parse_target, prepare
 from spec.config import SamplingConfig
 
 TARGET, SLOTS, NODES, POSITIONS, PROMPT = "v5p:2x2x1", 64, 512, 16384, 1024
@@ -81,7 +80,6 @@ def compiled(cache: str, layers: int, devices: Any) -> dict[str, dict[str, float
                 "compiler_ms": 1e3 * cost["optimal_seconds"],
                 "itemized_ms": itemized_ms(module),
                 "gathered_mb": sum(x.num_bytes for k, x in moved.items() if "gather" in k) / 1e6,
-                "kernels": sum(hlo.kernels_of(module).values()),
                 "compile_s": round(time.monotonic() - begin),
             }
     return found
@@ -119,11 +117,11 @@ def whole_arrays(cache: str, devices: Any) -> int:
 
     from rl.config.loader import load
     from rl.loop.experiment import TrainConfig
-    from rl.targets.run_shapes import RunShapes
+    from rl.preflight.programs import RunPrograms
 
     flags = "Mesh.data=1", "Mesh.fsdp=2", "Mesh.tensor=2", f"Engine.cache='{cache}'"
     config = load(TrainConfig, ["configs/real/qwen3_8b_8xh100.gin"], flags)
-    run = RunShapes(config, dataclasses.replace(MODEL, num_layers=2), devices, is_cpu=False)
+    run = RunPrograms(config, dataclasses.replace(MODEL, num_layers=2), devices, is_cpu=False)
     held = jax.tree.leaves((run.state, [program.arguments() for program in run.of_rollouts()]))
     shapes = [x for x in held if isinstance(x, jax.ShapeDtypeStruct)]
     assert any(x.sharding is not None and not x.sharding.is_fully_replicated for x in shapes)
@@ -213,8 +211,8 @@ def main() -> None:
     parser.add_argument("--caches", nargs="*", default=["pages", "rows"])
     arguments = parser.parse_args()
     target = parse_target(TARGET)
-    topologies.prepare(target)
-    devices = topologies.devices_of(target)
+    prepare(target)
+    devices = devices_of(target)
     floor, counted, rounds = floor_ms(), allocation(), {}
     for cache in arguments.caches:
         found = {layers: compiled(cache, layers, devices) for layers in arguments.layers}

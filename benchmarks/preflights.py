@@ -6,7 +6,7 @@
 Each is compiled with the compiler of its devices, none of which is needed: libtpu for TPUs (`pip
 install "jax[tpu]"`), the CUDA plug-in for H100 (`jax[cuda12]` or `[cuda13]`). Nothing runs. Figures
 are of the fullest device: its peak by what it has, and what stays there. Configurations
-of `--auto` have their slots, pages and micro-batches found.
+of `--auto` have their slots, pages and micro-batches computed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def preflight(name: str, *flags: str) -> dict[str, Any]:
         "seconds": round(took_s),
         "peak_program": found["peak_program"],
         "temporaries_gb": {n: round(x["temporary_bytes"] / 1e9, 3) for n, x in compiled.items()},
-        "helps": [one["flag"] for one in found["helps"]],
     }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from models.params import num_params
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
-from rl.loop import memory_estimate, run_folder
+from rl.loop import run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import check_installed
 from rl.rewards.check import check_rewards
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     if config.open_sizes:
-        from rl.targets import sizes
+        from rl.preflight import sizes
 
         try:
             config = config.with_sizes(sizes.find_here(config, inputs.model))
@@ -141,9 +141,9 @@ def _newest_run(name: str) -> Path:
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print what would run, and in how much memory; returns the exit code."""
-    from rl.loop import first_programs
+    from rl.loop import first_programs, memory
 
-    model, there = inputs.model, memory_estimate.devices_unopened()
+    model, devices_here = inputs.model, memory.unopened_devices()
     say(dump(config))
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
@@ -159,18 +159,21 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
         say(f"# open          {', '.join(config.open_sizes)}: found when it runs, by what fits")
         say("# ok            all is checked but Mesh and memory, which are looked at when it runs")
         return 0
-    compiled = first_programs.num_whole_model(config, model, is_cpu=there.is_cpu)
+    compiled = first_programs.num_whole_model(config, model, is_cpu=devices_here.is_cpu)
     say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
-    needed = memory_estimate.estimate(config, model, there)
-    for part, size in [*needed.parts.items(), ("total, of one device", needed.total)]:
-        say(f"# memory        {part:38s} {size / 2**20:10.1f} MiB")
     try:
-        warning = memory_estimate.verdict(needed, there)
+        needed = memory.estimate(config, model, devices_here)
+        for part, arrays in needed.parts.items():
+            for name, size in arrays.items():
+                say(f"# memory        {part}: {name:36s} {size / 2**20:10.1f} MiB")
+        total = "total of one device, without activations"
+        say(f"# memory        {total:46s} {needed.total_bytes / 2**20:10.1f} MiB")
+        warning = needed.check(devices_here)
     except ValueError as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    if there.limit_bytes is None:
-        say("# memory        nobody says what a device has: compared when it runs")
+    if devices_here.bytes_each is None:
+        say("# memory        the size of a device is unknown: compared when it runs")
     for remark in [*filter(None, [warning]), *remarks(config, inputs)]:
         say(f"# note          {remark}")
     say("# ok            all is checked but Mesh: devices are looked at when it runs")

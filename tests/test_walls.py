@@ -75,7 +75,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
                 "workers",
             ),
         },
-        "targets": {"config", "engine", "learner", "loop", "speculation", "warm_up", "workers"},
+        "preflight": {"config", "engine", "learner", "loop", "rewards", "speculation", "warm_up"},
     },
 }
 # Of rl's own files every room may import the records; the others are what users start, and

@@ -65,7 +65,7 @@ def is_hopper() -> bool:
     """Return whether programs are compiled for an NVIDIA GPU of compute capability 9.
 
     It is that of the mesh in use (`jax.set_mesh`), or of the default device. A GPU without a name
-    is one that only a compiler knows (rl.targets), which are Hoppers.
+    is one that only a compiler knows (rl.preflight), which are Hoppers.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind

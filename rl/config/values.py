@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-AUTO: Literal["auto"] = "auto"  # a size that `rl.targets.sizes` finds
+AUTO: Literal["auto"] = "auto"  # a size that `rl.preflight.sizes` finds
 
 
 class ConfigError(ValueError):

@@ -34,7 +34,7 @@ class EngineConfig:
     `page_tokens` positions, of which a request has as many as it has tokens; "auto": rows on CPUs.
     There are `pages` of them in all (0: as many as all slots can need); where they lack, the newest
     requests wait and are computed again. `slots` and `pages` of "auto" are found by what the
-    programs of the run need of a device's memory (`rl.targets.sizes`).
+    programs of the run need of a device's memory (`rl.preflight.sizes`).
     """
 
     slots: int | Literal["auto"] = 64

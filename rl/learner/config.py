@@ -17,7 +17,7 @@ class TrainerConfig:
 
     A batch is gone through `inner_updates` times, in `minibatches` optimizer steps
     each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding
-    included ("auto": as many as fit, `rl.targets.sizes`); `logprob_chunk_tokens` of them have
+    included ("auto": as many as fit, `rl.preflight.sizes`); `logprob_chunk_tokens` of them have
     logits at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where
     rollouts are exact up to rounding only; float32 is in full precision on every backend. Master
     weights are always float32. `remat` says what the backward pass computes again instead of

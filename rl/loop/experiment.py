@@ -40,7 +40,7 @@ from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 
-# Settings that may be "auto": `rl.targets.sizes` finds numbers by a device's memory.
+# Settings that may be "auto": `rl.preflight.sizes` finds numbers by a device's memory.
 SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rl.cluster.config import ClusterConfig
 from rl.cluster.processes import Processes
 from rl.config.loader import ConfigError, dump
-from rl.loop import memory_estimate, run_folder
+from rl.loop import run_folder
 from rl.loop.experiment import Inputs, TrainConfig, remarks
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
@@ -107,7 +107,7 @@ def _run_together(
 
     Where there is none to resume from, with the status that the signal stands for.
     """
-    from rl.loop import legs
+    from rl.loop import legs, memory
     from rl.loop.setup import engine_mesh, run_mesh
     from rl.runtime import program_cache
 
@@ -115,9 +115,8 @@ def _run_together(
         own = not processes.alone and config.cluster.rollouts == "local"
         engine_mesh(config, inputs.model, run_mesh(config), own=own)
         found = devices.found()
-        there = memory_estimate.devices_of(found)
-        needed = memory_estimate.estimate(config, inputs.model, there)
-        tight = memory_estimate.verdict(needed, there)
+        opened = memory.opened_devices(found)
+        tight = memory.estimate(config, inputs.model, opened).check(opened)
         lock = _begin(config, inputs, folder, before, processes)
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)

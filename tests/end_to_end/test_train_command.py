@@ -19,7 +19,7 @@ from command_runs import call_main
 from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl import evaluate, export, report, train
-from rl.loop import memory_estimate, train_loop
+from rl.loop import memory, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation import draft_model
 from rl.speculation.config import DraftModelConfig
@@ -301,7 +301,7 @@ def test_a_run_as_one_of_several_processes_is_refused(tiny, tmp_path, monkeypatc
 
 
 def test_a_run_that_cannot_fit_is_refused(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory_estimate, "_host_bytes", lambda: 2**10)
+    monkeypatch.setattr(memory, "_host_bytes", lambda: 2**10)
     folder = tmp_path / "run"
     for dry in ([], ["--dry_run"]):
         given = [f"--gin_file={tiny}", f"--gin.Run.directory='{folder}'", *dry]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rl.config.loader import dump, load
-from rl.loop import memory_estimate
+from rl.loop import memory
 from rl.loop.experiment import TrainConfig, open_inputs
 from tests.hostile.watch import CANARY, Case
 
@@ -31,8 +31,8 @@ def check(gin_file: Path, *overrides: str) -> None:
     """What `rl.train --dry_run` does before it tries the rewards."""
     config = load(TrainConfig, [gin_file], overrides)
     inputs = open_inputs(config)
-    there = memory_estimate.Devices(1, 2**40)
-    memory_estimate.verdict(memory_estimate.estimate(config, inputs.model, there), there)
+    devices = memory.Devices(1, 2**40)
+    memory.estimate(config, inputs.model, devices).check(devices)
     dump(config)
 
 

@@ -1,7 +1,7 @@
 """Programs of a run whose figures are made up instead of compiled."""
 
-from rl.targets import fitting
-from rl.targets.measure import Figures
+from rl.preflight import fit
+from rl.preflight.fit import Figures
 
 
 def figured(monkeypatch, temporary_bytes):
@@ -13,5 +13,5 @@ def figured(monkeypatch, temporary_bytes):
         temporaries = temporary_bytes(program)
         return Figures(argument_bytes=program.held_bytes, temporary_bytes=temporaries)
 
-    monkeypatch.setattr(fitting, "compiled_figures", figures)
+    monkeypatch.setattr(fit, "compiled_figures", figures)
     return asked

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from rl.ablate import AblationRun, cells
 from rl.config.loader import dump, load
-from rl.loop import memory_estimate
+from rl.loop import memory
 from rl.loop.experiment import PolicyConfig, TrainConfig, open_inputs
 from rl.simulate import SimulateRun
 
@@ -100,7 +100,7 @@ class TestConfig:
             publish(tmp_path / "downloads")
         inputs = open_inputs(config)
         assert len(inputs.task) >= config.rollout.prompts_per_step
-        assert memory_estimate.estimate(config, inputs.model, memory_estimate.Devices()).total > 0
+        assert memory.estimate(config, inputs.model, memory.Devices()).total_bytes > 0
 
 
 def test_all_of_rhymerl_is_on_in_its_configuration():

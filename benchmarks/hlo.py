@@ -1,12 +1,10 @@
-"""Compiled programs as XLA prints them: instructions, their arrays, collectives and kernels.
+"""Compiled programs as XLA prints them (`Compiled.as_text()`): instructions and collectives.
 
-The text is that of `Compiled.as_text()`, whose instructions are in the order in which they run.
 Sizes are those of one device, padded to the tiles of their layout.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -18,10 +16,11 @@ _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=")
+_CALLED = re.compile(
+    r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_DONATED = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 COLLECTIVES = (
@@ -32,77 +31,55 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result; `on_device`: it lies in the device's main memory."""
+    """One array of an instruction's result; `on_device`: in the device's main memory."""
 
-    text: str
     num_bytes: int
     on_device: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation; `type_text` is that of its result, `rest` its attributes.
-
-    `inside` is what stands in its parentheses: operands, or a parameter's number.
-    """
+    """One line of a computation: its result's type, operands, and attributes (`rest`)."""
 
     name: str
     type_text: str
     opcode: str
     operands: tuple[str, ...]
-    inside: str
     rest: str
-    is_root: bool
 
     @cached_property
     def arrays(self) -> list[Array]:
-        """The arrays of the result, those of a tuple in turn."""
+        """The arrays of the result; of a tuple in its order."""
         return [_array(match) for match in _ARRAY.finditer(self.type_text)]
 
     @cached_property
     def num_bytes(self) -> int:
         return sum(array.num_bytes for array in self.arrays)
 
-    @property
-    def op_name(self) -> str:
-        """Return its name in the source program."""
-        return self.quoted("op_name")
-
-    def quoted(self, key: str) -> str:
-        """Return an attribute in quotes, empty where there is none."""
-        found = re.search(rf'\b{key}="([^"]*)"', self.rest)
-        return found[1] if found else ""
-
     @cached_property
     def called(self) -> list[str]:
         """The computations that it runs."""
-        names = [_OPERAND.match(self.rest, m.end()) for m in _CALLED.finditer(self.rest)]
-        found = [match[1] for match in names if match]
         branches = _BRANCHES.search(self.rest)
-        return found + (_OPERAND.findall(branches[1]) if branches else [])
+        return _CALLED.findall(self.rest) + (_OPERAND.findall(branches[1]) if branches else [])
 
     @property
     def trips(self) -> int:
-        """Return how often a loop runs, 1 where XLA does not know."""
-        found = _TRIPS.search(self.rest)
-        return int(found[1]) if found else 1
+        """How often a loop runs, 1 if XLA does not know."""
+        trips = _TRIPS.search(self.rest)
+        return int(trips[1]) if trips else 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """The computations of a program by name, and that which is run.
-
-    `donated` are the numbers of the parameters whose memory results may take.
-    """
+    """The computations of a program by name, and the name of its entry."""
 
     computations: dict[str, list[Instruction]]
     entry: str
-    donated: frozenset[int] = frozenset()
 
     def run(self) -> Iterator[tuple[int, Instruction, Callable[[str], Instruction]]]:
-        """Yield (how often, instruction, its computation's instructions by name) of all that runs.
+        """Yield (times it runs, instruction, its computation's instructions by name).
 
-        Loops of an unknown number of rounds count once.
+        Loops of an unknown number of iterations count once.
         """
         yield from self._run(self.entry, 1)
 
@@ -118,7 +95,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Return the computations of a program's text. Raises ValueError where it has no entry."""
+    """Return the computations of a program's text. Raises ValueError if it has no entry."""
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] | None = None
     entry = ""
@@ -131,25 +108,23 @@ def parse(text: str) -> Module:
         elif line.startswith("}"):
             current = None
         elif match := _LINE.match(line):
-            current.append(_instruction(match[1], match[2], "ROOT " in line[: match.start(2)]))
+            current.append(_instruction(match[1], match[2]))
     if not entry:
         raise ValueError("expected a program with an entry, got a text without one")
-    first_line, _, _ = text.partition("\n")
-    return Module(computations, entry, frozenset(map(int, _DONATED.findall(first_line))))
+    return Module(computations, entry)
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+def _instruction(name: str, rest: str) -> Instruction:
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     type_text, rest = rest[:end], rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
     last = _closing(rest, len(opcode))
-    inside = rest[len(opcode) + 1 : last]
-    operands = tuple(_OPERAND.findall(inside))
-    return Instruction(name, type_text, opcode, operands, inside, rest[last + 1 :], is_root)
+    operands = tuple(_OPERAND.findall(rest[len(opcode) + 1 : last]))
+    return Instruction(name, type_text, opcode, operands, rest[last + 1 :])
 
 
 def _closing(text: str, first: int) -> int:
-    """Return the place of the parenthesis that closes the one at `first`."""
+    """Return the index of the parenthesis that closes the one at `first`."""
     depth = 0
     for at in range(first, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)
@@ -167,12 +142,11 @@ def _array(match: re.Match[str]) -> Array:
         width = re.search(r"\d+", dtype)
         bits = int(width[0]) if width else 8
     num_bytes = -(-prod(_padded(sizes, layout)) * bits // 8)
-    text = f"{dtype}[{sizes_text}]"
-    return Array(text, num_bytes, on_device=space is None or space[1] == "0")
+    return Array(num_bytes, on_device=space is None or space[1] == "0")
 
 
 def _padded(sizes: list[int], layout: str) -> list[int]:
-    """Return the sizes in whole tiles of the layout: minor dimensions first, as it names them."""
+    """Return the sizes in whole tiles; the layout names minor dimensions first."""
     tile = _TILE.search(layout)
     order = [int(n) for n in layout.partition(":")[0].split(",") if n]
     if tile is None or len(order) != len(sizes):
@@ -185,7 +159,7 @@ def _padded(sizes: list[int], layout: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """The times that a kind of collective runs, and the bytes of its larger side, of one device."""
+    """How often a kind of collective runs, and the bytes of its larger side on one device."""
 
     count: int = 0
     num_bytes: int = 0
@@ -193,7 +167,7 @@ class Moved:
 
 def collectives_of(module: Module) -> dict[str, Moved]:
     """Return the collectives of a program by kind."""
-    found: dict[str, Moved] = {}
+    moved: dict[str, Moved] = {}
     for times, one, by_name in module.run():
         kind = one.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
@@ -202,29 +176,7 @@ def collectives_of(module: Module) -> dict[str, Moved]:
         result = one.num_bytes
         if one.opcode.endswith("-start") and one.type_text.startswith("(") and result > given:
             result -= given  # such a result names its operands too
-        before = found.get(kind, Moved())
+        before = moved.get(kind, Moved())
         size = before.num_bytes + times * max(given, result)
-        found[kind] = Moved(before.count + times, size)
-    return found
-
-
-# custom calls that compute nothing: memory, views, marks
-BOOKKEEPING = {
-    *("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "ZeroCrop", "Sharding"),
-    *("PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked"),
-}
-
-
-def kernels_of(module: Module) -> dict[str, int]:
-    """Return the kernels that a program calls, by name, with how often they run."""
-    found = collections.Counter[str]()
-    for times, one, _ in module.run():
-        if one.opcode != "custom-call":
-            continue
-        target = one.quoted("custom_call_target")
-        if target in BOOKKEEPING:
-            continue
-        name = one.quoted("kernel_name") or one.op_name.rpartition("/")[2]
-        kernel = target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "triton_kernel_call")
-        found[f"{target} {name}" if kernel and name else target] += times
-    return dict(found)
+        moved[kind] = Moved(before.count + times, size)
+    return moved

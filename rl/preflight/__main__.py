@@ -1,11 +1,11 @@
 """`python -m rl.preflight`: compile a configuration's programs for devices that are elsewhere.
 
-It says whether the run fits, of which arrays its memory consists, and what would help, without the
-devices and without the policy's weights: a folder with config.json is enough, and the shipped
-configurations bring theirs. Sizes of "auto" (Engine.slots, Engine.pages and
-Trainer.micro_batch_tokens) are found, and printed as lines of a configuration. Targets: v5p:2x2x4,
-v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts, devices), cpu:8. Exit status as of
-`python -m rl.train --dry_run`: 0 where it fits, 2 where not.
+It reports whether the run fits, which arrays stay on a device, and which program needs most,
+without the devices and without the policy's weights: a folder with config.json is enough, and the
+shipped configurations bring theirs. Sizes of "auto" (Engine.slots, Engine.pages and
+Trainer.micro_batch_tokens) are computed, and printed as lines of a configuration. Targets:
+v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts, devices), cpu:8. The exit status is that of
+`python -m rl.train --dry_run`: 0 if the run fits, 2 if not.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from models.config import ModelConfig
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, load, resolve_path
 from rl.loop.experiment import TrainConfig, check_sections
+from rl.preflight import targets
 from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
-from rl.targets import topologies
-from rl.targets.table import Target, parse_target
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
@@ -42,24 +41,24 @@ def main(argv: Sequence[str]) -> int:
         "--programs",
         choices=("largest", "all"),
         default="largest",
-        help="what is compiled: the largest of each kind (default), or all",
+        help="compile the largest program of each kind (default), or all",
     )
     parser.add_argument(
         "--layers",
         choices=("few", "all"),
         default="few",
-        help="deep models at two small depths, and figures extrapolated (default), or whole",
+        help="compile deep models at two small depths and extrapolate (default), or whole",
     )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args, overrides = parse_command_line(parser, argv, TrainConfig)
     try:
-        target = parse_target(args.target)
+        target = targets.parse_target(args.target)
         files = args.gin_file or [DEFAULT_CONFIG]
         config = load(TrainConfig, files, overrides)
         model = policy_shape(config.policy.directory, files)
         check_sections(config, model)
         validate(config.reward)
-        topologies.prepare(target)
+        targets.prepare(target)
         return _preflight(config, model, target, args)
     except (ConfigError, ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
@@ -69,42 +68,41 @@ def main(argv: Sequence[str]) -> int:
 def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
     """Return the shape of a policy: of its folder, or of one of that name without weights.
 
-    The latter lies beside a configuration's file, or in configs/real. Raises FileNotFoundError
-    or ValueError.
+    The latter is next to a configuration's file, or in configs/real. Raises FileNotFoundError or
+    ValueError.
     """
     policy, name = resolve_path(directory), Path(directory).name
-    beside = [resolve_path(file).parent / name for file in gin_files]
-    places = policy, *beside, resolve_path(SHIPPED / name)
+    nearby = [resolve_path(file).parent / name for file in gin_files]
+    places = policy, *nearby, resolve_path(SHIPPED / name)
     return hf.shape(next((folder for folder in places if folder.exists()), policy))
 
 
-def _preflight(config: TrainConfig, model: ModelConfig, target: Target, args: Namespace) -> int:
-    from rl.targets import mends, report, sizes
-    from rl.targets.fitting import Fitting
-
-    def told(name: str, done: int, total: int) -> None:
-        say(f"{done} of {total} compiled: {name}", sys.stderr)
+def _preflight(
+    config: TrainConfig, model: ModelConfig, target: targets.Target, args: Namespace
+) -> int:
+    from rl.preflight import report, sizes
+    from rl.preflight.fit import Fitting
 
     fitting = Fitting(
         target,
-        topologies.devices_of(target),
-        wanted=args.programs,
-        whole=args.layers == "all",
-        told=told,
+        targets.devices_of(target),
+        all_programs=args.programs == "all",
+        all_layers=args.layers == "all",
+        on_compiled=lambda name, done, total: say(
+            f"{done} of {total} compiled: {name}", sys.stderr
+        ),
     )
-    found = dict[str, int]()
+    values = dict[str, int]()
     if config.open_sizes:
-        found = sizes.find(fitting, config, model)
-        config = config.with_sizes(found)
+        values = sizes.find(fitting, config, model)
+        config = config.with_sizes(values)
     fit = fitting.fit(config, model)
-    say("\n".join([*report.lines_of(fit), *report.lines_of_sizes(found)]))
-    helps: list[mends.Mend] = []
+    say("\n".join([*report.lines_of(fit), *report.lines_of_sizes(values)]))
     if not fit.fits:
-        helps = mends.tried(fitting, fit, config, model, lambda f: say(f"trying {f}", sys.stderr))
-        say(f"error: {report.refusal(fit, helps)}", sys.stderr)
+        say(f"error: {report.refusal(fit)}", sys.stderr)
     say("policy, tokenizer and task files are not read: python -m rl.train --dry_run does")
     if args.json:
-        say(json.dumps(report.as_json(fit, helps) | {"sizes": found}))
+        say(json.dumps(report.as_json(fit) | {"sizes": values}))
     return 0 if fit.fits else EXIT_USAGE
 
 

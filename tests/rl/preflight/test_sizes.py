@@ -11,10 +11,10 @@ from rl import train
 from rl.config.loader import load
 from rl.loop import run_process
 from rl.loop.experiment import SIZES, TrainConfig
-from rl.targets import sizes
-from rl.targets.fitting import Fitting
-from rl.targets.run_shapes import TRAINING
-from rl.targets.table import parse_target
+from rl.loop.memory import TRAINING, USABLE_SHARE
+from rl.preflight import sizes
+from rl.preflight.fit import Fitting
+from rl.preflight.targets import parse_target
 
 TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)
@@ -31,7 +31,7 @@ BYTES_A_TOKEN = 100  # beside what stays, of every program
 @pytest.fixture
 def compiled(monkeypatch):
     """Instead of compiling: temporaries in proportion to a program's tokens."""
-    return figured(monkeypatch, lambda program: BYTES_A_TOKEN * program.tokens)
+    return figured(monkeypatch, lambda program: BYTES_A_TOKEN * program.num_tokens)
 
 
 def found(num_bytes, *flags, model=MODEL):
@@ -58,22 +58,22 @@ def test_pages_take_what_is_left_and_no_more(compiled):
     plenty, fit, _ = found(10**9, *AUTO)
     room = fit.peak_bytes  # as much memory as all of it needs, of which a share is used
     given, less, worker = found(room, *AUTO)
-    assert less.peak_bytes <= sizes.SHARE * room
+    assert less.peak_bytes <= USABLE_SHARE * room
     assert 0 < given["Engine.pages"] < plenty["Engine.pages"]
     assert given["Engine.slots"] == plenty["Engine.slots"]
     # with the next pages it would be more
     config = load(TrainConfig, [], [*FLAGS, *AUTO]).with_sizes(given)
     more = config.with_sizes({"Engine.pages": given["Engine.pages"] + 2})
-    assert worker.fit(more, MODEL).peak_bytes > sizes.SHARE * room
+    assert worker.fit(more, MODEL).peak_bytes > USABLE_SHARE * room
 
 
 def test_slots_are_halved_where_pages_would_hold_too_little_for_them(compiled):
     _, fit, _ = found(10**9, *AUTO)
     stays = sum(fit.held[TRAINING].values())
-    given, less, _ = found(int((stays + 60_000) / sizes.SHARE), *AUTO)
+    given, less, _ = found(int((stays + 60_000) / USABLE_SHARE), *AUTO)
     assert given["Engine.slots"] < 32 and less.peak_bytes <= stays + 60_000
     held = given["Engine.pages"] * PAGE
-    assert held >= sizes.FILLED * given["Engine.slots"] * LONGEST
+    assert held >= sizes.MIN_FILLED * given["Engine.slots"] * LONGEST
 
 
 def test_rows_of_micro_batches_are_halved_while_training_does_not_fit(compiled):
@@ -81,7 +81,7 @@ def test_rows_of_micro_batches_are_halved_while_training_does_not_fit(compiled):
     _, fit, _ = found(10**9, *small, "Trainer.micro_batch_tokens=512")
     one = "Trainer.micro_batch_tokens='auto'"
     assert found(10**9, *small, one)[0] == {"Trainer.micro_batch_tokens": 2048}
-    given, less, _ = found(int(fit.peak_bytes / sizes.SHARE) + 1, *small, one)
+    given, less, _ = found(int(fit.peak_bytes / USABLE_SHARE) + 1, *small, one)
     assert given == {"Trainer.micro_batch_tokens": 512}
     assert less.peak_bytes == fit.peak_bytes
 

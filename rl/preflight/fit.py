@@ -1,0 +1,294 @@
+"""The memory that a run needs of a device, from its programs as compiled for the target.
+
+    program = arguments + outputs − aliases + temporaries
+    peak    = arrays that stay + max over programs of (program − its arguments that stay)
+
+If rollouts have separate devices, each kind of device has its own peak. A deep model may be
+compiled at two depths a < b instead, since every figure is linear in the number of layers L (up to
+the order in which XLA schedules a program if memory is short):
+
+    figure(L) = figure(a) + (figure(b) − figure(a)) · (L − a) / (b − a)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+from models.config import ModelConfig
+from models.layout import layers_kept_apart
+from models.params import num_params
+from rl.loop.experiment import TrainConfig
+from rl.loop.memory import ROLLOUTS, TRAINING, Parts
+from rl.preflight.programs import RunProgram, RunPrograms
+from rl.preflight.targets import Target
+
+OnCompiled = Callable[[str, int, int], None]  # (program, number compiled, number to compile)
+DEPTHS = (2, 4)  # layers of the models that are compiled in place of a deep one
+DEPTHS_OF_THREE = (8, 10)  # if a drafter reads three layers
+BOTH = f"{TRAINING} and {ROLLOUTS}"
+_NEEDED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What the compiler reports of one program on one device; its own seconds may be unknown.
+
+    `refused`: the program needs more memory than a device has, and only `needed_bytes` is known.
+    """
+
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0
+    temporary_bytes: int = 0
+    compiler_s: float | None = None
+    refused: str = ""
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+
+def compiled_figures(program: RunProgram, target: Target) -> Figures:
+    """Compile a program for the target; if it is too large, return the size in the error."""
+    try:
+        compiled = program.lower().compile(compiler_options=target.kind.compiler_options)
+    except Exception as error:
+        used = _NEEDED.search(text := str(error))
+        if used is None or not ("RESOURCE_EXHAUSTED" in text or "hbm" in text):
+            raise
+        needed_bytes = int(float(used[1]) * _UNITS[used[2]])
+        return Figures(temporary_bytes=needed_bytes, refused=text.partition("\n")[0][:300])
+    memory = compiled.memory_analysis()
+    seconds = _costs(compiled).get("optimal_seconds", 0.0)
+    return Figures(
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        seconds if seconds > 0 else None,  # XLA's model may return a negative number
+    )
+
+
+def _costs(compiled: Any) -> Mapping[str, float]:
+    """Return the compiler's costs; it has none for GPUs."""
+    try:
+        return compiled.cost_analysis() or {}
+    except (NotImplementedError, RuntimeError):
+        return {}
+
+
+def extrapolated(few: Figures, more: Figures, depths: Sequence[int], layers: int) -> Figures:
+    """Return the figures of a program of so many layers from those of two smaller depths."""
+    ratio = (layers - depths[0]) / (depths[1] - depths[0])
+
+    def line(name: str) -> Any:
+        a, b = getattr(few, name), getattr(more, name)
+        return None if a is None or b is None else a + (b - a) * ratio
+
+    names = ("argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes")
+    sizes = [max(0, round(line(name))) for name in names]
+    return Figures(*sizes, line("compiler_s"), few.refused or more.refused)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A program and its figures."""
+
+    program: RunProgram
+    figures: Figures
+
+    @property
+    def extra_bytes(self) -> int:
+        """The bytes of a device that it needs in addition to the arrays that stay there."""
+        return self.figures.needed_bytes - self.program.held_bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fit:
+    """The memory that a configuration needs of one device of a target.
+
+    `depths` are the compiled ones, None for the whole model.
+    """
+
+    target: Target
+    held: Parts
+    measured: tuple[Measured, ...]
+    num_programs: int
+    num_whole_model: int
+    is_apart: bool
+    depths: tuple[int, int] | None
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[int, Measured]]:
+        """By users of the same devices: the bytes that stay, and the program with most extra."""
+        parts = {TRAINING: [TRAINING], ROLLOUTS: [ROLLOUTS]} if self.is_apart else None
+        groups = {}
+        for name, members in (parts or {BOTH: [TRAINING, ROLLOUTS]}).items():
+            held_bytes = sum(sum(self.held[part].values()) for part in members)
+            programs = [one for one in self.measured if one.program.part in members]
+            groups[name] = held_bytes, max(programs, key=lambda one: one.extra_bytes)
+        return groups
+
+    @property
+    def peak(self) -> tuple[str, int, Measured]:
+        """The devices that need most: their users, the bytes, and the program at the peak."""
+        peaks = [
+            (name, held_bytes + max(0, one.extra_bytes), one)
+            for name, (held_bytes, one) in self.groups.items()
+        ]
+        return max(peaks, key=lambda peak: peak[1])
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak[1]
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.target.device_bytes
+
+
+class Fitting:
+    """Compiles the programs of a configuration for a target's devices.
+
+    It compiles `all_programs` or the largest of each kind, with `all_layers` or at two smaller
+    depths. Raises ValueError if the mesh does not cover the devices, or the training state alone is
+    too large for all of them.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        devices: Sequence[Any],
+        *,
+        all_programs: bool = False,
+        all_layers: bool = False,
+        on_compiled: OnCompiled = lambda name, done, total: None,
+    ) -> None:
+        self.target, self._devices = target, devices
+        self._all_programs, self._all_layers = all_programs, all_layers
+        self._on_compiled = on_compiled
+
+    def fit(self, config: TrainConfig, model: ModelConfig) -> Fit:
+        """Compile, and return the memory that the run needs. No size may be "auto"."""
+        run = self.programs(config, model)
+        self._check_state(run)
+        programs = run.all()
+        chosen = list(range(len(programs))) if self._all_programs else largest_of_kinds(programs)
+        layers = run.engine.feature_layers
+        depths = DEPTHS_OF_THREE if layers is not None and len(layers) > 1 else DEPTHS
+        compiled = None if self._all_layers or model.num_layers <= depths[1] else depths
+        return Fit(
+            self.target,
+            run.held,
+            tuple(self._measured(config, model, programs, chosen, compiled)),
+            len(programs),
+            sum(one.num_tokens > 0 for one in programs),
+            run.layout.is_apart,
+            compiled,
+        )
+
+    def refit(self, before: Fit, config: TrainConfig, model: ModelConfig) -> Fit:
+        """Return the fit of smaller sizes: only the program at the peak is compiled again.
+
+        The figures of the others are kept.
+        """
+        run, peak = self.programs(config, model), before.peak[2].program
+        programs = run.all()
+        chosen = [i for i in largest_of_kinds(programs) if _kind(programs[i]) == _kind(peak)]
+        rest = [one for one in before.measured if _kind(one.program) != _kind(peak)]
+        new = self._measured(config, model, programs, chosen, before.depths)
+        return dataclasses.replace(before, held=run.held, measured=(*new, *rest))
+
+    def programs(self, config: TrainConfig, model: ModelConfig) -> RunPrograms:
+        """Return the run's programs on the target's devices; nothing is compiled yet."""
+        return RunPrograms(config, model, self._devices, is_cpu=self.target.is_cpu)
+
+    def _check_state(self, run: RunPrograms) -> None:
+        """Raise ValueError for a model that no settings could fit into the target."""
+        copies = 3 if run.state.critic is None else 6  # float32 weights and AdamW's two moments
+        min_bytes = 4 * copies * num_params(run.model) // self.target.count
+        if min_bytes > self.target.device_bytes:
+            raise ValueError(
+                f"expected a policy whose weights and optimizer's state fit {self.target.name}, "
+                f"got {min_bytes / 1e9:.1f} GB for each of {self.target.count} devices of "
+                f"{self.target.device_bytes / 1e9:.1f} GB, however they are split: name a larger "
+                "target, or take a smaller policy"
+            )
+
+    def _measured(
+        self,
+        config: TrainConfig,
+        model: ModelConfig,
+        programs: Sequence[RunProgram],
+        chosen: Sequence[int],
+        depths: tuple[int, int] | None,
+    ) -> Iterator[Measured]:
+        """Yield the chosen programs with their figures, extrapolated if they are deep."""
+        apart = layers_kept_apart(config.trainer.remat_on(self.target.is_cpu))
+        by_depth: dict[int, Sequence[RunProgram]] = {model.num_layers: programs}
+        jobs = []
+        for i in chosen:
+            layers = _depths_of(programs[i], depths, apart, model.num_layers)
+            for depth in layers:
+                if depth not in by_depth:
+                    shallow = dataclasses.replace(model, num_layers=depth)
+                    by_depth[depth] = self.programs(config, shallow).all()
+                jobs.append((i, depth, by_depth[depth][i]))
+        figures = self._compiled(jobs)
+        for i in chosen:
+            layers = _depths_of(programs[i], depths, apart, model.num_layers)
+            ends = [figures[i, depth] for depth in layers]
+            whole = ends[0]
+            if len(ends) > 1:
+                whole = extrapolated(*ends, layers, model.num_layers)
+            yield Measured(programs[i], whole)
+
+    def _compiled(
+        self, jobs: Sequence[tuple[int, int, RunProgram]]
+    ) -> dict[tuple[int, int], Figures]:
+        """Return figures by (program, depth); the longest compilations start first."""
+        jobs = sorted(jobs, key=lambda job: (-job[2].num_tokens, -job[1]))
+        figures = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = [pool.submit(compiled_figures, job[2], self.target) for job in jobs]
+            for done, ((i, depth, program), future) in enumerate(
+                zip(jobs, futures, strict=True), start=1
+            ):
+                figures[i, depth] = future.result()
+                self._on_compiled(program.name, done, len(jobs))
+        return figures
+
+
+def _depths_of(
+    program: RunProgram, depths: tuple[int, int] | None, layers_apart: int, num_layers: int
+) -> tuple[int, ...]:
+    """Return the layers that a program is compiled with: one or two depths.
+
+    A gradient that keeps every N-th layer's input is linear in N layers.
+    """
+    if depths is None or not program.is_deep:
+        return (num_layers,)
+    if program.kind.startswith("accumulate") and layers_apart > 1:
+        depths = layers_apart, 2 * layers_apart
+    return (num_layers,) if num_layers <= depths[1] else depths
+
+
+def _kind(program: RunProgram) -> tuple[str, str]:
+    return program.part, program.kind
+
+
+def largest_of_kinds(programs: Sequence[RunProgram]) -> list[int]:
+    """Return the index of the largest program of each kind, in the order of the kinds."""
+    largest: dict[tuple[str, str], int] = {}
+    for i, one in enumerate(programs):
+        other = programs[largest.setdefault(_kind(one), i)]
+        if (one.order, one.num_tokens) > (other.order, other.num_tokens):
+            largest[_kind(one)] = i
+    return list(largest.values())

@@ -1,0 +1,217 @@
+"""The programs that a run compiles, as shapes on devices that may be anywhere.
+
+They are the programs that the run itself lowers: `rl.learner.trainer.calls`, `rl.warm_up.Pool`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import hf, transformer
+from models.config import MeshConfig, ModelConfig
+from models.sharding import make_mesh
+from rl.config.loader import resolve_path
+from rl.engine.engine import Engine
+from rl.learner import critic, trainer
+from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
+from rl.loop.experiment import TrainConfig, drafter_shape, recipe
+from rl.loop.first_programs import rollout_reach
+from rl.loop.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, is_float32, num_bytes
+from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
+from rl.speculation.draft_model import DraftModel
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.warm_up import compile_buckets
+from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program
+from spec.budget.config import LEARNED, MODEL
+from spec.eagle import model as eagle
+from spec.eagle.model import EagleWeights
+from spec.verify import verify_round
+
+# Arguments of rollout programs that stay on a device from one program to the next.
+HELD = {
+    *("params", "cache", "pending", "slots", "draft_cache", "given", "asked"),
+    *("rows", "features_B1SW"),  # arrays of a cache
+}
+WHOLE_TRAINING = {"accumulate", "token_logprobs", "token_values"}  # steps that run the whole model
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunProgram:
+    """One program of a run, and a function that lowers it.
+
+    `held_bytes` of its arguments stay on a device between programs. `num_tokens` pass through the
+    whole model (0: it does not run). Programs of one `kind` differ in sizes; the largest `order` is
+    the largest program.
+    """
+
+    part: str
+    kind: str
+    sizes: str
+    lower: Callable[[], Any]
+    held_bytes: int
+    order: int
+    num_tokens: int = 0
+
+    @property
+    def is_deep(self) -> bool:
+        """Return whether its layers make it slow to compile."""
+        return self.part == TRAINING or self.num_tokens > 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.sizes}" if self.sizes else self.kind
+
+
+class RunPrograms:
+    """The programs of a configuration. Raises ValueError if the mesh does not cover the devices."""
+
+    def __init__(
+        self, config: TrainConfig, model: ModelConfig, devices: Sequence[Any], *, is_cpu: bool
+    ) -> None:
+        self.config, self.model, self._is_cpu = _resolved(config, is_cpu=is_cpu), model, is_cpu
+        self.recipe = recipe(self.config, model)
+        by_process = dict[int, list[Any]]()
+        for device in devices:
+            process = device.process_index if config.cluster.kind == "spmd" else 0
+            by_process.setdefault(process, []).append(device)
+        groups = [by_process[process] for process in sorted(by_process)]
+        self.layout = divide(config, model, len(devices), len(groups))
+        trains, rolls = self.layout.num_training, self.layout.num_rollout
+        self.mesh = make_mesh(config.mesh, [d for group in groups for d in group[:trains]])
+        tensor, size = (self.layout.worker_mesh[axis] for axis in ("tensor", "data"))
+        place = [d for group in groups for d in group[-rolls:]][: tensor * size]
+        self.worker_mesh = make_mesh(MeshConfig(tensor=tensor), place)
+        shape = drafter_shape(self.config, model)
+        self.engine = Engine(
+            model,
+            self.config.engine,
+            mesh=self.worker_mesh,
+            dtype=self.recipe.trainer.dtype,
+            feature_layers=None if shape is None else shape.feature_layers,
+        )
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The shapes of the training state."""
+        optimizer = make_optimizer(self.config.optimizer, self.recipe.total_steps)
+        state = self._in_mesh(state_shapes, transformer.param_specs(self.model), optimizer)
+        if self.config.algorithm.resolved.needs_critic:
+            state = dataclasses.replace(state, critic=self._in_mesh(critic.shapes, self.recipe))
+        return state
+
+    @cached_property
+    def held(self) -> Parts:
+        """The bytes of one device that arrays take between programs."""
+        return held_arrays(self.config, self.model, self.layout, is_cpu=self._is_cpu)
+
+    def all(self) -> list[RunProgram]:
+        """Return the programs of training, then those of rollouts."""
+        return [*self._training(), *map(self._of_rollouts, self.of_rollouts())]
+
+    def _in_mesh(self, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with jax.set_mesh(self.mesh):
+            return make(*args, **options)
+
+    def _training(self) -> Iterator[RunProgram]:
+        shape = self._in_mesh(trainer.batch_shape, self.recipe, self.config.longest_tokens)
+        num_tokens, state = shape.rows * shape.length, self.state
+        sizes = f"{shape.rows} rows of {shape.length} tokens"
+        weights_bytes = num_bytes(state.params)
+        held = dict.fromkeys(WHOLE_TRAINING, weights_bytes)
+        held["apply"] = weights_bytes + num_bytes(state.opt_state)
+        if state.critic is not None:
+            held["token_values"] = num_bytes(state.critic.params)
+        kinds = set[str]()
+        for call in self._in_mesh(trainer.calls, state, shape, recipe=self.recipe):
+            name = call.step.__name__
+            kind = f"{name} of the critic" if name in kinds else name
+            kinds.add(name)
+            is_whole = name in WHOLE_TRAINING
+            yield RunProgram(
+                *(TRAINING, kind, sizes if is_whole else "", partial(self._in_mesh, call.lower)),
+                *(held.get(name, 0), num_tokens, num_tokens if is_whole else 0),
+            )
+        if self.held[ROLLOUTS]["rollout weights"]:
+            call = trainer.cast_call(state.params, self.engine.dtype)
+            lower = partial(self._in_mesh, call.lower)
+            yield RunProgram(TRAINING, "weights for rollouts", "", lower, weights_bytes, 0)
+
+    def of_rollouts(self) -> Iterator[Program]:
+        """Yield the engine's programs; as each is yielded, arguments are shapes on its mesh."""
+        engine, specs = self.engine, transformer.param_specs(self.model)
+        with engine.mesh_context(), engine.shapes_only():
+            shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
+            reach = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
+            settings = engine, engine.place(shapes), self.config.sampling, reach
+            yield from Pool(*settings).programs()
+
+    def _of_rollouts(self, program: Program) -> RunProgram:
+        args, _ = program.arguments()
+        step = program.step
+        given = dict(zip(inspect.signature(step).parameters, args, strict=False))
+        held_bytes = sum(num_bytes(x) for name, x in given.items() if name in HELD)
+        num_tokens = _num_tokens(given) if step in WHOLE_MODEL else 0
+        verifies = step is verify_round and given["chunks_TX"] is not None
+        kind = step.__name__ + (" beside prompts" if verifies else "")
+        sizes = _sizes(given, program.num_positions)
+        lower = partial(self._lowered, program)
+        return RunProgram(ROLLOUTS, kind, sizes, lower, held_bytes, num_bytes(args), num_tokens)
+
+    def _lowered(self, program: Program) -> Any:
+        with self.engine.mesh_context():
+            return compile_buckets.lowered(self.engine, program)
+
+    def _drafters(self) -> DeviceDrafters:
+        """The drafters on the device, with shapes for weights."""
+        config, drafters = self.config, dict[str, DeviceDrafterSource]()
+        shape = drafter_shape(config, self.model)
+        if shape is not None:
+            key = jax.eval_shape(partial(jax.random.key, 0))
+            weights = jax.eval_shape(partial(eagle.init, shape), key)
+            size = shape.draft_vocab_size
+            ids_U = np.arange(size, dtype=np.int32) if size else None
+            learned = EagleWeights(shape, weights, ids_U)
+            drafters[LEARNED] = LearnedDrafter(learned, config.drafter.tree)
+        if config.speculation.asks_model:
+            draft = hf.shape(resolve_path(str(config.draft_model.directory)))
+            specs = transformer.param_specs(draft)
+            params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), specs)
+            drafters[MODEL] = DraftModel(draft, params, config.draft_model)
+        return drafters
+
+
+def _num_tokens(given: dict[str, Any]) -> int:
+    """Return how many tokens pass through the model in one round."""
+    nodes, chunks = given.get("nodes_5M"), given.get("chunks_TX")
+    num_nodes = given["slots"].active.shape[0] if nodes is None else nodes.shape[1]
+    return num_nodes + (0 if chunks is None else chunks.shape[0] * (chunks.shape[1] - 2))
+
+
+def _sizes(given: dict[str, Any], num_positions: int) -> str:
+    """Name the sizes that a program of rollouts is compiled for."""
+    nodes, slots = given.get("nodes_5M"), None
+    if "slots" in given:
+        slots = given["slots"].active.shape[0]
+    slots = getattr(given.get("cache"), "num_slots", slots)
+    sizes = {
+        "slots": slots,
+        "nodes": None if nodes is None else nodes.shape[1],
+        "positions": num_positions,
+    }
+    return ", ".join(f"{size} {name}" for name, size in sizes.items() if size)
+
+
+def _resolved(config: TrainConfig, *, is_cpu: bool) -> TrainConfig:
+    """Return the configuration with the target's values for settings that depend on the device."""
+    dtype = "float32" if is_float32(config, is_cpu=is_cpu) else "bfloat16"
+    remat = config.trainer.remat_on(is_cpu)
+    settings = dataclasses.replace(config.trainer, compute_dtype=dtype, remat=remat)
+    return dataclasses.replace(config, trainer=settings)

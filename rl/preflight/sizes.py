@@ -1,0 +1,163 @@
+"""Values for sizes of "auto", from the memory that the run's programs need.
+
+    pages = (USABLE_SHARE · a device's memory − the peak with few pages) / bytes of a page
+
+Micro-batches have `MICRO_BATCH_TOKENS` on each device, or one of the longest rows; half as many
+rows while training does not fit. Slots are for all requests of a step, at most `MAX_SLOTS`; half as
+many while rollouts do not fit, or while the pages that fit hold less than `MIN_FILLED` of the
+longest request in each slot: most responses end early, and if all are long at once the newest
+requests wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import cached_property
+from typing import Literal
+
+from models.config import ModelConfig
+from models.layout import axis_ways
+from rl import packing
+from rl.loop.experiment import SIZES, TrainConfig
+from rl.loop.first_programs import rollout_reach
+from rl.loop.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
+from rl.preflight.fit import BOTH, Fit, Fitting
+from rl.preflight.targets import attached
+from rl.runtime import devices
+from rl.runtime.progress import say
+from spec.buckets import bucket
+
+MICRO_BATCH_TOKENS = 8192  # products with the weights are compute-bound from far fewer on
+MAX_SLOTS = 256
+MIN_FILLED = 0.5
+SLOTS, PAGES, MICRO_BATCH = SIZES
+
+
+def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
+    """Return values for `config.open_sizes` on the devices of this process, which it opens.
+
+    Raises ValueError for a configuration that cannot run on them.
+    """
+    here = devices.found()
+    bytes_each = opened_devices(here).bytes_each
+    if bytes_each is None:
+        raise ValueError(
+            f"{', '.join(config.open_sizes)}: expected devices that report their memory, got "
+            f"{here[0].device_kind}, which does not: write the numbers that rl.preflight finds"
+        )
+
+    def on_compiled(name: str, done: int, total: int) -> None:
+        say(f"sizes of 'auto': {done} of {total} compiled: {name}", sys.stderr)
+
+    fitting = Fitting(attached(here, bytes_each), here, on_compiled=on_compiled)
+    return find(fitting, config, model)
+
+
+def find(fitting: Fitting, config: TrainConfig, model: ModelConfig) -> dict[str, int]:
+    """Return values for `config.open_sizes`, the smallest ones if nothing fits.
+
+    Raises ValueError for a configuration that cannot run on the target.
+    """
+    sizes = _Search(fitting, config, model).run()
+    return {name: sizes[name] for name in config.open_sizes}
+
+
+class _Search:
+    """Lowers the open sizes until the run fits."""
+
+    def __init__(self, fitting: Fitting, config: TrainConfig, model: ModelConfig) -> None:
+        self._fitting, self._config, self._model = fitting, config, model
+        self._open = set(config.open_sizes)
+        self._limit_bytes = USABLE_SHARE * fitting.target.device_bytes
+        self._min_slots = config.engine.min_slots
+        small = {SLOTS: self._min_slots, PAGES: 0, MICRO_BATCH: 1}
+        run = fitting.programs(config.with_sizes({n: small[n] for n in self._open}), model)
+        self._is_paged = run.engine.is_paged
+        self._ways, row_ways = run.engine.batch_ways, axis_ways(run.mesh.shape, "batch")
+        reach = rollout_reach(config)
+        self._longest_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
+        requests = -(-reach.max_requests // config.sched.workers)
+        row_tokens = packing.batch_shape(1, config.longest_tokens).length
+        max_rows = -(-config.rollout.num_requests // row_ways)
+        rows = max(1, min(max_rows, MICRO_BATCH_TOKENS // row_tokens))
+        self._row_tokens = row_ways * row_tokens
+        pages = self._ways * 2 * (run.engine.config.slot_pages(self._longest_tokens) + 1)
+        self._sizes = {
+            SLOTS: bucket(requests, self._min_slots, max(MAX_SLOTS, self._min_slots)),
+            PAGES: pages if self._is_paged else 0,
+            MICRO_BATCH: self._row_tokens * rows,
+        }
+
+    def run(self) -> dict[str, int]:
+        fit = self._fitting.fit(self._trial, self._model)
+        while fit.peak_bytes > self._limit_bytes and self._shrink(fit.peak[2].program.part):
+            fit = self._refit(fit)
+        while self._is_paged and not self._is_filled(fit) and self._halve(SLOTS, self._min_slots):
+            fit = self._refit(fit)
+        if self._is_paged and PAGES in self._open:
+            self._sizes[PAGES] = self._pages_that_fit(fit)
+        return self._sizes
+
+    @property
+    def _trial(self) -> TrainConfig:
+        return self._config.with_sizes({name: self._sizes[name] for name in self._open})
+
+    def _refit(self, fit: Fit) -> Fit:
+        """Return the fit of the present sizes, with the program at its peak compiled for them.
+
+        Sizes only fall, so the figures of other programs are upper bounds.
+        """
+        compiled = set[str]()
+        while (kind := fit.peak[2].program.kind) not in compiled:
+            fit = self._fitting.refit(fit, self._trial, self._model)
+            compiled.add(kind)
+        return fit
+
+    def _shrink(self, part: str) -> bool:
+        """Halve a size on which the programs of this part, or the arrays that stay, depend."""
+        if part == TRAINING and self._halve(MICRO_BATCH, self._row_tokens, self._row_tokens):
+            return True
+        return (part == ROLLOUTS or not self._is_paged) and self._halve(SLOTS, self._min_slots)
+
+    def _halve(self, name: str, minimum: int, multiple: int = 1) -> bool:
+        """Halve a size if it is open and above its minimum."""
+        size = self._sizes[name]
+        if name not in self._open or size <= minimum:
+            return False
+        self._sizes[name] = max(minimum, size // 2 // multiple * multiple)
+        return True
+
+    def _is_filled(self, fit: Fit) -> bool:
+        """Return whether the pages hold `MIN_FILLED` of the longest request in each slot."""
+        engine = self._trial.engine
+        pages = self._pages_that_fit(fit) if PAGES in self._open else self._num_pages(engine.pages)
+        min_tokens = MIN_FILLED * engine.max_slots * self._longest_tokens
+        return pages * engine.page_tokens >= min_tokens
+
+    def _pages_that_fit(self, fit: Fit) -> int:
+        """Return how many pages the rest of a device's memory holds, at most what slots can need.
+
+        Programs of rollouts need as much besides the cache whatever its number of pages.
+        """
+        held_bytes, one = fit.groups.get(ROLLOUTS) or fit.groups[BOTH]
+        left_bytes = self._limit_bytes - held_bytes - max(0, one.extra_bytes)
+        more = max(0, int(left_bytes // self._step_bytes))
+        return min(self._sizes[PAGES] + more * self._ways, self._num_pages(0))
+
+    @cached_property
+    def _step_bytes(self) -> int:
+        """The bytes of a device for one more page in each of the cache's parts."""
+        trial = self._trial
+        larger = trial.with_sizes({PAGES: self._sizes[PAGES] + self._ways})
+        few, more = (
+            sum(self._fitting.programs(one, self._model).held[ROLLOUTS].values())
+            for one in (trial, larger)
+        )
+        return more - few
+
+    def _num_pages(self, pages: int | Literal["auto"]) -> int:
+        """Return the pages of a cache with this setting; 0: as many as all slots can need."""
+        engine = dataclasses.replace(self._trial.engine, pages=pages)
+        slots = engine.over(self._ways).slot_bucket(self._trial.engine.max_slots)
+        return engine.num_pages(slots, self._longest_tokens, self._ways)
