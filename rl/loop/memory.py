@@ -12,7 +12,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from spec.eagle import model as eagle
 
 TRAINING, ROLLOUTS = "training", "rollouts"
 USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
-GIB = 2**30
 FIX = (
     "lower Engine.slots, Engine.pages, Sampling.max_new_tokens or Trainer.micro_batch_tokens, set "
     "Trainer.remat = 'layer' (or 'layer:4'), split weights over more devices (Mesh.fsdp, "
@@ -88,16 +87,16 @@ def _host_bytes() -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a run divides its devices between training and rollouts.
+    """A run's division of its devices between training and rollouts.
 
-    Each process trains on its first `num_training` devices. If training and rollouts are
-    `is_apart`, workers run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh`
-    (of one worker) are sizes by axis; `workers_each` workers share a device.
+    Each process trains on its first `num_training` devices. If both parts are `is_disjoint`, workers
+    run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh` (of one worker) are
+    sizes by axis; `workers_each` workers share a device.
     """
 
     num_training: int
     num_rollout: int
-    is_apart: bool
+    is_disjoint: bool
     mesh: dict[str, int]
     worker_mesh: dict[str, int]
     workers_each: int
@@ -110,7 +109,7 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     processes = processes if cluster.kind == "spmd" else 1
     num_training = num_rollout = max(1, count // processes)
     needed = sched.workers * sched.devices_per_worker
-    on_ray = cluster.kind == "ray"  # whose workers are programs with devices of their own
+    on_ray = cluster.kind == "ray"  # whose workers have separate devices
     is_split = needed < num_training and (on_ray or sched.beside_training)
     if is_split:
         num_training, num_rollout = num_training - needed, needed
@@ -140,19 +139,19 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     )
 
 
-def is_float32(config: TrainConfig, *, is_cpu: bool) -> bool:
-    """Return whether products, and so the weights of rollouts, are float32."""
-    dtype = config.trainer.compute_dtype
-    return is_cpu if dtype == "auto" else dtype == "float32"
+def compute_dtype(config: TrainConfig, *, is_cpu: bool) -> Literal["float32", "bfloat16"]:
+    """Return the dtype of products, and so of the weights and caches of rollouts."""
+    name = config.trainer.compute_dtype
+    return name if name != "auto" else "float32" if is_cpu else "bfloat16"
 
 
 def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_cpu: bool) -> Parts:
     """Return the bytes of one device that arrays take between programs."""
-    dtype = jnp.dtype("float32" if is_float32(config, is_cpu=is_cpu) else "bfloat16")
+    dtype = jnp.dtype(compute_dtype(config, is_cpu=is_cpu))
     training = _training(config, model, _Shards(layout.mesh), dtype)
     rollouts = _rollouts(config, model, _Shards(layout.worker_mesh), dtype, is_cpu=is_cpu)
-    if dtype == jnp.float32 and not layout.is_apart and layout.mesh == layout.worker_mesh:
-        rollouts["rollout weights"] = 0  # the master weights serve
+    if dtype == jnp.float32 and not layout.is_disjoint and layout.mesh == layout.worker_mesh:
+        rollouts["rollout weights"] = 0  # rollouts read the master weights
     rollouts = {name: size * layout.workers_each for name, size in rollouts.items()}
     return {TRAINING: training, ROLLOUTS: rollouts}
 
@@ -198,33 +197,32 @@ def _rollouts(
     """The arrays of one worker: weights, its largest cache, and the state of its slots."""
     ways, reach = axis_ways(mesh.sizes, "batch"), rollout_reach(config)
     engine = config.engine.over(ways)
-    longest_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
+    max_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
     slots = engine.slot_bucket(reach.max_requests)
     shape = drafter_shape(config, model)
     feature_layers = None if shape is None else shape.feature_layers
 
-    def cache_bytes(of: ModelConfig, features: tuple[int, ...] | None = None) -> int:
-        kept = dtype, features, mesh.zeros
+    def cache(of: ModelConfig, features: tuple[int, ...] | None = None) -> Any:
         if not engine.is_paged(is_cpu):
-            positions = engine.position_sizes(longest_tokens)[-1]
-            return num_bytes(kv_cache.init(of, slots, positions, *kept))
-        pages = engine.num_pages(slots, longest_tokens, ways), engine.page_tokens
-        slot_pages = engine.slot_pages(longest_tokens)
-        return num_bytes(paged_cache.init(of, slots, slot_pages, *pages, *kept))
+            positions = engine.position_sizes(max_tokens)[-1]
+            return kv_cache.init(of, slots, positions, dtype, features, mesh.zeros)
+        slot_pages, tokens = engine.slot_pages(max_tokens), engine.page_tokens
+        pages = engine.num_pages(slots, max_tokens, ways)
+        return paged_cache.init(of, slots, slot_pages, pages, tokens, dtype, features, mesh.zeros)
 
-    kept = dtype, feature_layers, mesh.entries
+    num_nodes = engine.most_nodes(slots)
     table = [
-        jax.ShapeDtypeStruct((slots, columns), column_dtype)
-        for columns, column_dtype in ((len(cache_ops.COLUMNS), jnp.int32), (2, jnp.float32))
+        jax.ShapeDtypeStruct((slots, len(cache_ops.COLUMNS)), jnp.int32),
+        jax.ShapeDtypeStruct((slots, 2), jnp.float32),
+        jax.eval_shape(partial(jax.random.key, 0)),
     ]
-    key = jax.eval_shape(partial(jax.random.key, 0))
-    held = {
-        "rollout weights": num_bytes(mesh.params(param_specs(model), dtype)),
-        "keys and values": cache_bytes(model, feature_layers),
-        "entries that wait to be written": num_bytes(
-            kv_cache.no_pending(model, engine.most_nodes(slots), *kept)
+    arrays = {
+        "rollout weights": mesh.params(param_specs(model), dtype),
+        "keys and values": cache(model, feature_layers),
+        "entries that wait to be written": kv_cache.no_pending(
+            model, num_nodes, dtype, feature_layers, mesh.entries
         ),
-        "slots": num_bytes(jax.eval_shape(cache_ops.make_slots, *table, key)),
+        "slots": jax.eval_shape(cache_ops.make_slots, *table),
     }
     drafters = []
     if shape is not None:
@@ -234,9 +232,9 @@ def _rollouts(
         draft = hf.shape(resolve_path(str(config.draft_model.directory)))
         drafters.append((draft, mesh.params(param_specs(draft), dtype)))
     if drafters:
-        held["drafters' weights"] = sum(num_bytes(params) for _, params in drafters)
-        held["drafters' keys and values"] = sum(cache_bytes(of) for of, _ in drafters)
-    return held
+        arrays["drafters' weights"] = [params for _, params in drafters]
+        arrays["drafters' keys and values"] = [cache(of) for of, _ in drafters]
+    return {name: num_bytes(tree) for name, tree in arrays.items()}
 
 
 def num_bytes(tree: Any) -> int:
@@ -257,45 +255,45 @@ class Estimate:
     """Arrays that a run certainly needs of one device: those it keeps, and gradients."""
 
     parts: Parts
-    is_apart: bool
+    is_disjoint: bool
 
     @property
     def total_bytes(self) -> int:
         sums = [sum(part.values()) for part in self.parts.values()]
-        return max(sums) if self.is_apart else sum(sums)
+        return max(sums) if self.is_disjoint else sum(sums)
 
     def check(self, devices: Devices) -> str | None:
         """Return a warning if little memory is left for programs.
 
         Raises ValueError if the arrays exceed a device's memory.
         """
-        limit_bytes, total_bytes = devices.bytes_each, self.total_bytes
-        if limit_bytes is None:
+        limit_bytes = devices.bytes_each
+        if limit_bytes is None or self.total_bytes <= USABLE_SHARE * limit_bytes:
             return None
-        if total_bytes > limit_bytes:
+        arrays = (
+            f"weights, optimizer, gradients and keys and values of {self.total_bytes / 2**30:.1f} "
+            "GiB"
+        )
+        if self.total_bytes > limit_bytes:
             raise ValueError(
-                f"expected a run that fits {limit_bytes / GIB:.1f} GiB of memory of a device, got "
-                f"weights, optimizer, gradients and keys and values of {total_bytes / GIB:.1f} GiB "
-                f"alone: {FIX}"
+                f"expected a run that fits {limit_bytes / 2**30:.1f} GiB of memory of a device, "
+                f"got {arrays} alone: {FIX}"
             )
-        if total_bytes > USABLE_SHARE * limit_bytes:
-            return (
-                f"weights, optimizer, gradients and keys and values take {total_bytes / GIB:.1f} "
-                f"of {limit_bytes / GIB:.1f} GiB of memory of a device; activations and logits may "
-                f"not fit: {FIX}"
-            )
-        return None
+        return (
+            f"{arrays} leave little of {limit_bytes / 2**30:.1f} GiB of memory of a device for "
+            f"activations and logits: {FIX}"
+        )
 
 
 def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estimate:
     """Return the arrays that a run needs of these devices, or of as many as its mesh has."""
     mesh, sched = config.mesh, config.sched
-    ways = abs(mesh.data) * mesh.fsdp * mesh.tensor
+    ways = max(1, mesh.data) * mesh.fsdp * mesh.tensor
     if mesh.rollout_tensor != "auto":
         ways = math.lcm(ways, mesh.rollout_tensor)
-    shared = sched.devices_per_worker * (sched.workers if sched.devices_per_worker > 1 else 1)
-    count = max(devices.count, ways, shared)
-    layout = divide(config, model, count, devices.processes)
+    if sched.devices_per_worker > 1:
+        ways = max(ways, sched.workers * sched.devices_per_worker)
+    layout = divide(config, model, max(devices.count, ways), devices.processes)
     parts = held_arrays(config, model, layout, is_cpu=devices.is_cpu)
     parts[TRAINING]["gradients"] = parts[TRAINING]["master weights"]
-    return Estimate(parts, layout.is_apart)
+    return Estimate(parts, layout.is_disjoint)

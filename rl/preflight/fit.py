@@ -3,9 +3,9 @@
     program = arguments + outputs − aliases + temporaries
     peak    = arrays that stay + max over programs of (program − its arguments that stay)
 
-If rollouts have separate devices, each kind of device has its own peak. A deep model may be
+If rollouts have separate devices, training and rollouts each have a peak. A deep model may be
 compiled at two depths a < b instead, since every figure is linear in the number of layers L (up to
-the order in which XLA schedules a program if memory is short):
+XLA's order of a program if memory is short):
 
     figure(L) = figure(a) + (figure(b) − figure(a)) · (L − a) / (b − a)
 """
@@ -38,7 +38,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the compiler reports of one program on one device; its own seconds may be unknown.
+    """The compiler's figures of one program on one device; its seconds may be unknown.
 
     `refused`: the program needs more memory than a device has, and only `needed_bytes` is known.
     """
@@ -85,16 +85,17 @@ def _costs(compiled: Any) -> Mapping[str, float]:
 
 
 def extrapolated(few: Figures, more: Figures, depths: Sequence[int], layers: int) -> Figures:
-    """Return the figures of a program of so many layers from those of two smaller depths."""
+    """Return the figures of a program of so many layers from two smaller depths."""
     ratio = (layers - depths[0]) / (depths[1] - depths[0])
-
-    def line(name: str) -> Any:
-        a, b = getattr(few, name), getattr(more, name)
-        return None if a is None or b is None else a + (b - a) * ratio
-
-    names = ("argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes")
-    sizes = [max(0, round(line(name))) for name in names]
-    return Figures(*sizes, line("compiler_s"), few.refused or more.refused)
+    sizes = {
+        name: max(0, round(size + (getattr(more, name) - size) * ratio))
+        for name, size in vars(few).items()
+        if name.endswith("_bytes")
+    }
+    seconds = None
+    if few.compiler_s is not None and more.compiler_s is not None:
+        seconds = few.compiler_s + (more.compiler_s - few.compiler_s) * ratio
+    return Figures(**sizes, compiler_s=seconds, refused=few.refused or more.refused)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +123,13 @@ class Fit:
     measured: tuple[Measured, ...]
     num_programs: int
     num_whole_model: int
-    is_apart: bool
+    is_disjoint: bool
     depths: tuple[int, int] | None
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, Measured]]:
         """By users of the same devices: the bytes that stay, and the program with most extra."""
-        parts = {TRAINING: [TRAINING], ROLLOUTS: [ROLLOUTS]} if self.is_apart else None
+        parts = {TRAINING: [TRAINING], ROLLOUTS: [ROLLOUTS]} if self.is_disjoint else None
         groups = {}
         for name, members in (parts or {BOTH: [TRAINING, ROLLOUTS]}).items():
             held_bytes = sum(sum(self.held[part].values()) for part in members)
@@ -190,7 +191,7 @@ class Fitting:
             tuple(self._measured(config, model, programs, chosen, compiled)),
             len(programs),
             sum(one.num_tokens > 0 for one in programs),
-            run.layout.is_apart,
+            run.layout.is_disjoint,
             compiled,
         )
 
@@ -231,43 +232,39 @@ class Fitting:
         depths: tuple[int, int] | None,
     ) -> Iterator[Measured]:
         """Yield the chosen programs with their figures, extrapolated if they are deep."""
-        apart = layers_kept_apart(config.trainer.remat_on(self.target.is_cpu))
+        layers_each = layers_kept_apart(config.trainer.remat_on(self.target.is_cpu))
         by_depth: dict[int, Sequence[RunProgram]] = {model.num_layers: programs}
-        jobs = []
+        depths_of, jobs = {}, []
         for i in chosen:
-            layers = _depths_of(programs[i], depths, apart, model.num_layers)
-            for depth in layers:
+            depths_of[i] = _depths_of(programs[i], depths, layers_each, model.num_layers)
+            for depth in depths_of[i]:
                 if depth not in by_depth:
                     shallow = dataclasses.replace(model, num_layers=depth)
                     by_depth[depth] = self.programs(config, shallow).all()
                 jobs.append((i, depth, by_depth[depth][i]))
         figures = self._compiled(jobs)
-        for i in chosen:
-            layers = _depths_of(programs[i], depths, apart, model.num_layers)
-            ends = [figures[i, depth] for depth in layers]
-            whole = ends[0]
-            if len(ends) > 1:
-                whole = extrapolated(*ends, layers, model.num_layers)
-            yield Measured(programs[i], whole)
+        for i, layers in depths_of.items():
+            few, more = figures[i, layers[0]], figures[i, layers[-1]]
+            if few is not more:
+                few = extrapolated(few, more, layers, model.num_layers)
+            yield Measured(programs[i], few)
 
     def _compiled(
         self, jobs: Sequence[tuple[int, int, RunProgram]]
     ) -> dict[tuple[int, int], Figures]:
-        """Return figures by (program, depth); the longest compilations start first."""
+        """Return figures by (index, depth); the longest compilations start first."""
         jobs = sorted(jobs, key=lambda job: (-job[2].num_tokens, -job[1]))
         figures = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = [pool.submit(compiled_figures, job[2], self.target) for job in jobs]
-            for done, ((i, depth, program), future) in enumerate(
-                zip(jobs, futures, strict=True), start=1
-            ):
-                figures[i, depth] = future.result()
-                self._on_compiled(program.name, done, len(jobs))
+            results = pool.map(lambda job: compiled_figures(job[2], self.target), jobs)
+            for (i, depth, program), result in zip(jobs, results, strict=True):
+                figures[i, depth] = result
+                self._on_compiled(program.name, len(figures), len(jobs))
         return figures
 
 
 def _depths_of(
-    program: RunProgram, depths: tuple[int, int] | None, layers_apart: int, num_layers: int
+    program: RunProgram, depths: tuple[int, int] | None, layers_each: int, num_layers: int
 ) -> tuple[int, ...]:
     """Return the layers that a program is compiled with: one or two depths.
 
@@ -275,8 +272,8 @@ def _depths_of(
     """
     if depths is None or not program.is_deep:
         return (num_layers,)
-    if program.kind.startswith("accumulate") and layers_apart > 1:
-        depths = layers_apart, 2 * layers_apart
+    if program.kind.startswith("accumulate") and layers_each > 1:
+        depths = layers_each, 2 * layers_each
     return (num_layers,) if num_layers <= depths[1] else depths
 
 

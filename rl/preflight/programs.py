@@ -24,7 +24,7 @@ from rl.learner import critic, trainer
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
 from rl.loop.experiment import TrainConfig, drafter_shape, recipe
 from rl.loop.first_programs import rollout_reach
-from rl.loop.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, is_float32, num_bytes
+from rl.loop.memory import ROLLOUTS, TRAINING, Parts, compute_dtype, divide, held_arrays, num_bytes
 from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -37,7 +37,7 @@ from spec.verify import verify_round
 
 # Arguments of rollout programs that stay on a device from one program to the next.
 HELD = {
-    *("params", "cache", "pending", "slots", "draft_cache", "given", "asked"),
+    *("params", "cache", "pending", "slots", "draft_cache", "named", "asked"),
     *("rows", "features_B1SW"),  # arrays of a cache
 }
 WHOLE_TRAINING = {"accumulate", "token_logprobs", "token_values"}  # steps that run the whole model
@@ -113,7 +113,7 @@ class RunPrograms:
         return held_arrays(self.config, self.model, self.layout, is_cpu=self._is_cpu)
 
     def all(self) -> list[RunProgram]:
-        """Return the programs of training, then those of rollouts."""
+        """Return the programs of training, then of rollouts."""
         return [*self._training(), *map(self._of_rollouts, self.of_rollouts())]
 
     def _in_mesh(self, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -156,12 +156,12 @@ class RunPrograms:
     def _of_rollouts(self, program: Program) -> RunProgram:
         args, _ = program.arguments()
         step = program.step
-        given = dict(zip(inspect.signature(step).parameters, args, strict=False))
-        held_bytes = sum(num_bytes(x) for name, x in given.items() if name in HELD)
-        num_tokens = _num_tokens(given) if step in WHOLE_MODEL else 0
-        verifies = step is verify_round and given["chunks_TX"] is not None
+        named = dict(zip(inspect.signature(step).parameters, args, strict=False))
+        held_bytes = sum(num_bytes(x) for name, x in named.items() if name in HELD)
+        num_tokens = _num_tokens(named) if step in WHOLE_MODEL else 0
+        verifies = step is verify_round and named["chunks_TX"] is not None
         kind = step.__name__ + (" beside prompts" if verifies else "")
-        sizes = _sizes(given, program.num_positions)
+        sizes = _sizes(named, program.num_positions)
         lower = partial(self._lowered, program)
         return RunProgram(ROLLOUTS, kind, sizes, lower, held_bytes, num_bytes(args), num_tokens)
 
@@ -188,21 +188,19 @@ class RunPrograms:
         return drafters
 
 
-def _num_tokens(given: dict[str, Any]) -> int:
+def _num_tokens(named: dict[str, Any]) -> int:
     """Return how many tokens pass through the model in one round."""
-    nodes, chunks = given.get("nodes_5M"), given.get("chunks_TX")
-    num_nodes = given["slots"].active.shape[0] if nodes is None else nodes.shape[1]
+    nodes, chunks = named.get("nodes_5M"), named.get("chunks_TX")
+    num_nodes = named["slots"].active.shape[0] if nodes is None else nodes.shape[1]
     return num_nodes + (0 if chunks is None else chunks.shape[0] * (chunks.shape[1] - 2))
 
 
-def _sizes(given: dict[str, Any], num_positions: int) -> str:
+def _sizes(named: dict[str, Any], num_positions: int) -> str:
     """Name the sizes that a program of rollouts is compiled for."""
-    nodes, slots = given.get("nodes_5M"), None
-    if "slots" in given:
-        slots = given["slots"].active.shape[0]
-    slots = getattr(given.get("cache"), "num_slots", slots)
+    nodes, cache = named.get("nodes_5M"), named.get("cache")
+    slots = named["slots"].active.shape[0] if "slots" in named else None
     sizes = {
-        "slots": slots,
+        "slots": getattr(cache, "num_slots", slots),
         "nodes": None if nodes is None else nodes.shape[1],
         "positions": num_positions,
     }
@@ -211,7 +209,6 @@ def _sizes(given: dict[str, Any], num_positions: int) -> str:
 
 def _resolved(config: TrainConfig, *, is_cpu: bool) -> TrainConfig:
     """Return the configuration with the target's values for settings that depend on the device."""
-    dtype = "float32" if is_float32(config, is_cpu=is_cpu) else "bfloat16"
-    remat = config.trainer.remat_on(is_cpu)
+    dtype, remat = compute_dtype(config, is_cpu=is_cpu), config.trainer.remat_on(is_cpu)
     settings = dataclasses.replace(config.trainer, compute_dtype=dtype, remat=remat)
     return dataclasses.replace(config, trainer=settings)

@@ -13,7 +13,7 @@ COLUMNS = ("program", "arguments", "temporaries", "extra", "compiler")
 
 
 def lines_of(fit: Fit) -> Iterator[str]:
-    """Yield the report of a fit; all bytes are those of one device."""
+    """Yield the report of a fit; all bytes are per device."""
     target, peak_bytes = fit.target, fit.peak_bytes
     yield (
         f"{target.name}: {target.count} devices of {_gb(target.device_bytes)} GB; "

@@ -76,13 +76,13 @@ class _Search:
         self._is_paged = run.engine.is_paged
         self._ways, row_ways = run.engine.batch_ways, axis_ways(run.mesh.shape, "batch")
         reach = rollout_reach(config)
-        self._longest_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
+        self._max_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
         requests = -(-reach.max_requests // config.sched.workers)
         row_tokens = packing.batch_shape(1, config.longest_tokens).length
         max_rows = -(-config.rollout.num_requests // row_ways)
         rows = max(1, min(max_rows, MICRO_BATCH_TOKENS // row_tokens))
         self._row_tokens = row_ways * row_tokens
-        pages = self._ways * 2 * (run.engine.config.slot_pages(self._longest_tokens) + 1)
+        pages = self._ways * 2 * (run.engine.config.slot_pages(self._max_tokens) + 1)
         self._sizes = {
             SLOTS: bucket(requests, self._min_slots, max(MAX_SLOTS, self._min_slots)),
             PAGES: pages if self._is_paged else 0,
@@ -115,7 +115,7 @@ class _Search:
         return fit
 
     def _shrink(self, part: str) -> bool:
-        """Halve a size on which the programs of this part, or the arrays that stay, depend."""
+        """Halve a size that the programs of this part, or the arrays that stay, depend on."""
         if part == TRAINING and self._halve(MICRO_BATCH, self._row_tokens, self._row_tokens):
             return True
         return (part == ROLLOUTS or not self._is_paged) and self._halve(SLOTS, self._min_slots)
@@ -132,7 +132,7 @@ class _Search:
         """Return whether the pages hold `MIN_FILLED` of the longest request in each slot."""
         engine = self._trial.engine
         pages = self._pages_that_fit(fit) if PAGES in self._open else self._num_pages(engine.pages)
-        min_tokens = MIN_FILLED * engine.max_slots * self._longest_tokens
+        min_tokens = MIN_FILLED * engine.max_slots * self._max_tokens
         return pages * engine.page_tokens >= min_tokens
 
     def _pages_that_fit(self, fit: Fit) -> int:
@@ -160,4 +160,4 @@ class _Search:
         """Return the pages of a cache with this setting; 0: as many as all slots can need."""
         engine = dataclasses.replace(self._trial.engine, pages=pages)
         slots = engine.over(self._ways).slot_bucket(self._trial.engine.max_slots)
-        return engine.num_pages(slots, self._longest_tokens, self._ways)
+        return engine.num_pages(slots, self._max_tokens, self._ways)

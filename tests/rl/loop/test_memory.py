@@ -107,7 +107,7 @@ def test_a_cache_grows_with_its_positions_and_what_it_keeps():
 def test_workers_with_devices_of_their_own_are_counted_apart():
     flags = "Sched.mode='pipeline'", "Sched.workers=2"
     shared, split = estimated(*flags), estimated(*flags, devices=Devices(4))
-    assert not shared.is_apart and split.is_apart
+    assert not shared.is_disjoint and split.is_disjoint
     assert shared.parts[ROLLOUTS][KEYS] == 2 * split.parts[ROLLOUTS][KEYS], "both on one device"
     sums = {part: sum(arrays.values()) for part, arrays in split.parts.items()}
     assert split.total_bytes == max(sums.values()) < sum(sums.values())
@@ -119,7 +119,7 @@ def test_the_verdict():
     assert total == sum(sum(arrays.values()) for arrays in found.parts.values())
     assert found.check(Devices()) is None
     assert found.check(Devices(bytes_each=2 * total)) is None
-    assert "may not fit: lower Engine.slots" in found.check(Devices(bytes_each=total))
+    assert "activations and logits: lower Engine.slots" in found.check(Devices(bytes_each=total))
     with pytest.raises(ValueError, match="alone: lower Engine.slots"):
         found.check(Devices(bytes_each=total - 1))
 

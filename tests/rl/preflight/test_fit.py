@@ -60,7 +60,7 @@ def test_a_peak_is_what_stays_and_the_program_that_needs_most_beside():
 
 
 def test_devices_of_their_own_have_peaks_of_their_own():
-    found = fit(is_apart=True)
+    found = fit(is_disjoint=True)
     assert {name: stays for name, (stays, _) in found.groups.items()} == {
         TRAINING: 4 * GB,
         ROLLOUTS: 3 * GB,

@@ -78,9 +78,9 @@ def test_a_critic_is_trained_too():
 
 def test_workers_have_devices_of_their_own_where_they_run_beside_training():
     run = run_of("Sched.mode='pipeline'", "Sched.workers=2", "Sched.devices_per_worker=1")
-    assert run.layout.is_apart and run.mesh.size == 2 and run.worker_mesh.size == 1
+    assert run.layout.is_disjoint and run.mesh.size == 2 and run.worker_mesh.size == 1
     shared = run_of("Sched.workers=8", devices=4)
-    assert not shared.layout.is_apart and shared.layout.workers_each == 2
+    assert not shared.layout.is_disjoint and shared.layout.workers_each == 2
     alone = run_of("Sched.workers=4", devices=4).held[ROLLOUTS]
     assert shared.held[ROLLOUTS] == {name: 2 * size for name, size in alone.items()}
 
