@@ -89,8 +89,8 @@ def _host_bytes() -> int | None:
 class Layout:
     """A run's division of its devices between training and rollouts.
 
-    Each process trains on its first `num_training` devices. If both parts are `is_disjoint`, workers
-    run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh` (of one worker) are
+    Each process trains on its first `num_training` devices. If both parts are `is_disjoint`,
+    workers run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh` (of one worker) are
     sizes by axis; `workers_each` workers share a device.
     """
 
