@@ -90,8 +90,8 @@ class Layout:
     """A run's division of its devices between training and rollouts.
 
     Each process trains on its first `num_training` devices. If both parts are `is_disjoint`,
-    workers run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh` (of one worker) are
-    sizes by axis; `workers_each` workers share a device.
+    workers run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh` (of one
+    worker) are sizes by axis; `workers_each` workers share a device.
     """
 
     num_training: int
