@@ -75,7 +75,7 @@ class Bench:
 def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     # a process may hold only so many memory mappings, and an executable takes hundreds
     jax.clear_caches()
-    engine = Engine(workload.model, config)
+    engine = Engine(workload.model, config, dtype=workload.params.final_norm_D.dtype)
     longest = max(len(r.prompt_ids) for r in workload.requests)
     reach = Reach(len(workload.requests), longest, speculative=True)
     compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
