@@ -165,7 +165,7 @@ def _kept(folder: Path, state: TrainState, count: int) -> dict[str, Any]:
 
 
 def _spilled(folder: Path, state: TrainState, spilled_mib: int) -> dict[str, Any]:
-    """`spilled_peak_mib`: growth during one save; `spilled_written_mib`: files it does not share."""
+    """`spilled_peak_mib` is growth during one save, `spilled_written_mib` of unshared files."""
     rng, cache, number, on_disk = np.random.default_rng(0), RolloutCache(1, folder / "cache"), 0, 0
     while on_disk < spilled_mib * MIB:
         tokens = [rng.integers(0, 2**31 - 1, MIB // 4, np.int32) for _ in range(4)]
