@@ -2,7 +2,7 @@
 
 | grid | what it compares | result |
 |---|---|---|
-| lenience | reuse across epochs against none: generated tokens and rewards, 70 minutes | reuse.json |
+| lenience | reuse across epochs against none: generated tokens and rewards | reuse.json |
 | pipeline | responses one update old against synchronous steps: rewards | pipeline.json |
 
 A grid is a file of configs/ablations, run by `rl.ablate`; it continues after a stop. Differences
