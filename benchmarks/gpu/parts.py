@@ -155,7 +155,7 @@ def rounds(size: Size) -> Rows:
             row |= summary(seconds_T, seconds["plain"], "to_plain") | to_floor(seconds_T, floor_s)
             row["tokens"] = bench.plain_BN.size if is_plain else int(count_B.sum())
             yield row if is_plain else row | {"tokens_that_differ": differ}
-        del bench
+        del bench, kinds  # the next pages need the memory
 
 
 def to_floor(seconds_T: np.ndarray, floor_s: float | None) -> Row:
