@@ -204,24 +204,25 @@ def attend_rows(
 
 def kernels(size: Size) -> Rows:
     """Our kernels of attention, the portable paths on the same inputs, and cuDNN if it runs."""
-    B, T, heads, device = size.slots, size.page_tokens, size.heads, accelerator()
+    B, T, device = size.slots, size.page_tokens, accelerator()
+    query_heads, kv_heads, h = size.heads
 
     def normal(seed: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, size.dtype)
 
     for live in size.live_positions:
         N = -(-live // T)
-        pages = [normal(seed, B * N, heads.keys, T, heads.size) for seed in (1, 2)]
+        pages = [normal(seed, B * N, kv_heads, T, h) for seed in (1, 2)]
         table_BN = np.random.default_rng(0).permutation(B * N).reshape(B, N).astype(np.int32)
         floor_s = sum(x.nbytes for x in pages) / device.bytes_per_s if device else None
         for nodes in (1, size.node_count):
             shape: Row = {"attention": "pages", "slots": B, "live_positions": live, "nodes": nodes}
-            queries = normal(0, B, nodes, heads.queries, heads.size)
+            queries = normal(0, B, nodes, query_heads, h)
             inputs = queries, *pages, jnp.asarray(table_BN), jnp.full(B, live, jnp.int32)
             yield from compared(size, shape, attend_pages, inputs, "portable", floor_s)
     B, T = size.attention_rows
-    sizes = (heads.queries, heads.keys, heads.keys, heads.queries)
-    inputs = tuple(normal(i, B, T, num_heads, heads.size) for i, num_heads in enumerate(sizes))
+    heads = (query_heads, kv_heads, kv_heads, query_heads)
+    inputs = tuple(normal(i, B, T, num_heads, h) for i, num_heads in enumerate(heads))
     for backward in (False, True):
         shape = {"attention": "rows", "rows": B, "row_tokens": T, "backward": backward}
         attend = partial(attend_rows, backward=backward)
