@@ -49,14 +49,16 @@ Speculation.budget = "fixed:1"
 Speculation.sources = ("history", "group", "own")
 Algorithm.old_logprobs = "recomputed"
 Cluster.deadline_s = 20.0
+Run.hang_limit_s = 60.0
 """
 ROLE = "ray::WorkerActor"
+SETTLED_S = 10.0  # after which a worker has been compiling, or runs
 
 
 def lose(folder: Path, count: int = 20) -> dict[str, Any]:
     """Kill `count` rollout workers at random moments, and stop one; compare with threads."""
     config = tiny_run.make_inputs(folder)
-    steps = 4 * count
+    steps = 20 * count
     config.write_text(f"{config.read_text()}Run.steps = {steps}\n{WORKERS}")
     reference, run, log = folder / "threads", folder / "run", folder / "run.log"
     env = tiny_run.environment(folder / "compiled")
@@ -65,16 +67,19 @@ def lose(folder: Path, count: int = 20) -> dict[str, Any]:
     marked = env | {"REPRISE_SOAK": str(folder)}
     command = tiny_run.command(config, run, "--gin.Cluster.kind='ray'")
     with started(command, marked, log) as process:
-        metrics, deadline_s = run / "metrics.jsonl", time.monotonic() + 10 * TIMEOUT_S
+        seen_s, deadline_s = dict[int, float](), time.monotonic() + 10 * TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline_s:
-            if len(sent) <= count and metrics.exists():
-                time.sleep(rng.uniform(0.5, 3.0))
-                if workers := programs_of(str(folder), ROLE):
-                    number = signal.SIGSTOP if len(sent) == count else signal.SIGKILL
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rng.choice(workers), number)
-                        sent.append(number)
-            time.sleep(0.05)
+            time.sleep(rng.uniform(0.1, 2.0))
+            now_s = time.monotonic()
+            seen_s = {p: seen_s.get(p, now_s) for p in programs_of(str(folder), ROLE)}
+            settled = [p for p, since_s in seen_s.items() if now_s - since_s > SETTLED_S]
+            # A worker that is lost again and again before its first round is given up.
+            if len(settled) < 2 or len(sent) > count or not (run / "metrics.jsonl").exists():
+                continue
+            number = signal.SIGSTOP if len(sent) == count else signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(settled), number)
+                sent.append(number)
         code = process.wait(TIMEOUT_S)
     if code:
         raise RunFailed(f"exit status {code}:\n{output_of(log)[-4000:]}")
