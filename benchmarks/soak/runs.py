@@ -56,6 +56,7 @@ DraftModel.directory = {directory!r}
 OF_ROUNDS = ("spec/", "rollout/", "emission_kl/", "sampling/", "mismatch_kl")
 POLL_S = 0.002
 TIMEOUT_S = 600.0
+STOP_S = 60.0
 STOPPED = 75  # exit status of a run that stopped and saved
 
 
@@ -74,6 +75,10 @@ def started(
         try:
             yield process
         finally:
+            if process.poll() is None:  # a run on Ray ends its actors
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
             process.kill()
             process.wait()
 
