@@ -161,10 +161,10 @@ def _equal(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> bool:
 
 
 class _Forced(BanditBudget):
-    """Always the same arm; what the bandit would be told of its rounds is kept."""
+    """Always chooses the same arm; `rounds` are the bandit's observations of it."""
 
     def __init__(self, strategy: Strategy, times: RoundTimes, union: DrafterUnion) -> None:
-        self._forced, self.told = strategy, list[tuple[float, float]]()
+        self._forced, self.rounds = strategy, list[tuple[float, float]]()
         super().__init__(self, times, union)  # type: ignore[arg-type]
 
     def select(self, batch_size: int) -> Strategy:
@@ -176,16 +176,16 @@ class _Forced(BanditBudget):
     def record(
         self, strategy: Strategy, elapsed_s: float, accept_lens: Sequence[float], batch_size: int
     ) -> None:
-        self.told.append((elapsed_s, float(np.mean(accept_lens))))
+        self.rounds.append((elapsed_s, float(np.mean(accept_lens))))
 
 
 def _gap(ground: _Ground) -> dict[str, Any]:
-    """Every arm of the range of few requests by itself; then the bandit on what they brought."""
+    """Play every arm of the range of few requests; then the bandit on these observations."""
     seconds, accepts = dict[Strategy, list[float]](), dict[Strategy, list[float]]()
     for arm in strategies(TUNER, SOURCES, TREE.top_k, {"learned": TREE.max_depth}):
         if arm.verify_tokens not in (0, TUNER.verify_tokens[0]):
             continue
-        told = list[tuple[float, float]]()
+        rounds = list[tuple[float, float]]()
         for turn in range(3):
             key = step_key(52, turn)
             spec = RolloutSpec(ground.params, ground.sampling, key)
@@ -196,8 +196,8 @@ def _gap(ground: _Ground) -> dict[str, Any]:
                 forced = _Forced(arm, ground.times, union)
                 some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]
                 ground.run(key, some, drafts=draft_with(union, forced))
-            told += forced.told
-        seconds[arm], accepts[arm] = [s for s, _ in told], [a for _, a in told]
+            rounds += forced.rounds
+        seconds[arm], accepts[arm] = [s for s, _ in rounds], [a for _, a in rounds]
     bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)
     found = tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
     arms = dict[str, dict[str, float]]()
@@ -238,7 +238,7 @@ def tuner_gap(
     best = max(value.values())
     gaps, found = [], 0
     for seed in range(seeds):
-        rng = np.random.default_rng([seed, 1])  # of the rounds; the tuner has its own
+        rng = np.random.default_rng([seed, 1])  # of the rounds; the tuner has another
         tuner = BegMab(strategies, config, seed)
         for _ in range(rounds):
             s = tuner.select(batch_size)
