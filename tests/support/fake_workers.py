@@ -19,9 +19,9 @@ from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Deferred, WorkerError
 from rl.workers.worker_source import WorkerLimits, WorkerSource
+from sched.policies.divided import make_scheduler
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.registry import make_scheduler
-from sched.policies.step_order import StepOrder
+from sched.policies.steps import StepOrder
 from sched.protocol import Action, Event, Scheduler
 from sched.simulator.workloads import Workload, draw_epochs
 from spec.config import SamplingConfig
