@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from benchmarks.reuse import run
+from benchmarks.grids import run
 from benchmarks.simulator.steps import AheadSimulation, BegunDrafts, StepSimulation
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 from sched.policies.divided import make_scheduler

@@ -29,7 +29,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from benchmarks.child import Child
 
 T = TypeVar("T")
 
@@ -155,39 +158,12 @@ class Rollouts:
             print(json.dumps(answer), file=answers, flush=True)
 
 
-class Child:
-    """A checkout in its own process."""
+def start(checkout: Path) -> Child:
+    """Start this file in a process of a checkout; only the newer checkout has `Child`."""
+    from benchmarks.child import Child
 
-    def __init__(self, checkout: Path) -> None:
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--serve"],
-            cwd=checkout,
-            env=os.environ | {"PYTHONPATH": str(checkout)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            bufsize=1,
-        )
-
-    def ask(self, do: str, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do} | command) + "\n")
-        except BrokenPipeError:
-            pass  # it died: the answer says why
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            tail = "".join(self._errors.readlines()[-15:])
-            raise RuntimeError(f"a checkout's process ended; its last words:\n{tail}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+    command = [sys.executable, "-P", __file__, "--serve"]
+    return Child(f"{checkout.name}", command, checkout)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -197,21 +173,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "group_size": arguments.group_size,
         "slots": arguments.slots,
     }
-    children = [Child(arguments.before.resolve()), Child(ROOT)]
+    children = [start(arguments.before.resolve()), start(ROOT)]
     before = children[0]
     try:
         for child in children:
-            child.ask("prepare", **size)
+            child.ask(do="prepare", **size)
         rows = []
         for way in WAYS:
-            before.ask("run", way=LIKE.get(way, "plain"))
-            wanted = before.ask("tokens")["tokens"]
+            before.ask(do="run", way=LIKE.get(way, "plain"))
+            wanted = before.ask(do="tokens")["tokens"]
             turns = in_turns(
                 children,
                 arguments.repeats,
-                lambda child, way=way: child.ask("run", way=way)["seconds"],  # type: ignore[misc]
+                lambda child, way=way: child.ask(do="run", way=way)["seconds"],  # type: ignore[misc]
             )
-            got = [child.ask("tokens")["tokens"] for child in children]
+            got = [child.ask(do="tokens")["tokens"] for child in children]
             rows.append(row(way, turns, wanted, got))
             print(rows[-1], file=sys.stderr, flush=True)
     finally:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ import jax.numpy as jnp
 
 from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
+from benchmarks.child import Child
 from benchmarks.shape import Shape, add_flags, from_flags
 from models import hf, transformer
 
@@ -46,47 +46,14 @@ MODULES = {
 REQUIRED = {"tunix": 1.5, "transformers": 3.0}  # goals; other checkouts have none here
 
 
-class Child:
-    """One system in its own process; asked for one thing at a time."""
+class System(Child):
+    """A sampler in its own process, with the variants that it can run."""
 
-    def __init__(self, name: str, python: str, checkout: Path = environment.ROOT) -> None:
-        self.name = name
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [python, "-m", MODULES.get(name, MODULES["reprise"])],
-            cwd=checkout,
-            env=os.environ | {"PYTHONPATH": str(checkout)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            bufsize=1,
-        )
-        hello = self._answer()
+    def __init__(self, name: str, python: str, checkout: Path) -> None:
+        super().__init__(name, [python, "-m", MODULES.get(name, MODULES["reprise"])], checkout)
+        hello = self.answer()
         self.variants: list[str] = hello["variants"]
         self.versions: dict[str, str] = hello["versions"]
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(command) + "\n")
-        except BrokenPipeError:
-            pass  # it died: the answer says why
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            tail = "".join(self._errors.readlines()[-15:])
-            raise RuntimeError(f"the process of {self.name} ended; its last words:\n{tail}")
-        return json.loads(line)
 
 
 def write_policy(shape: Shape, folder: Path) -> None:
@@ -97,7 +64,7 @@ def write_policy(shape: Shape, folder: Path) -> None:
 
 
 def choose_variant(
-    child: Child, shape: Shape, policy: str, repeats: int
+    child: System, shape: Shape, policy: str, repeats: int
 ) -> tuple[str, dict[str, float]]:
     """The variant with the best median, and the tokens per second of all of them.
 
@@ -149,7 +116,7 @@ def compare(
 
     `before` are other checkouts by name, run by our own interpreter.
     """
-    children: list[Child] = []
+    children: list[System] = []
     with tempfile.TemporaryDirectory() as scratch:
         policy = str(folder or Path(scratch) / "policy")
         if folder is None:
@@ -159,7 +126,7 @@ def compare(
             checkouts = {name: environment.ROOT for name in pythons} | dict(before)
             for name, checkout in checkouts.items():
                 python = pythons.get(name, sys.executable)
-                children.append(child := Child(name, python, checkout))
+                children.append(child := System(name, python, checkout))
                 variant, speeds = choose_variant(child, shape, policy, choosing_repeats)
                 systems[name] = {"variant": variant, "variants_tokens_per_s": speeds}
                 systems[name] |= child.ask(

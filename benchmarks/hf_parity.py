@@ -13,15 +13,10 @@ rendered text. Needs torch, which the project does not; prints one JSON line.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import random
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -31,12 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import environment
 from models import hf, transformer
 from models import tokenizer as our_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = runpy.run_path(str(ROOT / "tests" / "golden" / "make_goldens.py"))
 CHATS = runpy.run_path(str(ROOT / "tests" / "golden" / "chat_cases.py"))
+PACKAGES = ("jax", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 SEED = 100  # not the goldens' seeds
 
 
@@ -91,24 +88,6 @@ def compare_chats(count: int, folder: Path) -> dict[str, int]:
     return equal
 
 
-def provenance() -> dict[str, Any]:
-    """Where and with what the figures were made."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    packages = ("jax", "numpy", "safetensors", "tokenizers", "torch", "transformers")
-    return {
-        "command": "python -m benchmarks.hf_parity --json",
-        "commit": commit or None,
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()}, {os.cpu_count()} cores)",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
-        },
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
@@ -138,8 +117,9 @@ def main() -> int:
         ),
         "chats": chats,
     }
+    record = environment.record("benchmarks.hf_parity", PACKAGES)
     if arguments.json:
-        print(json.dumps({"benchmark": "hf_parity", **provenance(), **figures, "models": models}))
+        print(json.dumps({"benchmark": "hf_parity", **record, **figures, "models": models}))
     else:
         print(figures)
     return 0

@@ -75,7 +75,7 @@ class Bench:
 def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     # a process may hold only so many memory mappings, and an executable takes hundreds
     jax.clear_caches()
-    engine = Engine(workload.model, config)
+    engine = Engine(workload.model, config, dtype=workload.params.final_norm_D.dtype)
     longest = max(len(r.prompt_ids) for r in workload.requests)
     reach = Reach(len(workload.requests), longest, speculative=True)
     compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
@@ -199,7 +199,6 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         "unexplained_tokens": sum(d.tokens for d in differences if not d.explained),
         "differences": [dataclasses.asdict(d) for d in differences],
         **{k: round(v, 4) for k, v in metrics.items()},
-        "projected": project(bench, name, plain),
     }
 
 
@@ -218,12 +217,12 @@ def tail_figures(ends: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any
     }
 
 
-def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[str, Any]]:
+def project(bench: Bench, name: str) -> list[dict[str, Any]]:
     """Ratios of roofline seconds, the budget's table being the roofline's.
 
     `ratio_with_host` adds the seconds that this machine's host took beside its rounds.
     """
-    bench.phase()
+    plain = {t.request_id: t.response_ids for t in bench.phase()}
     plain_rounds, plain_host_s = bench.records, host_seconds(bench.records)
     rows = []
     for instance in PROJECTIONS:
@@ -301,6 +300,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     def add(key: str, bench: Bench, drafter: str) -> None:
         rows[key] = compare(bench, drafter, arguments.repeats)
+        rows[key]["projected"] = project(bench, drafter)
         print(key, rows[key]["ratio"], rows[key]["projected"], file=sys.stderr, flush=True)
 
     bench = open_bench(workloads.tiny("base", base, base, *size), config)

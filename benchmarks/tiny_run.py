@@ -1,6 +1,6 @@
 """The smallest run there is: a one-layer policy, six prompts, a step in milliseconds.
 
-What `benchmarks.resume` and the tests of the training loop stop, damage and
+What `benchmarks.soak` and the tests of the training loop stop, damage and
 resume. It measures nothing by itself.
 """
 
@@ -101,10 +101,10 @@ def two(completions, **columns):
 '''
 
 
-def make_inputs(folder: Path, seed: int = 0) -> Path:
+def make_inputs(folder: Path, seed: int = 0, model: ModelConfig = MODEL) -> Path:
     """Write policy, task, reward file and configuration; returns the configuration's path."""
     policy = folder / "policy"
-    hf.save_pretrained(policy, MODEL, transformer.init(MODEL, jax.random.key(seed), jnp.float32))
+    hf.save_pretrained(policy, model, transformer.init(model, jax.random.key(seed), jnp.float32))
     tokenizer.save_character_tokenizer(policy, CHARACTERS)
     rows = [{"prompt": p, "answer": str(i)} for i, p in enumerate(PROMPTS)]
     (folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

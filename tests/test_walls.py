@@ -81,8 +81,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 # Of rl's own files every room may import the records; the others are what users start, and
 # nothing imports them. They and they alone may import any room.
 RECORDS = {"trajectory", "packing"}
-OURS = {*MAY_IMPORT, "benchmarks", "configs", "tests"}
-CODE = (*MAY_IMPORT, "benchmarks", "tests")
+OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
+CODE = (*MAY_IMPORT, "benchmarks", "policies", "tests")
 
 # What a pure state machine has no use for: clocks, probability, the outside world, threads.
 IMPURE = {

@@ -1,9 +1,8 @@
 """Gains and costs of a learned drafter: `python -m benchmarks.drafter --json`
 
 Accept lengths and waits are measured in real runs of the shipped policy (`runs.py`), rates in
-rollouts that take turns with identical tokens (`tuner.py`), the parts of training in isolation
-(`parts.py`, `saves.py`, `pool.py`). `step_time_ratio` needs workers with devices of their own
-(`step_time.py`): it is null if all share one accelerator or one core.
+rollouts that take turns with identical tokens (`tuner.py`). `step_time_ratio` needs a device for
+each worker (`step_time.py`): it is null if all share one accelerator or one core.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import environment
-from benchmarks.drafter import parts, pool, runs, saves, step_time, tuner
+from benchmarks.drafter import runs, step_time, tuner
 from models import hf
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -50,11 +47,6 @@ def measure(first_steps: int, more_steps: int, rollouts: int, timed_steps: int) 
     inputs = open_inputs(config)
     _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)
     figures: dict[str, Any] = {}
-    figures |= parts.packing()
-    with tempfile.TemporaryDirectory(dir=".") as scratch:
-        figures |= saves.checkpoint_stall(Path(scratch))
-    figures |= pool.pool_memory()
-    jax.clear_caches()
     figures |= runs.preemption_waits(inputs, params, config, rollouts=rollouts)
     figures |= tuner.tuner(inputs, params, config)
     if jax.default_backend() != "cpu" and len(jax.local_devices()) >= step_time.WORKERS:

@@ -1,12 +1,13 @@
-"""Training runs with a learned drafter, for `benchmarks.drafter`: what it brings, what it keeps.
+"""Training runs with a learned drafter, for `benchmarks.drafter`: accept lengths and waits.
 
-One run of `configs/tiny_cpu.gin`'s policy and tasks, a fixed number of drafter steps after each
-rollout. Accept lengths are tokens a request and round, the bonus token included, of rollouts of
-their own over prompts that come next, with the trees of `TREE`.
+The policy and tasks of `configs/tiny_cpu.gin`, with a fixed number of drafter steps after each
+rollout. Accept lengths are tokens a request and round, the bonus token included, of separate
+rollouts over the prompts that come next, with the trees of `TREE`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import statistics
 import time
@@ -61,39 +62,35 @@ NUM_PROMPTS, GROUP = 8, 8
 
 @dataclasses.dataclass(frozen=True)
 class AcceptLengths:
-    """Accept lengths of drafters with the policy as it is after some steps of training."""
+    """Accept lengths of drafters with the policy after some steps of training."""
 
     first_steps: int
     more_steps: int
     trained: float  # from random weights, over the first steps
     untrained: float
-    adaptive: float  # trained on over all steps
-    frozen: float  # as it was after the first
+    adaptive: float  # trained over all steps
+    frozen: float  # trained over the first steps only
 
 
 def accept_lengths(
     first_steps: int, more_steps: int, *settings: str, seed: int = 0
 ) -> tuple[AcceptLengths, list[dict[str, float]]]:
-    """Train a policy and its drafter, and look twice at what the drafter brings.
-
-    Also the drafter's metrics of every step.
-    """
+    """Train a policy and its drafter, probing twice; return also the drafter's metrics by step."""
     overrides = [*SETTINGS, *settings, f"Run.seed={seed}", f"Run.steps={first_steps + more_steps}"]
     config = load(TrainConfig, [CONFIG], overrides)
     inputs = open_inputs(config)
     with tiny_run.opened(config, inputs) as (system, state):
         assert system.drafter is not None
         learned, place = system.drafter.trainer.learned, train_loop.RunPosition()
-        engine = _engine(system, inputs)
-        untrained = learned.drafter.params
+        untrained, first = learned.drafter.params, Probe(system, inputs, state, place)
         state, place, rows = _train(system, state, place, first_steps)
-        now = Asked(engine, system, inputs, state, place)
-        frozen = learned.drafter.params
-        found = {"trained": now.accept_length(frozen), "untrained": now.accept_length(untrained)}
+        probe, frozen = first.after(state, place), learned.drafter.params
+        found = {"trained": probe.accept_length(frozen)}
+        found["untrained"] = probe.accept_length(untrained)
         state, place, more = _train(system, state, place, more_steps)
-        now = Asked(engine, system, inputs, state, place)
-        found["adaptive"] = now.accept_length(learned.drafter.params)
-        found["frozen"] = now.accept_length(frozen)
+        probe = first.after(state, place)
+        found["adaptive"] = probe.accept_length(learned.drafter.params)
+        found["frozen"] = probe.accept_length(frozen)
     names = ("drafter/accuracy_top1", "drafter/accuracy_top3", "drafter/agreement", "reward")
     curve = [{n: round(float(row[n]), 4) for n in names if n in row} for row in (*rows, *more)]
     return AcceptLengths(first_steps, more_steps, **found), curve
@@ -110,43 +107,43 @@ def _train(
     return state, place, rows
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Asked:
-    """Rollouts of the policy at hand over the prompts that come next."""
+class Probe:
+    """Rollouts of the current policy over the prompts that come next, by a separate engine."""
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         system: System,
         inputs: Inputs,
         state: TrainState,
         place: train_loop.RunPosition,
         *,
-        max_nodes: int,
-        depth: int,
-    ) -> Asked:
-        """Return the same with a new engine, and trees as deep as that."""
-        tree = dataclasses.replace(TREE, max_depth=depth)
-        return Asked(_engine(system, inputs, max_nodes), system, inputs, state, place, tree)
+        max_nodes: int = 64,
+        depth: int = TREE.max_depth,
+    ) -> None:
+        self.system, self.inputs, self.state, self.place = system, inputs, state, place
+        assert system.drafter is not None
+        self.learned = system.drafter.trainer.learned
+        self.tree = dataclasses.replace(TREE, max_depth=depth)
+        config = dataclasses.replace(ROUNDS, max_nodes=max_nodes)
+        layers = self.learned.config.feature_layers
+        self.engine = Engine(inputs.model, config, feature_layers=layers)
 
-    engine: Engine
-    system: System
-    inputs: Inputs
-    state: TrainState
-    place: train_loop.RunPosition
-    tree: TreeConfig = TREE
+    def after(self, state: TrainState, place: train_loop.RunPosition) -> Probe:
+        """Return a probe of a later policy with the same engine."""
+        later = copy.copy(self)
+        later.state, later.place = state, place
+        return later
 
     def accept_length(self, params: EagleParams) -> float:
-        learned = self.system.drafter.trainer.learned  # type: ignore[union-attr]
-        eagle_weights = EagleWeights(learned.config, params, learned.draft_ids_U)
-        drafter = LearnedDrafter(eagle_weights, self.tree)
+        weights = EagleWeights(self.learned.config, params, self.learned.draft_ids_U)
         prompts = prompts_at(self.system, self.place.cursor, NUM_PROMPTS).tokens
         requests = [
             Request(g * GROUP + i, p, g, i) for g, p in enumerate(prompts) for i in range(GROUP)
         ]
-        weights = trainer.cast_params(self.state.params, self.engine.dtype)
+        policy = trainer.cast_params(self.state.params, self.engine.dtype)
         sampling, key = self.system.config.sampling, step_key(99, self.place.step)
-        stop = self.inputs.model.eos_token_ids
-        spec = RolloutSpec(weights, sampling, key, stop)
+        spec = RolloutSpec(policy, sampling, key, self.inputs.model.eos_token_ids)
+        drafter = LearnedDrafter(weights, self.tree)
         drafts = draft_with(drafter.drafter_for(self.engine.drafter_context(spec)))
         self.engine.run(dataclasses.replace(spec, drafts=drafts), requests)
         return accept_length(self.engine)
@@ -156,13 +153,6 @@ def accept_length(engine: Engine) -> float:
     """Tokens a request and round with draft tokens, of the engine's last rollout."""
     rounds = [r for r in engine.stats.timeline if r.drafted]
     return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
-
-
-def _engine(system: System, inputs: Inputs, max_nodes: int = 64) -> Engine:
-    assert system.drafter is not None
-    layers = system.drafter.trainer.learned.config.feature_layers
-    rounds = dataclasses.replace(ROUNDS, max_nodes=max_nodes)
-    return Engine(inputs.model, rounds, feature_layers=layers)
 
 
 class SpotTeam:
@@ -235,9 +225,9 @@ def preemption_waits(
 def spot_rollout(
     inputs: Inputs, params: Params, config: TrainConfig
 ) -> tuple[list[tuple[int, float, float]], list[Span], float]:
-    """One rollout as a picture needs it: (worker, beginning, seconds) of rounds, spans, its end.
+    """Return a rollout's rounds as (worker, start, seconds), its spans of training, and its end.
 
-    Times are seconds since its first round.
+    Times are seconds since the first round.
     """
     team = SpotTeam(inputs, params, config)
     team.rollout(0)  # compiles, and fills the buffer

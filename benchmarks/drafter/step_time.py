@@ -1,8 +1,8 @@
 """Seconds of training steps with spot training and without, for `benchmarks.drafter`.
 
-Two runs of the same configuration take turns, step by step; both draft with the drafter as it
-was at first, so that their work differs in the training alone. It wants workers that have devices
-of their own: on a CPU a process in which each device has one core (`in_own_process`).
+Two runs of the same configuration take turns, step by step; both draft with the initial drafter,
+hence their work differs in training only. Each worker needs a device: on a CPU, a process with one
+core a device (`in_own_process`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def step_time(steps: int) -> dict[str, Any]:
 
 
 def _keep(params: Any) -> None:
-    """Instead of a swap: draft tokens stay what they were."""
+    """Replaces a swap: draft tokens do not change."""
 
 
 def in_own_process(steps: int) -> dict[str, Any]:

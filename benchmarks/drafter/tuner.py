@@ -1,8 +1,8 @@
-"""Rollouts under the tuner, for `benchmarks.drafter`: with all drafters, and with each alone.
+"""Rollouts under the bandit, for `benchmarks.drafter`: with all drafters, and with each alone.
 
 The shipped policy answers the same prompts with the same noise under every way of drafting, in
-turns: identical tokens. There is history (an epoch by the policy itself under other noise), and a
-drafter that was trained on it. `tuner_gap` compares the bandit's choice with the exhaustive best.
+turns: identical tokens. History is an epoch under other noise; the learned drafter was trained on
+it. `tuner_gap` compares the bandit's choice with the exhaustive best.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.drafter import parts
 from models.transformer import Params
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
@@ -34,7 +33,7 @@ from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets
 from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
-from spec.budget.bandit import Strategy
+from spec.budget.bandit import BegMab, Strategy
 from spec.budget.bandit_budget import BanditBudget, strategies
 from spec.budget.config import LEARNED, BanditConfig, TunerConfig
 from spec.budget.union import DrafterUnion
@@ -162,10 +161,10 @@ def _equal(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> bool:
 
 
 class _Forced(BanditBudget):
-    """Always the same arm; what the bandit would be told of its rounds is kept."""
+    """Always chooses the same arm; `rounds` are the bandit's observations of it."""
 
     def __init__(self, strategy: Strategy, times: RoundTimes, union: DrafterUnion) -> None:
-        self._forced, self.told = strategy, list[tuple[float, float]]()
+        self._forced, self.rounds = strategy, list[tuple[float, float]]()
         super().__init__(self, times, union)  # type: ignore[arg-type]
 
     def select(self, batch_size: int) -> Strategy:
@@ -177,16 +176,16 @@ class _Forced(BanditBudget):
     def record(
         self, strategy: Strategy, elapsed_s: float, accept_lens: Sequence[float], batch_size: int
     ) -> None:
-        self.told.append((elapsed_s, float(np.mean(accept_lens))))
+        self.rounds.append((elapsed_s, float(np.mean(accept_lens))))
 
 
 def _gap(ground: _Ground) -> dict[str, Any]:
-    """Every arm of the range of few requests by itself; then the bandit on what they brought."""
+    """Play every arm of the range of few requests; then the bandit on these observations."""
     seconds, accepts = dict[Strategy, list[float]](), dict[Strategy, list[float]]()
     for arm in strategies(TUNER, SOURCES, TREE.top_k, {"learned": TREE.max_depth}):
         if arm.verify_tokens not in (0, TUNER.verify_tokens[0]):
             continue
-        told = list[tuple[float, float]]()
+        rounds = list[tuple[float, float]]()
         for turn in range(3):
             key = step_key(52, turn)
             spec = RolloutSpec(ground.params, ground.sampling, key)
@@ -197,13 +196,59 @@ def _gap(ground: _Ground) -> dict[str, Any]:
                 forced = _Forced(arm, ground.times, union)
                 some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]
                 ground.run(key, some, drafts=draft_with(union, forced))
-            told += forced.told
-        seconds[arm], accepts[arm] = [s for s, _ in told], [a for _, a in told]
+            rounds += forced.rounds
+        seconds[arm], accepts[arm] = [s for s, _ in rounds], [a for _, a in rounds]
     bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)
-    found = parts.tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
+    found = tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
     arms = dict[str, dict[str, float]]()
     for arm, taken_s in seconds.items():
         accept = 1 + statistics.mean(accepts[arm])
         rate = accept / statistics.mean(taken_s)
         arms[arm.name] = {"tokens_per_s": round(rate, 1), "accept_length": round(accept, 3)}
     return found | {"tuner_arms": arms}
+
+
+def tuner_gap(
+    round_s: Mapping[Strategy, Sequence[float]],
+    accept_lens: Mapping[Strategy, Sequence[float]],
+    config: BanditConfig,
+    batch_size: int,
+    *,
+    rounds: int = 300,
+    seeds: int = 200,
+) -> dict[str, float]:
+    """Return how much slower than the best strategy the bandit's choice is after some rounds.
+
+        value(s) = (mean accept_lens + 1) · batch_size / mean round_s      gap = 1 − value / best
+
+    Seconds and accepted draft tokens are resampled from each strategy's measurements. `best` is
+    over all of them. `tuner_gap` is the median over seeds. Source: TLT, Algorithm 1.
+    Raises ValueError if a strategy lacks measurements.
+    """
+    strategies = tuple(round_s)
+    seconds = {s: np.asarray(round_s[s], float).reshape(-1) for s in strategies}
+    accepts = {s: np.asarray(accept_lens.get(s, ())).reshape(-1) for s in strategies}
+    missing = [s.name for s in strategies if not (len(seconds[s]) and len(accepts[s]))]
+    if missing:
+        raise ValueError(
+            f"expected seconds and accepted drafts of each strategy, got none for {missing}: "
+            "measure at least one round of each (plain decoding accepts 0)"
+        )
+    value = {s: (accepts[s].mean() + 1) * batch_size / seconds[s].mean() for s in strategies}
+    best = max(value.values())
+    gaps, found = [], 0
+    for seed in range(seeds):
+        rng = np.random.default_rng([seed, 1])  # of the rounds; the tuner has another
+        tuner = BegMab(strategies, config, seed)
+        for _ in range(rounds):
+            s = tuner.select(batch_size)
+            tuner.record(s, rng.choice(seconds[s]), rng.choice(accepts[s], batch_size), batch_size)
+        held = tuner.best(batch_size)
+        assert held is not None, "rounds have been"
+        gaps.append(1 - value[held] / best)
+        found += value[held] == best
+    return {
+        "tuner_gap": float(np.median(gaps)),
+        "tuner_gap_p95": float(np.percentile(gaps, 95)),
+        "tuner_found_best": found / seeds,
+    }

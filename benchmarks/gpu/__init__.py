@@ -1,1 +1,0 @@
-"""All rows that need a GPU, in one command: `python -m benchmarks.gpu` (`__main__.py`)."""

@@ -2,68 +2,55 @@
 
     python -m benchmarks.gpu --json --output benchmarks/results/gpu.json
 
-Each part runs in a process of its own with a deadline. A part that is not done by then is cut: the
-rows that it has are kept, and the result says so. The file is written after each part. What is
-compared takes turns in one process; medians count. `--size tiny` runs everything on any backend in
-seconds, to see that it works: its figures mean nothing. The exit status is 1 where a part was cut
-or failed.
+Each part (`parts.py`) runs in a process with a deadline. A part that misses it is cut: its rows are
+kept, and the result says so. The file is written after each part. `--size tiny` runs everything on
+any backend in seconds, to see that it works: its figures mean nothing. The exit status is 1 if a
+part was cut or failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import environment
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "numpy")
-# Seconds of each part, its start and compilations included; in all less than nine minutes.
+# Of each part, its start and compilations included; in all less than nine minutes.
 DEADLINES_S = {"rounds": 130, "kernels": 90, "rollouts": 130, "training": 100, "flips": 70}
-PARTS = tuple(DEADLINES_S)
-ENDING_S = 10.0  # for a process that was killed
-
-
-def part_rows(part: str, size: str) -> Any:
-    """Return the rows of a part, one by one as they are measured."""
-    from benchmarks.gpu.sizes import SIZES
-
-    module = importlib.import_module(f"benchmarks.gpu.{part}")
-    return module.rows(SIZES[size])
 
 
 def run_part(part: str, size: str, deadline_s: float) -> dict[str, Any]:
-    """Run a part in a process of its own; return its rows, and how it ended."""
+    """Run a part in a process; return its rows, and how it ended."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--run_part", part, "--size", size]
-    began_s = time.monotonic()
-    # keys and values of the longest slots need more than the three quarters that jax takes
+    # Keys and values of the longest slots need more than the three quarters that jax takes.
     settings = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"} | dict(os.environ)
-    settings.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # it is meant for the first process
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=environment.ROOT, env=settings, **pipes)
-    status, why = "done", ""
+    settings.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # set for the first process only
+    start_s, status, why = time.monotonic(), "done", ""
+    run: Any = {"cwd": environment.ROOT, "env": settings, "capture_output": True}
     try:
-        printed, errors = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed, errors = process.communicate(timeout=ENDING_S)
+        done = subprocess.run(command, timeout=deadline_s, check=False, **run)
+        output = done.stdout
+        if done.returncode:
+            errors = done.stderr.decode(errors="replace")
+            print(errors, file=sys.stderr)
+            lines = [x for x in errors.splitlines() if "Error" in x and x[:1].strip()]
+            status, why = "failed", lines[-1] if lines else f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
         status, why = "cut", f"not done within {deadline_s:g} s"
-    if status == "done" and process.returncode:
-        said = [line for line in errors.splitlines() if "Error" in line and line[:1].strip()]
-        status, why = "failed", said[-1] if said else f"exit status {process.returncode}"
-        print(errors, file=sys.stderr)
-    lines = [line for line in printed.splitlines(keepends=True) if line.endswith("\n")]
-    found: dict[str, Any] = {"status": status, "deadline_s": deadline_s}
-    found["wall_s"] = round(time.monotonic() - began_s, 1)
+    result: dict[str, Any] = {"status": status, "deadline_s": deadline_s}
+    result["wall_s"] = round(time.monotonic() - start_s, 1)
     if why:
-        found["why"] = why
-    return found | {"rows": [json.loads(line) for line in lines]}
+        result["why"] = why
+    lines = [line for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
+    return result | {"rows": [json.loads(line) for line in lines]}
 
 
 def refusal(size: str) -> str | None:
@@ -85,57 +72,54 @@ def refusal(size: str) -> str | None:
 def figures(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return a line for each row, and for each part that was not done."""
     shown = {}
-    for part, found in parts.items():
-        for row in found["rows"]:
+    for part, result in parts.items():
+        for row in result["rows"]:
             names = [f"{k} {v}" for k, v in row.items() if isinstance(v, str | bool)]
-            name = ", ".join([part, *names, *_sizes(row)])
+            names += [f"{k} {row[k]}" for k in ("live_positions", "nodes") if k in row]
             kept = {k: v for k, v in row.items() if isinstance(v, float) and k != "operations"}
-            shown[name] = ", ".join(f"{k} {v}" for k, v in kept.items())
-        if found["status"] != "done":
-            shown[part] = f"{found['status']}: {found['why']}"
+            shown[", ".join([part, *names])] = ", ".join(f"{k} {v}" for k, v in kept.items())
+        if result["status"] != "done":
+            shown[part] = f"{result['status']}: {result['why']}"
     return shown
 
 
-def _sizes(row: Mapping[str, Any]) -> Sequence[str]:
-    kept = ("live_positions", "nodes_of_a_slot", "nodes")
-    return [f"{k} {row[k]}" for k in kept if k in row]
-
-
-def command_line() -> argparse.ArgumentParser:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=DEADLINES_S, default=tuple(DEADLINES_S))
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--deadline_s", type=float, help="of each part, in place of its own")
-    parser.add_argument("--run_part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--run_part", choices=DEADLINES_S, help=argparse.SUPPRESS)
     environment.add_output_flags(parser)
-    return parser
-
-
-def main() -> int:
-    arguments = command_line().parse_args()
+    arguments = parser.parse_args()
     if arguments.run_part:
-        for row in part_rows(arguments.run_part, arguments.size):
+        from benchmarks.gpu.parts import PARTS, SIZES
+
+        for row in PARTS[arguments.run_part](SIZES[arguments.size]):
             print(json.dumps(row), flush=True)
         return 0
-    # this process looks at the device, and leaves its memory to those of the parts
+    # This process only looks at the device; its memory is for the parts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if why := refusal(arguments.size):
         print(why, file=sys.stderr)
         return 2
-    parts: dict[str, Any] = {}
-    result: dict[str, Any] = {"benchmark": "gpu", "kind": "measured", "size": arguments.size}
-    result |= {"policy": "Qwen3-0.6B's shape, random weights", "parts": parts}
-    if arguments.size == "tiny":
-        result |= {"kind": "try", "policy": "random weights"}
-    result |= environment.record("benchmarks.gpu", PACKAGES)
+    is_real = arguments.size == "real"
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "kind": "measured" if is_real else "try",
+        "size": arguments.size,
+        "policy": f"{'Qwen3-0.6B shape, ' if is_real else ''}random weights",
+        "parts": {},
+        **environment.record("benchmarks.gpu", PACKAGES),
+    }
+    parts = result["parts"]
     for part in arguments.parts:
         parts[part] = run_part(part, arguments.size, arguments.deadline_s or DEADLINES_S[part])
         print(f"{part}: {parts[part]['status']}", file=sys.stderr, flush=True)
-        environment.write(result, arguments)  # whoever started this may end it
+        environment.write(result, arguments)  # this process may be ended at any time
     environment.show(result, arguments, figures(parts))
-    return int(any(found["status"] != "done" for found in parts.values()))
+    return int(any(part["status"] != "done" for part in parts.values()))
 
 
 if __name__ == "__main__":

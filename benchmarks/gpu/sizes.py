@@ -1,4 +1,4 @@
-"""What is measured at which size, the random policies, and how callables take turns."""
+"""The sizes of the parts, random policies, and timing in turns."""
 
 from __future__ import annotations
 
@@ -33,33 +33,20 @@ TINY_POLICY = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
-    """Query heads, key/value heads and head size of one layer of attention."""
-
-    queries: int
-    keys: int
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Size:
-    """The sizes of all parts.
-
-    `live_positions` are those of each slot in rounds and in attention to pages; `new_tokens` the
-    longest response of a rollout; a gradient step has `train_rows` of `row_tokens`.
-    """
+    """The sizes of all parts; a gradient step has `train_rows` of `row_tokens`."""
 
     name: str
     model: ModelConfig
     dtype: str
     slots: int
-    live_positions: tuple[int, ...]
+    live_positions: tuple[int, ...]  # of each slot
     page_tokens: int
-    heads: Heads
+    heads: tuple[int, int, int]  # query heads, key/value heads and head size of attention
     attention_rows: tuple[int, int]  # rows and tokens of a row
     baseline: str  # the implementation of `jax.nn.dot_product_attention`
     prompt_tokens: int
-    new_tokens: int
+    new_tokens: int  # of the longest response
     row_tokens: int
     train_rows: int
     flip_tokens: int
@@ -82,7 +69,7 @@ SIZES = {
             slots=64,
             live_positions=(2048, 8192),
             page_tokens=128,
-            heads=Heads(32, 8, 128),  # of an 8B policy
+            heads=(32, 8, 128),  # of an 8B policy
             attention_rows=(2, 8192),
             baseline="cudnn",
             prompt_tokens=128,
@@ -99,7 +86,7 @@ SIZES = {
             slots=4,
             live_positions=(16, 48),
             page_tokens=16,
-            heads=Heads(4, 2, 16),
+            heads=(4, 2, 16),
             attention_rows=(1, 96),
             baseline="xla",
             prompt_tokens=6,
@@ -116,18 +103,18 @@ SIZES = {
 
 
 def accelerator() -> Accelerator | None:
-    """Return the figures of the device that jax computes on, if they are known."""
+    """Return the known figures of jax's device, or None."""
     return figures_of(jax.devices()[0].device_kind)
 
 
 def figures_of(kind: str) -> Accelerator | None:
-    """Return the figures of a device by what jax names it: "NVIDIA H100 80GB HBM3" is H100."""
+    """Return a device's figures by jax's name for it: "NVIDIA H100 80GB HBM3" is H100."""
     found = [device for name, device in ACCELERATORS.items() if re.search(rf"\b{name}\b", kind)]
     return found[0] if found else None
 
 
 def num_weights(model: ModelConfig) -> int:
-    """Return the weights that products read: without embeddings that are only looked up."""
+    """Count the weights that products read, hence not embeddings that are only looked up."""
     numbers = sum(int(np.prod(spec.shape)) for spec in leaves(param_specs(model)))
     return numbers if model.tied_embeddings else numbers - model.vocab_size * model.d_model
 
@@ -139,7 +126,7 @@ def random_weights(model: ModelConfig, dtype: str) -> transformer.Params:
 
 
 def timed(call: Callable[[], Any], calls: int = 1) -> float:
-    """Return the seconds of a call, of several that are launched one behind the other."""
+    """Return the mean seconds of calls that are launched without waiting."""
     began_s = time.perf_counter()
     found = [call() for _ in range(calls)]
     jax.block_until_ready(found)
@@ -147,9 +134,9 @@ def timed(call: Callable[[], Any], calls: int = 1) -> float:
 
 
 def in_turns(kinds: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, np.ndarray]:
-    """Return the seconds of each kind, turn by turn; the kinds take turns, and two turns warm up.
+    """Return the seconds of each kind, turn by turn, after two turns that warm up.
 
-    Every other turn goes backwards, so that no kind always follows the same one.
+    Every other turn runs backwards, so that no kind always follows the same one.
     """
     assert repeats >= 5, "medians of at least five"
     seconds = {name: np.zeros(repeats + 2) for name in kinds}
@@ -160,7 +147,7 @@ def in_turns(kinds: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
 
 
 def summary(seconds_T: np.ndarray, other_T: np.ndarray | None = None, name: str = "") -> Row:
-    """Return the median in ms with its quartiles, and that of the ratios to another kind's."""
+    """Return the median in ms with its quartiles, and the median of ratios to another kind."""
     row: Row = {
         "ms": _rounded(1e3 * np.median(seconds_T)),
         "ms_quartiles": [_rounded(x) for x in 1e3 * np.quantile(seconds_T, [0.25, 0.75])],

@@ -1,14 +1,12 @@
-"""The questions that `benchmarks.real_policy` asks, in sets by content.
+"""The questions of `benchmarks.real_policy`, in sets by content.
 
-The shipped policy understands its own tasks only (`tiny`). A policy with a chat template gets
-arithmetic and word puzzles of reasoning-gym, and open questions and requests for code from
-`benchmarks/data` (`chat`), all in its template.
+The shipped policy can do its own tasks only (`tiny`). A policy with a chat template gets arithmetic
+and word puzzles of reasoning-gym, open questions and requests for code (`chat`), in its template.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from benchmarks.environment import ROOT
 from models.tokenizer import Tokenizer
@@ -20,10 +18,7 @@ SEED = 21
 
 @dataclasses.dataclass(frozen=True)
 class QuestionSet:
-    """Tasks that take turns, the suffix of their prompts, and how an answer is found for a reward.
-
-    `extract` names it as `Reward.extract` does; None: nothing scores these responses.
-    """
+    """Tasks in turns, the suffix of their prompts, and `Reward.extract` (None: no reward)."""
 
     name: str
     specs: tuple[str, ...]
@@ -83,7 +78,7 @@ KINDS: dict[str, tuple[QuestionSet, ...]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """One question with the tokens of its prompt; `asked` is the text of the user."""
+    """A question with its prompt tokens; `asked` is the user's text."""
 
     of: QuestionSet
     example: Example
@@ -92,7 +87,7 @@ class Question:
 
 
 def ask(kind: str, tokenizer: Tokenizer, count: int) -> list[Question]:
-    """Return `count` questions of each set of that kind, set by set."""
+    """Return `count` questions of each set of a kind, set by set."""
     found = []
     for question_set in KINDS[kind]:
         each = -(-count // len(question_set.specs))
@@ -103,8 +98,3 @@ def ask(kind: str, tokenizer: Tokenizer, count: int) -> list[Question]:
             assert isinstance(example.prompt, str)
             found.append(Question(question_set, example, example.prompt + question_set.suffix, ids))
     return found
-
-
-def set_names(questions: Sequence[Question]) -> list[str]:
-    """Return the names of the sets, in order."""
-    return list(dict.fromkeys(q.of.name for q in questions))

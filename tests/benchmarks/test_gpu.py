@@ -1,6 +1,5 @@
 """The GPU benchmark at its tiny size: the same work on both sides, and what it refuses or cuts."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -11,17 +10,15 @@ import pytest
 
 from benchmarks.environment import ROOT
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import kernels, rollouts, rounds, training
+from benchmarks.gpu import parts
 from benchmarks.gpu.sizes import SIZES, figures_of, in_turns, num_weights
-from rl.learner import micro_batches
-from rl.learner.trainer import batch_shape
 
 TINY = SIZES["tiny"]
 
 
 def rows_of(part):
     """The rows, as they are once they have been through the pipe of their process."""
-    rows = [json.loads(json.dumps(row)) for row in gpu.part_rows(part, "tiny")]
+    rows = [json.loads(json.dumps(row)) for row in parts.PARTS[part](TINY)]
     assert all(row["repeats"] >= 5 and row["ms"] > 0 for row in rows if part != "flips")
     return rows
 
@@ -52,26 +49,15 @@ def test_all_paths_of_attention_compute_the_same():
 
 def test_a_difference_is_seen():
     x = np.array([1.0, -4.0, 2.0], np.float32)
-    assert kernels.difference([x], [x]) == 0
-    assert kernels.difference([x + np.array([0, 0, 0.5])], [x]) == pytest.approx(0.125)
+    assert parts.difference([x], [x]) == 0
+    assert parts.difference([x + np.array([0, 0, 0.5])], [x]) == pytest.approx(0.125)
 
 
 def test_speculative_rollouts_have_the_tokens_of_plain_ones_and_are_called_synthetic():
     plain, speculative = rows_of("rollouts")
     assert plain["tokens"] == speculative["tokens"] > 0
     assert plain["tokens_that_differ"] == speculative["tokens_that_differ"] == 0
-    assert speculative["synthetic"] is True and speculative["acceptance"] == rollouts.ACCEPTANCE
-
-
-def test_tokens_that_differ_are_counted():
-    @dataclasses.dataclass
-    class Answer:
-        request_id: int
-        response_ids: np.ndarray
-
-    plain = {0: np.array([1, 2, 3]), 1: np.array([4, 5])}
-    other = [Answer(0, np.array([1, 9, 3])), Answer(1, np.array([4, 5, 6]))]
-    assert rollouts.tokens_that_differ(plain, other) == 2
+    assert speculative["synthetic"] is True and speculative["acceptance"] == parts.ACCEPTANCE
 
 
 def test_a_gradient_step_has_one_gradient_whatever_is_kept():
@@ -82,17 +68,16 @@ def test_a_gradient_step_has_one_gradient_whatever_is_kept():
 
 
 def test_operations_of_a_step_by_hand():
-    made, model = training.samples(TINY), TINY.model
     # two rows of 64: a prompt of 4, three of which are shared, and four responses of 15
-    shape = batch_shape(training.TrainSpec(model), TINY.row_tokens)
-    used = sum(p.used_positions for p in micro_batches.micro_batches(made, shape))
-    assert used == 2 * (3 + 4 * 15)
+    made = parts.random_responses(TINY)
+    assert {(len(t.prompt_ids), t.num_tokens) for t in made} == {(4, 15)} and len(made) == 8
     head = 64 * 32
     layer = 32 * 16 * (2 + 1 + 1) + 2 * 16 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 16
-    assert num_weights(model) == head + layer + 32
+    assert num_weights(TINY.model) == head + layer + 32
     pairs = 2 * (6 + 4 * (15 * 3 + 15 * 16 / 2))
-    expected = 6 * ((layer + 32) * used + head * 2 * 4 * 15) + 12 * 1 * 2 * 16 * pairs
-    assert training.operations(model, made, used) == expected
+    positions = 2 * (3 + 4 * 15)
+    expected = 6 * ((layer + 32) * positions + head * 2 * 4 * 15) + 12 * 1 * 2 * 16 * pairs
+    assert parts.operations(TINY, 4, 15) == (positions, expected)
 
 
 def test_flips_are_counted_in_both_types():
@@ -122,7 +107,7 @@ def test_kinds_take_turns_and_the_first_two_do_not_count():
 
 def test_all_parts_end_within_nine_minutes():
     assert sum(gpu.DEADLINES_S.values()) <= 9 * 60 - 20, "20 s to start and to write"
-    assert set(gpu.DEADLINES_S) == set(gpu.PARTS)
+    assert set(gpu.DEADLINES_S) == set(parts.PARTS)
 
 
 def test_the_real_size_is_refused_without_a_gpu(capsys, monkeypatch):
@@ -165,9 +150,9 @@ def test_rows_that_came_before_a_failure_are_kept(monkeypatch):
 
 
 def test_pages_are_filled_in_place():
-    bench = rounds.Bench(dataclasses.replace(TINY, live_positions=(16,)))
+    bench = parts.Rounds(TINY, 16)
     cache = bench.engine.full_cache(TINY.slots, 32)
-    filled = rounds._filled(cache)
+    filled = parts.filled(cache)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values)), "no room for them twice"
     assert float(abs(filled.keys[0]).max()) > 0
 
@@ -199,33 +184,33 @@ def test_slots_are_made_outside_of_the_seconds_of_a_round(monkeypatch):
         timing[0] = False
         return 1.0
 
-    bench = rounds.Bench(dataclasses.replace(TINY, live_positions=(16,)))
-    busy = rounds.busy
-    monkeypatch.setattr(rounds, "busy", lambda *sizes: made.append(timing[0]) or busy(*sizes))
-    monkeypatch.setattr(rounds, "timed", timed)
-    bench.draft(bench.plain(bench.slots(16)))
-    assert bench.seconds(bench.plain, 16) == bench.seconds(bench.verify, 16) == 1.0
-    assert made == [False] * 3
+    bench = parts.Rounds(TINY, 16)
+    busy = parts.busy
+    monkeypatch.setattr(parts, "busy", lambda *sizes: made.append(timing[0]) or busy(*sizes))
+    monkeypatch.setattr(parts, "timed", timed)
+    assert bench.seconds(bench.plain) == bench.seconds(bench.verify) == 1.0
+    assert made == [False] * 2
 
 
 @pytest.mark.parametrize("fails", ["baseline", "ours"])
 def test_a_baseline_that_fails_as_it_runs_costs_its_own_row(monkeypatch, fails):
-    compiled = kernels._compiled_rows
+    compiled = parts.compiled
 
-    def planted(inputs, how, backward):
+    def planted(attend, inputs, how):
         if how != (TINY.baseline if fails == "baseline" else fails):
-            return compiled(inputs, how, backward)
+            return compiled(attend, inputs, how)
 
         def step(*inputs):
             raise RuntimeError("planted\nand more")
 
         return False, step
 
-    monkeypatch.setattr(kernels, "_compiled_rows", planted)
+    monkeypatch.setattr(parts, "compiled", planted)
+    rows = (row for row in parts.kernels(TINY) if row["attention"] == "rows")
     if fails == "ours":
         with pytest.raises(RuntimeError, match="planted"):
-            list(kernels._row_rows(TINY, False))
+            list(rows)
         return
-    first, *rest = kernels._row_rows(TINY, False)
+    first, *rest = (row for row in rows if not row["backward"])
     assert (first["how"], first["not_run"]) == (TINY.baseline, "RuntimeError: planted")
     assert [r["how"] for r in rest] == ["ours", "portable"] and all(r["ms"] > 0 for r in rest)

@@ -1,7 +1,7 @@
 """Killed, stopped, resumed: the same bits as the run that never was.
 
 The run trains a drafter besides, which is saved after every one of its steps.
-`python -m benchmarks.resume` does the same at twenty random points.
+`python -m benchmarks.soak kill` does the same at twenty random points.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import signal
 import pytest
 from command_runs import call_main
 
-from benchmarks import resume, tiny_run
-from benchmarks.resume import KillPoint
+from benchmarks import tiny_run
+from benchmarks.soak import runs
+from benchmarks.soak.runs import KillPoint
 from rl import train
 from rl.metrics.writer import read_metrics
 
@@ -68,20 +69,20 @@ def drafter_of(run):
 def test_killed_at_random_points_stopped_by_sigterm_and_resumed(tiny, env, never_killed, tmp_path):
     run, rng = tmp_path / "run", random.Random()
     points = [KillPoint(steps, rng.uniform(0, 0.25)) for steps in (0, rng.randrange(1, 3))]
-    lives = [resume.run_until(tiny, run, env, point) for point in points]
+    lives = [runs.run_until(tiny, run, env, point) for point in points]
     assert all(life.killed for life in lives), lives
 
     every = tiny.with_name("at_the_end.gin")  # so that the stop has to save
     every.write_text(tiny.read_text() + "Checkpoint.every_steps = 0\n")
-    life = resume.run_until(every, run, env, KillPoint(1, 0.0), signal.SIGTERM)
+    life = runs.run_until(every, run, env, KillPoint(1, 0.0), signal.SIGTERM)
     saved = len(read_metrics(run))
     assert life.killed and 1 <= life.steps <= saved < STEPS  # exit code 75
     log = run.with_name("run.log").read_text()
     assert "stopping: saving the last whole step" in log
     words = f"stopped and saved; step {saved} is the last that is saved; go on: "
     assert f"{words}python -m rl.train --resume --gin.Run.directory={run}" in log
-    assert resume.final_state(run)[0] == saved
+    assert runs.final_state(run)[0] == saved
 
-    resume.run_until(every, run, env, None)
-    assert resume.compare(run, never_killed) == EQUAL, points
+    runs.run_until(every, run, env, None)
+    assert runs.compare(run, never_killed) == EQUAL, points
     assert drafter_of(run) == drafter_of(never_killed), points

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import workloads
 from benchmarks.environment import ROOT
-from benchmarks.real_policy import acceptance, learned, one_update, parity, questions, statistic
+from benchmarks.real_policy import acceptance, learned, one_update, parity, questions
 from benchmarks.real_policy.ground import Ground, Sizes
 from models import hf, tokenizer
 from spec.drafter import Acceptance, Drafter, no_drafts
@@ -27,34 +27,39 @@ def ground(tmp_path_factory):
     hf.save_pretrained(folder / "policy", model, params)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "policies" / "tiny" / name, folder / "policy")
-    return Ground(folder / "policy", "tiny", folder / "work", SIZES)
+    return Ground(folder / "policy", "tiny", SIZES)
 
 
-def test_responses_are_kept_and_other_sizes_refused(ground):
+def test_an_update_at_a_tiny_rate_leaves_the_responses_and_a_large_one_does_not(
+    ground, monkeypatch
+):
+    monkeypatch.setattr(ground, "_reward", lambda t: float(t.sample_index))
     done = ground.responses()
-    again = Ground(ground.folder, "tiny", ground.work, SIZES)
-    again.__dict__["engine"] = None  # nothing is generated twice
-    for a, b in zip(done, again.responses(), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert a.prompt_ids.tolist() == list(ground.questions[a.group_id].prompt_ids)
-        assert np.array_equal(a.logprobs, b.logprobs)
-    with pytest.raises(ValueError, match="give another --work"):
-        Ground(ground.folder, "tiny", ground.work, Sizes(questions=3))
+    assert ground.responses() is done, "generated once"
+    assert ground.update[1]["responses"] == len(done)
+
+    def num_equal(rate):
+        after = ground.responses(rate=rate)
+        return sum(
+            a.response_ids.tolist() == b.response_ids.tolist()
+            for a, b in zip(done, after, strict=True)
+        )
+
+    assert num_equal(1e-12) == len(done) > num_equal(1.0)
 
 
 def test_a_policy_agrees_with_itself_and_another_one_does_not(ground):
     done = ground.responses()
     found = one_update.verify(ground, ground.params, done, "cdf")
     row = one_update.coupled(ground, found)
-    assert row["agreement"]["value"] == row["kept"]["value"] == row["whole"] == 1.0
+    assert row["agreement"]["value"] == row["kept"]["value"] == 1.0
     assert row["agreement"]["of"] == sum(t.num_tokens for t in done)
     assert one_update.lenient(ground, found, "lenient:1")["value"] > 0.99
     # one token of the last response drawn otherwise: what is behind it is lost too
-    cached, scored = found[max(found)]
-    drawn = scored.drawn.copy()
+    last = max(found)
+    drawn = found[last].drawn.copy()
     drawn[4] += 1
-    planted = cached, dataclasses.replace(scored, drawn=drawn)
-    planted = one_update.coupled(ground, found | {max(found): planted})
+    planted = one_update.coupled(ground, found | {last: found[last]._replace(drawn=drawn)})
     n = row["agreement"]["of"]
     assert planted["agreement"]["value"] == pytest.approx(1 - 1 / n, abs=1e-5)
     assert planted["kept"]["value"] == pytest.approx(1 - (len(drawn) - 4) / n, abs=1e-5)
@@ -71,19 +76,19 @@ def test_greedy_tokens_that_differ_are_measured_by_their_logits(ground):
         for _ in range(4):
             text.append(int(parity.logits_of(ground, text)[-1].argmax()))
         answers.append(text[len(tokens) :])
-    same = parity._greedy(ground, ids, answers, 4)
+    same = parity.compare_greedy(ground, ids, answers, 4)
     assert (same["greedy_equal"], same["greedy_gaps"]) == (2, [])
     worst = int(parity.logits_of(ground, ids[0] + answers[0][:2])[-1].argmin())
     planted = [answers[0][:2] + [worst, 0], answers[1]]
-    found = parity._greedy(ground, ids, planted, 4)
+    found = parity.compare_greedy(ground, ids, planted, 4)
     logits_V = parity.logits_of(ground, ids[0] + answers[0][:2])[-1]
     assert found["greedy_equal"] == 1 and found["greedy_unexplained"] == 1
     assert found["greedy_gaps"] == [pytest.approx(float(logits_V.max() - logits_V.min()))]
 
 
 def test_ends_of_greedy_responses():
-    assert parity._ended([5, 1, 0, 0], (1,)) == [5, 1]
-    assert parity._ended([5, 6, 7], (1,)) == [5, 6, 7]
+    assert parity.until_end([5, 1, 0, 0], (1,)) == [5, 1]
+    assert parity.until_end([5, 6, 7], (1,)) == [5, 6, 7]
 
 
 def test_accepted_tokens_by_depth():
@@ -96,9 +101,9 @@ def test_accepted_tokens_by_depth():
 
 def test_drafts_of_the_same_text_are_right_and_of_another_are_not(ground):
     done = ground.by_question(ground.responses())[0]
-    group, past = acceptance._group(done), [t.response_ids for t in done]
-    right = acceptance._accepted(group, acceptance.makers(group, past)["last"])
-    wrong = acceptance._accepted(
+    group, past = acceptance.as_group(done), [t.response_ids for t in done]
+    right = acceptance.accepted_tokens(group, acceptance.makers(group, past)["last"])
+    wrong = acceptance.accepted_tokens(
         group, acceptance.makers(group, [p * 0 + 98 for p in past])["last"]
     )
     assert right.sum() == sum(len(p) - 1 for p in past) > 0  # the first token is given
@@ -106,9 +111,9 @@ def test_drafts_of_the_same_text_are_right_and_of_another_are_not(ground):
 
 
 def test_a_ratio_and_its_interval():
-    found = statistic.ratio([1, 1, 1], [2, 2, 2])
+    found = acceptance.ratio([1, 1, 1], [2, 2, 2])
     assert found == {"value": 0.5, "interval": [0.5, 0.5], "of": 6}
-    assert statistic.ratio([0], [0])["value"] is None
+    assert acceptance.ratio([0], [0])["value"] is None
 
 
 class _Two(Drafter):
@@ -132,7 +137,6 @@ def test_questions_are_the_same_every_time_and_all_different(kind):
     first, again = (questions.ask(kind, words, 8) for _ in range(2))
     assert [q.prompt_ids for q in first] == [q.prompt_ids for q in again]
     assert len({q.asked for q in first}) == len(first) == 8 * len(questions.KINDS[kind])
-    assert questions.set_names(first) == [s.name for s in questions.KINDS[kind]]
 
 
 def test_the_files_of_questions_hold_questions():

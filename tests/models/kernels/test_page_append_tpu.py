@@ -73,6 +73,14 @@ def test_entries_are_written_and_attended_to(G, K, T, N, tiles, dtype, tolerance
         assert_same(found, wanted(*given, table, lengths), tolerance, table, lengths)
 
 
+def test_entries_behind_tens_of_thousands_of_positions():
+    q, keys, values, table = arrays(1, 4, 1, 64, 512, jnp.float32)
+    given, lengths = (q, *entries(1, jnp.float32), keys, values), (32768, 1, 16385)
+    pages = only_live(table, lengths, 64)
+    found = append_and_attend(*given, pages, jnp.asarray(lengths), interpret=True)
+    assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
+
+
 @pytest.mark.parametrize("head_dim", [256, 384])
 def test_heads_of_any_size_that_it_takes(head_dim):
     assert takes(head_dim, 64, jnp.float32) is None

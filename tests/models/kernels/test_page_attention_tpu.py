@@ -58,6 +58,13 @@ def test_slots_of_thousands_of_positions(dtype, tolerance):
         assert_close(found, reference(q, k, v, table, lengths), tolerance)
 
 
+def test_slots_of_tens_of_thousands_of_positions():
+    q, k, v, table = arrays(1, 4, 1, 64, 512, jnp.float32)
+    lengths = (32768, 1, 16385)
+    found = interpreted(None)(q, k, v, only_live(table, lengths, 64), np.asarray(lengths))
+    assert_close(found, reference(q, k, v, table, lengths), 1e-5)
+
+
 def test_a_page_in_another_place_is_another_result():
     """Pages of one slot may change places; a page of another slot changes the slot's result."""
     q, k, v, table = arrays(1, 4, 1, 64, 4, jnp.float32)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import planted_hangs as hangs
 import pytest
+from planted_hangs import PLANTED, StandIn, plant
 from whole_steps import whole_steps
 
-from benchmarks import hangs, tiny_run
-from benchmarks.hangs import PLANTED, StandIn, plant
+from benchmarks import tiny_run
 from rl.checkpoint import checkpointer
 from rl.loop import setup as run_setup
 from rl.runtime.waits import Hang, Patience

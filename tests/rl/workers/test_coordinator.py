@@ -6,11 +6,10 @@ import collections
 import threading
 
 import pytest
+from fake_workers import POLICIES, Played, begun, draw_work, limits_of, trajectory
 from held_entries import held_entries
+from interleavings import SCHEDULERS, WRONG, Rollout, all_of
 
-from benchmarks.coordinator import POLICIES, Played
-from benchmarks.fake_workers import begun, draw_work, limits_of, trajectory
-from benchmarks.interleavings import SCHEDULERS, WRONG, Rollout, all_of
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
 from rl.workers import worker_source
@@ -109,7 +108,7 @@ def test_a_session_of_300_steps_holds_no_more_than_one_of_few(name):
             sizes.append(held_entries([played.coordinator, played.scheduler._scheduler]))
 
     played.play(each_turn)
-    assert len(played.seconds["loss"]) == 4
+    assert played.num_lost == 4
     assert len(sizes) > 150
     assert max(sizes[-50:]) <= 1.1 * max(sizes[5:60]), sizes
     assert not played.coordinator.decisions

@@ -1,19 +1,15 @@
-"""A hang planted in every wait of a run: is it ended by its deadline, and named?
+"""A hang planted in every wait of a run: does its deadline end it, with a message that names it?
 
-    python -m benchmarks.hangs --json --output benchmarks/results/hangs.json
-
-The waits are those of the table in docs/architecture.md, "Stops and hangs". What is planted is a
-wait for an event that nobody sets, where a device, a disk or a thread would not come back;
-deadlines are 0.3 s. Engines, rewards and what a pipeline needs besides its threads are stand-ins.
+The waits are those of the table in docs/architecture.md, "Stops and hangs". A hang is a wait for an
+event that no thread sets, in place of a device, a disk or a thread that does not return. Deadlines
+are 0.3 s. Engines, rewards and a pipeline's other parts are fakes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -27,9 +23,8 @@ from unittest import mock
 
 import jax.numpy as jnp
 import jax.random
+from interleavings import trajectory
 
-from benchmarks import environment
-from benchmarks.interleavings import trajectory
 from rl.checkpoint import checkpointer
 from rl.cluster.processes import ALONE
 from rl.drafter_training.spot_trainer import SpotTrainer
@@ -287,7 +282,10 @@ def history_index(never: Never) -> str:
 
 # what hangs, and the words that name it
 PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
-    f"main thread: {part}": (partial(main_thread, part), f"main thread at {part} (benchmarks/hang")
+    f"main thread: {part}": (
+        partial(main_thread, part),
+        f"main thread at {part} (tests/support/",
+    )
     for part in ("rollout", "wait", "reward", "update", SAVING, STARTING, EXPORTING)
 } | {
     "main thread: compiling": (
@@ -303,7 +301,10 @@ PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
     "worker: spare time": (spare_time, "while training the drafter"),
     "worker: keys and values": (keys_and_values, "while waiting for keys and values from worker 0"),
     "worker: its end": (partial(worker, "end"), "worker 0 failed on requests none: Hang"),
-    "pipeline's thread": (pipelines_thread, "from the pipeline's thread (benchmarks/hangs.py"),
+    "pipeline's thread": (
+        pipelines_thread,
+        "from the pipeline's thread (tests/support/",
+    ),
     "scores": (scores, "no reward worker has answered for"),
     "save: arrays": (
         partial(background_save, "wait_until_finished"),
@@ -339,22 +340,3 @@ def plant(name: str) -> Outcome:
     seconds = time.monotonic() - began_s
     said = re.sub(re.escape(tempfile.gettempdir()) + r"/\w+", "FOLDER", said)
     return Outcome(name, seconds, said, named in said and seconds < ENDED_S)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hangs", description=__doc__)
-    environment.add_output_flags(parser)
-    args = parser.parse_args()
-    outcomes = [plant(name) for name in PLANTED]
-    figures = {
-        "hangs_planted": len(outcomes),
-        "hangs_ended_and_named": sum(outcome.ended_and_named for outcome in outcomes),
-    }
-    rows = [dataclasses.asdict(outcome) for outcome in outcomes]
-    result = environment.record("benchmarks.hangs", ("jax", "orbax-checkpoint"))
-    environment.show(result | figures | {"limit_s": LIMIT_S, "rows": rows}, args, figures)
-    return int(figures["hangs_planted"] != figures["hangs_ended_and_named"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,30 +1,22 @@
 """Every two events of the coordinator, one inside the other, wherever no lock is held.
 
-    python -m benchmarks.interleavings --json --output benchmarks/results/interleavings.json
-
-A rollout of two workers, and a third without work, is brought half way by hand. Then one event
-happens (a start is taken, a request finishes, a chunk ends and is handed over, a worker joins,
-raises, or is given up while it still runs, a step comes or is trained, all is aborted), and at each
-moment of it when a thread switch could let another one in, that other one happens as a whole. Then
-the rollout is played to its end. Counted: results that never come or come twice, waits that nobody
-would end, errors in threads that did nothing wrong, and what is left in the books; beside them how
-often requests were deferred and starts had to wait for a copy. There are no threads and no clock.
+A rollout of two workers, and a third without work, is half done. Then one event happens, and at
+each moment when a thread switch could let another event in, that event happens as a whole. The
+rollout then runs to its end. Counts: lost and repeated results, endless waits, errors in innocent
+threads, leftover entries, deferred requests, starts that wait for a copy. No threads, no clock.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
 from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Trajectory
 from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
@@ -369,32 +361,3 @@ def all_of(
                 if rollout is not None:
                     yield first, second, at, rollout.counts()
                 at += 1
-
-
-def measure(coordinator: type[Coordinator] = Coordinator) -> dict[str, Any]:
-    """Sums over all schedulers, pairs and switch points."""
-    total: collections.Counter[str] = collections.Counter()
-    pairs = set()
-    for scheduler in SCHEDULERS:
-        for first, second, _, counts in all_of(scheduler, coordinator):
-            total.update(counts)
-            total["interleavings"] += 1
-            pairs.add((first, second))
-    return {"schedulers": len(SCHEDULERS), "pairs": len(pairs), **total}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.interleavings", description=__doc__)
-    environment.add_output_flags(parser)
-    args = parser.parse_args()
-    figures = measure()
-    environment.show(
-        environment.record("benchmarks.interleavings", ("numpy",)) | figures,
-        args,
-        figures,
-    )
-    return int(any(figures[name] for name in WRONG))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

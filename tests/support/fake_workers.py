@@ -1,4 +1,4 @@
-"""Fake engines for measuring the coordinator: requests, workers, and the owner of a rollout.
+"""Fake engines for tests of the coordinator: requests, workers, and the owner of a rollout.
 
 A worker drives its real source as an engine does, but its rounds compute nothing: each gives every
 request one token.
@@ -10,17 +10,23 @@ import collections
 import dataclasses
 import heapq
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Trajectory
 from rl.workers.coordinator import Coordinator
+from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Deferred, WorkerError
 from rl.workers.worker_source import WorkerLimits, WorkerSource
+from sched.policies.divided import make_scheduler
+from sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from sched.policies.steps import StepOrder
+from sched.protocol import Action, Event, Scheduler
 from sched.simulator.workloads import Workload, draw_epochs
 from spec.config import SamplingConfig
 
+POLICIES = ("group_fifo", "divided_fifo", "seer", "histopipe")
 PROMPT_TOKENS, GROUP_SIZE, SLOTS = 128, 8, 8
 MEAN_TOKENS = 512  # of responses; their limit is four times that, a chunk half of it
 REQUESTS_PER_WORKER = 32  # and step
@@ -85,7 +91,6 @@ class FakeWorker:
         self._waiting: collections.deque[PartialRequest] = collections.deque()
         self._rows: list[tuple[int, int, Request, int]] = []  # (last round, number, …, tokens then)
         self.rounds = 0
-        self.event_s = 0.0  # CPU seconds in which something ended or started
 
     def is_idle(self) -> bool:
         busy = self._rows or self._waiting or self._next
@@ -108,13 +113,11 @@ class FakeWorker:
         self.rounds += 1
         rows = self._rows
         ends = bool(rows) and rows[0][0] <= self.rounds
-        happens = ends or not self._inbox.empty()
         ended = []
         while rows and rows[0][0] <= self.rounds:
             request, tokens = heapq.heappop(rows)[2:]
             whole = tokens == self._lengths[request.request_id]
             ended.append(trajectory(request, tokens) if whole else begun(request, tokens))
-        began_s = time.thread_time() if happens else 0.0
         for one in ended:
             self._end(one)
         self._coordinator.alive(self.worker_id)
@@ -122,8 +125,6 @@ class FakeWorker:
             self._take(wait=False)
         elif ends:
             self._admit()
-        if happens:
-            self.event_s += time.thread_time() - began_s
 
     def _take(self, *, wait: bool) -> None:
         taken = self._source.take(wait=wait and not self._rows and not self._waiting)
@@ -242,3 +243,91 @@ class Owner:
 def limits_of(work: Work) -> WorkerLimits:
     longest = PROMPT_TOKENS + work.limit_tokens
     return WorkerLimits(SLOTS * longest, SLOTS, longest, 2**30, 600.0)
+
+
+def scheduler_of(name: str, work: Work) -> Scheduler:
+    """Return the scheduler of a pipeline of this policy."""
+    chunk_tokens = work.mean_tokens // 2
+    if name == "histopipe":
+        epoch = len(work.steps[0]) // GROUP_SIZE
+        return HistoPipe(
+            HistoPipeConfig(len(work.steps), check_tokens=chunk_tokens, epoch_prompts=epoch)
+        )
+    return StepOrder(make_scheduler(name, seed=0, chunk_tokens=chunk_tokens), "one_step_off")
+
+
+class Counted:
+    """A scheduler, and how many events of each kind it was told and actions it answered with."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.events: collections.Counter[str] = collections.Counter()
+        self.num_actions = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_unfinished
+
+    def handle(self, event: Event, now_s: float) -> Sequence[Action]:
+        self.events[type(event).__name__] += 1
+        actions = self._scheduler.handle(event, now_s)
+        self.num_actions += len(actions)
+        return actions
+
+
+def coordinator_of(scheduler: Scheduler) -> Coordinator:
+    return Coordinator(scheduler, time.perf_counter, KvPool(2**30))
+
+
+class Played:
+    """Many workers, a round of each in turn; a tenth are lost at random rounds and replaced."""
+
+    def __init__(self, name: str, work: Work, lost_share: float, seed: int = 0) -> None:
+        self.scheduler = Counted(scheduler_of(name, work))
+        self.coordinator = coordinator_of(self.scheduler)
+        self.owner, self._work, self._limits = Owner(self.coordinator, work), work, limits_of(work)
+        rng = np.random.default_rng(seed)
+        mean_rounds = sum(work.lengths) / (SLOTS * work.num_workers)
+        num_lost = round(lost_share * work.num_workers)
+        self._losses = sorted(rng.uniform(0, 0.9 * mean_rounds, num_lost).tolist())
+        self._joins = [at + rng.uniform(1, 0.05 * mean_rounds) for at in self._losses]
+        heapq.heapify(self._joins)
+        self._rng = rng
+        self.workers: list[FakeWorker] = []
+        self._num_joined = self.turns = 0
+        self.num_lost = 0
+        for _ in range(work.num_workers):
+            self._join()
+
+    def play(self, each_turn: Callable[[], object] = lambda: None) -> None:
+        owner = self.owner
+        owner.submit()
+        while not owner.is_done:
+            self.turns += 1
+            self._elastic()
+            played = 0
+            for worker in self.workers:
+                if worker.is_idle():
+                    continue
+                played += 1
+                if worker.begin(wait=False):
+                    worker.end_round()
+            while owner.collect(0.0):
+                pass
+            each_turn()
+            assert played or owner.is_done or self._joins, "requests wait, and nothing runs"
+        owner.check()
+
+    def _elastic(self) -> None:
+        while self._losses and self._losses[0] <= self.turns:
+            self._losses.pop(0)
+            worker = self.workers.pop(int(self._rng.integers(len(self.workers))))
+            self.coordinator.lose(worker.worker_id)
+            self.num_lost += 1
+        while self._joins and self._joins[0] <= self.turns:
+            heapq.heappop(self._joins)
+            self._join()
+
+    def _join(self) -> None:
+        number, self._num_joined = self._num_joined, self._num_joined + 1
+        self.workers.append(FakeWorker(number, self.coordinator, self._limits, self._work))

@@ -1,0 +1,415 @@
+"""The parts of `benchmarks.gpu`; each yields rows as they are measured.
+
+Kinds take turns, and medians count. Draft acceptance in `rollouts` is synthetic: drafts are tokens
+of the plain run, each correct with probability `ACCEPTANCE`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import bf16_flips, speculation, workloads
+from benchmarks.gpu.sizes import (
+    SIZES,
+    Row,
+    Rows,
+    Size,
+    accelerator,
+    in_turns,
+    num_weights,
+    random_weights,
+    summary,
+    timed,
+)
+from benchmarks.rounds import NO_STOP_E, busy
+from models import page_attention, row_attention
+from models.attention import Packing
+from models.paged_cache import PagedCache
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.learner import trainer
+from rl.learner.config import TrainerConfig, TrainSpec
+from rl.learner.optimizer import init_state, make_optimizer
+from rl.trajectory import FinishReason, Trajectory
+from spec.budget.goodput import Goodput
+from spec.config import SamplingConfig
+from spec.drafter import no_drafts
+from spec.drawn import by_slot, unpack
+from spec.nodes import pack
+from spec.verify import Slots, decode_rounds, verify_round
+
+__all__ = ["PARTS", "SIZES"]
+ACCEPTANCE = 0.75  # of a draft token
+CALLS = 8  # launched without waiting, which hides the host's part of a call
+KERNEL = "mosaic_gpu"  # a Mosaic GPU kernel's name in a lowered program
+GROUP = 4  # responses to a prompt; together they fill a row
+REMATS = ("layer", "dots")
+
+
+# --- rounds -------------------------------------------------------------------------------
+
+
+class Rounds:
+    """A policy's pages of random keys and values, with plain and verifying rounds on them."""
+
+    def __init__(self, size: Size, live: int) -> None:
+        self.size, B, N = size, size.slots, size.node_count
+        config = EngineConfig(
+            slots=B,
+            min_slots=B,
+            max_nodes=N,
+            rounds_per_fetch=N,
+            cache="pages",
+            page_tokens=size.page_tokens,
+        )
+        self.live = live
+        self.engine = Engine(size.model, config, dtype=size.dtype)
+        self.engine.expect(B, live + N + 1)
+        [positions] = self.engine.round_positions(B)
+        self.params = random_weights(size.model, size.dtype)
+        cache = self.engine.full_cache(B, positions)
+        assert isinstance(cache, PagedCache)
+        self.state: list[Any] = [filled(cache), self.engine.empty_pending(B)]
+        self.plain_BN = self.plain(self.slots())
+        drafts = no_drafts(B, N - 1)
+        drafts.tokens_AN[:] = self.plain_BN[:, :-1]
+        drafts.parents_AN[:] = np.arange(-1, N - 2)
+        drafts.count_A[:] = N - 1
+        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, B * N, N)
+
+    def slots(self) -> Slots:
+        return jax.block_until_ready(busy(self.size.slots, 2 * self.live))
+
+    def seconds(self, run: Callable[[Slots], Any]) -> float:
+        slots = self.slots()  # not part of a round's seconds
+        return timed(lambda: run(slots))
+
+    def plain(self, slots: Slots) -> np.ndarray:
+        """Run the plain rounds of one fetch; returns the tokens, [B, rounds]."""
+        N, options = np.int32(self.size.node_count), self.engine.decode_options("cdf")
+        *self.state, _, drawn = decode_rounds(
+            self.params, *self.state, slots, NO_STOP_E, N, np.int32(self.size.slots), **options
+        )
+        return unpack(drawn)[0].T
+
+    def verify(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
+        """Run a round that verifies the plain tokens; returns tokens [B, N] and counts [B]."""
+        B, M = self.size.slots, self.nodes_5M.shape[1]
+        options = self.engine.verify_options("cdf", B, M)
+        *self.state, _, drawn, _ = verify_round(
+            self.params, *self.state, slots, self.nodes_5M, NO_STOP_E, None, **options
+        )
+        tokens_BN, _, count_B, _ = by_slot(*unpack(drawn), self.nodes_5M[1], B)
+        return tokens_BN, count_B
+
+
+def filled(cache: PagedCache) -> PagedCache:
+    """Fill all pages in place with random numbers: zeros would be faster than real values."""
+
+    def fill(x: jax.Array, seed: int) -> jax.Array:
+        return _repeat(jax.random.normal(jax.random.key(seed), x.shape[1:], x.dtype), x)
+
+    keys = tuple(fill(x, 2 * i) for i, x in enumerate(cache.keys))
+    values = tuple(fill(x, 2 * i + 1) for i, x in enumerate(cache.values))
+    return PagedCache(keys, values, cache.features, cache.table_BN, cache.feature_layers)
+
+
+def _broadcast(page: jax.Array, pages: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(page, pages.shape)
+
+
+# Without `keep_unused` the pages would not be donated: they do not fit twice.
+_repeat = jax.jit(_broadcast, donate_argnums=1, keep_unused=True)
+
+
+def rounds(size: Size) -> Rows:
+    """Plain and verifying rounds, against weights, keys and values read once.
+
+    floor = (weights + keys and values of live positions) · bytes of a number / bandwidth
+    """
+    device, N, model = accelerator(), size.node_count, size.model
+    for live in size.live_positions:
+        bench = Rounds(size, live)
+        verified_BN, count_B = bench.verify(bench.slots())
+        emitted_BN = np.arange(verified_BN.shape[1]) < count_B[:, None]
+        plain_BN = bench.plain_BN[:, : verified_BN.shape[1]]
+        differ = int(((verified_BN != plain_BN) & emitted_BN).sum())
+        kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size.slots * live
+        floor_s = (num_weights(model) + kv) * size.itemsize / device.bytes_per_s if device else None
+        kinds = {
+            "plain": lambda bench=bench: bench.seconds(bench.plain) / N,
+            "verify": lambda bench=bench: bench.seconds(bench.verify),
+        }
+        seconds = in_turns(kinds, size.repeats)
+        for name, seconds_T in seconds.items():
+            is_plain = name == "plain"
+            row: Row = {"round": name, "slots": size.slots, "live_positions": live}
+            row["nodes"] = size.slots * (1 if is_plain else N)
+            row |= summary(seconds_T, seconds["plain"], "to_plain") | to_floor(seconds_T, floor_s)
+            row["tokens"] = bench.plain_BN.size if is_plain else int(count_B.sum())
+            yield row if is_plain else row | {"tokens_that_differ": differ}
+        del bench, kinds  # the next pages need the memory
+
+
+def to_floor(seconds_T: np.ndarray, floor_s: float | None) -> Row:
+    if floor_s is None:
+        return {"floor_ms": None, "to_floor": None}
+    ratio = round(float(np.median(seconds_T)) / floor_s, 3)
+    return {"floor_ms": round(1e3 * floor_s, 4), "to_floor": ratio}
+
+
+# --- kernels ------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames="how")
+def attend_pages(q_BWHh: jax.Array, *cache: jax.Array, how: str) -> jax.Array:
+    """Attention of nodes to their slots' pages, float32 [B, W, H, h]."""
+    attend = page_attention._portable if how == "portable" else page_attention.attend_pages
+    sums = attend(q_BWHh, *cache)
+    return sums.out / sums.total
+
+
+@partial(jax.jit, static_argnames=("how", "backward"))
+def attend_rows(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    weight_BTHh: jax.Array,
+    *,
+    how: str,
+    backward: bool,
+) -> Any:
+    """Causal attention: its output, or the gradients of Σ weight · output."""
+    zeros_BT = jnp.zeros(q_BTHh.shape[:2], jnp.int32)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if how in ("ours", "portable"):
+            return row_attention.attend_rows(q, k, v, Packing(zeros_BT, zeros_BT, zeros_BT))
+        implementation: Any = how
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+    def weighed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(weight_BTHh.astype(jnp.float32) * attend(q, k, v))
+
+    qkv = q_BTHh, k_BTKh, v_BTKh
+    return jax.grad(weighed, argnums=(0, 1, 2))(*qkv) if backward else attend(*qkv)
+
+
+def kernels(size: Size) -> Rows:
+    """Our kernels of attention, the portable paths on the same inputs, and cuDNN if it runs."""
+    B, T, device = size.slots, size.page_tokens, accelerator()
+    query_heads, kv_heads, h = size.heads
+
+    def normal(seed: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape, size.dtype)
+
+    for live in size.live_positions:
+        N = -(-live // T)
+        pages = [normal(seed, B * N, kv_heads, T, h) for seed in (1, 2)]
+        table_BN = np.random.default_rng(0).permutation(B * N).reshape(B, N).astype(np.int32)
+        floor_s = sum(x.nbytes for x in pages) / device.bytes_per_s if device else None
+        for nodes in (1, size.node_count):
+            shape: Row = {"attention": "pages", "slots": B, "live_positions": live, "nodes": nodes}
+            queries = normal(0, B, nodes, query_heads, h)
+            inputs = queries, *pages, jnp.asarray(table_BN), jnp.full(B, live, jnp.int32)
+            yield from compared(size, shape, attend_pages, inputs, "portable", floor_s)
+    B, T = size.attention_rows
+    heads = (query_heads, kv_heads, kv_heads, query_heads)
+    inputs = tuple(normal(i, B, T, num_heads, h) for i, num_heads in enumerate(heads))
+    for backward in (False, True):
+        shape = {"attention": "rows", "rows": B, "row_tokens": T, "backward": backward}
+        attend = partial(attend_rows, backward=backward)
+        yield from compared(size, shape, attend, inputs, size.baseline, None)
+
+
+def compiled(attend: Any, inputs: Any, how: str) -> tuple[bool, Callable[..., Any]]:
+    """Return whether the program has a kernel of ours, and the program."""
+    why_portable = row_attention.why_portable
+    jax.clear_caches()  # of programs traced with the other path
+    if how == "portable":
+        row_attention.why_portable = lambda *_: "the benchmark measures it"
+    try:
+        lowered = jax.jit(partial(attend, how=how)).lower(*inputs)
+    finally:
+        row_attention.why_portable = why_portable
+    return KERNEL in lowered.as_text(), lowered.compile()
+
+
+def compared(
+    size: Size, shape: Row, attend: Any, inputs: Any, baseline: str, floor_s: float | None
+) -> Rows:
+    """Compile, run and time the ways to attend; a baseline that fails costs its own row only."""
+    has_kernel, calls, outputs = {}, {}, {}
+    for how in dict.fromkeys(("ours", "portable", baseline)):
+        try:
+            has_kernel[how], step = compiled(attend, inputs, how)
+            outputs[how] = jax.block_until_ready(jax.tree.leaves(step(*inputs)))
+            calls[how] = partial(timed, partial(step, *inputs), CALLS)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if how in ("ours", "portable"):
+                raise
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield {**shape, "how": how, "not_run": why}
+    differences = {how: difference(x, outputs["portable"]) for how, x in outputs.items()}
+    del outputs
+    seconds = in_turns(calls, size.repeats)
+    for how, seconds_T in seconds.items():
+        row = {**shape, "how": how, "kernel": has_kernel[how]}
+        row |= summary(seconds_T, seconds.get(baseline), f"to_{baseline}")
+        row |= to_floor(seconds_T, floor_s)
+        yield row | {"difference_to_portable": float(f"{differences[how]:.3g}")}
+
+
+def difference(arrays: Any, reference: Any) -> float:
+    """Return the largest difference relative to the largest number of the reference."""
+    worst = 0.0
+    for x, y in zip(arrays, reference, strict=True):
+        x, y = (a.astype(jnp.float32) for a in (x, y))
+        worst = max(worst, float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))))
+    return worst
+
+
+# --- rollouts, training, flips ------------------------------------------------------------
+
+
+def rollouts(size: Size) -> Rows:
+    """Speculative rollouts against plain ones of the same responses; every token is compared."""
+    params = random_weights(size.model, size.dtype)
+    shape = size.slots, size.new_tokens, ACCEPTANCE, size.prompt_tokens
+    work = workloads.replay("synthetic", size.model, params, *shape)
+    config = EngineConfig(
+        slots=size.slots,
+        min_slots=size.slots,
+        max_nodes=size.node_count,
+        min_positions=size.prompt_tokens,
+        cache="pages",
+        page_tokens=size.page_tokens,
+    )
+    bench = speculation.open_bench(work, config)
+    plain = {t.request_id: t.response_ids for t in bench.phase()}
+    differ = {"plain": 0, "speculative": 0}
+
+    def run(name: str) -> float:
+        start_s = time.perf_counter()
+        if name == "plain":
+            done = bench.phase()
+        else:
+            done = bench.phase(work.drafters["replay"](plain), Goodput(bench.times))
+        seconds = time.perf_counter() - start_s
+        tokens = ((plain[t.request_id], t.response_ids) for t in done)
+        differ[name] = max(differ[name], sum(int((a != b).sum()) for a, b in tokens))
+        return seconds
+
+    seconds = in_turns({name: partial(run, name) for name in differ}, size.repeats)
+    num_tokens = sum(map(len, plain.values()))
+    for name, seconds_T in seconds.items():
+        row = {"rollout": name, "requests": len(plain), "tokens": num_tokens} | summary(seconds_T)
+        row["tokens_per_s"] = round(num_tokens / float(np.median(seconds_T)), 1)
+        row["tokens_that_differ"] = differ[name]
+        if name == "speculative":
+            row |= {"acceptance": ACCEPTANCE, "synthetic": True}
+            row["ratio"] = round(float(np.median(seconds["plain"] / seconds_T)), 3)
+        yield row
+
+
+def random_responses(size: Size) -> list[Trajectory]:
+    """Return random responses; a group of `GROUP` fills a row."""
+    rng, P, V = np.random.default_rng(0), size.row_tokens // 16, size.model.vocab_size
+    n = (size.row_tokens - P + 1) // GROUP
+    logprobs, prompts_GP = np.full(n, -np.log(V)), rng.integers(0, V, (size.train_rows, P))
+    return [
+        Trajectory(
+            request_id=g * GROUP + i,
+            group_id=g,
+            sample_index=i,
+            prompt_ids=prompt_P.astype(np.int32),
+            response_ids=rng.integers(0, V, n).astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            policy_versions=np.zeros(n, np.int32),
+            origins=np.zeros(n, np.uint8),
+            finish_reason=FinishReason.LENGTH,
+            reward=float(i % 2),
+            emission_logprobs=logprobs.astype(np.float32),
+        )
+        for g, prompt_P in enumerate(prompts_GP)
+        for i in range(GROUP)
+    ]
+
+
+def operations(size: Size, prompt_tokens: int, response_tokens: int) -> tuple[int, float]:
+    """Return the positions of a step and its operations; recomputed ones do not count.
+
+        6 · weights of products · positions + 12 · layers · heads · head size · pairs
+
+    The head counts for response tokens only. A pair is a position and one that it attends to.
+    """
+    model, p, n = size.model, prompt_tokens - 1, response_tokens
+    head, positions = model.vocab_size * model.d_model, size.train_rows * (p + GROUP * n)
+    pairs = size.train_rows * (p * (p + 1) / 2 + GROUP * (n * p + n * (n + 1) / 2))
+    products = (num_weights(model) - head) * positions + head * size.train_rows * GROUP * n
+    width = model.num_heads * model.head_dim
+    return positions, 6.0 * products + 12.0 * model.num_layers * width * pairs
+
+
+def training(size: Size) -> Rows:
+    """GRPO gradient steps that store all activations of products, or layer inputs only."""
+    done, device = random_responses(size), accelerator()
+    advantages = np.array([1.0 if t.sample_index % 2 else -1.0 for t in done], np.float32)
+    learners, states, norms = {}, {}, dict[str, float]()
+    for remat in REMATS:
+        settings: Any = {"compute_dtype": size.dtype, "remat": remat}
+        settings["micro_batch_tokens"] = size.row_tokens * size.train_rows
+        recipe = TrainSpec(size.model, trainer=TrainerConfig(**settings))
+        shape = trainer.batch_shape(recipe, size.row_tokens)
+        learners[remat] = trainer.Learner(recipe, shape, SamplingConfig())
+        optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
+        states[remat] = init_state(random_weights(size.model, "float32"), optimizer)
+
+    def step(remat: str) -> Any:
+        learner = learners[remat]
+        states[remat], metrics = trainer.update(states[remat], done, advantages, 1, learner)
+        norms.setdefault(remat, metrics["grad_norm"])
+        return states[remat].params
+
+    kinds = {remat: partial(timed, partial(step, remat)) for remat in REMATS}
+    seconds = in_turns(kinds, size.repeats)
+    positions, needed = operations(size, len(done[0].prompt_ids), done[0].num_tokens)
+    for remat, seconds_T in seconds.items():
+        row: Row = {"remat": remat, "row_tokens": size.row_tokens, "rows": size.train_rows}
+        row |= {"tokens": positions, "responses": len(done)}
+        row |= summary(seconds_T, seconds["layer"], "to_layer")
+        per_s = 1 / float(np.median(seconds_T))
+        row |= {"tokens_per_s": round(positions * per_s, 1), "operations": needed}
+        peak = device and device.operations_per_s
+        row["flops_utilisation"] = round(needed * per_s / peak, 4) if peak else None
+        yield row | {"gradient_norm": norms[remat]}
+
+
+def flips(size: Size) -> Rows:
+    """`benchmarks.bf16_flips`, shortened: the shipped policy, or a random one at the tiny size."""
+    if size.name == "real":
+        model, params = workloads.policy(workloads.BASE_POLICY)
+        requests = workloads.group_requests(workloads.questions(16), 4)
+    else:
+        model, params = size.model, random_weights(size.model, "float32")
+        requests = workloads.group_requests([{"prompt_ids": [1, 2, 3]}, {"prompt_ids": [4, 5]}], 2)
+    slots = {"slots": len(requests), "min_slots": len(requests)}
+    config = EngineConfig(**slots, max_nodes=size.node_count, cache="pages")
+    sizes = bf16_flips.Sizes(size.flip_seeds, size.flip_tokens, ("cdf",), (size.node_count,))
+    yield from bf16_flips.of_policy(model, params, requests, config, sizes)["rows"]
+
+
+PARTS: dict[str, Callable[[Size], Rows]] = {
+    "rounds": rounds,
+    "kernels": kernels,
+    "rollouts": rollouts,
+    "training": training,
+    "flips": flips,
+}
