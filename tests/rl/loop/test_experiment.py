@@ -218,7 +218,7 @@ def test_variables_that_a_chat_template_does_not_mention_are_said(tiny, tmp_path
         ("(('messages', 1),)", "'messages', which is set already"),
         ("(('add_generation_prompt', False),)", "which is set already"),
         ("(('eos_token', 'x'),)", "which is set already"),
-        ("(('a b', 1),)", "names of a chat template's variables.*got 'a b'"),
+        ("(('a b', 1),)", "names of a chat template's own variables.*got 'a b'"),
         ("(('a', 1), ('a', 2))", "each once, got 'a' twice"),
         ("(('a', 1e999),)", "not JSON compliant"),
         ("('a', 1)", "expected tuple"),

@@ -116,7 +116,7 @@ class HeldUp:
         self._note(programs.channels[1][-1].program)
 
     def _hold(self, engine):
-        copy, play_round = engine._copy, engine._round
+        copy, play_round = engine.copy, engine._round
 
         def noted(request_id):
             partial = copy(request_id)
@@ -134,11 +134,11 @@ class HeldUp:
             else:
                 self.let_go.wait(0.005)  # it looks whether it is told anything
 
-        engine._copy, engine._round = noted, held
+        engine.copy, engine._round = noted, held
 
     def _note(self, program):
         engine = program.engine
-        insert, run, play_round = engine.insert_kv, engine.run, engine._round
+        insert, rollout, play_round = engine.insert_kv, engine.rollout, engine._round
 
         def late(*given):
             assert self.began.wait(LIMIT_S)  # what is copied has its prompts
@@ -148,7 +148,7 @@ class HeldUp:
             self.inserted.append(len(entries))
             return insert(cache, entries, *given, **options)
 
-        def running(spec, requests, **options):
+        def opened(spec, **options):
             drafts = spec.drafts
 
             def made(context):
@@ -156,9 +156,9 @@ class HeldUp:
                 self.drafters.append(drafter)
                 return drafter, budget
 
-            return run(dataclasses.replace(spec, drafts=made), requests, **options)
+            return rollout(dataclasses.replace(spec, drafts=made), **options)
 
-        engine.insert_kv, engine.run, engine._round = noted, running, late
+        engine.insert_kv, engine.rollout, engine._round = noted, opened, late
 
 
 def play(multi, programs, alone, drafts=no_drafts, rounds=1):
