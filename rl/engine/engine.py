@@ -202,7 +202,8 @@ class Engine(ModelRunner):
 
     def extend(self, request_id: int, max_tokens: int) -> None:
         """Let a request whose chunk ended have `max_tokens` more tokens in its row."""
-        self._table.extend(self._row_of(request_id), max_tokens)
+        [row] = self._rows_of([request_id]).tolist()
+        self._table.extend(row, max_tokens)
         self._rows.changed()
 
     def take(self, request_ids: Sequence[int]) -> Iterator[list[PartialRequest]]:
@@ -210,17 +211,19 @@ class Engine(ModelRunner):
 
         As many at a time as one call reads: the first can be sent while others are read.
         """
-        rows, P = [self._row_of(r) for r in request_ids], self.config.prefill_rows
-        if rows:
-            self._speculator.left(self._table.view(np.array(rows)))
-        for first in range(0, len(rows), P):
-            yield self._rows.leave(rows[first : first + P], self._spec.policy_version)
+        rows, P = self._rows_of(request_ids), self.config.prefill_rows
+        if not len(rows):
+            return  # as after most rounds: the device's copy of the table stays
+        self._speculator.left(self._table.view(rows))
         self._rows.changed()
+        for first in range(0, len(rows), P):
+            some = rows[first : first + P].tolist()
+            yield self._rows.leave(some, self._spec.policy_version)
 
     def copy(self, request_id: int) -> PartialRequest | None:
         """Return a running request as it is now, with keys and values; None if it has no row."""
-        table = self._table
-        (rows,) = np.nonzero(table.live_B & (table.request_ids_B == request_id))
+        rows = self._rows_of([request_id])
+        rows = rows[self._table.live_B[rows]]
         if not len(rows):
             return None
         return self._rows.copied(int(rows[0]), self._spec.policy_version)
@@ -229,10 +232,10 @@ class Engine(ModelRunner):
         """End these requests without an answer, if they are here."""
         if not request_ids:
             return
-        table, gone = self._table, set(request_ids)
-        self._waiting.drop(gone)
-        (rows,) = np.nonzero(table.busy_B & np.isin(table.request_ids_B, list(gone)))
-        if len(rows):
+        if not request_ids:
+            return  # as after most rounds
+        self._waiting.drop(request_ids)
+        if len(rows := self._rows_of(request_ids)):
             self._leave_rows(rows)
 
     def release(self) -> list[PartialRequest]:
@@ -374,10 +377,12 @@ class Engine(ModelRunner):
         ids_B, emitted_B = self._table.request_ids_B, self._table.emitted_B
         return [ChunkEnd(int(ids_B[b]), int(emitted_B[b])) for b in self._table.chunk_ended_rows()]
 
-    def _row_of(self, request_id: int) -> int:
-        """Return the row of a request whose chunk ended."""
-        ids_B = self._table.request_ids_B
-        return next(b for b in self._table.chunk_ended_rows() if ids_B[b] == request_id)
+    def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
+        """Return the rows of these requests, of those that have one, in order."""
+        table = self._table
+        if not request_ids:
+            return np.zeros(0, int)
+        return np.nonzero(table.busy_B & np.isin(table.request_ids_B, request_ids))[0]
 
 
 class ThreadedEngine(Engine):
