@@ -321,7 +321,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(config.ablation.directory or Path("runs") / Path(args.gin_file).stem)
         grid = cells([args.gin_file], overrides, folder.absolute())
         num_examples = len(open_inputs(grid[0].config).task)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if args.dry_run:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = parse_command_line(parser, argv, TrainConfig)
     try:
         job = _prepare(args, overrides)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     return _run(args, job)

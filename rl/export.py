@@ -54,10 +54,8 @@ def command_line() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("source", metavar="RUN", nargs="?", help="a run's folder, or a policy")
-    source.add_argument("--run", metavar="RUN", help="the same")
     add = parser.add_argument
+    add("source", metavar="RUN", help="a run's folder, or a policy")
     add("--output", metavar="DIR", required=True, help="the folder to write")
     add("--step", default="newest", metavar="N", help="a number, newest (the default), or best")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -72,13 +70,11 @@ def command_line() -> argparse.ArgumentParser:
 
 def _export(args: argparse.Namespace) -> list[str]:
     """Write a policy's folder; return the lines to print."""
-    source, target = Path(args.source or args.run), Path(os.path.abspath(args.output))
+    source, target = Path(args.source), Path(os.path.abspath(args.output))
     layout = Layout(args.dtype, args.max_shard_bytes)
     policy_export.check_target(target, force=args.force)
     if (source / CONFIG_FILE).is_file():
         origin = _export_run(source, args.step, args.policy, target, layout)
-    elif args.run:
-        raise ConfigError(f"--run: expected a run folder, found no {CONFIG_FILE} in {source}")
     else:
         origin = _export_policy(source, args, target, layout)
     sizes = [file.stat().st_size for file in target.glob("*.safetensors")]
@@ -132,11 +128,12 @@ def _export_drafter(args: argparse.Namespace) -> list[str]:
     from rl.drafter_training import export as drafter_folder
     from rl.loop import drafter_export
 
-    run, target = Path(args.source or args.run), Path(os.path.abspath(args.output))
+    run, target = Path(args.source), Path(os.path.abspath(args.output))
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"--drafter: expected a run folder, found no {CONFIG_FILE} in {run}")
+    parser = command_line()
     for name in ("step", "dtype", "max_shard_bytes", "policy", "force"):
-        if getattr(args, name) != command_line().get_default(name):
+        if getattr(args, name) != parser.get_default(name):
             raise ConfigError(f"--{name} is of policies: leave it out with --drafter")
     config = load(TrainConfig, [run / CONFIG_FILE])
     if not config.speculation.learns:

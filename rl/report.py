@@ -14,12 +14,13 @@ from pathlib import Path
 from models.folder import Folder
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import Row, spread
+from rl.reports import page as report_page
+from rl.reports import plots as report_plots
 from rl.reports.evaluations import eval_table
 from rl.reports.runs import ReportError, Run, load_runs, summary_table
 from rl.runtime.progress import say
 from rl.runtime.run_files import REPORT_FOLDER
 
-OVERVIEW_FILE = "report.png"
 PAGE_FILE = "index.html"
 
 
@@ -36,9 +37,6 @@ def write_report(
 
     Raises ReportError if the runs have nothing that can be drawn.
     """
-    from rl.reports import page as report_page
-    from rl.reports import plots as report_plots
-
     images = report_plots.draw(runs, smooth_steps)
     if not images:
         raise ReportError(f"{', '.join(run.label for run in runs)}: no metric that can be drawn")
@@ -56,7 +54,7 @@ def write_report(
         images=[
             (name, png, report_plots.CAPTIONS[name])
             for name, png in images.items()
-            if name != OVERVIEW_FILE
+            if name != report_plots.OVERVIEW_FILE
         ],
         summaries=summary_table(runs),
         evaluations=eval_table(runs),

@@ -18,17 +18,15 @@ import numpy as np
 
 from models.folder import replace_file
 from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import ConfigError, load
+from rl.config.loader import load
 from rl.metrics.writer import Row, read_samples
 from rl.reports.style import STYLE
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.warm_up.measured_run import read_profile
-from sched.policies.divided import POLICIES, make_scheduler
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster, Record, Simulation, WorkerSample
+from sched.policies.divided import POLICIES
+from sched.simulator.cluster import Cluster, Record, WorkerSample, play_policy
 from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
-from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 if TYPE_CHECKING:
@@ -176,38 +174,18 @@ def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
     return workload, lengths
 
 
-def play_policy(
-    config: SimulateRun,
-    name: str,
-    seed: int,
-    requests: Sequence[RequestSpec],
-    lengths: Mapping[int, int],
-    round_model: RoundModel | None = None,
-    *,
-    keep_samples: bool = False,
-) -> Record:
-    """Play one policy on one rollout; without a `round_model` rounds are plain."""
-    cluster = make_cluster(config)
-    scheduler = make_scheduler(
-        name,
-        seed=seed,
-        chunk_tokens=config.simulate.chunk_tokens,
-        prefer_pool=cluster.instance.prefers_copy,
-        ranks_per_instance=config.simulated_cluster.ranks_per_instance,
-    )
-    simulation = Simulation(
-        scheduler, cluster, lengths, round_model=round_model, keep_samples=keep_samples
-    )
-    return simulation.run(requests)
-
-
 def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
     """Yield (row of the table, its record) of every policy on the rollout of every seed."""
+    cluster = make_cluster(config)
+    options: dict[str, Any] = {
+        "chunk_tokens": config.simulate.chunk_tokens,
+        "keep_samples": True,
+    }
     for seed in config.simulate.seeds:
         requests, by_number = make_requests(*rollout_of(config, seed), known=True)
         first: Record | None = None
         for name in config.simulate.policies:
-            record = play_policy(config, name, seed, requests, by_number, keep_samples=True)
+            record = play_policy(cluster, name, seed, requests, by_number, **options)
             first = first or record
             yield _row(name, seed, record, first), record
 
@@ -362,7 +340,7 @@ def main(argv: Sequence[str]) -> int:
         config = load(SimulateRun, args.gin_file, overrides)
         name = Path(args.gin_file[-1]).stem if args.gin_file else "default"
         return _report(config, name, as_json=args.json)
-    except (ConfigError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         check_installed(config.metrics)
         inputs = open_inputs(config)
         warnings = check_rewards(config.reward, inputs.task)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:

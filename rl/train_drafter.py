@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = parse_command_line(parser, argv, OfflineConfig)
     try:
         job = _prepare(args, overrides)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if args.dry_run:

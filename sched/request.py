@@ -85,6 +85,10 @@ class RequestState:
         """The tokens that its next start may add at once."""
         return 0 if self.generated_tokens else self.spec.prefix_tokens
 
+    def next_tokens(self, chunk_tokens: int) -> int:
+        """Return the most tokens of its next start."""
+        return min(chunk_tokens + self.prefix_tokens, self.remaining_tokens)
+
     @property
     def total_tokens(self) -> int:
         return self.spec.prompt_tokens + self.generated_tokens

@@ -14,8 +14,7 @@ import time
 from typing import Any
 
 from benchmarks import environment
-from sched.policies.divided import make_scheduler
-from sched.simulator.cluster import Cluster, Simulation
+from sched.simulator.cluster import Cluster, play_policy
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
@@ -38,10 +37,8 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
     requests, lengths = make_requests(workload, draw_lengths(workload, seed=0))
     seconds = []
     for _ in range(repeats):
-        prefer_pool = cluster.instance.prefers_copy
-        scheduler = make_scheduler("seer", seed=0, chunk_tokens=8192, prefer_pool=prefer_pool)
         start = time.perf_counter()
-        record = Simulation(scheduler, cluster, lengths).run(requests)
+        record = play_policy(cluster, "seer", 0, requests, lengths)
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from sched.policies.divided import make_scheduler
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster, Record, Simulation
+from sched.simulator.cluster import Cluster
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
-from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import Workload
 
 Kind = Literal["gain", "share", "order"]
@@ -63,22 +60,3 @@ class Experiment:
     @property
     def cluster(self) -> Cluster:
         return Cluster(self.instance, self.workers)
-
-    def play_policy(
-        self,
-        name: str,
-        seed: int,
-        requests: Sequence[RequestSpec],
-        lengths: Mapping[int, int],
-        round_model: RoundModel | None = None,
-    ) -> Record:
-        """Play one policy on one rollout; without a `round_model` rounds are plain."""
-        cluster = self.cluster
-        scheduler = make_scheduler(
-            name,
-            seed=seed,
-            chunk_tokens=8192,
-            prefer_pool=cluster.instance.prefers_copy,
-            ranks_per_instance=self.ranks_per_instance,
-        )
-        return Simulation(scheduler, cluster, lengths, round_model=round_model).run(requests)

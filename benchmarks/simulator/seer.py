@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from benchmarks.simulator.drafts import Budgeted, RequestClass, chain_probs
 from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
 from sched.policies.specactor import prob_of
+from sched.simulator.cluster import play_policy
 from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 from spec.budget.budget import FixedBudget
@@ -169,7 +170,7 @@ def play(experiment: Experiment, seed: int) -> dict[str, float]:
         round_models["fixed"] = ("seer", drafted(instance, chain_lanes(), adapts=False))
     rates, tails = {}, {}
     for name, (policy, round_model) in round_models.items():
-        record = experiment.play_policy(policy, seed, requests, lengths, round_model)
+        record = play_policy(experiment.cluster, policy, seed, requests, lengths, round_model)
         rates[name], tails[name] = 1 / record.completion_s, record.tail_s
     cuts = {f"tail cut, {name}": 1 - tail_s / tails["baseline"] for name, tail_s in tails.items()}
     seconds = {f"{name}'s tail": tail_s for name, tail_s in tails.items()}

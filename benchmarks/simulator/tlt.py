@@ -17,6 +17,7 @@ import dataclasses
 
 from benchmarks.simulator.drafts import Budgeted, RequestClass
 from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
+from sched.simulator.cluster import play_policy
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 from spec.budget.goodput import Goodput
@@ -200,7 +201,7 @@ def play(experiment: Experiment, seed: int) -> dict[str, float]:
     lengths = draw_lengths(experiment.workload, seed=seed)
     requests, by_number = make_requests(experiment.workload, lengths)
     plain_s, drafted_s = (
-        experiment.play_policy("group_fifo", seed, requests, by_number, model).completion_s
+        play_policy(experiment.cluster, "group_fifo", seed, requests, by_number, model).completion_s
         for model in (None, adaptive(large))
     )
     return values | {"rollout": plain_s / drafted_s}

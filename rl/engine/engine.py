@@ -211,9 +211,9 @@ class Engine(ModelRunner):
 
         As many at a time as one call reads: the first can be sent while others are read.
         """
-        rows, P = self._rows_of(request_ids), self.config.prefill_rows
-        if not len(rows):
+        if not request_ids:
             return  # as after most rounds: the device's copy of the table stays
+        rows, P = self._rows_of(request_ids), self.config.prefill_rows
         self._speculator.left(self._table.view(rows))
         self._rows.changed()
         for first in range(0, len(rows), P):
@@ -232,24 +232,26 @@ class Engine(ModelRunner):
         """End these requests without an answer, if they are here."""
         if not request_ids:
             return
-        if not request_ids:
-            return  # as after most rounds
-        self._waiting.drop(request_ids)
-        if len(rows := self._rows_of(request_ids)):
-            self._leave_rows(rows)
+        if request_ids:  # not after most rounds
+            self._waiting.drop(request_ids)
+            self._leave_rows(self._rows_of(request_ids), self._table.leave)
 
     def release(self) -> list[PartialRequest]:
         """Return all requests with the tokens that they have, without keys and values."""
         (rows,) = np.nonzero(self._table.busy_B)
-        leaving = self._leave_rows(rows)
+        leaving = self._leave_rows(rows, self._table.leave)
         leaving += [p.without_kv() for p in self._waiting.take_partial()]
         return [p if p.num_tokens else PartialRequest(p.request) for p in leaving]
 
-    def _leave_rows(self, rows: np.ndarray) -> list[PartialRequest]:
-        table = self._table
-        self._speculator.left(table.view(rows[table.live_B[rows]]))
+    def _leave_rows(
+        self, rows: np.ndarray, leave: Callable[[int, int], PartialRequest]
+    ) -> list[PartialRequest]:
+        """Free rows by `SlotTable.leave` or `SlotTable.preempt`; return their requests."""
+        if not len(rows):
+            return []
+        self._speculator.left(self._table.view(rows[self._table.live_B[rows]]))
         self._rows.changed()
-        return [table.leave(row, self._spec.policy_version) for row in rows.tolist()]
+        return [leave(row, self._spec.policy_version) for row in rows.tolist()]
 
     def _verifies_in_chunks(self, spec: RolloutSpec, num_slots: int) -> bool:
         """Return whether a rollout verifies cached responses in chunks rather than as nodes."""
@@ -293,13 +295,8 @@ class Engine(ModelRunner):
 
     def _leave(self, rows: Sequence[int]) -> None:
         """Let the requests of rows wait again, the newest behind the others."""
-        if not rows:
-            return
-        table = self._table
-        self._speculator.left(table.view(np.array(rows)[table.live_B[rows]]))
-        for row in rows:
-            self._waiting.partial.appendleft(table.preempt(row, self._spec.policy_version))
-        self._rows.changed()
+        leaving = self._leave_rows(np.array(rows, int), self._table.preempt)
+        self._waiting.partial.extendleft(leaving)
 
     @property
     def _fetch_tokens(self) -> int:
@@ -380,8 +377,6 @@ class Engine(ModelRunner):
     def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
         """Return the rows of these requests, of those that have one, in order."""
         table = self._table
-        if not request_ids:
-            return np.zeros(0, int)
         return np.nonzero(table.busy_B & np.isin(table.request_ids_B, request_ids))[0]
 
 

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from rl.config.loader import ConfigError, load
+from rl.config.loader import load
 from rl.loop import run_process
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.remote.trainer_messages import Start, read_start
@@ -34,7 +34,7 @@ def main(orders: BinaryIO) -> int:
         folder = Path(config.run.directory or "").absolute()
         before = load(TrainConfig, [folder / CONFIG_FILE]) if start.resume else None
         inputs = open_inputs(config)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     place = run_process.Place(start.coordinator, start.process_id, start.ray_address)

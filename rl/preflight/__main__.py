@@ -20,7 +20,7 @@ from pathlib import Path
 from models import hf
 from models.config import ModelConfig
 from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import ConfigError, load, resolve_path
+from rl.config.loader import load, resolve_path
 from rl.loop.experiment import TrainConfig, check_sections
 from rl.preflight import targets
 from rl.rewards.config import validate
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         validate(config.reward)
         targets.prepare(target)
         return _preflight(config, model, target, args)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
 

@@ -1,6 +1,6 @@
 """An engine whose rounds run in another program: a worker's thread here speaks for it.
 
-    scheduler ⇄ coordinator ⇄ WorkerSource ⇄ RemoteEngine.run ⇄ link ⇄ WorkerProgram ⇄ engine
+    scheduler ⇄ coordinator ⇄ WorkerSource ⇄ RemoteEngine.drive ⇄ link ⇄ WorkerProgram ⇄ engine
 
 The thread waits for starts and for answers at once, and sends nothing where nothing has happened.
 """
@@ -125,12 +125,16 @@ class RemoteEngine(Engine):
         return self
 
     def place(self, params: Params, model: ModelConfig | None = None) -> Params:
-        """Publish weights, which `run` has fetched where they are needed."""
+        """Publish weights, which `drive` has fetched where they are needed."""
         assert model is None, "weights of other models do not leave this program"
         self._jobs.weights.publish(params)
         return params
 
     # -- the rollout -----------------------------------------------------------------------
+
+    def rollout(self, *given: Any, **options: Any) -> Any:
+        """No round runs in this program."""
+        raise AssertionError("its worker group calls `drive`")
 
     def drive(
         self,

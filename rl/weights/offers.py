@@ -34,11 +34,8 @@ class VersionId:
     version: int
     fingerprint: str
 
-    def plain(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def of_plain(cls, value: Any, what: str = "a version") -> VersionId:
+    def of_plain(cls, value: Any, what: str) -> VersionId:
         found = _fields(value, ("version", "fingerprint"), what)
         _count(found["version"], f"{what}: version")
         _checksum(found["fingerprint"], f"{what}: fingerprint")

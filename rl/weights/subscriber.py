@@ -79,10 +79,6 @@ class Subscriber:
         self._in_use = dataclasses.replace(staged, params=None)
         return staged.params
 
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
     def _pieces(self, offer: Offer) -> list[Piece]:
         """Receive the pieces and compare their checksums."""
         if offer.base is not None and offer.base != self.have():

@@ -292,8 +292,7 @@ class Divided:
             request = self._next = self._next or self._order.pop()
             if request is None:
                 break
-            chunk_tokens = self._chunk_tokens + request.prefix_tokens
-            max_tokens = min(chunk_tokens, request.remaining_tokens)
+            max_tokens = request.next_tokens(self._chunk_tokens)
             needed_tokens = request.total_tokens + max_tokens
             if needed_tokens > best.free_tokens:
                 self._refuse_what_never_fits(request, needed_tokens)

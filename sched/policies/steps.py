@@ -24,6 +24,7 @@ from sched.protocol import (
     OF_NO_WORKER,
     REPORTS,
     Action,
+    ChunkDone,
     Copy,
     Drop,
     Event,
@@ -174,9 +175,8 @@ class Ahead:
 
     # -- the next step ------------------------------------------------------------------
 
-    def _reported(self, event: Event) -> list[Action]:
+    def _reported(self, event: Finished | ChunkDone) -> list[Action]:
         waiting = self._begun.apply(event)
-        assert isinstance(event, REPORTS)
         worker = self._begun.workers.get(event.worker_id)
         if worker is not None and not worker.running:
             self._leaving.discard(event.worker_id)
@@ -218,8 +218,7 @@ class Ahead:
                 break
             worker = self._begun.workers[worker_id]
             request = self._begun.requests[self._waiting[0][2]]
-            chunk_tokens = self._chunk_tokens + request.prefix_tokens
-            max_tokens = min(chunk_tokens, request.remaining_tokens)
+            max_tokens = request.next_tokens(self._chunk_tokens)
             if not worker.fits(request.total_tokens + max_tokens):
                 self._idle.drop(worker_id)  # until a request ends there
                 continue

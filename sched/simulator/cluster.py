@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
+from sched.policies.divided import make_scheduler
 from sched.protocol import (
     Action,
     ChunkDone,
@@ -226,3 +227,29 @@ class Simulation:
                     worker.reached,
                 )
             )
+
+
+def play_policy(
+    cluster: Cluster,
+    name: str,
+    seed: int,
+    requests: Sequence[RequestSpec],
+    lengths: Mapping[int, int],
+    round_model: RoundModel | None = None,
+    *,
+    chunk_tokens: int = 8192,
+    keep_samples: bool = False,
+) -> Record:
+    """Play one policy on one rollout; without a `round_model` rounds are plain."""
+    costs = cluster.instance
+    scheduler = make_scheduler(
+        name,
+        seed=seed,
+        chunk_tokens=chunk_tokens,
+        prefer_pool=costs.prefers_copy,
+        ranks_per_instance=costs.num_ranks,
+    )
+    simulation = Simulation(
+        scheduler, cluster, lengths, round_model=round_model, keep_samples=keep_samples
+    )
+    return simulation.run(requests)

@@ -69,7 +69,7 @@ class DecoupledDrafter(Drafter):
     ) -> None:
         assert links, "one drafting worker or more"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
-        self.received, self.drafted = ReceivedBlocks(), 0  # drafts of all requests and rounds
+        self.received = ReceivedBlocks()
         # of each request: generation of its link, number of tokens sent, number of commits
         self._told: dict[int, tuple[int, int, int]] = {}
         self._closed: list[int] = []
@@ -89,7 +89,6 @@ class DecoupledDrafter(Drafter):
             drafts = self.received.drafts(*given)
         self._tell(live, drafts)
         self._last = live
-        self.drafted += int((drafts.count_A > 0).sum())
         return drafts
 
     def committed(self, live: LiveSlots) -> None:

@@ -283,7 +283,6 @@ def test_a_folder_of_something_else_is_never_replaced(run, tiny, capsys):
     ("arguments", "message"),
     [
         (["no/such", "--output", "out"], "expected a local Hugging Face folder, got 'no/such'"),
-        (["--run", "no/such", "--output", "out"], "--run: expected a run folder, found no config"),
         (["policies/tiny", "--output", "out", "--step", "3"], "--step and --policy are of runs"),
     ],
 )
@@ -294,7 +293,7 @@ def test_a_source_that_is_none(arguments, message, capsys):
 
 @pytest.mark.parametrize("wrong", [["--max_shard_bytes", "0"], ["--dtype", "float16"], []])
 def test_the_command_line_is_checked(wrong, capsys):
-    source = ["--run", "runs/x", "--output", "out"] if wrong else []
+    source = ["runs/x", "--output", "out"] if wrong else []
     with pytest.raises(SystemExit) as left:
         export.main([*source, *wrong])
     assert left.value.code == 2
