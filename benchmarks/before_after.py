@@ -163,7 +163,7 @@ def start(checkout: Path) -> Child:
     from benchmarks.child import Child
 
     command = [sys.executable, "-P", __file__, "--serve"]
-    return Child(f"{checkout.name}", command, checkout)
+    return Child(checkout.name, command, checkout)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

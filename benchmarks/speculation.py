@@ -84,10 +84,6 @@ def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     return Bench(workload, engine, times, buckets)
 
 
-def seconds_of(records: Sequence[RoundRecord]) -> float:
-    return records[-1].ended_s - records[0].began_s
-
-
 def last_tenth(records: Sequence[RoundRecord]) -> frozenset[int]:
     """The tenth of the requests that ended last, at least one.
 

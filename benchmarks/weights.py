@@ -66,10 +66,11 @@ def versions(
     asked = questions(100)
     tiny = folder == BASE_POLICY
 
+    base = load_tokenizer(BASE_POLICY)
+
     def ids(question: dict[str, Any]) -> list[int]:
         own = question["prompt_ids"]
-        text = load_tokenizer(BASE_POLICY).decode(own)
-        return own if tiny else tokenizer.encode(text)
+        return own if tiny else tokenizer.encode(base.decode(own))
 
     def reward(t: Trajectory) -> float:
         text = tokenizer.decode(t.response_ids)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from models.config import Architecture, Llama3RopeScaling, ModelConfig
-from models.hf_files import shown
+from models.hf_files import escaped, shown
 
+MAX_NAMED = 6  # options in an error
 MAX_INT = 2**31 - 1  # sizes and token ids are int32 on devices
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # how an entry is checked and described
     "size": (lambda x: type(x) is int and 1 <= x <= MAX_INT, f"a whole number from 1 to {MAX_INT}"),
@@ -203,7 +204,7 @@ def refuse_options(
 ) -> None:
     """Raise ValueError for options with another value than the implemented one."""
     wrong = [
-        f"{name}={shown(hf[name])} (expected {value!r})"
+        f"{escaped(name)}={shown(hf[name])} (expected {value!r})"
         for name, value in fixed.items()
         if hf.get(name, value) not in (value, None)
     ]
@@ -211,9 +212,10 @@ def refuse_options(
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         wrong.append(f"layer_types={shown(layer_types, 200)} (expected 'full_attention' for all)")
     if wrong:
+        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         raise ValueError(
-            f"{where}: these options are not implemented: {'; '.join(wrong)}; use a model without "
-            "them"
+            f"{where}: these options are not implemented: {'; '.join(wrong[:MAX_NAMED])}{more}; "
+            "use a model without them"
         )
 
 

@@ -13,6 +13,7 @@ are generated from another seed than training's, and those that training holds a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -31,6 +32,7 @@ from rl.loop.eval_sets import open_sets
 from rl.loop.evaluation import Answers, plus_minus
 from rl.loop.experiment import Inputs, TrainConfig, open_policy
 from rl.rewards.config import validate
+from rl.rewards.scores import Rewards
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
 from rl.runtime.run_files import CONFIG_FILE
@@ -123,16 +125,26 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, ask, print."""
     from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
     from rl.loop.setup import engine_mesh, run_mesh
+    from rl.rewards.pool import RewardPool
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
 
     evals = job.inputs.evals
     total = evals.num_questions * job.config.eval.samples
-    with progress() as show:
+    tasks = tuple(dict.fromkeys(evals.specs))
+    with progress() as show, contextlib.ExitStack() as stack:
         try:
+            # a function that cannot be called is found before the weights are loaded
+            pool = stack.enter_context(RewardPool(job.config.reward, tasks=tasks))
             mesh = engine_mesh(job.config, job.inputs.model, run_mesh(job.config))
             params, source = _weights(job, mesh, show)
-        except (ValueError, OSError, NoWholeCheckpointError, StructureMismatchError) as error:
+        except (
+            ValueError,
+            OSError,
+            NoWholeCheckpointError,
+            RewardWorkerError,
+            StructureMismatchError,
+        ) as error:
             show.message(f"error: {error}")
             return EXIT_USAGE
         if warning := devices.warning():
@@ -142,7 +154,11 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
         show.message(f"{evals.num_questions} questions, {total} responses")
         try:
             answers = _ask(
-                job, params, mesh, lambda finished, tokens: show.rollout(finished, total, tokens)
+                job,
+                params,
+                mesh,
+                pool,
+                lambda finished, tokens: show.rollout(finished, total, tokens),
             )
         except RewardWorkerError as error:
             show.message(f"error: {error}")
@@ -156,21 +172,21 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     return 0
 
 
-def _ask(job: _Evaluation, params: Any, mesh: Any, on_round: OnRound) -> list[Answers]:
-    """Return the answers of these weights, on an engine of their own."""
+def _ask(
+    job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
+) -> list[Answers]:
+    """Return the answers of these weights, scored by the pool, on a separate engine."""
     from rl.engine.engine import Engine
     from rl.learner.trainer import cast_params
     from rl.loop.experiment import recipe
     from rl.loop.rewards import Scorer
-    from rl.rewards.pool import RewardPool
 
     config, inputs = job.config, job.inputs
     dtype = recipe(config, inputs.model).trainer.dtype
     engine = Engine(inputs.model, config.engine, dtype=dtype, mesh=mesh)
-    with RewardPool(config.reward, tasks=tuple(dict.fromkeys(inputs.evals.specs))) as pool:
-        scorer = Scorer(inputs.tokenizer, pool, lambda: None)
-        weights = cast_params(params, engine.dtype)
-        return evaluation.respond(engine, weights, config, inputs, scorer, on_round)
+    scorer = Scorer(inputs.tokenizer, pool, lambda: None)
+    weights = cast_params(params, engine.dtype)
+    return evaluation.respond(engine, weights, config, inputs, scorer, on_round)
 
 
 def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str, Any]]:

@@ -7,7 +7,6 @@ differently, hence near ties differ.
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import tempfile
@@ -84,7 +83,7 @@ def measure(ground: Ground, torch_python: str) -> dict[str, Any]:
     }
 
 
-_forward = functools.partial(jax.jit, static_argnums=0)(transformer.logits)
+_forward = jax.jit(transformer.logits, static_argnums=0)
 
 
 def logits_of(ground: Ground, tokens: Sequence[int]) -> np.ndarray:

@@ -58,7 +58,7 @@ def main() -> int:
     environment.show(record | figures, arguments, shown)
     rows = [figures, *figures.get("rows", [])]
     is_wrong = any(
-        (k.endswith("_equal") and not v) or ("that_differ" in k and v)
+        (k.endswith("_equal") and not v) or (("that_differ" in k or k == "traceback") and v)
         for row in rows
         for k, v in row.items()
     )

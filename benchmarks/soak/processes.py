@@ -31,6 +31,7 @@ from benchmarks.soak.runs import (
     run_until,
     started,
 )
+from models import tokenizer
 from rl.metrics.writer import read_samples
 
 # --- workers on Ray -----------------------------------------------------------------------
@@ -58,6 +59,7 @@ SETTLED_S = 10.0  # after which a worker has been compiling, or runs
 def lose(folder: Path, count: int = 20) -> dict[str, Any]:
     """Kill `count` rollout workers at random moments, and stop one; compare with threads."""
     config = tiny_run.make_inputs(folder)
+    _show_all_ids(folder)
     steps = 20 * count
     config.write_text(f"{config.read_text()}Run.steps = {steps}\n{WORKERS}")
     reference, run, log = folder / "threads", folder / "run", folder / "run.log"
@@ -81,8 +83,8 @@ def lose(folder: Path, count: int = 20) -> dict[str, Any]:
                 os.kill(rng.choice(settled), number)
                 sent.append(number)
         code = process.wait(TIMEOUT_S)
-    if code:
-        raise RunFailed(f"exit status {code}:\n{output_of(log)[-4000:]}")
+    if code or len(sent) <= count:
+        raise RunFailed(f"{len(sent)} signals, exit status {code}:\n{output_of(log)[-4000:]}")
     return {
         "kills": sent.count(signal.SIGKILL),
         "stopped": sent.count(signal.SIGSTOP),
@@ -91,6 +93,11 @@ def lose(folder: Path, count: int = 20) -> dict[str, Any]:
         "tokens_that_differ_with_losses": differing_tokens(run, reference),
         "parameters_equal": final_state(run) == final_state(reference),
     }
+
+
+def _show_all_ids(folder: Path) -> None:
+    """Give the vocabulary's padding characters: completions then have one for each token."""
+    tokenizer.save_character_tokenizer(folder / "policy", f"{tiny_run.CHARACTERS}defghi")
 
 
 def num_tokens(run: Path) -> int:
@@ -171,6 +178,7 @@ def mesh_settings(axes: Mapping[str, int]) -> list[str]:
 def compare_processes(folder: Path, count: int = 300) -> dict[str, Any]:
     """Compare with one process of as many devices; resume with fewer; watch memory."""
     config = tiny_run.make_inputs(folder, model=MODEL)
+    _show_all_ids(folder)
     rows = [
         {"prompt": p, "answer": str(i)} for i, p in enumerate((*tiny_run.PROMPTS, "9+9=", "4="))
     ]

@@ -159,7 +159,7 @@ def run_until(
         if point is not None:
             _wait_for(point, process, log)
             process.send_signal(number)
-        code = process.wait(TIMEOUT_S)
+        code = process.wait(TIMEOUT_S if point else 10 * TIMEOUT_S)
     if code not in (0, -signal.SIGKILL if number == 9 else STOPPED) or (point is None and code):
         raise RunFailed(f"exit status {code}:\n{output_of(log)}")
     return Attempt(_num_steps(log), code != 0)

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def training_prompts(settings: Settings) -> list[str]:
     return [example.prompt for example in itertools.islice(stream, settings.responses)]
 
 
-_logits = partial(jax.jit, static_argnums=0)(transformer.logits)
+_logits = jax.jit(transformer.logits, static_argnums=0)
 
 
 def teach(policy: Model, pairs: Sequence[Any], num_rows: int) -> list[Batch]:

@@ -113,7 +113,8 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     is_split = needed < num_training and (on_ray or sched.beside_training)
     if is_split:
         num_training, num_rollout = num_training - needed, needed
-    if sched.beside_training and mesh.data != -1:
+    is_one = processes == 1 and mesh.data * inner == 1  # which no mesh spreads over the others
+    if mesh.data != -1 and (sched.beside_training or is_one):
         num_training = min(num_training, math.ceil(mesh.data * inner / processes))
     data = max(1, num_training * processes // inner) if mesh.data == -1 else mesh.data
     if sched.mode == "sync" and sched.workers == 1 and not on_ray:

@@ -241,6 +241,8 @@ class Fitting:
                 if depth not in by_depth:
                     shallow = dataclasses.replace(model, num_layers=depth)
                     by_depth[depth] = self.programs(config, shallow).all()
+                    names = [[one.name for one in some] for some in (by_depth[depth], programs)]
+                    assert names[0] == names[1], "only the layers differ"
                 jobs.append((i, depth, by_depth[depth][i]))
         figures = self._compiled(jobs)
         for i, layers in depths_of.items():

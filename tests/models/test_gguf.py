@@ -78,6 +78,10 @@ REFUSED = {
         {"logit_scale": 0.5},
         "not implemented: llama.logit_scale=0.5 .expected None.",
     ),
+    "many options": (
+        {f"a\nb{i}": i for i in range(1, 8)},
+        r"llama.a\\nb1=1 .expected None.; .*b6=6 .expected None. and 1 more; use",
+    ),
     "another scaling": ({"rope.scaling.type": "yarn"}, "scaling.type='yarn' .expected 'none'."),
     "half a rotation": ({"rope.dimension_count": 8}, "rope.dimension_count as .* head, 16, got 8"),
     "other values": ({"attention.value_length": 8}, "value_length as the size of a head, 16, got"),

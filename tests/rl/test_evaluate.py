@@ -104,3 +104,12 @@ def test_an_unknown_flag_has_its_nearest_match(capsys):
         evaluate.main(["--polcy", "x"])
     assert left.value.code == 2
     assert "--policy" in capsys.readouterr().err
+
+
+def test_a_reward_that_cannot_be_called_is_found_before_weights_are_loaded(
+    run, tiny, monkeypatch, capsys
+):
+    monkeypatch.setattr(evaluate, "_weights", lambda *_: pytest.fail("they were loaded"))
+    wrong = f"--gin.Reward.functions=('{tiny.parent / 'reward.py'}:digit',)"
+    assert evaluate.main(["--run", str(run), *SMALL, wrong]) == 2
+    assert "digits" in capsys.readouterr().err

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+from fake_workers import begun, trajectory
 
-from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Trajectory
+from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.messages import Aborted, Deferred, WorkerError
@@ -233,7 +233,7 @@ class Rollout:
             row.until += more
             if not more:
                 del self.rows[worker][request_id]
-                self.coordinator.park(worker, [_begun(row.request, row.tokens)])
+                self.coordinator.park(worker, [begun(row.request, row.tokens)])
             return True
         return False
 
@@ -300,24 +300,6 @@ class Rollout:
             deferred=self.deferred,
             waited=self.waited,
         )
-
-
-def trajectory(request: Request, tokens: int) -> Trajectory:
-    floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
-    names = request.request_id, request.group_id, request.sample_index
-    prompt = np.array(request.prompt_ids, np.int32)
-    reason = FinishReason.STOP
-    return Trajectory(
-        *(*names, prompt, ints, floats, ints, ints.astype(np.uint8), reason),
-        emission_logprobs=floats,
-    )
-
-
-def _begun(request: Request, tokens: int) -> PartialRequest:
-    floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
-    return PartialRequest(
-        request, Prefix(ints, floats, floats, ints, ints.astype(np.uint8), 0, None)
-    )
 
 
 def interleaved(

@@ -23,7 +23,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 import jax.random
-from interleavings import trajectory
+from fake_workers import trajectory
 
 from rl.checkpoint import checkpointer
 from rl.cluster.processes import ALONE

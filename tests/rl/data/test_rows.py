@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -278,3 +279,9 @@ def test_damaged_files_give_rows_or_a_sentence(tmp_path, form):
             assert str(damaged) in str(error)
             refused += 1
     assert refused > 20
+
+
+def test_a_row_that_a_file_counts_and_does_not_have_is_refused():
+    part = rows._arrow_part(Path("x"), "parquet", 3, 1, lambda: pyarrow.table({"a": []}))
+    with pytest.raises(ValueError, match="x row 3 is missing, although the file counts it"):
+        part.read(0)

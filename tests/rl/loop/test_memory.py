@@ -92,6 +92,10 @@ def test_fewer_devices_than_the_mesh_has_count_as_many():
     assert 0 < huge["master weights"] <= WEIGHTS
 
 
+def test_a_run_on_one_of_several_devices_is_that_of_one():
+    assert parts("Mesh.data=1", devices=Devices(4)) == parts("Mesh.data=1", devices=Devices(1))
+
+
 def test_a_cache_grows_with_its_positions_and_what_it_keeps():
     plain = parts()
     assert parts("Sampling.max_new_tokens=193")[KEYS] > 1.2 * plain[KEYS]

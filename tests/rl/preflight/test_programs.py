@@ -9,7 +9,7 @@ from models.config import ModelConfig
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig
 from rl.loop.memory import ROLLOUTS, TRAINING, num_bytes
-from rl.preflight.programs import RunPrograms
+from rl.preflight.programs import HELD, RunPrograms
 
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)
 FLAGS = (
@@ -67,6 +67,12 @@ def test_programs_are_those_of_training_and_rollouts():
         one = next(one for one in programs if one.kind == kind)
         given = one.lower().compile().memory_analysis().argument_size_in_bytes
         assert 0 < one.held_bytes <= given
+
+
+def test_held_names_are_parameters_of_programs():
+    runs = run_of(*DRAFTERS), run_of(PAGES, *DRAFTERS)
+    steps = {one.step for run in runs for one in run.of_rollouts()}
+    assert HELD <= {name for step in steps for name in inspect.signature(step).parameters}
 
 
 def test_a_critic_is_trained_too():
