@@ -65,11 +65,15 @@ class TrainerConfig:
     def dtype(self) -> Any:
         """The dtype of matrix products; `auto` asks jax for its backend."""
         import jax
+
+        return self.dtype_on(jax.default_backend() == "cpu")
+
+    def dtype_on(self, is_cpu: bool) -> Any:
+        """Return the dtype of matrix products on a CPU or another backend."""
         import jax.numpy as jnp
 
-        if self.compute_dtype == "auto":
-            return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        return jnp.dtype(self.compute_dtype)
+        auto = "float32" if is_cpu else "bfloat16"
+        return jnp.dtype(auto if self.compute_dtype == "auto" else self.compute_dtype)
 
     def remat_on(self, is_cpu: bool) -> str:
         """Return what is computed again there, by a name of `models.remat`."""

@@ -12,7 +12,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,21 +140,23 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     )
 
 
-def compute_dtype(config: TrainConfig, *, is_cpu: bool) -> Literal["float32", "bfloat16"]:
-    """Return the dtype of products, and so of the weights and caches of rollouts."""
-    name = config.trainer.compute_dtype
-    return name if name != "auto" else "float32" if is_cpu else "bfloat16"
-
-
 def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_cpu: bool) -> Parts:
     """Return the bytes of one device that arrays take between programs."""
-    dtype = jnp.dtype(compute_dtype(config, is_cpu=is_cpu))
+    dtype = config.trainer.dtype_on(is_cpu)
     training = _training(config, model, _Shards(layout.mesh), dtype)
     rollouts = _rollouts(config, model, _Shards(layout.worker_mesh), dtype, is_cpu=is_cpu)
-    if dtype == jnp.float32 and not layout.is_disjoint and layout.mesh == layout.worker_mesh:
+    if dtype == jnp.float32 and not layout.is_disjoint and _shares_weights(config, layout):
         rollouts["rollout weights"] = 0  # rollouts read the master weights
     rollouts = {name: size * layout.workers_each for name, size in rollouts.items()}
     return {TRAINING: training, ROLLOUTS: rollouts}
+
+
+def _shares_weights(config: TrainConfig, layout: Layout) -> bool:
+    """Return whether a device has the same part of the weights in training and in rollouts."""
+    mesh, worker_mesh = layout.mesh, layout.worker_mesh
+    is_one_engine = config.sched.mode == "sync" and config.sched.workers == 1  # in each process
+    is_split_alike = mesh["fsdp"] == 1 and mesh["tensor"] == worker_mesh["tensor"]
+    return mesh == worker_mesh or (is_one_engine and is_split_alike)
 
 
 class _Shards:

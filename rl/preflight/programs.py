@@ -24,7 +24,7 @@ from rl.learner import critic, trainer
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
 from rl.loop.experiment import TrainConfig, drafter_shape, recipe
 from rl.loop.first_programs import rollout_reach
-from rl.loop.memory import ROLLOUTS, TRAINING, Parts, compute_dtype, divide, held_arrays, num_bytes
+from rl.loop.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, num_bytes
 from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -209,6 +209,6 @@ def _sizes(named: dict[str, Any], num_positions: int) -> str:
 
 def _resolved(config: TrainConfig, *, is_cpu: bool) -> TrainConfig:
     """Return the configuration with the target's values for settings that depend on the device."""
-    dtype, remat = compute_dtype(config, is_cpu=is_cpu), config.trainer.remat_on(is_cpu)
+    dtype, remat = config.trainer.dtype_on(is_cpu).name, config.trainer.remat_on(is_cpu)
     settings = dataclasses.replace(config.trainer, compute_dtype=dtype, remat=remat)
     return dataclasses.replace(config, trainer=settings)

@@ -96,6 +96,14 @@ def test_a_run_on_one_of_several_devices_is_that_of_one():
     assert parts("Mesh.data=1", devices=Devices(4)) == parts("Mesh.data=1", devices=Devices(1))
 
 
+def test_an_engine_in_each_process_reads_the_master_weights():
+    found = parts(
+        *("Cluster.kind='spmd'", "Cluster.rollouts='local'", "Mesh.data=4"),
+        devices=Devices(4, processes=2),
+    )
+    assert found["rollout weights"] == 0
+
+
 def test_a_cache_grows_with_its_positions_and_what_it_keeps():
     plain = parts()
     assert parts("Sampling.max_new_tokens=193")[KEYS] > 1.2 * plain[KEYS]
