@@ -86,14 +86,18 @@ class AsyncRollouts:
             epoch_prompts=len(system.inputs.task),
             pacing=self._pacing,
         )
-        most = system.shares.most_groups(config.rollout.prompts_per_step)
-        self._session = engine.session(
-            scheduler, most * config.rollout.group_size, config.longest_tokens
-        )
         self._scorer = Scorer(
             system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system), system.shares
         )
-        self._receiver = Receiver(system, self._session, self._scorer)
+        self._receiver = Receiver(system, self._scorer)
+        most = system.shares.most_groups(config.rollout.prompts_per_step)
+        self._driver = engine.session(
+            scheduler,
+            most * config.rollout.group_size,
+            config.longest_tokens,
+            spot=engine.spot,
+            deliver=self._receiver.enter,
+        )
         self._key = engine.do(partial(step_key, config.run.seed, ALL_STEPS))
         self._asked: dict[int, Asked] = {}
         self._open: dict[int, dict[int, Request]] = {}  # of all processes, by step and id
@@ -108,14 +112,12 @@ class AsyncRollouts:
         self._returned_s = time.monotonic()  # when the last step was given to the trainer
 
     def __enter__(self) -> AsyncRollouts:
-        self._session.__enter__()
-        self._receiver.start()
+        self._driver.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._receiver.close()
         # what runs ahead of the last step is given up
-        self._session.__exit__(Stopped, None, None)
+        self._driver.__exit__(Stopped)
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
@@ -131,7 +133,7 @@ class AsyncRollouts:
         system.cache.take_over(self._late)
         if step > self._first:
             train_s = time.monotonic() - self._returned_s
-            self._session.trained(step - 1 - self._first, train_s)
+            self._driver.trained(step - 1 - self._first, train_s)
         if step < system.config.run.steps:
             self._ask(step + 1, self._cursor)
         asked, size = self._asked[step], system.config.rollout.prompts_per_step
@@ -222,9 +224,9 @@ class AsyncRollouts:
         number = place - self._first
         if place not in self._submitted:
             self._submitted.add(place)
-            self._session.submit(number, self._spec(place, prompts, first, own), own, past)
+            self._driver.submit(number, self._spec(place, prompts, first, own), own, past)
         elif own:
-            self._session.add(number, own, past)
+            self._driver.submit(number, None, own, past)
 
     def _spec(
         self, step: int, prompts: Prompts, first: int, requests: Sequence[Request]
@@ -268,10 +270,11 @@ class AsyncRollouts:
         system, asked, requests = self._system, self._asked[step], self._open.pop(step)
 
         def answer() -> Responses:
+            number = step - self._first
             with timings.section("wait"):
-                done = self._receiver.take(step, step - self._first)
-            stats = self._session.stats(step - self._first)
-            stats.events = self._session.new_events()
+                done = self._receiver.take(step, partial(self._driver.num_tokens, number))
+            stats = self._driver.stats(number)
+            stats.events = self._driver.new_events()
             with timings.section("reward"):
                 return self._scorer.responses(done, stats)
 

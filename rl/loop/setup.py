@@ -52,7 +52,6 @@ from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
-from rl.workers.no_workers import NoWorkers
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -279,7 +278,7 @@ def _engine(
         return workers.engine
     if not shares.scores_any:  # another process speaks with the workers
         shapes = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype)
-        return NoWorkers(shapes, config.sched)
+        return MultiEngine([shapes], config.sched, places=())
     options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.learned.config.feature_layers

@@ -1,0 +1,668 @@
+"""The driver of a session's workers: events → scheduler → commands, in one thread without locks.
+
+    owner ──submit, trained, recall──→ mail ←──reports, errors── calls of workers
+                                        │
+                     driver: event → scheduler.handle → actions → each worker's inbox → call
+                                        │
+    owner ←──trajectories, deferred and returned requests, errors
+
+A request that leaves a worker is promised under a ticket until its state comes; starts of it on
+other workers wait for that. A lost worker is a call that raised or passed its deadline.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from rl.engine.engine import ChunkEnd
+from rl.engine.rollout_spec import RolloutSpec
+from rl.engine.stats import EngineStats, joined
+from rl.engine.worker_record import Kind, WorkerEvent, WorkerPart, fitted
+from rl.runtime.waits import POLL_S, Hang, ProgramLost
+from rl.trajectory import PartialRequest, Prefix, Request, Trajectory
+from rl.workers.pool import IdleWork, Place
+from rl.workers.worker import (
+    Begin,
+    Command,
+    Event,
+    Extend,
+    Fork,
+    Left,
+    Prepare,
+    Release,
+    Released,
+    Remove,
+    Report,
+    Take,
+    WorkerLimits,
+)
+from sched import protocol
+from sched.protocol import Action, Scheduler, SchedulerDecision, Start
+from sched.request import Kv, RequestSpec, copy_of
+
+MAX_RESTARTS = 3  # of a place's workers in a session: another one would fail as well
+PROFILE_S = 0.25  # between two reports of acceptance to the scheduler
+BEAT_S = 2.0  # between two calls of an idle worker outside of this process
+SPARE_POLL_S = 0.005  # between two units of idle work, if there was none
+LEAVING_S = 5.0  # for workers to end, once a session is aborted
+
+
+class WorkerError(RuntimeError):
+    """A worker raised, or hangs; the message names the requests that ran there."""
+
+    def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
+        originals = dict.fromkeys(copy_of(r)[0] for r in request_ids)
+        shown = ", ".join(map(str, originals)) or "none"
+        super().__init__(
+            f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
+        )
+        self.worker_id, self.__cause__ = worker_id, error
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A request was deferred into the next step, unfinished."""
+
+    request_id: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Returned:
+    """A request that was begun ahead of its step has left its worker, unfinished."""
+
+    partial: PartialRequest
+
+
+Result = Trajectory | Deferred | Returned | BaseException
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Live:
+    """A request that has not ended: its last known state, and the actions that wait for it.
+
+    `generated_tokens` may be more than the prefix has: a lost worker reported them.
+    """
+
+    step: int
+    request: Request
+    prefix: Prefix | None = None
+    kv: PartialRequest | None = None
+    generated_tokens: int = 0
+    ticket: int | None = None
+    waiting: list[Start | protocol.Return] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class _Worker:
+    """A worker that is present: its starts in force, and its call."""
+
+    place: Place
+    inbox: list[Command] = dataclasses.field(default_factory=list)
+    starts: dict[int, Start] = dataclasses.field(default_factory=dict)
+    prepared: set[int] = dataclasses.field(default_factory=set)
+    call: Future[Any] | None = None
+    called_s: float = 0.0
+    spare_s: float = 0.0  # when idle work may be looked for again
+    doing: str = ""
+    is_idle: bool = True
+    is_leaving: bool = False
+    is_lost: bool = False  # the scheduler is told once another worker is present
+
+
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """A worker's part in a step."""
+
+    name: str
+    place: str
+    version: int
+    began_s: float
+    ended_s: float
+    stats: EngineStats
+
+    def part(self) -> WorkerPart:
+        rounds = [(r.began_s, r.ended_s) for r in self.stats.timeline]
+        whole = self.began_s, max(self.began_s, self.ended_s)
+        return WorkerPart(
+            self.name, self.place, self.version, tuple(fitted(rounds, *whole) or [whole])
+        )
+
+
+class Driver:
+    """Drives the workers of a session; a context manager, which starts and ends its thread.
+
+    Any thread may call `submit`, `trained`, `recall`, `next_result`, `num_tokens`, `stats`.
+    `deliver` receives results in the driver's thread instead of `next_result`.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        scheduler: Scheduler,
+        limits: WorkerLimits,
+        clock: Callable[[], float],
+        *,
+        pool_bytes: int,
+        can_restart: bool = False,
+        keeps_decisions: bool = False,
+        idle_work: IdleWork | None = None,
+        acceptance: Callable[[], Mapping[int, float]] | None = None,
+        deliver: Callable[[Result], None] | None = None,
+    ) -> None:
+        self._places, self._scheduler, self._limits = places, scheduler, limits
+        self._clock, self._pool_bytes = clock, pool_bytes
+        self._can_restart, self._keeps_decisions = can_restart, keeps_decisions
+        self._idle_work, self._acceptance = idle_work, acceptance
+        self._began_s = self._profiled_s = clock()
+        self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._deliver = deliver or self._results.put
+        self._requests: dict[int, _Live] = {}
+        self._tickets: dict[int, tuple[int, int]] = {}  # → (request, worker)
+        self._numbers = itertools.count()
+        self._workers: dict[int, _Worker] = {}
+        self._num_joined = 0
+        self._failures: collections.Counter[int] = collections.Counter()  # by place
+        self._seated: dict[int, int] = {}  # place → worker
+        self._lost: dict[int, WorkerError] = {}  # until another worker is present
+        self._specs: dict[int, RolloutSpec] = {}
+        self._parts: dict[int, dict[int, _Part]] = {}  # by step and worker
+        self._events: list[WorkerEvent] = []
+        self._rolls = False  # requests were submitted: idle workers may do idle work
+        self._ends_s: float | None = None  # deadline of workers, once the session is closed
+        self._aborts, self._error = False, None  # type: tuple[bool, BaseException | None]
+        self.decisions: list[SchedulerDecision] = []
+        self.pool_bytes_used = 0
+        self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+
+    # -- called by the owner -----------------------------------------------------------------
+
+    def __enter__(self) -> Driver:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._mail.put(partial(self._close, abort=kind is not None))
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    @contextlib.contextmanager
+    def aborted_at_end(self) -> Iterator[None]:
+        """Enter; requests that still run at the end are given up."""
+        self.__enter__()
+        try:
+            yield
+        finally:
+            self.__exit__(KeyboardInterrupt)
+
+    def submit(
+        self,
+        step: int,
+        spec: RolloutSpec | None,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+        *,
+        is_ahead: bool = False,
+        oldest: int | None = None,
+    ) -> None:
+        """Submit a step's requests; without `spec` further ones, for which an earlier step waits.
+
+        Ids are unique among requests that have not ended. `past_tokens` are the lengths of last
+        epoch's responses, by group. Requests `ahead` of their step run on workers that have no
+        others. Of steps before `oldest`, by default the one before, nothing is kept.
+        """
+        past, is_urgent = past_tokens or {}, spec is None
+        if spec is not None:
+            self._specs[step] = spec
+        sampling = self._specs[step].sampling
+        specs = tuple(
+            RequestSpec(
+                r.request_id,
+                r.group_id,
+                len(r.prompt_ids),
+                r.limit(sampling),
+                past_tokens=past.get(r.group_id, ()),
+                step=step,
+                prefix_tokens=_prefix_tokens(r),
+                urgent=is_urgent,
+                ahead=is_ahead,
+            )
+            for r in requests
+        )
+        first = step - 1 if oldest is None else oldest
+        self._mail.put(partial(self._submitted, step, specs, requests, first))
+
+    def trained(self, step: int, train_s: float | None = None) -> None:
+        """Report that the update of a step is done, and how long it took."""
+        self._mail.put(lambda: self._handle(protocol.Trained(step, train_s)))
+
+    def recall(self) -> None:
+        """Have requests that were begun ahead returned: each is a result, whole or `Returned`."""
+        self._mail.put(lambda: self._handle(protocol.Recalled()))
+
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
+        """Return the next result, None after `timeout_s`.
+
+        Raises WorkerError if a worker raised, or hangs, and is not replaced.
+        """
+        try:
+            result = self._results.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(result, BaseException):
+            self._results.put(result)  # for the next call
+            raise result
+        return result
+
+    def num_tokens(self, step: int) -> int:
+        """Return the tokens that all workers emitted in a step so far."""
+        return sum(part.stats.tokens for part in list(self._parts.get(step, {}).values()))
+
+    def stats(self, step: int) -> EngineStats:
+        """Return the counts of all workers in a step so far."""
+        parts = list(self._parts.get(step, {}).values())
+        stats = joined([EngineStats(), *(part.stats for part in parts)])
+        stats.parts = [part.part() for part in parts]
+        return stats
+
+    def new_events(self) -> list[WorkerEvent]:
+        """Return which workers joined and were lost since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self.has_ended:
+            try:
+                self.run_once(SPARE_POLL_S if self._spares() else POLL_S)
+            except BaseException as error:
+                self._deliver(error)
+                if self._ends_s is not None:
+                    break
+                self._close(abort=True)
+        if self._idle_work is not None:
+            self._idle_work.dismiss()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ends_s is not None and not self._workers
+
+    def run_once(self, timeout_s: float) -> None:
+        """Handle what has come, or comes within `timeout_s`; then call workers."""
+        if self._ends_s is None:
+            self._seat()
+            self._profile()
+        try:
+            self._mail.get(timeout=timeout_s)()
+            while True:
+                self._mail.get_nowait()()
+        except queue.Empty:
+            pass
+        self._look_for_hung()
+        for worker_id, worker in list(self._workers.items()):
+            self._call(worker_id, worker)
+
+    def _submitted(
+        self, step: int, specs: tuple[RequestSpec, ...], requests: Sequence[Request], first: int
+    ) -> None:
+        for table in (self._specs, self._parts):
+            for old in [s for s in table if s < first]:
+                del table[old]
+        self._requests.update((r.request_id, _Live(step, r)) for r in requests)
+        self._handle(protocol.Submitted(specs, step))
+        if self._idle_work is not None:
+            self._idle_work.rollout_began()
+            self._rolls = True
+
+    def _handle(self, event: protocol.Event) -> Sequence[Action]:
+        """Pass an event to the scheduler, and carry out its actions."""
+        now_s = self._clock() - self._began_s
+        actions = self._scheduler.handle(event, now_s)
+        if self._keeps_decisions:
+            self.decisions.append(SchedulerDecision(now_s, event, tuple(actions)))
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action)
+                case protocol.Recall(worker_id):
+                    self._workers[worker_id].inbox.append(Release())
+                case protocol.Defer(request_id):
+                    self._requests[request_id].step += 1
+                    self._deliver(Deferred(request_id))
+                case protocol.Return(request_id):
+                    self._when_known(request_id, action)
+                case protocol.Copy():
+                    self._copy(action)
+                case protocol.Drop():
+                    self._drop(action)
+        return actions
+
+    # -- actions -----------------------------------------------------------------------------
+
+    def _start(self, start: Start) -> None:
+        worker = self._workers[start.worker_id]
+        worker.starts[start.request_id] = start
+        if start.kv is Kv.HELD:
+            self._withdraw(self._requests[start.request_id])
+            worker.inbox.append(Extend(start.request_id, start.max_tokens))
+        else:
+            self._when_known(start.request_id, start)
+
+    def _when_known(self, request_id: int, action: Start | protocol.Return) -> None:
+        """Carry out an action once the state of its request is here."""
+        live = self._requests[request_id]
+        if live.ticket is not None:
+            live.waiting.append(action)
+        elif isinstance(action, Start):
+            self._begin(live, action)
+        else:
+            self._forget(request_id)
+            self._deliver(Returned(PartialRequest(live.request, live.prefix)))
+
+    def _begin(self, live: _Live, start: Start) -> None:
+        worker = self._workers.get(start.worker_id)
+        if worker is None or worker.is_lost or worker.starts.get(start.request_id) != start:
+            return  # the request was dropped meanwhile, or is started again elsewhere
+        known = 0 if live.prefix is None else len(live.prefix.response_ids)
+        kv = self._take_kv(live)
+        request = PartialRequest(
+            live.request,
+            live.prefix,
+            kv if start.kv is Kv.POOL else None,
+            # what a lost worker reported and did not return is generated again
+            start.max_tokens + live.generated_tokens - known,
+        )
+        if live.step not in worker.prepared:
+            worker.prepared.add(live.step)
+            worker.inbox.append(Prepare(live.step, self._specs[live.step]))
+        worker.inbox.append(Begin(live.step, request))
+
+    def _copy(self, action: protocol.Copy) -> None:
+        """Have a worker return a copy of a request, which another one starts."""
+        original, start = self._requests[action.request_id], action.start
+        request = dataclasses.replace(original.request, request_id=start.request_id)
+        self._requests[start.request_id] = live = _Live(original.step, request)
+        ticket = self._promise(live, start.request_id, action.worker_id)
+        self._workers[action.worker_id].inbox.append(Fork(action.request_id, ticket))
+        self._start(start)
+
+    def _drop(self, action: protocol.Drop) -> None:
+        worker = self._workers[action.worker_id]
+        worker.starts.pop(action.request_id, None)
+        worker.inbox.append(Remove(action.request_id))
+        self._forget(action.request_id)
+
+    def _forget(self, request_id: int) -> None:
+        live = self._requests.pop(request_id)
+        self._withdraw(live)
+        self._take_kv(live)
+
+    # -- states on their way, and the pool -----------------------------------------------------
+
+    def _promise(self, live: _Live, request_id: int, worker_id: int) -> int:
+        live.ticket = ticket = next(self._numbers)
+        self._tickets[ticket] = request_id, worker_id
+        return ticket
+
+    def _withdraw(self, live: _Live) -> None:
+        if live.ticket is not None:
+            del self._tickets[live.ticket]
+            live.ticket = None
+
+    def _known(self, live: _Live, state: PartialRequest | None) -> None:
+        """Keep a state that came, or the one of before; carry out the actions that waited."""
+        live.ticket = None
+        if state is not None:
+            live.prefix = state.prefix
+            size = 0 if state.kv is None else state.kv.num_bytes
+            if size and self.pool_bytes_used + size <= self._pool_bytes:
+                self.pool_bytes_used += size
+                live.kv = state
+        waiting, live.waiting = live.waiting, []
+        for action in waiting:
+            self._when_known(action.request_id, action)
+
+    def _take_kv(self, live: _Live) -> Any:
+        state, live.kv = live.kv, None
+        if state is None or state.kv is None:
+            return None
+        self.pool_bytes_used -= state.kv.num_bytes
+        return state.kv
+
+    # -- reports -----------------------------------------------------------------------------
+
+    def _came(self, worker_id: int, call: Future[Any]) -> None:
+        """A call of a worker has ended."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.call is not call:
+            return  # it was lost before it came back
+        worker.call = None
+        error = call.exception()
+        if error is not None:
+            self._fail(worker_id, error)
+        elif worker.is_leaving:
+            del self._workers[worker_id]
+        elif isinstance(report := call.result(), Report):
+            self._reported(worker_id, worker, report)
+        elif not report:  # there was no idle work
+            worker.spare_s = self._clock() + SPARE_POLL_S
+
+    def _reported(self, worker_id: int, worker: _Worker, report: Report) -> None:
+        worker.is_idle = report.is_idle
+        if report.step is not None:
+            self._count(worker_id, worker, report.step, report.stats)
+        if self._aborts:
+            return
+        for event in report.events:
+            self._happened(worker_id, worker, event)
+
+    def _count(self, worker_id: int, worker: _Worker, step: int, stats: EngineStats) -> None:
+        spec = self._specs.get(step)
+        if spec is None:
+            return  # nobody asks for so old a step
+        parts, now_s = self._parts.setdefault(step, {}), self._clock()
+        part = parts.get(worker_id)
+        if part is None or part.stats is not stats:
+            found = worker.place.name, worker.place.where, spec.policy_version, worker.called_s
+            if part is not None:  # the step was opened again
+                stats = joined([part.stats, stats])
+            part = parts[worker_id] = _Part(*found, now_s, stats)
+        part.ended_s = now_s
+
+    def _happened(self, worker_id: int, worker: _Worker, event: Event) -> None:
+        match event:
+            case Trajectory():
+                if self._is_in_force(worker, event.request_id):
+                    self._finished(worker_id, worker, event)
+            case ChunkEnd(request_id, tokens):
+                if self._is_in_force(worker, request_id):
+                    self._chunk_ended(worker_id, worker, request_id, tokens)
+            case Left(ticket, state):
+                if (found := self._tickets.pop(ticket, None)) is not None:
+                    live = self._requests[found[0]]
+                    if state is not None:
+                        state = dataclasses.replace(state, request=live.request)
+                    self._known(live, state)
+            case Released(states):
+                for state in states:
+                    request_id = state.request.request_id
+                    if self._is_in_force(worker, request_id):
+                        live = self._requests[request_id]
+                        live.generated_tokens = state.num_tokens
+                        self._known(live, state)
+                        self._chunk_done(worker_id, worker, request_id, state.num_tokens)
+
+    def _is_in_force(self, worker: _Worker, request_id: int) -> bool:
+        """Return False for a request that was dropped: its number may have been given again."""
+        return request_id in worker.starts and Remove(request_id) not in worker.inbox
+
+    def _finished(self, worker_id: int, worker: _Worker, trajectory: Trajectory) -> None:
+        request_id = trajectory.request_id
+        start = worker.starts.pop(request_id)
+        self._forget(request_id)
+        original, number = copy_of(request_id)
+        if number:
+            trajectory = dataclasses.replace(trajectory, request_id=original)
+        self._deliver(trajectory)
+        self._handle(
+            protocol.Finished(request_id, worker_id, start.chunk, trajectory.num_tokens)
+        )
+
+    def _chunk_ended(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
+        live = self._requests[request_id]
+        live.generated_tokens = tokens
+        ticket = self._promise(live, request_id, worker_id)
+        self._chunk_done(worker_id, worker, request_id, tokens)
+        if live.ticket == ticket:  # it does not continue in its row
+            worker.inbox.append(Take(request_id, ticket))
+
+    def _chunk_done(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
+        chunk = worker.starts.pop(request_id).chunk
+        self._handle(protocol.ChunkDone(request_id, worker_id, chunk, tokens, pooled=True))
+
+    # -- workers -----------------------------------------------------------------------------
+
+    def _seat(self) -> None:
+        """Join with workers of places that are ready; then lose those that have left theirs."""
+        for i, place in enumerate(self._places):
+            if i not in self._seated and place.is_ready:
+                self._join(i, place)
+        if self._seated:
+            for worker_id in list(self._lost):
+                del self._lost[worker_id]
+                self._lose(worker_id)
+        elif self._lost and not any(place.may_return for place in self._places):
+            raise next(iter(self._lost.values()))  # no worker is present, or will be
+
+    def _join(self, i: int, place: Place) -> None:
+        worker_id, self._num_joined = self._num_joined, self._num_joined + 1
+        place.join(self._limits)
+        self._seated[i], self._workers[worker_id] = worker_id, _Worker(place)
+        if self._idle_work is not None:
+            self._idle_work.joined(worker_id)
+        self._note(place, "joined")
+        limits = self._limits
+        self._handle(protocol.WorkerJoined(worker_id, limits.kv_tokens, limits.max_requests))
+
+    def _call(self, worker_id: int, worker: _Worker) -> None:
+        """Send a worker its commands, have it run on, or have it do idle work."""
+        now_s, place = self._clock(), worker.place
+        if worker.call is not None:
+            if worker.inbox:
+                place.nudge()
+            return
+        if worker.is_lost:
+            return
+        doing = "generating"
+        if self._ends_s is not None:
+            worker.is_leaving, doing = True, "ending"
+            call: Future[Any] = place.leave(abort=self._aborts)
+        elif worker.inbox or not worker.is_idle:
+            if self._idle_work is not None:
+                self._idle_work.busy(worker_id)
+            commands, worker.inbox = worker.inbox, []
+            call = place.call(commands)
+        elif self._idle_work is not None and self._rolls and now_s >= worker.spare_s:
+            call, doing = place.spare(self._idle_work, worker_id), "training the drafter"
+        elif place.may_return and now_s - worker.called_s > BEAT_S:
+            call = place.call(())
+        else:
+            return
+        worker.call, worker.called_s, worker.doing = call, now_s, doing
+        call.add_done_callback(lambda ended: self._mail.put(partial(self._came, worker_id, ended)))
+
+    def _spares(self) -> bool:
+        return self._rolls and any(w.is_idle and w.call is None for w in self._workers.values())
+
+    def _look_for_hung(self) -> None:
+        now_s = self._clock()
+        for worker_id, worker in list(self._workers.items()):
+            limit_s, silent_s = worker.place.hang_limit_s, now_s - worker.called_s
+            if self._ends_s is not None:
+                limit_s = min(limit_s, LEAVING_S) if self._aborts else limit_s
+                silent_s = min(silent_s, now_s - self._ends_s)
+            if worker.call is not None and silent_s > limit_s:
+                what = f"no sign of life for {silent_s:.1f} s, while {worker.doing}"
+                self._fail(worker_id, Hang(what))
+
+    def _fail(self, worker_id: int, cause: BaseException) -> None:
+        """Replace a worker that raised or hangs, or raise its error."""
+        worker = self._workers[worker_id]
+        place, requests, hangs = worker.place, list(worker.starts), worker.call is not None
+        error = WorkerError(worker_id, requests, cause)
+        worker.call, worker.is_lost = None, True
+        place.abandon(str(cause))
+        if self._ends_s is not None:
+            del self._workers[worker_id]
+            if not (self._can_restart and hangs):
+                self._error = self._error or error
+            return
+        i = next(i for i, found in self._seated.items() if found == worker_id)
+        self._failures[i] += 1
+        returns = place.may_return and isinstance(cause, Hang | ProgramLost)
+        if not returns and (not self._can_restart or self._failures[i] > MAX_RESTARTS):
+            raise error
+        self._note(place, _how_lost(cause), str(cause), len(requests))
+        del self._seated[i]
+        if self._idle_work is not None:
+            self._idle_work.lost(worker_id, hangs=hangs)
+        self._lost[worker_id] = error
+        self._seat()  # its successor first, so that its requests have somewhere to go
+
+    def _lose(self, worker_id: int) -> None:
+        worker = self._workers.pop(worker_id)
+        for number in list(worker.starts):
+            if copy_of(number)[1]:  # it is not started again, and its number may be given again
+                self._forget(number)
+        for ticket, (number, owner) in list(self._tickets.items()):
+            if owner == worker_id:
+                del self._tickets[ticket]
+                self._known(self._requests[number], None)
+        self._handle(protocol.WorkerLost(worker_id))
+
+    def _profile(self) -> None:
+        now_s = self._clock()
+        if self._acceptance is None or now_s - self._profiled_s < PROFILE_S:
+            return
+        self._profiled_s = now_s
+        known = {r: p for r, p in self._acceptance().items() if r in self._requests}
+        self._handle(protocol.Profiled(known))
+
+    def _close(self, *, abort: bool) -> None:
+        """No more requests will come; with `abort` those that run end without an answer."""
+        if self._ends_s is not None:
+            return
+        self._ends_s, self._aborts, self._rolls = self._clock(), abort, False
+        if self._idle_work is not None:
+            self._idle_work.rollout_ended()
+        self._workers = {w: found for w, found in self._workers.items() if not found.is_lost}
+        for worker in self._workers.values():
+            worker.place.nudge()
+
+    def _note(self, place: Place, kind: Kind, why: str = "", requests: int = 0) -> None:
+        event = WorkerEvent(place.name, place.where, kind, self._clock(), why, requests)
+        self._events = [*self._events, event]
+
+
+def _how_lost(cause: BaseException) -> Kind:
+    if isinstance(cause, ProgramLost):
+        return "hung" if cause.silent else "killed"
+    return "hung" if isinstance(cause, Hang) else "raised"
+
+
+def _prefix_tokens(request: Request) -> int:
+    """Return how many tokens a request's first start may add at once."""
+    cached = 0 if request.cached is None else len(request.cached.tokens)
+    known = max(cached, len(request.begun))
+    return known + 1 if known else 0
