@@ -20,10 +20,11 @@ from rl.runtime.waits import ProgramLost
 MAX_STARTS = 3  # of an actor in a row that does no work
 CONCURRENCY = 8  # methods that an actor runs at once
 WATCH_S = 0.2  # between two looks at deadlines
+BEATS = 4  # heartbeats in the time that one may take
 
 
 class ActorDied(RuntimeError):
-    """The program of an actor has ended, or cannot be reached."""
+    """The program of an actor has ended, cannot be reached, or says that it is of no use."""
 
 
 class Host:
@@ -39,6 +40,9 @@ class Host:
     def identity(self, files: Mapping[str, str]) -> tuple[dict[str, str], str, int]:
         """Return the identity of this program, its host and its process."""
         return program_identity(files), socket.gethostname(), os.getpid()
+
+    def ping(self) -> None:
+        """A heartbeat, which has a thread of its own."""
 
     def make(self, target: str, *args: Any) -> None:
         """Make the object: `target` is "module:Class"."""
@@ -69,8 +73,8 @@ class Starts(Protocol):
 class ActorSettings:
     """Settings of all actors of a run.
 
-    Contents of `files` (paths by name) must be the same where a host has them. `deadline_s` is the
-    time of a call, `start_s` that of each step of a start; `say` prints a line.
+    Contents of `files` (paths by name) must be the same on hosts that have them. `deadline_s` is
+    the time of a call and of a heartbeat, `start_s` of each step of a start; `say` prints a line.
     """
 
     files: Mapping[str, str]
@@ -81,7 +85,7 @@ class ActorSettings:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    method: str
+    member: str  # of the host
     args: tuple[Any, ...]
     limit_s: float
     is_work: bool
@@ -92,8 +96,8 @@ class _Call:
 class Actor:
     """An object in another program, which is started at once, and again when it is lost.
 
-    Its constructor gets `args`. It is lost if its program ends or a call is late: the calls that it
-    has then raise ProgramLost, which names the actor, its host and its process. Calls that come
+    Its constructor gets `args`. It is lost if its program ends, a call is late or raises ActorDied,
+    or it gives no heartbeat for `deadline_s`: the calls that it has then raise ProgramLost, which names the actor, its host and its process. Calls that come
     while it starts wait for it. All calls fail once it is given up: if it cannot start at all, if
     it is lost MAX_STARTS times in a row before it did any work, or at the first loss unless it
     `restarts`.
@@ -133,7 +137,17 @@ class Actor:
         Callbacks of the future may not wait for this actor.
         """
         limit_s = self._settings.deadline_s if limit_s is None else limit_s
-        call = _Call(method, args, limit_s, is_work)
+        call = _Call("call", (method, *args), limit_s, is_work)
+        return self._add(call)
+
+    def close(self) -> None:
+        """End the program, at once and without waiting; calls fail."""
+        with self._lock:
+            self._is_closed = True
+        self._done.put(None)
+        self._kill()
+
+    def _add(self, call: _Call) -> Future[Any]:
         with self._lock:
             if self.given_up is None:
                 self._calls[call] = None
@@ -143,13 +157,6 @@ class Actor:
         call.future.set_exception(self.given_up)
         return call.future
 
-    def close(self) -> None:
-        """End the program, at once and without waiting; calls fail."""
-        with self._lock:
-            self._is_closed = True
-        self._done.put(None)
-        self._kill()
-
     def _send(self, call: _Call) -> None:
         """Send a call; the lock is held."""
         assert self.handle is not None
@@ -158,7 +165,7 @@ class Actor:
             return
         call.until_s, done = time.monotonic() + call.limit_s, self._done
         try:
-            sent = self.handle.submit("call", call.method, *call.args)
+            sent = self.handle.submit(call.member, *call.args)
         except Exception as error:  # arguments that cannot be sent
             del self._calls[call]
             call.future.set_exception(error)
@@ -206,17 +213,22 @@ class Actor:
 
     def _serve(self) -> None:
         """Return at the end of the run. Raises ActorDied or TimeoutError if the program is lost."""
-        looked_s = time.monotonic()
+        looked_s, deadline_s = time.monotonic(), self._settings.deadline_s
+        ping_s = looked_s + deadline_s / BEATS
         while not self._is_closed:
             with contextlib.suppress(queue.Empty):
                 if (done := self._done.get(timeout=WATCH_S)) is not None:
                     self._finish(*done)
-            if (now_s := time.monotonic()) - looked_s >= WATCH_S:
-                looked_s = now_s
-                for call in list(self._calls):
-                    if call.until_s is not None and call.until_s < now_s:
-                        late = f"no answer to {call.method} within {call.limit_s:.1f} s"
-                        raise TimeoutError(late)
+            if (now_s := time.monotonic()) - looked_s < WATCH_S:
+                continue
+            looked_s = now_s
+            if now_s > ping_s:
+                ping_s = now_s + deadline_s / BEATS
+                self._add(_Call("ping", (), deadline_s, is_work=False))
+            for call in list(self._calls):
+                if call.until_s is not None and call.until_s < now_s:
+                    what = call.args[0] if call.args else "a heartbeat"
+                    raise TimeoutError(f"no answer to {what} within {call.limit_s:.1f} s")
 
     def _finish(self, call: _Call, done: Future[Any]) -> None:
         error = done.exception()

@@ -42,7 +42,9 @@ class RayHandle:
             else:
                 answer.set_exception(ActorDied(_first_line(error)))
 
-        getattr(self.actor, member).remote(*args).future().add_done_callback(settle)
+        group = {"concurrency_group": "pings"} if member == "ping" else {}
+        sent = getattr(self.actor, member).options(**group).remote(*args)
+        sent.future().add_done_callback(settle)
         return answer
 
     def kill(self) -> None:
@@ -75,7 +77,9 @@ class Room:
             "max_task_retries": 0,
             "scheduling_strategy": strategy,
         }
-        return RayHandle(ray.remote(Host).options(**options).remote(self.cpu_only))
+        remote: Any = ray.remote
+        host = remote(concurrency_groups={"pings": 1})(Host)
+        return RayHandle(host.options(**options).remote(self.cpu_only))
 
 
 @contextlib.contextmanager
