@@ -97,10 +97,10 @@ class Actor:
     """An object in another program, which is started at once, and again when it is lost.
 
     Its constructor gets `args`. It is lost if its program ends, a call is late or raises ActorDied,
-    or it gives no heartbeat for `deadline_s`: the calls that it has then raise ProgramLost, which names the actor, its host and its process. Calls that come
-    while it starts wait for it. All calls fail once it is given up: if it cannot start at all, if
-    it is lost MAX_STARTS times in a row before it did any work, or at the first loss unless it
-    `restarts`.
+    or if no heartbeat comes for `deadline_s`: the calls that it has then raise ProgramLost, which
+    names the actor, its host and its process. Calls that come while it starts wait for it. All
+    calls fail once it is given up: if it cannot start at all, if it is lost MAX_STARTS times in a
+    row before it did any work, or at the first loss unless it `restarts`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -210,6 +210,36 @@ def share(value: Any) -> Any:
     import ray
 
     return ray.put(value)
+
+
+def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
+    """Return the values of `share`, each a ProgramLost if it is lost or late."""
+    import ray
+
+    values, (come, _) = (
+        list[Any](),
+        ray.wait(list(references), num_returns=len(references), timeout=limit_s, fetch_local=True),
+    )
+    for reference in references:
+        try:
+            values.append(ray.get(reference, timeout=limit_s if reference in come else 0))
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            values.append(ProgramLost(_first_line(error)))
+    return values
+
+
+def dumps(references: tuple[Any, ...]) -> bytes:
+    """References as bytes, for the messages of rl/remote alone: they stay in the store for ever."""
+    import ray
+
+    return bytes(ray.cloudpickle.dumps(references))
+
+
+def loads(references: bytes) -> tuple[Any, ...]:
+    """Return what `dumps` was given."""
+    import ray
+
+    return tuple(ray.cloudpickle.loads(references))
 
 
 def _first_line(error: BaseException) -> str:
