@@ -205,6 +205,13 @@ def _look_for(address: str, deadline_s: float) -> None:
         ) from error
 
 
+def node_address() -> str:
+    """Return the address of this host in the cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def share(value: Any) -> Any:
     """Put a value into Ray's store; methods that receive the reference get the value."""
     import ray
