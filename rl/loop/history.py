@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 
-from rl.cluster.config import ClusterConfig
-from rl.config.loader import dump
+from rl.cluster.actors import ActorSettings
 from rl.loop.experiment import TrainConfig
-from rl.loop.rewards import SILENCE
-from rl.remote.history_workers import HistoryWorkers
-from rl.remote.service import ServiceDeadlines
+from rl.speculation.history_workers import HistoryWorkers
+from rl.speculation.sources import history_rule
 from spec.reuse.rollout_cache import RolloutCache
 
 
@@ -21,21 +18,17 @@ def open_history(
 ) -> Iterator[HistoryWorkers | None]:
     """Start them, if the run has any, and end them at the end; Ray must be there.
 
-    Raises ProgramLost where one cannot serve.
+    Raises ProgramLost if one cannot serve.
     """
-    source, count = config.speculation.history_source, config.cluster.history_workers
-    if source is None or not count:
+    count, limit_s = config.cluster.history_workers, config.cluster.deadline_s
+    if config.speculation.history_source is None or not count:
         yield None
         return
-    from rl.ray_roles.services import HistoryActors
+    from rl.cluster.ray_session import reserve
 
-    text = dump(dataclasses.replace(config, cluster=ClusterConfig()))
-    limit_s = config.cluster.deadline_s
-    with contextlib.ExitStack() as stack:
-        actors = HistoryActors(text, count, start_s=2 * limit_s)
-        stack.callback(actors.close)
-        deadlines = ServiceDeadlines(limit_s, 2 * limit_s, SILENCE * limit_s)
-        workers = HistoryWorkers(source, cache, count, actors.connect, text, deadlines, say)
-        stack.callback(workers.close)
-        workers.start()
-        yield workers
+    settings = ActorSettings({}, limit_s, 2 * limit_s, say)
+    with reserve(count, f"Cluster.history_workers={count}", 2 * limit_s) as room:
+        rule = history_rule(config.speculation)
+        with contextlib.closing(HistoryWorkers(rule, cache, count, room, settings)) as workers:
+            workers.wait_started()
+            yield workers

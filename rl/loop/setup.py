@@ -130,7 +130,7 @@ def build(
             ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
             builder = open_history(config, cache, show.message)
-            speculation.index_builder = stack.enter_context(builder)
+            speculation.history_workers = stack.enter_context(builder)
         if rewards is None:
             rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
         if on_ray:

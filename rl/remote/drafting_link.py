@@ -31,7 +31,6 @@ from rl.remote.drafting_messages import (
     blocks_of,
     of_commits,
 )
-from rl.remote.history_fetch import AskAt
 from rl.remote.wire import WireError
 from rl.runtime.waits import ProgramLost
 from rl.speculation.device_drafters import DrafterSource
@@ -39,6 +38,8 @@ from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
 from spec.round_times import RoundTimes
 
+# Asks the program of an address, and waits; raises ProgramLost where there is no answer in time.
+AskAt = Callable[[str, bytes], bytes]
 WAIT_S = 0.01  # that an answer waits for blocks, and the next commits with it
 RETRY_S = 0.5  # between two questions to a program that is lost or late
 LATE_S = 1.0  # of an answer: no round waits for its blocks any more

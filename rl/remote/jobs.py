@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rl.cluster import ray_session
 from rl.drafter_training.trainer import BufferSink
 from rl.drafting.elsewhere import Apart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
@@ -123,6 +124,6 @@ def drafting_of(spec: RolloutSpec) -> Drafting | None:
         drafts.first_group,
         drafts.group_size,
         drafts.history,
-        drafts.indexed,
+        ray_session.dumps(drafts.shards) if drafts.shards else b"",
         drafts.methods,
     )

@@ -38,7 +38,6 @@ from rl.remote.records import expect
 from rl.remote.run_messages import Abort, Give, Poll, Report
 from rl.remote.wire import Codec
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.history_elsewhere import Indexed
 from rl.trajectory import HostKv, Request
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
@@ -152,7 +151,7 @@ class Drafting:
     first_group: int
     group_size: int
     history: Mapping[str, CachedGroup]
-    indexed: Indexed | None = None
+    shards: bytes = b""  # pickled references
     methods: tuple[str, ...] = ()
 
 

@@ -19,25 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from models import transformer
 from models.sharding import param_shardings, rollout_mesh
 from models.token_text import TokenBytes
+from rl.cluster import ray_session
 from rl.cluster.join import identity_of, mismatch
 from rl.drafting.elsewhere import Apart
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.remote import messages
 from rl.remote.drafter_messages import NO_DRAFTERS, Tuner, of_tuner, tuner_state
-from rl.remote.drafting_link import SilentDrafts, WorkerDrafting
+from rl.remote.drafting_link import AskAt, SilentDrafts, WorkerDrafting
 from rl.remote.drafts import Ask, SharedDrafts
-from rl.remote.history_fetch import AskAt, compile_join, history_index
 from rl.remote.messages import CODEC, Done, Drafting, Hello, Job
 from rl.remote.program import MessageProgram
 from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
 from rl.remote.worker_drafters import WorkerDrafters, folder_here
 from rl.remote.worker_run import WorkerRun, check_kv
+from rl.speculation.history_workers import compile_join, history_index
 from rl.speculation.sources import Speculation, history_rule
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
@@ -323,8 +325,15 @@ class WorkerProgram(MessageProgram):
             server = stack.enter_context(shared)
         index = None
         if speculation.config.history_source is not None:
-            rule, vocab_size = history_rule(speculation.config), self.engine.model.vocab_size
-            index = history_index(asked, rule, vocab_size, self._ask_at, self.remarks.append)
+            rule, pairs = (
+                history_rule(speculation.config),
+                zip(asked.keys, asked.prompts, strict=True),
+            )
+            prompts = {key: np.asarray(ids, np.int32) for key, ids in pairs}
+            shards = ray_session.loads(asked.shards) if asked.shards else ()
+            given = asked.history, prompts, shards, rule
+            assert self._hello is not None
+            index = history_index(*given, self._hello.deadline_s, self.remarks.append)
         return speculation.drafter_factory(
             *(asked.keys, asked.prompts, asked.last),
             first_group=asked.first_group,

@@ -86,7 +86,7 @@ def part_of(index: HistoryIndex) -> IndexPart:
 
 
 def joined(parts: Sequence[IndexPart]) -> HistoryIndex:
-    """Return one index of parts of the same rule, which have been checked."""
+    """Return one index of parts of the same rule."""
     forest, ids = SuffixForest.of([part.trees for part in parts])
     pairs = zip(parts, ids, strict=True)
     trees = {key: tree for part, of in pairs for key, tree in zip(part.keys, of, strict=True)}

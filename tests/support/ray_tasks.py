@@ -24,23 +24,25 @@ from tiny_team import (
     play,
 )
 
+from rl.cluster.actors import ActorSettings
+from rl.cluster.ray_session import open_ray, reserve
 from rl.data.tasks import Example
 from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
-from rl.ray_roles.services import HistoryActors, ScorerActors
-from rl.ray_roles.session import RaySession, open_ray
-from rl.remote.history_workers import HistoryWorkers
-from rl.remote.scorers import Scorers
+from rl.ray_roles.session import RaySession
 from rl.remote.service import ServiceDeadlines
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
+from rl.rewards.scorers import Scorers
 from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.draft_model import DraftModel
+from rl.speculation.history_workers import HistoryWorkers
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers
 from sched.protocol import Copy, WorkerLost
 from spec.budget.config import MODEL as DRAFT
+from spec.retrieval.history import RULE
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
 
@@ -75,13 +77,15 @@ def tokens_though_one_is_killed(place: Place):
     for g, key in enumerate(keys):
         own = [t.response_ids for t in done if t.group_id == g]
         cache.replace(key, of_group(own, [1.0] * len(own)))
-    with open_ray(None, 6, 60.0), Speculation(config, cache) as speculation:
+    with (
+        open_ray(None, 6, 60.0),
+        Speculation(config, cache) as speculation,
+        reserve(1, "history", 30.0) as room,
+    ):
         scores_though_one_is_killed()
-        actors = HistoryActors("a run", 1, start_s=30.0)
-        deadlines = ServiceDeadlines(30.0, 60.0, 120.0)
-        workers = HistoryWorkers("history", cache, 1, actors.connect, "a run", deadlines)
-        workers.start()
-        speculation.for_others, speculation.index_builder = True, workers
+        workers = HistoryWorkers(RULE, cache, 1, room, ActorSettings({}, 30.0, 60.0))
+        workers.wait_started()
+        speculation.for_others, speculation.history_workers = True, workers
         speculation.methods_of_copies = "own", "group"
         session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
         multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
@@ -100,7 +104,7 @@ def tokens_though_one_is_killed(place: Place):
                     killed.append(os.kill(multi.engines[victim].pid, signal.SIGKILL))
 
             drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
-            assert drafts.indexed is not None and not drafts.history
+            assert drafts.shards and not drafts.history
             assert_same_tokens(play(multi, drafts=drafts), alone)
             copied = [a for d in multi.decisions for a in d.actions if isinstance(a, Copy)]
             assert copied, "the last requests leave a worker dry"
@@ -108,7 +112,6 @@ def tokens_though_one_is_killed(place: Place):
             assert multi.stats.accepted_tokens > 20  # the history has the very responses
             lost = [d.event for d in multi.decisions if isinstance(d.event, WorkerLost)]
         workers.close()
-        actors.close()
         session.close()
     assert lost == [WorkerLost(victim)]
     return {"accepted_tokens": multi.stats.accepted_tokens}
@@ -174,13 +177,13 @@ def scores_though_one_is_killed():
     ]
     with RewardPool(config) as pool:
         wanted = [pool.result(f) for f in [pool.submit(job) for job in jobs]]
-    actors = ScorerActors("a run", 2, 1, start_s=30.0)
-    deadlines = ServiceDeadlines(30.0, 60.0, 120.0)
-    scorers = Scorers(config, (), 2, actors.connect, "a run", deadlines, said.append)
-    with scorers:
+    settings = ActorSettings({}, 30.0, 60.0, said.append)
+    with (
+        reserve(2, "scorers", 30.0) as room,
+        Scorers(config, (), 2, room, settings) as scorers,
+    ):
         first = [scorers.submit(job) for job in jobs[:20]]
-        os.kill(scorers.scorers[0].pid, signal.SIGKILL)
+        os.kill(scorers.actors[0].pid, signal.SIGKILL)
         futures = first + [scorers.submit(job) for job in jobs[20:]]
         assert [scorers.result(f) for f in futures] == wanted
-    actors.close()
-    assert len(said) == 1 and "scored elsewhere" in said[0], said
+    assert all("it is started again" in line for line in said), said
