@@ -24,13 +24,11 @@ from models import transformer
 from models.sharding import param_shardings, rollout_mesh
 from models.token_text import TokenBytes
 from rl.cluster.join import identity_of, mismatch
-from rl.drafting.elsewhere import Apart
+from rl.drafting.actors import DraftsApart, RemoteDrafts
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.remote import messages
 from rl.remote.drafter_messages import NO_DRAFTERS, Tuner, of_tuner, tuner_state
-from rl.remote.drafting_link import SilentDrafts, WorkerDrafting
-from rl.remote.drafts import Ask, SharedDrafts
 from rl.remote.history_fetch import AskAt, compile_join, history_index
 from rl.remote.messages import CODEC, Done, Drafting, Hello, Job
 from rl.remote.program import MessageProgram
@@ -45,6 +43,7 @@ from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.weights.pieces import names_of
 from rl.weights.subscriber import Subscriber
+from rl.workers.group_drafts import SharedDrafts
 from spec.budget.bandit import BegMab
 from spec.budget.budget import MANY_ROUNDS, DraftDecision
 from spec.budget.config import MODEL
@@ -57,8 +56,8 @@ MOST_WAIT_S = 60.0  # of a Poll
 
 
 class WorkerProgram(MessageProgram):
-    """A worker's end: `drafts` asks the draft server, if there is one, and `ask_at` history
-    workers.
+    """A worker's end: `exchange` calls the draft server, if there is one, `ask_at` asks history
+    workers, and `apart` returns the present drafting workers of a worker.
 
     `config` is the text of the run's configuration that this program was started for. `leave` is
     called where nobody has spoken for the deadline that `Hello` names.
@@ -67,14 +66,15 @@ class WorkerProgram(MessageProgram):
     def __init__(
         self,
         config: str = "",
-        drafts: Ask | None = None,
+        exchange: Callable[..., Any] | None = None,
         ask_at: AskAt | None = None,
+        apart: Callable[[int], DraftsApart] | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(CODEC, leave, clock)
-        self._config, self._drafts, self._ask_at = config, drafts, ask_at
+        self._config, self._exchange, self._ask_at, self._apart = config, exchange, ask_at, apart
         self._lock = threading.Lock()
         self._hello: Hello | None = None
         self._engine: Engine | None = None
@@ -86,7 +86,7 @@ class WorkerProgram(MessageProgram):
         self._compiled: messages.Compile | None = None
         self._run: WorkerRun | None = None
         self.remarks: list[str] = []
-        self._drafting = WorkerDrafting(ask_at, self.remarks.append)
+        self._drafting = RemoteDrafts(self.remarks.append)
         self.answers = {
             Hello: self._welcome,
             messages.Offered: self._take_offer,
@@ -250,7 +250,7 @@ class WorkerProgram(MessageProgram):
                     *measured[:3],
                     self._drafters.by_name,
                     hello.tuner,
-                    {MODEL: SilentDrafts()} if hello.drafters.apart else None,
+                    {MODEL: RemoteDrafts(print)} if hello.drafters.apart else None,
                 )
                 if hello.speculation.history_source is not None:
                     compile_join(history_rule(hello.speculation))
@@ -297,20 +297,21 @@ class WorkerProgram(MessageProgram):
         )
         with contextlib.ExitStack() as stack:
             if job.drafting is not None:
-                self._draft_apart(job.apart, stack)
+                self._draft_apart(job.apart)
                 drafts = self._drafter(job.name, job.drafting, stack)
                 spec = dataclasses.replace(spec, drafts=drafts)
             yield spec
 
-    def _draft_apart(self, apart: Apart | None, stack: contextlib.ExitStack) -> None:
-        """Have the rollout's drafts of the draft model come from drafting programs, if any."""
+    def _draft_apart(self, is_apart: bool) -> None:
+        """Have the rollout's drafts of the draft model come from drafting workers, if any."""
         speculation, hello = self._speculation, self._hello
         assert speculation is not None and hello is not None, "an engine is there"
-        if hello.drafters.apart != (apart is not None):
-            raise WireError("expected the addresses of drafting programs in each job, or in none")
-        if apart is not None:
-            drafts = self._drafting.drafts(apart, speculation.times)
-            speculation.apart = {MODEL: stack.enter_context(drafts)}
+        if hello.drafters.apart != is_apart:
+            raise WireError("expected drafting workers in each job, or in none")
+        if is_apart:
+            assert self._apart is not None, "drafting workers can be reached"
+            self._drafting.use(self._apart(self.engine.number), speculation.times)
+            speculation.apart = {MODEL: self._drafting}
 
     def _drafter(self, job: str, asked: Drafting, stack: contextlib.ExitStack) -> DrafterFactory:
         speculation, server = self._speculation, None
@@ -318,8 +319,8 @@ class WorkerProgram(MessageProgram):
         if MODEL in asked.methods and MODEL not in self._drafters.here:
             raise WireError("expected a draft model in Hello that drafts for copies here")
         speculation.methods_of_copies = asked.methods
-        if self._drafts is not None and "group" in speculation.config.sources:
-            shared = SharedDrafts(job, asked.group_size, self._drafts, self.remarks.append)
+        if self._exchange is not None and "group" in speculation.config.sources:
+            shared = SharedDrafts(job, asked.group_size, self._exchange, self.remarks.append)
             server = stack.enter_context(shared)
         index = None
         if speculation.config.history_source is not None:

@@ -114,7 +114,7 @@ def test_programs_are_started_in_the_last_places_and_told_what_they_draft(tmp_pa
         told = channels[0].heard.get(timeout=30)
         assert isinstance(told, Meet)
         planner = make_planner(config)
-        assert told.rows * 4 >= planner.num_requests > 0 and told.most_window == 3
+        assert told.rows * 4 >= planner.num_requests > 0 and told.max_window == 3
         assert told.longest_tokens == config.longest_tokens
         assert (told.sampling, told.drafting) == (config.sampling, config.drafting)
         apart = [programs.apart(number) for number in range(2)]

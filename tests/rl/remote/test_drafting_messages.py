@@ -90,6 +90,6 @@ def test_where_drafts_come_from_is_told_with_a_rollout():
     assert came.job.apart == apart
     planner = apart.planner()
     assert planner.plans().plan(0, 4) == DraftPlan(2) and planner.drafting_workers == 1
-    for bad in ({"addresses": ()}, {"most_window": 99}, {"draft_s": float("nan")}):
+    for bad in ({"addresses": ()}, {"max_window": 99}, {"draft_s": float("nan")}):
         with pytest.raises(ValueError, match="expected"):
             dataclasses.replace(apart, **bad)
