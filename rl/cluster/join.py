@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,14 @@ def leave() -> None:
         jax.distributed.shutdown()
 
 
-def mismatch(identities: list[dict[str, str]]) -> str | None:
-    """Return a sentence on the first process that is not like process 0; None where all are."""
+def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ()) -> str | None:
+    """Return a sentence on the first program that is not like the first one; None if all are.
+
+    `names` are those of the programs, if they are not the processes of a run.
+    """
+    names = names or [f"process {i}" for i in range(len(identities))]
     first = identities[0]
-    for index, other in enumerate(identities):
+    for program, other in zip(names, identities, strict=True):
         for name in dict.fromkeys((*first, *other)):
             here, there = first.get(name, ""), other.get(name, "")
             if here == there:
@@ -110,8 +114,8 @@ def mismatch(identities: list[dict[str, str]]) -> str | None:
                 here = "; ".join(sorted(lines[0] - lines[1])[:2]) or "nothing more"
                 there = "; ".join(sorted(lines[1] - lines[0])[:2]) or "nothing more"
             return (
-                f"expected the same {name} in all processes, got {there} in process {index} and "
-                f"{here} in process 0: start all of them alike"
+                f"expected the same {name} in all processes, got {there} in {program} and "
+                f"{here} in {names[0]}: start all of them alike"
             )
     return None
 
@@ -121,19 +125,25 @@ def identity_of(config_text: str, policy: Path, draft_model: Path | None = None)
 
     `draft_model` is the folder or file of a draft model, if one drafts.
     """
+    files = {"contents of Policy.directory": str(policy)}
+    if draft_model is not None:
+        files[DRAFT_MODEL] = str(draft_model)
+    return {"configuration": config_text} | program_identity(files)
+
+
+def program_identity(files: Mapping[str, str]) -> dict[str, str]:
+    """Return the code, the versions, and the contents of the files that this host has, by name."""
     import importlib.metadata
 
     versions = {
         f"version of {p}": importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")
     }
-    drafts = {} if draft_model is None else {DRAFT_MODEL: _folder_digest(draft_model)}
+    contents = {k: _folder_digest(Path(x)) for k, x in files.items() if Path(x).exists()}
     return {
-        "configuration": config_text,
         "code of Reprise": _code_digest(HERE),
         **versions,
         "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "contents of Policy.directory": _folder_digest(policy),
-        **drafts,
+        **contents,
     }
 
 

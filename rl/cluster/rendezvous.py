@@ -21,7 +21,7 @@ FORM = "reprise processes 1"
 MOST_BYTES = 2**18  # of one message: a configuration is ten thousand
 RETRY_S = 0.2
 Identity = Mapping[str, str]
-Mismatch = Callable[[list[dict[str, str]]], str | None]
+Mismatch = Callable[[list[Mapping[str, str]]], str | None]
 
 
 def meet(config: ClusterConfig, identity: Identity, mismatch: Mismatch) -> None:
