@@ -9,7 +9,6 @@ the actor in its place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from sched.simulator.measured_costs import MeasuredCosts
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
-from spec.decoupled.messages import Block, Commit, DraftPlan
+from spec.decoupled.messages import Commit, DraftPlan
 from spec.round_times import RoundTimes
 
 BEAT_S = 2.0  # between two calls by which a hang or a loss is noticed
@@ -121,13 +120,13 @@ class DraftingActors:
         self._count, self._start, self._over = count, start, threading.Event()
         self._compile_s, self._hang_limit_s = compile_s, hang_limit_s
         self.actors = list[Actor]()
-        self._ready = list[Future[float]]()
+        self._beats = list[Future[float]]()  # the present call of each
+        self._is_ready = [False] * count
 
     def __enter__(self) -> DraftingActors:
         """Start all; they compile, and nothing waits for them."""
         self.actors = [self._start(number) for number in range(self._count)]
-        limit_s = self._compile_s
-        self._ready = [a.call("get_ready", limit_s=limit_s, is_work=False) for a in self.actors]
+        self._beats = [self._get_ready(actor) for actor in self.actors]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,28 +136,40 @@ class DraftingActors:
 
     def wait_ready(self) -> None:
         """Return once all have compiled. Raises ProgramLost if one cannot draft."""
-        self.draft_s = max(ready.result() for ready in self._ready)
+        self.draft_s = max(beat.result() for beat in self._beats)
+        self.look()
         threading.Thread(target=self._watch, name="drafting workers", daemon=True).start()
 
     def apart(self, verifying: int) -> DraftsApart:
         """Return the present drafting workers of a verifying worker, by its number."""
-        planner = self.planner
-        places = [Place(k, a.num_starts, a.handle) for k, a in enumerate(self.actors)]
+        planner, places = self.planner, list[Place]()
+        for number, (actor, is_ready) in enumerate(zip(self.actors, self._is_ready, strict=True)):
+            places.append(Place(number, actor.num_starts, actor.handle if is_ready else None))
         count = planner.num_workers - planner.drafting_workers
         mine = tuple(share(places, verifying % count, count))
         sizes = planner.num_workers, planner.num_requests, planner.max_window
         return DraftsApart(mine, planner.config, *sizes, self.draft_s)
 
+    def look(self) -> None:
+        """Call those that have answered again: one that hangs or has ended is lost, and starts
+        again, and compiles before it drafts.
+        """
+        for k, (actor, beat) in enumerate(zip(self.actors, self._beats, strict=True)):
+            if not beat.done():
+                continue
+            if beat.exception() is not None:
+                self._is_ready[k], self._beats[k] = False, self._get_ready(actor)
+                continue
+            has_worked = self._is_ready[k] and beat.result() > 0
+            limit_s, self._is_ready[k] = self._hang_limit_s, True
+            self._beats[k] = actor.call("count_steps", limit_s=limit_s, is_work=has_worked)
+
+    def _get_ready(self, actor: Actor) -> Future[float]:
+        return actor.call("get_ready", limit_s=self._compile_s, is_work=False)
+
     def _watch(self) -> None:
-        """Call all of them now and then: one that hangs or has ended is lost, and starts again."""
-        beats = dict[Actor, Future[int]]()
         while not self._over.wait(BEAT_S):
-            for actor in self.actors:
-                beat = beats.get(actor)
-                if beat is None or beat.done():
-                    worked = beat is not None and not beat.exception() and beat.result() > 0
-                    options = {"limit_s": self._hang_limit_s, "is_work": worked}
-                    beats[actor] = actor.call("count_steps", **options)
+            self.look()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,7 +181,9 @@ class _Calls:
     def draft(
         self, rollout: Rollout, link: str, commits: Sequence[Commit], closed: Sequence[int]
     ) -> Answer:
-        answer: Answer = self.handle.submit("call", "draft", rollout, link, commits, closed).result()
+        answer: Answer = self.handle.submit(
+            "call", "draft", rollout, link, commits, closed
+        ).result()
         return answer
 
 
@@ -198,9 +211,9 @@ class RemoteDrafts(DrafterSource):
             self._planner.seconds = MeasuredSeconds.of(costs, times, draft_s=apart.draft_s)
         before, self._peers = self._peers, {}
         for number, num_starts, handle in apart.places:
-            name, worker = f"drafting worker {number}", _Calls(handle) if handle else None
-            kept = before.get((number, num_starts)) if handle else None
-            self._peers[number, num_starts] = kept or Peer(name, worker, self._report)
+            if handle is not None:
+                new = Peer(f"drafting worker {number}", _Calls(handle), self._report)
+                self._peers[number, num_starts] = before.get((number, num_starts), new)
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
         spec = context.spec

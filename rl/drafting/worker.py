@@ -39,6 +39,7 @@ from spec.sampling import KEY_IMPL, step_key
 MAX_ROLLOUTS = 3  # whose requests are kept: that of the present step, and those beside it
 MAX_SPANS = 2**14  # steps of a rollout that the picture of workers shows
 MAX_RESTARTS = 3  # in a row without a block
+LEAVING_S = 5.0  # in which a step may end
 LATE_S = 1.0  # a round does not wait for a call that takes longer
 REPEATS = 3  # of a timed step
 MIN_SECONDS = 1e-7
@@ -173,10 +174,10 @@ class DraftingWorker:
         """Return when its steps were, the latest of those since the last call."""
         return tuple(self._spans.popleft() for _ in range(len(self._spans)))
 
-    def close(self, timeout_s: float) -> None:
-        """Draft nothing from now on; wait for the step under way."""
+    def close(self) -> None:
+        """Draft nothing from now on; wait for the step under way, unless it hangs."""
         self._is_closed = True
-        if self._stepping.acquire(timeout=timeout_s):
+        if self._stepping.acquire(timeout=LEAVING_S):
             self._stepping.release()
 
     def make_ahead(self, rollout: Rollout) -> DraftingAhead:
@@ -308,8 +309,10 @@ class DraftingLink(DraftLink):
                     self._commits[commit.request_id] = _merged(before, commit)
             has_news = self._is_lost or self._commits or self._closed
             if self._thread is None and self._peer.worker is not None and has_news:
-                given = {"target": self._call, "args": (self._is_lost,), "name": "drafting"}
-                self._thread = threading.Thread(**given, daemon=True)
+                call, args = self._call, (self._is_lost,)
+                self._thread = threading.Thread(
+                    target=call, args=args, name="drafting", daemon=True
+                )
                 self._thread.start()
 
     def take(self) -> Sequence[Block]:

@@ -23,7 +23,6 @@ from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.drafter import DecoupledDrafter
 
-LEAVING_S = 5.0  # in which a step under way may end
 T = TypeVar("T")
 
 
@@ -48,7 +47,8 @@ class DraftingWorkers(DrafterSource):
         model = drafters.get(MODEL)
         self._model = model if isinstance(model, DraftModel) else None
         self._report, self._clock, self._hang_limit_s = report, clock, hang_limit_s
-        self._choosing, self._last = threading.Lock(), None  # the rollout that began last
+        self._choosing = threading.Lock()
+        self._last: Rollout | None = None  # the rollout that began last
         self._counted = clock(), 0, 0.0  # time, steps and busy seconds at the last `metrics`
         self._verifying: list[int] = []  # numbers of the engines that verify
         self.workers: list[DraftingWorker] = []
@@ -69,17 +69,21 @@ class DraftingWorkers(DrafterSource):
     def start(self, engines: Sequence[Engine]) -> None:
         """Start a worker on each of these engines."""
         self.workers = [self._worker(engine) for engine in engines]
-        options = {"clock": self._clock, "hang_limit_s": self._hang_limit_s}
         for k, worker in enumerate(self.workers):
-            given = f"drafting worker {k}", worker, self._report
-            self.peers.append(Peer(*given, replace=partial(self._replace, k), **options))
+            peer = Peer(
+                *(f"drafting worker {k}", worker, self._report),
+                clock=self._clock,
+                hang_limit_s=self._hang_limit_s,
+                replace=partial(self._replace, k),
+            )
+            self.peers.append(peer)
 
     def __enter__(self) -> DraftingWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            worker.close(LEAVING_S)
+            worker.close()
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
         """Return the drafter of one verifying worker for one rollout.
@@ -148,9 +152,7 @@ class DraftingWorkers(DrafterSource):
         return worker
 
 
-def drafting_engine(
-    engine: Engine, num_rows: int, longest_tokens: int, max_window: int
-) -> Engine:
+def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_window: int) -> Engine:
     """Return an engine on the same device with a row for every request that is drafted for.
 
     One bucket of rows, so that nothing compiles as requests come and go. `longest_tokens` are those

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import jax
+import numpy as np
 
+from models.config import ModelConfig
+from rl.cluster.actors import Actor, ActorSettings, Starts
+from rl.cluster.join import DRAFT_MODEL
+from rl.drafting.actors import CONCURRENCY, DraftingActors, DraftingSettings
 from rl.drafting.config import methods_of
 from rl.drafting.plans import Planner
 from rl.drafting.workers import DraftingWorkers
@@ -71,3 +78,58 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
     speculation.methods_of_copies = settings.methods
     size = len(settings.methods), settings.requests_per_helper
     engine.helpers = Helpers(*size, planner.worth, lambda: planner.observed.acceptance())
+
+
+@contextlib.contextmanager
+def open_actors(
+    config: TrainConfig, policy: ModelConfig, dtype: np.dtype, report: Callable[[str], None]
+) -> Iterator[DraftingActors | None]:
+    """Start the drafting workers of a run on Ray, if it has any; end them at the end.
+
+    There is an actor for each device. Nothing waits for them: `DraftingActors.wait_ready` does.
+    """
+    if not config.drafting.workers:
+        yield None
+        return
+    from rl.cluster.ray_session import reserve
+
+    count = config.drafting.workers * config.sched.devices_per_worker
+    start_s, asked = 2 * config.cluster.deadline_s, f"Drafting.workers={config.drafting.workers}"
+    with reserve(count, asked, start_s, devices=1) as room:
+        with drafting_actors(config, policy, dtype, room, report) as actors:
+            yield actors
+
+
+def drafting_actors(
+    config: TrainConfig,
+    policy: ModelConfig,
+    dtype: np.dtype,
+    room: Starts,
+    report: Callable[[str], None],
+) -> DraftingActors:
+    """Return the drafting workers of a run, to be started in this room."""
+    folder, deadline_s = config.draft_model_folder, config.cluster.deadline_s
+    assert folder is not None and config.drafting.workers, "they draft with a draft model"
+    planner = make_planner(config)
+    planner.drafting_workers = config.drafting.workers
+    count = config.drafting.workers * config.sched.devices_per_worker
+    settings = DraftingSettings(
+        policy,
+        config.engine,
+        np.dtype(dtype).name,
+        dataclasses.replace(config.draft_model, directory=str(folder)),
+        config.drafting,
+        planner.max_window,
+        num_rows=-(-planner.num_requests // min(count, config.num_verifying)),
+        longest_tokens=config.longest_tokens,
+        sampling=config.sampling,
+    )
+    files = {DRAFT_MODEL: str(folder)}
+    of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
+
+    def start(number: int) -> Actor:
+        given = f"drafting worker {number}", "rl.drafting.actors:DraftingActor", (settings,)
+        return Actor(*given, of_actors, room, number, concurrency=CONCURRENCY)
+
+    limits = {"compile_s": config.run.compile_limit_s, "hang_limit_s": deadline_s}
+    return DraftingActors(planner, count, start, **limits)

@@ -63,15 +63,15 @@ class SharedDrafts(DraftServer):
         super().__init__(group_size)
         self._rollout, self._size = rollout, group_size
         self._exchange, self._report = exchange, report
-        self._new, self._ended = list[Piece](), list[tuple[int, int]]()
-        self._over, self._news = threading.Event(), threading.Lock()
+        self._news, self._new, self._gone = threading.Lock(), list[Piece](), list[tuple[int, int]]()
+        self._has_left = threading.Event()
 
     def __enter__(self) -> SharedDrafts:
         threading.Thread(target=self._keep_up, name="group drafts", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()  # an exchange under way ends by its own deadline
+        self._has_left.set()  # an exchange under way ends by its own deadline
 
     def update(self, pieces: Iterable[Piece]) -> None:
         pieces = list(pieces)
@@ -83,19 +83,19 @@ class SharedDrafts(DraftServer):
         pairs = list(zip(group_ids, request_ids, strict=True))
         super().end([g for g, _ in pairs], [r for _, r in pairs])
         with self._news:
-            self._ended += pairs
+            self._gone += pairs
 
     def sync(self) -> None:
         """Exchange news with the central server once."""
         with self._news:
             new, self._new = self._new, []
-            ended, self._ended = self._ended, []
+            ended, self._gone = self._gone, []
         pieces, over = self._exchange(self._rollout, self._size, new, ended, self.seen())
         super().update(pieces)
         self.forget(over)
 
     def _keep_up(self) -> None:
-        while not self._over.wait(EXCHANGE_S):
+        while not self._has_left.wait(EXCHANGE_S):
             try:
                 self.sync()
             except Exception as error:

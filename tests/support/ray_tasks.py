@@ -7,10 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-import drafting_programs
 import rollouts
+from drafting_actors import drafting_actors, save_policy
 from processes import Place, descendants
-from remote_workers import make_team
+from remote_workers import IDENTITY, make_team
 from tiny_team import (
     CONFIG,
     KEY,
@@ -24,11 +24,13 @@ from tiny_team import (
     play,
 )
 
+from rl.cluster.join import DRAFT_MODEL, identity_of
+from rl.cluster.ray_session import reserve
 from rl.data.tasks import Example
-from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
 from rl.ray_roles.services import HistoryActors, ScorerActors
 from rl.ray_roles.session import RaySession, open_ray
+from rl.remote.drafter_messages import Drafters
 from rl.remote.history_workers import HistoryWorkers
 from rl.remote.scorers import Scorers
 from rl.remote.service import ServiceDeadlines
@@ -121,44 +123,49 @@ def drafts_though_a_program_is_killed(place: Place):
     config = SpeculationConfig(budget="fixed:3", sources=("model",))
     folder = place.folder / "draft"
     folder.mkdir()
-    model, said = drafting_programs.save_policy(folder), []
+    model, said = save_policy(folder), []
+    found = identity_of("", Path(__file__), folder)
+    told = {"drafters": Drafters(model, apart=True)}
+    told["identity"] = IDENTITY | {DRAFT_MODEL: found[DRAFT_MODEL]}
     drafters = {DRAFT: DraftModel.elsewhere(model)}
     with open_ray(None, 6, 60.0), Speculation(config, RolloutCache(), drafters) as speculation:
         speculation.for_others = True
-        session = RaySession("", 3, 1, deadline_s=30.0, start_s=60.0)
-        made = drafting_programs.programs(
-            model,
-            lambda number, name: session.connect_drafting(2 + number, name),
-            *(DraftingConfig(workers=1, window=2), 3, said),
-            deadlines=ServiceDeadlines(30.0, 60.0, 120.0),
-        )
-        with made as drafting:
-            options = drafting_programs.told_of(model) | {"apart": drafting.apart}
-            given = {"speculation": config, "said": said, "deadline_s": 30.0}
-            multi, team = make_team(session, 2, **given, **options)
-            with team:
-                team.start()
-                drafting.wait_started()
-                (worker,) = drafting.workers
-                first, killed = worker.pid, []
+        session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
+        with reserve(1, "Drafting.workers=1", 60.0, devices=1) as room:
+            with drafting_actors(model, room=room, lines=said) as actors:
+                publish = lambda worker: session.publish(worker, actors.apart(worker))  # noqa: E731
+                given = {"speculation": config, "said": said, "deadline_s": 30.0, "apart": publish}
+                multi, team = make_team(session, 2, **given, **told)
+                with team:
+                    team.start()
+                    actors.wait_ready()
+                    (actor,) = actors.actors
+                    first, killed = actor.pid, []
 
-                def on_finish(trajectory):
-                    if not killed:
-                        killed.append(os.kill(first, signal.SIGKILL))
+                    def on_finish(trajectory):
+                        if not killed:
+                            killed.append(os.kill(first, signal.SIGKILL))
 
-                drafts = speculation.drafter_factory(keys_of(PROMPTS), PROMPTS)
-                until_s = time.monotonic() + 60
-                while not worker.worked:  # a rollout may be over before it has heard of it
-                    assert time.monotonic() < until_s
-                    assert_same_tokens(play(multi, drafts=drafts), alone)
-                assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
-                while worker.pid == first or worker.link is None or not worker.worked:
-                    assert time.monotonic() < until_s + 60
-                    assert_same_tokens(play(multi, drafts=drafts), alone)
+                    drafts = speculation.drafter_factory(keys_of(PROMPTS), PROMPTS)
+                    play_until(lambda: multi.stats.accepted_tokens, multi, drafts, alone)
+                    assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
+                    replaced = lambda: actor.num_starts == 2 and actors.apart(0).places[0].handle  # noqa: E731
+                    play_until(replaced, multi, drafts, alone)
+                    play_until(lambda: multi.stats.accepted_tokens, multi, drafts, alone)
         session.close()
     assert team.losses == []
-    assert any("go on without its drafts; it is started again" in line for line in said), said
-    return {"starts": worker.address.start}
+    assert any("it is started again" in line for line in said), said
+    return {"starts": actor.num_starts}
+
+
+def play_until(condition, multi, drafts, alone):
+    """Play rollouts: one may be over before it has used a draft."""
+    until_s = time.monotonic() + 120
+    while True:
+        assert_same_tokens(play(multi, drafts=drafts), alone)
+        if condition():
+            return
+        assert time.monotonic() < until_s
 
 
 def keys_of(prompts):
