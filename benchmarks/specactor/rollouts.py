@@ -169,7 +169,7 @@ class Bench:
         if way == FREE_RUNNING:
             return FreeRunning(self.drafter(AheadDraftModel, home, window), *size)
         drafter = self.drafter(EnumeratingDraftModel, home, window)
-        return Enumerating(drafter, *size, most_window=window, fan_out=FAN_OUT)
+        return Enumerating(drafter, *size, max_window=window, fan_out=FAN_OUT)
 
     def _play(
         self,

@@ -230,7 +230,7 @@ class PricedDrafting:
     def _hear(self, until_s: float) -> None:
         while self._said and self._said[0][0] <= until_s:
             _, commits, closed = self._said.popleft()
-            self._ahead.hear(commits, closed)
+            self._ahead.update(commits, closed)
 
 
 class PricedLink:
@@ -242,7 +242,7 @@ class PricedLink:
         self._worker = worker
         self.blocks: list[Block] = []
 
-    def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+    def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         self._worker.work()  # what began before now does not know of it
         self._worker.say(self, commits, closed)
 

@@ -97,6 +97,12 @@ class MeasuredSeconds:
     draft_s: float = 0.0
     model_s: float = 0.0
 
+    @classmethod
+    def of(cls, costs: Costs, times: RoundTimes, draft_s: float) -> MeasuredSeconds:
+        """Return seconds for requests of half the longest cache that was measured."""
+        longest = max(positions for _, _, positions in times.rounds)
+        return cls(costs, times, longest / 2, draft_s)
+
     def draft(self, requests: float) -> float:
         """Return the seconds of a draft token of each request."""
         depths = self.times.draft_depths(MODEL)
@@ -124,14 +130,14 @@ class Planner:
         config: DraftingConfig,
         num_workers: int,
         num_requests: int,
-        most_window: int,
+        max_window: int,
         methods: Sequence[str] = (MODEL,),
     ) -> None:
         self.config, self.methods = config, tuple(methods)
         self.method = self.methods[0]  # of the rollout that began last
         self.forget_profile()
         self.num_workers, self.num_requests = num_workers, num_requests
-        self.most_window, self.drafting_workers = most_window, 0
+        self.max_window, self.drafting_workers = max_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
         self.draft_s: dict[str, float] = {}  # and these: `MeasuredSeconds.draft_s` of each method
         self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
@@ -167,7 +173,7 @@ class Planner:
         The acceptance of each is that at which a window brings T(w): rounds without a draft count
         as drafts that were wrong.
         """
-        seconds, most = self.seconds, self.most_window
+        seconds, most = self.seconds, self.max_window
         assert seconds is not None, "they are ranked by measured seconds"
         w = min(FIRST_WINDOW, most)
         tokens = {m: Acceptance(s.p, s.hits).tokens(w) for m, s in self._seen.items()}
@@ -182,7 +188,7 @@ class Planner:
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan of so many drafting workers, by what is known now."""
         assert self.seconds is not None, "plans come from measured seconds"
-        fixed, most = self.config.window, self.most_window
+        fixed, most = self.config.window, self.max_window
         return plan_workers(
             *(self.num_workers, self.num_requests, self.seconds.draft, self.seconds.verify),
             self.acceptance,
@@ -194,7 +200,7 @@ class Planner:
         """Return the plans of one worker's requests in a rollout that begins now."""
         fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
         if seconds is None:
-            window = min(fixed or FIRST_WINDOW, self.most_window)
+            window = min(fixed or FIRST_WINDOW, self.max_window)
             return _OfRollout(lambda batch: DraftPlan(window), self.observed)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
         method = self.method
@@ -220,7 +226,7 @@ class Planner:
         def rate(w: int) -> float:
             return acceptance.tokens(w) / max(w * seconds.draft(batch), seconds.verify(batch, w))
 
-        return max(range(1, self.most_window + 1), key=rate)
+        return max(range(1, self.max_window + 1), key=rate)
 
     def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
         """Return the plan of one of a batch's requests by p, where others have this window.
@@ -259,7 +265,7 @@ class Planner:
         rate = tokens / max(seconds.verify(each, window), window * seconds.draft(each))
         helped = max(
             sequential_tokens(p, w) / (w * seconds.draft(1) + seconds.verify(1, w))
-            for w in range(1, self.most_window + 1)
+            for w in range(1, self.max_window + 1)
         )
         return rate, helped
 

@@ -16,16 +16,15 @@ from models.transformer import Params
 from rl.cluster.config import ClusterConfig
 from rl.cluster.join import identity_of
 from rl.config.loader import dump
+from rl.drafting.actors import DraftingActors
 from rl.drafting.plans import MeasuredSeconds, Planner
 from rl.loop.drafter_elsewhere import AnyDrafter
-from rl.loop.drafting import have_idle_help, make_planner, open_programs
+from rl.loop.drafting import have_idle_help, make_planner, open_actors
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.remote.drafter_messages import Drafters, Learned
-from rl.remote.drafting_workers import DraftingPrograms
 from rl.remote.jobs import Jobs
 from rl.remote.messages import Compile, Hello, Measured
 from rl.remote.remote_engine import RemoteEngine
-from rl.remote.service import ServiceDeadlines
 from rl.remote.team import Deadlines, Team
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
@@ -54,7 +53,7 @@ class RayWorkers:
 
     engine: MultiEngine
     team: Team
-    drafting: DraftingPrograms | None = None
+    drafting: DraftingActors | None = None
     helping: Planner | None = None
 
     def warm_up(
@@ -93,21 +92,21 @@ class RayWorkers:
     def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
         """Return what a copy costs: none for a draft model's weights, which workers have."""
         costs = MeasuredCosts(times.rounds, moves.seconds)
-        longest = max(positions for _, _, positions in times.rounds)
         draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
-        return MeasuredSeconds(costs, times, longest / 2, draft_s)
+        return MeasuredSeconds.of(costs, times, draft_s)
 
     def _warm_up(self, weights: Params, bounds: Compile, rounds: str | None) -> Measured:
         measured = self.team.warm_up(weights, bounds, rounds)
         if self.drafting is not None:
-            self.drafting.wait_started()  # they compile by themselves, meanwhile
+            self.drafting.wait_ready()  # they compile by themselves, meanwhile
         return measured
 
 
 def num_cpus(config: TrainConfig) -> int:
     """The CPUs of a Ray that a run starts, beside those of its trainers."""
     scoring = config.cluster.scorers * config.reward.workers
-    return config.sched.workers + scoring + config.cluster.history_workers + SPARE_CPUS
+    drafting = (config.drafting.workers or 0) * config.sched.devices_per_worker
+    return config.num_verifying + drafting + scoring + config.cluster.history_workers + SPARE_CPUS
 
 
 @contextlib.contextmanager
@@ -119,7 +118,7 @@ def open_workers(
     drafter: AnyDrafter | None,
     say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
-    """Start Ray, or join it, and the workers; the last of them may be drafting programs.
+    """Start Ray, or join it, and the workers; some of these may draft for the others.
 
     All are ended at the end. They draft as `speculation` has it; idle ones help with others' last
     requests, or learn for `drafter`, if it has spot training. Raises ProgramLost where they cannot
@@ -135,18 +134,16 @@ def open_workers(
     with open_ray(cluster.address, cpus, limit_s), contextlib.ExitStack() as stack:
         session = RaySession(
             text,
-            sched.workers,
+            config.num_verifying,
             sched.devices_per_worker,
             deadline_s=limit_s,
             start_s=deadlines.start_s,
         )
         stack.callback(session.close)
-        services = ServiceDeadlines(limit_s, deadlines.start_s, SILENCE * limit_s)
-        given = dtype, text, session.connect_drafting, services, say
-        drafting = stack.enter_context(open_programs(config, inputs, *given))
+        drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
         jobs = Jobs(speculation)
-        if drafting is not None:
-            jobs = Jobs(speculation, drafting.apart)
+        if (actors := drafting) is not None:
+            jobs = Jobs(speculation, lambda worker: session.publish(worker, actors.apart(worker)))
         engines = _engines(config, inputs, dtype, jobs, drafter)
         options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": config.run.hang_limit_s}
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine

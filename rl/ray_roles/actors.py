@@ -27,8 +27,7 @@ class _Actor:
 class WorkerActor(_Actor):
     """A rollout worker: `rl.remote.worker.WorkerProgram` on the devices that it was placed with.
 
-    `drafts` is the handle of the draft server, if there is one; history workers and drafting
-    programs are found by name.
+    `drafts` is the handle of a `DraftActor`; history workers are found by name.
     """
 
     def __init__(self, config_text: str, drafts: Any, deadline_s: float) -> None:
@@ -38,36 +37,33 @@ class WorkerActor(_Actor):
         from rl.runtime import program_cache
 
         program_cache.keep()
-        ask = None if drafts is None else asking(drafts, deadline_s)
-        self._program = WorkerProgram(
-            config_text, ask, _AskingByName(deadline_s), leave=end_process
-        )
+
+        def called(method: str) -> Callable[..., Any]:
+            import ray
+
+            return lambda *args: ray.get(getattr(drafts, method).remote(*args), timeout=deadline_s)
+
+        ask = _AskingByName(deadline_s)
+        given = called("exchange"), ask, called("apart")
+        self._program = WorkerProgram(config_text, *given, leave=end_process)
 
 
-class DraftingActor(_Actor):
-    """A drafting program: `rl.remote.drafting_service.DraftingProgram` on the devices of its place.
-
-    (The draft server, which has no devices, is `DraftActor`.)
-    """
-
-    def __init__(self, config_text: str) -> None:
-        super().__init__()
-        from rl.remote.drafting_service import DraftingProgram
-        from rl.remote.program import end_process
-        from rl.runtime import program_cache
-
-        program_cache.keep()
-        self._program = DraftingProgram(config_text, leave=end_process)
-
-
-class DraftActor(_Actor):
-    """The draft server: what requests of all workers have said, by group."""
+class DraftActor:
+    """The draft server, and the present drafting workers of each rollout worker."""
 
     def __init__(self) -> None:
-        super().__init__()
-        from rl.remote.drafts import DraftService
+        from rl.workers.group_drafts import GroupDrafts
 
-        self._program = DraftService()
+        self._drafts, self._apart = GroupDrafts(), dict[int, Any]()
+
+    def exchange(self, *news: Any) -> Any:
+        return self._drafts.exchange(*news)
+
+    def put_apart(self, worker: int, apart: Any) -> None:
+        self._apart[worker] = apart
+
+    def apart(self, worker: int) -> Any:
+        return self._apart[worker]
 
 
 class ScoringActor(_Actor):

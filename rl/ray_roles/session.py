@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl.ray_roles.actors import DraftActor, DraftingActor, RayChannel, WorkerActor
+from rl.ray_roles.actors import DraftActor, RayChannel, WorkerActor
 from rl.runtime.waits import ROOT, ProgramLost
 
 SHARED_BYTES = 2**20  # messages from this size on are put into the store once, for all workers
@@ -27,8 +27,7 @@ class RayProblem(ProgramLost):
 
 
 class RaySession:
-    """The actors of a run, in one placement group: rollout workers and drafting programs, and a
-    draft server beside them.
+    """The actors of a run, in one placement group: rollout workers, and a draft server beside them.
 
     What a worker asks for is reserved at the start, so that a run that does not fit says so.
     """
@@ -36,6 +35,8 @@ class RaySession:
     def __init__(
         self, config_text: str, workers: int, devices: int, *, deadline_s: float, start_s: float
     ) -> None:
+        import ray
+
         self._config_text, self._deadline_s, self._start_s = config_text, deadline_s, start_s
         self._bundle: dict[str, float] = {"CPU": 1.0} | accelerators(devices)
         asked = f"Sched.workers={workers}"
@@ -43,26 +44,20 @@ class RaySession:
         self._shared: collections.OrderedDict[int, tuple[bytes, Any]] = collections.OrderedDict()
         self._hearing = ThreadPoolExecutor(HEARING, thread_name_prefix="answers")
         self._lock = threading.Lock()
-        self._drafts: Any = None
+        actor: Any = ray.remote(DraftActor)
+        self._drafts = actor.options(num_cpus=0, max_concurrency=CONCURRENT).remote()
 
     def connect(self, number: int) -> RayChannel:
         """Start a worker; several threads may."""
-        import ray
-
-        with self._lock:
-            if self._drafts is None:
-                actor = ray.remote(DraftActor)
-                self._drafts = actor.options(num_cpus=0, max_concurrency=CONCURRENT).remote()
         given = self._config_text, self._drafts, self._deadline_s
         return self._started(WorkerActor, number, given, max_concurrency=CONCURRENT)
 
-    def connect_drafting(self, number: int, name: str) -> RayChannel:
-        """Start a drafting program in a worker's place; rollout workers find it by its name.
+    def publish(self, worker: int, apart: Any) -> bool:
+        """Have a rollout worker find its drafting workers."""
+        import ray
 
-        Each of them may wait for an answer at the same time.
-        """
-        options = {"name": name, "max_concurrency": CONCURRENT + self._group.bundle_count}
-        return self._started(DraftingActor, number, (self._config_text,), **options)
+        ray.get(self._drafts.put_apart.remote(worker, apart), timeout=self._deadline_s)
+        return True
 
     def _started(
         self, actor: type, number: int, given: tuple[Any, ...], **options: Any
@@ -88,8 +83,7 @@ class RaySession:
 
         self._hearing.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(ray.exceptions.RayError):
-            if self._drafts is not None:
-                ray.kill(self._drafts)
+            ray.kill(self._drafts)
             remove_placement_group(self._group)
 
     def _share(self, message: bytes) -> Any:

@@ -14,7 +14,6 @@ import numpy as np
 
 from rl.cluster import ray_session
 from rl.drafter_training.trainer import BufferSink
-from rl.drafting.elsewhere import Apart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.remote.drafter_messages import Tuner, of_tuner, tuner_state
 from rl.remote.messages import Drafting, Job, Text
@@ -31,7 +30,7 @@ MOST_ROLLOUTS = 4
 class Jobs:
     """Names rollouts and publishes their weights; the engines of a run share one.
 
-    `apart` says of a worker where a draft model's drafts for it come from, if not from itself.
+    `apart` announces the drafting workers of a worker; it returns False if there are none.
     `speculation` has the learned drafter, if one drafts, and the workers' bandits: a worker is told
     them, and tells them at the end of a run. Any thread may call it.
     """
@@ -39,7 +38,7 @@ class Jobs:
     def __init__(
         self,
         speculation: Speculation | None = None,
-        apart: Callable[[int], Apart | None] = lambda worker: None,
+        apart: Callable[[int], bool] = lambda worker: False,
     ) -> None:
         self._speculation, self._apart = speculation, apart
         self.drafter = DrafterMessages(_learned(speculation))

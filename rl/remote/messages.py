@@ -4,9 +4,7 @@
                               Give, Poll, Abort, Ping, Gradient
     worker → run's program    Welcome, Has, Done, Measured, Report, Pong, Gradients, Failed: one
                               answer to each
-    worker → draft server     DraftSync, answered with DraftNews
     worker → history worker   see rl/remote/history_service.py
-    worker → drafting program see rl/remote/drafting_messages.py
 
 A worker is asked and answers; it never speaks first. `Poll` waits until there is something to tell:
 rl/remote/run_messages.py has what is said while a run is under way.
@@ -16,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from models.config import ModelConfig
 from rl.drafting.config import Method
-from rl.drafting.elsewhere import Apart
 from rl.engine.config import EngineConfig
 from rl.remote import drafter_messages, records, run_messages
 from rl.remote.drafter_messages import (
@@ -167,7 +164,7 @@ class Text:
 class Job:
     """A rollout but for its requests: `rl.engine.rollout_spec.RolloutSpec`, and the bounds of one
     worker. `name` is the same for all workers, which draft together by it. The hidden states of
-    the requests in `caught` are wanted. `apart`: a draft model's drafts come from other programs.
+    the requests in `caught` are wanted. `apart`: drafts of a draft model come from other programs.
     """
 
     name: str
@@ -184,7 +181,7 @@ class Job:
     words: Text | None
     caught: RequestSample | None = None
     begun: bool = False
-    apart: Apart | None = None
+    apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,40 +222,11 @@ class Failed:
     message: str
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """New tokens of a request, behind `previous` ones (`spec.retrieval.group`)."""
-
-    group_id: int
-    request_id: int
-    previous: int
-    tokens: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DraftSync:
-    """The tokens of a worker's requests since it last asked, and counts of all that it knows."""
-
-    job: str
-    group_size: int
-    pieces: tuple[Piece, ...]
-    ended: tuple[tuple[int, int], ...]
-    seen: Mapping[int, Mapping[int, int]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DraftNews:
-    """The tokens of others in these groups, and the groups that are over."""
-
-    pieces: tuple[Piece, ...]
-    over: tuple[int, ...]
-
-
 ASKED = (
     *(Hello, Weights, Offered, Compile, Measure, Begin, Give, Poll, Abort, Ping),
-    *(DrafterWeights, Gradient, DraftSync),
+    *(DrafterWeights, Gradient),
 )
-ANSWERS = (Welcome, Has, Done, Measured, Report, Pong, Gradients, Failed, DraftNews)
+ANSWERS = (Welcome, Has, Done, Measured, Report, Pong, Gradients, Failed)
 _ARRAYS = (
     records.ARRAYS
     | drafter_messages.ARRAYS
@@ -270,7 +238,6 @@ _ARRAYS = (
         CachedGroup: {"prompt_ids": ("int32", 1)},
         Text: {"bytes_N": ("uint8", 1), "starts": ("int64", 1)},
         Job: {"key": ("uint32", 1)},
-        Piece: {"tokens": ("int32", 1)},
     }
 )
 
@@ -322,8 +289,3 @@ _CHECKS: dict[type, Callable[[Any], None]] = (
     }
 )
 CODEC = Codec((*ASKED, *ANSWERS), _ARRAYS, _CHECKS)
-
-
-def pieces_of(pieces: Sequence[Piece]) -> list[tuple[int, int, int, np.ndarray]]:
-    """Return pieces as `spec.retrieval.group` has them."""
-    return [(p.group_id, p.request_id, p.previous, p.tokens) for p in pieces]

@@ -160,7 +160,7 @@ class DecoupledDrafter(Drafter):
         for k, (link, commits) in enumerate(zip(self._links, news, strict=True)):
             mine = [r for r in closed if r % len(self._links) == k]
             if commits or mine:
-                link.tell(commits, mine)
+                link.send(commits, mine)
 
 
 def _chain(drafts: Drafts | None, a: int) -> np.ndarray:

@@ -78,7 +78,7 @@ class DraftLink(Protocol):
 
     generation: int
 
-    def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+    def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         """Send commits, and the requests that have left."""
         ...
 

@@ -47,7 +47,7 @@ def chains(engine, params, name, model=SMALL):
 def cases(engine, params, name, model=SMALL, proposal="shared_noise"):
     options = {"runner": engine, "sampling": SAMPLINGS[name], "key": STEP_KEY}
     drafter = EnumeratingDraftModel(model, params, CONFIG, proposal=proposal, **options)
-    return Enumerating(drafter, *SIZE, most_window=3, fan_out=2)
+    return Enumerating(drafter, *SIZE, max_window=3, fan_out=2)
 
 
 def decoupled(links, name, plan=WINDOW):

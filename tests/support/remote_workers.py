@@ -9,7 +9,6 @@ from tiny_team import CONFIG, MODEL
 
 from rl.cluster.join import identity_of
 from rl.remote.drafter_messages import NO_DRAFTERS
-from rl.remote.drafts import DraftService
 from rl.remote.jobs import Jobs
 from rl.remote.messages import Hello
 from rl.remote.remote_engine import RemoteEngine
@@ -17,6 +16,7 @@ from rl.remote.team import Deadlines, Team
 from rl.remote.worker import WorkerProgram
 from rl.speculation.config import SpeculationConfig
 from rl.workers.config import SchedConfig
+from rl.workers.group_drafts import GroupDrafts
 from rl.workers.multi_engine import MultiEngine
 from spec.budget.config import TunerConfig
 
@@ -71,14 +71,15 @@ class Programs:
     """
 
     def __init__(self, *, changed=lambda channel: None):
-        self.drafts, self.channels, self._changed = DraftService(), {}, changed
+        self.drafts, self.channels, self._changed = GroupDrafts(), {}, changed
         self.ask_at = None  # history workers
+        self.apart = None  # drafting workers, by the number of a worker
         self.hold = {}  # by number: an event that a start waits for
 
     def connect(self, number):
         if number in self.hold:
             assert self.hold[number].wait(60)
-        program = WorkerProgram(drafts=self.drafts.answer, ask_at=self.ask_at)
+        program = WorkerProgram("", self.drafts.exchange, self.ask_at, self.apart)
         channel = ThreadChannel(program.answer)
         channel.program, channel.number = program, number
         self._changed(channel)
@@ -106,13 +107,13 @@ def make_team(
     deadline_s=2.0,
     said=None,
     kind=MultiEngine,
-    apart=lambda worker: None,
+    apart=lambda worker: False,
     **options,
 ):
     """A MultiEngine whose engines are other programs, and their team: start it with `start`.
 
     `drafting` is the Speculation of the run, and `drafters` what its workers are told of those on
-    their devices; `apart` says where the drafts of a worker come from else.
+    their devices; `apart` returns True if drafting workers draft for a worker.
     """
     jobs, learned = Jobs(drafting, apart), drafters.learned
     settings = {"dtype": "float32", "jobs": jobs, "hang_limit_s": HANG_LIMIT_S}

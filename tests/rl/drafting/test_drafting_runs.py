@@ -9,7 +9,7 @@ import time
 import pytest
 from loop_runs import compilations, finish, learnt, stop_after
 
-from rl.drafting import threads
+from rl.drafting import worker
 from rl.drafting import workers as drafting_workers
 from rl.drafting.plans import FIRST_HITS
 from rl.drafting.workers import DraftingWorkers
@@ -179,7 +179,7 @@ def test_one_that_raises_is_replaced(tiny, tmp_path, plain, monkeypatch, ahead, 
     assert_same(got, plain)
     assert len(count) > first
     assert said(got, "drafting worker") == [
-        "warning: drafting worker 0 failed: RuntimeError: a device is gone; it is replaced"
+        "warning: drafting worker 0 failed: RuntimeError: a device is gone; it starts again"
     ]
 
 
@@ -194,7 +194,7 @@ def test_one_that_always_raises_is_done_without(tiny, tmp_path, plain, monkeypat
     assert texts(got)[: len(texts(plain))] == texts(plain)
     lines = said(got, "drafting worker")
     assert 1 < len(lines) <= 4
-    assert all("is replaced" in line for line in lines[:3])
+    assert all("it starts again" in line for line in lines[:3])
     assert all("go on without it" in line for line in lines[3:])
 
 
@@ -220,7 +220,7 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
 
     if replaced:
         monkeypatch.setattr(drafting, "DraftingWorkers", Impatient)
-    monkeypatch.setattr(threads, "LEAVING_S", 0.1)
+    monkeypatch.setattr(worker, "LEAVING_S", 0.1)
     steps_that(monkeypatch, ahead, hang_once)
     settings = apart(tiny, f"Drafting.ahead={ahead!r}", "Run.hang_limit_s=30.0")
     try:
@@ -228,7 +228,7 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
     finally:
         never.set()
     assert_same(got, plain)
-    assert bool(said(got, "drafting worker 0 hangs: no sign of life")) == replaced
+    assert bool(said(got, "drafting worker 0 hangs: no answer")) == replaced
 
 
 @pytest.mark.fault
@@ -236,7 +236,7 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
 def test_one_that_is_slow_changes_no_token(tiny, tmp_path, plain, monkeypatch):
     """Its drafts are late, or miss; verifying workers do not wait for them."""
     count = steps_that(monkeypatch, "enumeration", lambda n: time.sleep(0.1))
-    monkeypatch.setattr(threads, "LEAVING_S", 1.0)
+    monkeypatch.setattr(worker, "LEAVING_S", 1.0)
     assert_same(finish(tiny, tmp_path, *apart(tiny)), plain)
     assert count
 

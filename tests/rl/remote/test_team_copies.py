@@ -2,15 +2,15 @@
 
 import dataclasses
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import rollouts
-from drafting_programs import Started, save_policy, told_of
-from drafting_programs import programs as programs_of
+from drafting_actors import drafting_actors, save_policy
 from remote_faults import Killing, Lying, of_first, other_report, wait_until
-from remote_workers import Programs, make_team
+from remote_workers import IDENTITY, Programs, make_team
 from tiny_team import (
     CONFIG,
     KEY,
@@ -25,9 +25,10 @@ from tiny_team import (
 from tiny_team import play as play_all
 
 from models.kv_cache import KVCache
-from rl.drafting.config import DraftingConfig
+from rl.cluster.join import DRAFT_MODEL, identity_of
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import no_drafts
+from rl.remote.drafter_messages import Drafters
 from rl.remote.messages import CODEC
 from rl.remote.run_messages import Answered, Copied, Dropped, Give, Report
 from rl.speculation.config import SpeculationConfig
@@ -237,14 +238,11 @@ def test_a_copy_that_is_first_is_the_answer(alone, drafts, rounds):
 
 @pytest.fixture
 def drafting(tmp_path):
-    """A program that drafts with a model, and what workers are told of it."""
-    model, started = save_policy(tmp_path), Started()
-    config = DraftingConfig(workers=1, window=2)
-    with programs_of(model, started.connect, config, 3) as drafting:
-        drafting.wait_started()
-        yield SimpleNamespace(model=model, ask=started.ask, apart=drafting.apart)
-    for program in started.programs:
-        program.close()
+    """A worker that drafts with a model, and the model's settings."""
+    model = save_policy(tmp_path)
+    with drafting_actors(model) as actors:
+        actors.wait_ready()
+        yield SimpleNamespace(model=model, apart=actors.apart)
 
 
 @pytest.mark.parity
@@ -252,11 +250,12 @@ def drafting(tmp_path):
 def test_copies_are_drafted_for_by_a_model_of_their_own_worker(alone, drafting, copies):
     """Others' drafts of the model come from a program; without its weights it says so."""
     speculation = SpeculationConfig(budget="fixed:3", sources=("model",))
-    told = told_of(drafting.model)
-    told["drafters"] = dataclasses.replace(told["drafters"], copies=copies)
+    found = identity_of("", Path(__file__), Path(drafting.model.directory))
+    told = {"drafters": Drafters(drafting.model, apart=True, copies=copies)}
+    told["identity"] = IDENTITY | {DRAFT_MODEL: found[DRAFT_MODEL]}
     programs, models = Programs(), {DRAFT: DraftModel.elsewhere(drafting.model)}
-    programs.ask_at = drafting.ask
-    given = {"speculation": speculation, "apart": drafting.apart}
+    programs.apart = drafting.apart
+    given = {"speculation": speculation, "apart": lambda worker: True}
     multi, team = helped(programs, **given, **told)
     with Speculation(speculation, RolloutCache(), models) as here, team:
         here.for_others, here.methods_of_copies = True, ("model", "own")

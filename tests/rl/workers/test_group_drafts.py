@@ -1,13 +1,13 @@
-"""Siblings on several workers hear of each other through the draft server, and draft alone else."""
+"""Siblings on several workers share tokens through the draft server, or draft without it."""
 
-import time
+import threading
 
 import numpy as np
 import pytest
 
-from rl.remote.drafts import DraftService, SharedDrafts
-from rl.remote.messages import CODEC, Failed, Ping
 from rl.runtime.waits import ProgramLost
+from rl.workers import group_drafts
+from rl.workers.group_drafts import MAX_ROLLOUTS, GroupDrafts, SharedDrafts
 
 
 def tokens(*ids):
@@ -25,11 +25,11 @@ def no_remarks(line):
 
 
 def pair(service, group_size=0):
-    return [SharedDrafts("job", group_size, service.answer, no_remarks) for _ in range(2)]
+    return [SharedDrafts("job", group_size, service.exchange, no_remarks) for _ in range(2)]
 
 
 def test_what_one_worker_has_said_reaches_another_that_follows_the_group():
-    one, two = pair(DraftService())
+    one, two = pair(GroupDrafts())
     one.update([(7, 0, 0, tokens(4, 5, 6)), (8, 1, 0, tokens(9))])
     two.update([(7, 2, 0, tokens(4, 4))])
     one.sync()
@@ -42,7 +42,7 @@ def test_what_one_worker_has_said_reaches_another_that_follows_the_group():
 
 
 def test_a_request_that_moves_goes_on_where_it_was_and_is_said_once():
-    one, two = pair(DraftService())
+    one, two = pair(GroupDrafts())
     one.update([(7, 0, 0, tokens(4, 5, 6))])
     one.sync()
     two.update([(7, 0, 0, tokens(4, 5, 6, 7))])  # all of it, as a new worker sends it
@@ -52,7 +52,7 @@ def test_a_request_that_moves_goes_on_where_it_was_and_is_said_once():
 
 
 def test_a_group_that_is_over_is_forgotten_by_all():
-    one, two = pair(DraftService(), group_size=2)
+    one, two = pair(GroupDrafts(), group_size=2)
     one.update([(7, 0, 0, tokens(4))])
     two.update([(7, 1, 0, tokens(5))])
     one.end([7], [0])
@@ -65,8 +65,8 @@ def test_a_group_that_is_over_is_forgotten_by_all():
 
 
 def test_rollouts_do_not_hear_of_one_another():
-    service = DraftService()
-    one, other = (SharedDrafts(job, 0, service.answer, no_remarks) for job in ("a", "b"))
+    service = GroupDrafts()
+    one, other = (SharedDrafts(job, 0, service.exchange, no_remarks) for job in ("a", "b"))
     one.update([(7, 0, 0, tokens(4))])
     one.sync()
     other.update([(7, 1, 0, tokens(5))])
@@ -74,31 +74,33 @@ def test_rollouts_do_not_hear_of_one_another():
     assert heard(other, (7,)) == {(7, 1): [5]}
 
 
-@pytest.mark.fault
-def test_where_the_server_is_lost_a_worker_drafts_from_what_it_knows_and_says_so():
-    said = []
+def test_old_rollouts_are_forgotten():
+    service = GroupDrafts()
+    for rollout in range(MAX_ROLLOUTS + 1):
+        service.exchange(str(rollout), 0, [(7, 0, 0, tokens(4))], [], {})
+    assert service.exchange("0", 0, [], [], {7: {}}) == ([], [])
+    assert len(service.exchange(str(MAX_ROLLOUTS), 0, [], [], {7: {}})[0]) == 1
 
-    def lost(message):
+
+@pytest.mark.fault
+def test_if_the_server_is_lost_a_worker_drafts_from_its_own_and_reports_it(monkeypatch):
+    monkeypatch.setattr(group_drafts, "EXCHANGE_S", 0.0)
+    lines, reported = [], threading.Event()
+
+    def lost(*news):
         raise ProgramLost("the draft server: killed")
 
-    with SharedDrafts("job", 0, lost, said.append) as server:
+    def report(line):
+        lines.append(line)
+        reported.set()
+
+    with SharedDrafts("job", 0, lost, report) as server:
         server.update([(7, 0, 0, tokens(4))])
-        until_s = time.monotonic() + 10
-        while not said:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        assert reported.wait(60)
         assert heard(server, (7,)) == {(7, 0): [4]}
-    assert "not heard any more: the draft server: killed" in said[0]
+    assert lines == ["drafts of other workers are missing from now on: the draft server: killed"]
 
 
-@pytest.mark.parametrize("message", [b"", CODEC.encode(Ping())])
-def test_the_server_answers_nonsense_with_a_sentence(message):
-    answer = CODEC.decode(DraftService().answer(message))
-    assert isinstance(answer, Failed) and "expected" in answer.message
-
-
-def test_a_gap_in_what_is_said_is_refused():
-    one, _ = pair(DraftService())
-    one._new.append((7, 0, 3, tokens(1)))
-    with pytest.raises(ProgramLost, match="send what is missing"):
-        one.sync()
+def test_a_gap_is_refused():
+    with pytest.raises(ValueError, match="send what is missing"):
+        GroupDrafts().exchange("job", 0, [(7, 0, 3, tokens(1))], [], {})
