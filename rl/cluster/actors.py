@@ -115,7 +115,7 @@ class Actor:
         concurrency: int = CONCURRENCY,
         restarts: bool = True,
     ) -> None:
-        self.name, self._label = name, name
+        self.name, self._label, self.where = name, name, ""
         self._target, self._args, self._settings = target, args, settings
         self._start_program = lambda: room.start(index, concurrency)
         self._restarts, self._lock = restarts, threading.Lock()
@@ -201,7 +201,8 @@ class Actor:
         if self._is_closed:
             return
         theirs, host, pid = _result(handle.submit("identity", files), start_s)
-        self._label, self.pid = f"{self.name} ({host}, process {pid})", pid
+        self.where, self.pid = f"{host}, process {pid}", pid
+        self._label = f"{self.name} ({self.where})"
         mine = {name: x for name, x in program_identity(files).items() if name in theirs}
         if wrong := mismatch([mine, theirs], ("the run", "it")):
             raise ValueError(wrong)

@@ -175,7 +175,7 @@ class Driver:
         self._seated: dict[int, int] = {}  # place → worker
         self._lost: dict[int, WorkerError] = {}  # until another worker is present
         self._specs: dict[int, RolloutSpec] = {}
-        self._parts: dict[int, dict[int, _Part]] = {}  # by step and worker
+        self._parts: dict[int, dict[int, _Part]] = {}  # by step and counts
         self._events: list[WorkerEvent] = []
         self._rolls = False  # requests were submitted: idle workers may do idle work
         self._ends_s: float | None = None  # deadline of workers, once the session is closed
@@ -461,24 +461,21 @@ class Driver:
     def _reported(self, worker_id: int, worker: _Worker, report: Report) -> None:
         worker.is_idle = report.is_idle
         if report.step is not None:
-            self._count(worker_id, worker, report.step, report.stats)
+            self._count(worker, report.step, report.stats)
         if self._aborts:
             return
         for event in report.events:
             self._happened(worker_id, worker, event)
 
-    def _count(self, worker_id: int, worker: _Worker, step: int, stats: EngineStats) -> None:
+    def _count(self, worker: _Worker, step: int, stats: EngineStats) -> None:
         spec = self._specs.get(step)
         if spec is None:
             return  # nobody asks for so old a step
         parts, now_s = self._parts.setdefault(step, {}), self._clock()
-        part = parts.get(worker_id)
-        if part is None or part.stats is not stats:
+        if id(stats) not in parts:  # a worker may open a step again
             found = worker.place.name, worker.place.where, spec.policy_version, worker.called_s
-            if part is not None:  # the step was opened again
-                stats = joined([part.stats, stats])
-            part = parts[worker_id] = _Part(*found, now_s, stats)
-        part.ended_s = now_s
+            parts[id(stats)] = _Part(*found, now_s, stats)
+        parts[id(stats)].ended_s = now_s
 
     def _happened(self, worker_id: int, worker: _Worker, event: Event) -> None:
         match event:

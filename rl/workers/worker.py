@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rl.engine.engine import ChunkEnd, Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -37,7 +37,7 @@ class Prepare(NamedTuple):
     """The rollout of a step, before the first request of it."""
 
     step: int
-    spec: RolloutSpec
+    spec: Any
 
 
 class Begin(NamedTuple):
@@ -104,12 +104,21 @@ class Report(NamedTuple):
     is_idle: bool
 
 
-class RolloutWorker:
-    """An engine that runs the requests of one session after the other; one thread calls it."""
+MakeSpec = Callable[[Any, contextlib.ExitStack], RolloutSpec]
 
-    def __init__(self, engine: Engine, limits: WorkerLimits) -> None:
+
+class RolloutWorker:
+    """An engine that runs the requests of a session; one thread calls it.
+
+    `make_spec` returns the rollout on the engine's devices from a `Prepare.spec`.
+    """
+
+    def __init__(
+        self, engine: Engine, limits: WorkerLimits, make_spec: MakeSpec | None = None
+    ) -> None:
         self.engine, self._limits = engine, limits
-        self._specs: dict[int, RolloutSpec] = {}
+        self._make_spec = make_spec or self._placed
+        self._specs: dict[int, Any] = {}
         self._queue: collections.deque[Begin] = collections.deque()
         self._rollout = contextlib.ExitStack()
         self._step: int | None = None
@@ -131,6 +140,9 @@ class RolloutWorker:
         except BaseException as error:
             self._rollout.__exit__(type(error), error, error.__traceback__)
             raise
+        return self.report(events)
+
+    def report(self, events: Sequence[Event]) -> Report:
         return Report(self._step, events, self._stats, self._is_idle)
 
     def close(self, *, abort: bool) -> None:
@@ -206,10 +218,13 @@ class RolloutWorker:
         spec, limits, engine = self._specs[step], self._limits, self.engine
         self._step, self._stats = step, EngineStats()
         rollout = engine.rollout(
-            dataclasses.replace(spec, params=engine.place(spec.params)),
+            self._make_spec(spec, self._rollout),
             max_requests=limits.max_requests,
             max_tokens=limits.max_tokens,
             kv_tokens=limits.kv_tokens,
             stats=self._stats,
         )
         self._rollout.enter_context(rollout)
+
+    def _placed(self, spec: RolloutSpec, stack: contextlib.ExitStack) -> RolloutSpec:
+        return dataclasses.replace(spec, params=self.engine.place(spec.params))
