@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -68,47 +67,6 @@ class DraftActor(_Actor):
         from rl.remote.drafts import DraftService
 
         self._program = DraftService()
-
-
-class ScoringActor(_Actor):
-    """A scorer: `rl.remote.scoring.ScoringProgram`, in the run's own folder where this host has it.
-
-    Names of files in the configuration are relative to that.
-    """
-
-    def __init__(self, config_text: str, folder: str) -> None:
-        super().__init__()
-        os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        from rl.remote.program import end_process
-        from rl.remote.scoring import ScoringProgram
-
-        self._program = ScoringProgram(config_text, leave=end_process)
-
-
-class TrainerActor(_Actor):
-    """The program of a trainer process: `rl.remote.trainer_program.TrainerProgram`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import ray
-
-        from rl.remote.trainer_program import TrainerProgram
-
-        self._program = TrainerProgram(ray.util.get_node_ip_address())
-
-
-class HistoryActor(_Actor):
-    """A history worker: `rl.remote.history_service.HistoryProgram`."""
-
-    def __init__(self, config_text: str) -> None:
-        super().__init__()
-        os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
-        from rl.remote.history_service import HistoryProgram
-        from rl.remote.program import end_process
-
-        self._program = HistoryProgram(config_text, leave=end_process)
 
 
 def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:

@@ -1,29 +1,21 @@
-"""Ray for a run: a local one on loopback, or the cluster that `Cluster.address` names."""
+"""The rollout workers and drafting programs of a run on Ray."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import os
-import secrets
-import signal
-import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rl.cluster.ray_session import RayProblem
 from rl.ray_roles.actors import DraftActor, DraftingActor, RayChannel, WorkerActor
-from rl.runtime.waits import ROOT, ProgramLost
 
 SHARED_BYTES = 2**20  # messages from this size on are put into the store once, for all workers
 MOST_SHARED = 2
 HEARING = 4  # threads that read what workers answer
 CONCURRENT = 8  # messages that an actor answers at once: one of them waits, others are short
-
-
-class RayProblem(ProgramLost):
-    """Ray is missing, does not answer, or has no room; says what to do."""
 
 
 class RaySession:
@@ -125,101 +117,6 @@ def reserve(bundles: Sequence[dict[str, float]], asked: str, start_s: float) -> 
             "ask for fewer, or add nodes"
         )
     return group
-
-
-@contextlib.contextmanager
-def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[str]:
-    """Start Ray on loopback, or join the cluster at `address`; leave it at the end.
-
-    Yields the address at which other programs of the run join it. The handlers of signals stay
-    those of before.
-
-    Raises RayProblem where it is not installed, or nobody answers at the address in time.
-    """
-    options: dict[str, Any] = {"address": address}
-    if address is None:
-        # not "auto": what RAY_ADDRESS names has not been asked for
-        options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-        _alone_on_this_host()
-    else:
-        _look_for(address, deadline_s)
-    try:
-        import ray
-    except ImportError as error:
-        raise RayProblem(
-            f'Cluster.kind = "ray" needs Ray, which is not there ({error}): '
-            "pip install -e '.[ray]'"
-        ) from error
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    with _importable(), _translated(address), _same_handlers():
-        ray.init(**quiet, **options)
-    try:
-        yield str(ray.get_runtime_context().gcs_address)
-    finally:
-        ray.shutdown()
-
-
-@contextlib.contextmanager
-def _same_handlers() -> Iterator[None]:
-    """Put back how SIGTERM is handled: Ray has it raise SystemExit."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _importable() -> Iterator[None]:
-    """Inside, what is started finds this checkout, wherever it is started."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-def _alone_on_this_host() -> None:
-    """Have a Ray that is started listen on loopback, to those who know this run's token.
-
-    Ray reads these when it is imported.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # on Linux too: with it Ray resolves this host to loopback
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def _translated(address: str | None) -> Iterator[None]:
-    """Raise what Ray raises at its start in one sentence."""
-    try:
-        yield
-    except Exception as error:  # Ray raises bare ones too, as where its own start takes too long
-        where = "start on this host" if address is None else f"answer at {address}"
-        line = str(error).strip().partition("\n")[0][:300]
-        raise RayProblem(f"expected Ray to {where}, and it does not: {line}") from error
-
-
-def _look_for(address: str, deadline_s: float) -> None:
-    """Raise RayProblem where nobody listens at HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=deadline_s):
-            return
-    except OSError as error:
-        raise RayProblem(
-            f"expected a Ray cluster at Cluster.address={address!r}, and nobody answers within "
-            f"{deadline_s:.0f} s ({error}): start one with ray start --head --port={port}, or "
-            "leave the address out"
-        ) from error
 
 
 def accelerators(devices: int) -> dict[str, float]:
