@@ -70,7 +70,7 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     check(config)
     identity = identify()
     if config.coordinator != AUTO and config.num_processes != 1:
-        meet(config, identity, mismatch)
+        meet(config)
     _initialize(config)
     import jax
 

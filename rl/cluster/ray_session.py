@@ -133,9 +133,14 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
             f'Cluster.kind = "ray" needs Ray, which is not there ({error}): '
             "pip install -e '.[ray]'"
         ) from error
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    with _importable(), _translated(address), _same_handlers():
-        ray.init(**quiet, **options)
+    where = "start on this host" if address is None else f"answer at {address}"
+    with _environment():
+        try:
+            ray.init(log_to_driver=False, configure_logging=False, **options)
+        except Exception as error:  # Ray raises bare ones too, if its start takes too long
+            raise RayProblem(
+                f"expected Ray to {where}, and it does not: {_first_line(error)}"
+            ) from error
     try:
         yield str(ray.get_runtime_context().gcs_address)
     finally:
@@ -143,28 +148,22 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
 
 
 @contextlib.contextmanager
-def _same_handlers() -> Iterator[None]:
-    """Put back how SIGTERM is handled: Ray has it raise SystemExit."""
-    before = signal.getsignal(signal.SIGTERM)
+def _environment() -> Iterator[None]:
+    """Inside, programs that are started find this checkout; afterwards SIGTERM is as before.
+
+    Ray would have it raise SystemExit.
+    """
+    handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _importable() -> Iterator[None]:
-    """Inside, what is started finds this checkout, wherever it is started."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
-    try:
-        yield
-    finally:
-        if before is None:
+        if path is None:
             del os.environ["PYTHONPATH"]
         else:
-            os.environ["PYTHONPATH"] = before
+            os.environ["PYTHONPATH"] = path
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _alone_on_this_host() -> None:
@@ -178,17 +177,6 @@ def _alone_on_this_host() -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def _translated(address: str | None) -> Iterator[None]:
-    """Raise what Ray raises at its start in one sentence."""
-    try:
-        yield
-    except Exception as error:  # Ray raises bare ones too, as where its own start takes too long
-        where = "start on this host" if address is None else f"answer at {address}"
-        line = str(error).strip().partition("\n")[0][:300]
-        raise RayProblem(f"expected Ray to {where}, and it does not: {line}") from error
 
 
 def _look_for(address: str, deadline_s: float) -> None:

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
+import pickle
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,18 +24,8 @@ from typing import Literal
 import numpy as np
 
 from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.engine.stats import EngineStats, joined
-from rl.engine.worker_record import (
-    MOST_SPANS_EACH,
-    MOST_TEXT,
-    WorkerEvent,
-    WorkerPart,
-    merged,
-    moved,
-)
-from rl.remote import records
-from rl.remote.records import OF_TOKENS, Stats, enter_stats, of_stats
-from rl.remote.wire import Codec
+from rl.engine.stats import EngineStats, RoundRecord, joined
+from rl.engine.worker_record import WorkerPart, moved
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
@@ -43,6 +34,8 @@ from rl.trajectory import Request, Trajectory
 from rl.workers.messages import WorkerError
 
 UNSCORED = Score({}, None)
+TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
+SECONDS = tuple(f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s"))
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
 # of these all processes hear, and all end alike: the last whole step can still be saved
 AGREED = (Stopped, RewardWorkerError, WorkerError, Hang)
@@ -63,28 +56,13 @@ class Responses:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Row:
-    """A response with its score and text, as a message has it."""
-
-    trajectory: Trajectory
-    score: Score
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """One process's outcome of a rollout, for the others; `began_s` is by its own clock."""
 
-    told: Literal["done", "stopped", "failed"]
+    kind: Literal["done", "stopped", "failed"]
     error: str
     began_s: float
-    rows: tuple[Row, ...] = ()
-    stats: Stats | None = None
-    workers: tuple[WorkerPart, ...] = ()
-    events: tuple[WorkerEvent, ...] = ()
-
-
-CODEC = Codec((Part,), records.ARRAYS, records.CHECKS)
+    responses: Responses | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,18 +129,19 @@ class Shares:
                 part = Part("failed", str(raised), began_s)
         else:
             self._name_workers(own.stats, own.trajectories)
-            part = part_of(self._scored(own), began_s)
-        given = self.processes.gather_large(what, CODEC.encode(part), waiting)
+            part = Part("done", "", began_s, self._scored(own))
+        # processes of one job trust one another
+        given = self.processes.gather_large(what, pickle.dumps(part), waiting)
         if error is not None:
             raise error
-        parts: list[Part] = [CODEC.decode(value) for value in given]
+        parts: list[Part] = [pickle.loads(value) for value in given]
         for index, part in enumerate(parts):
-            if part.told == "failed":
+            if part.kind == "failed":
                 raise PeerFailed(f"process {index} failed: {part.error}")
-        if any(part.told == "stopped" for part in parts):
+        if any(part.kind == "stopped" for part in parts):
             raise Stopped
         assert own is not None
-        found = self._merged(own, [received(p, requests, began_s - p.began_s) for p in parts])
+        found = self._merged(own, [_by_clock(p, began_s) for p in parts])
         self._compare(what, requests, found, may_go_on)
         return found
 
@@ -238,42 +217,22 @@ def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
     """Return a digest of what training learns from a response."""
     found = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
     found.update(prompt_ids.tobytes())
-    for name in OF_TOKENS:
+    for name in TOKEN_FIELDS:
         found.update(getattr(t, name).tobytes())
     return found.hexdigest()[:16]
 
 
-def part_of(own: Responses, began_s: float) -> Part:
-    """Return what a process tells of the responses that it has scored."""
-    rows = zip(own.trajectories, own.scores, own.texts, strict=True)
-    stats = own.stats
-    return Part(
-        "done",
-        "",
-        began_s,
-        tuple(Row(t, score, text) for t, score, text in rows),
-        of_stats(stats),
-        tuple(
-            dataclasses.replace(p, busy_s=merged(p.busy_s, MOST_SPANS_EACH)) for p in stats.parts
-        ),
-        tuple(dataclasses.replace(e, why=e.why[:MOST_TEXT]) for e in stats.events),
+def _by_clock(part: Part, began_s: float) -> Responses:
+    """Return a part's responses by the clock on which the rollout began at `began_s`."""
+    assert part.responses is not None
+    stats, by_s = part.responses.stats, began_s - part.began_s
+    stats = dataclasses.replace(
+        stats,
+        timeline=[
+            dataclasses.replace(r, **{name: getattr(r, name) + by_s for name in SECONDS})
+            for r in stats.timeline
+        ],
+        parts=[moved(p, by_s) for p in stats.parts],
+        events=[dataclasses.replace(e, at_s=e.at_s + by_s) for e in stats.events],
     )
-
-
-def received(part: Part, requests: Sequence[Request], later_s: float) -> Responses:
-    """Return the responses of a part to these requests, by a clock that is so much later."""
-    asked, stats = {r.request_id for r in requests}, EngineStats()
-    assert part.stats is not None
-    for row in part.rows:
-        if row.trajectory.request_id not in asked:
-            raise Diverged(
-                f"a response came to request {row.trajectory.request_id}, which this process has "
-                "not"
-            )
-    enter_stats(stats, part.stats, later_s=later_s)
-    stats.parts = [moved(p, later_s) for p in part.workers]
-    stats.events = [dataclasses.replace(e, at_s=e.at_s + later_s) for e in part.events]
-    rows = part.rows
-    return Responses(
-        [r.trajectory for r in rows], [r.score for r in rows], [r.text for r in rows], stats
-    )
+    return dataclasses.replace(part.responses, stats=stats)

@@ -124,7 +124,8 @@ def open_workers(
     requests, or learn for `drafter`, if it has spot training. Raises ProgramLost where they cannot
     start, with expected, got and mend.
     """
-    from rl.ray_roles.session import RaySession, open_ray
+    from rl.cluster.ray_session import open_ray
+    from rl.ray_roles.session import RaySession
 
     cluster, sched = config.cluster, config.sched
     cpus = num_cpus(config)

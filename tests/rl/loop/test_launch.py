@@ -79,7 +79,10 @@ def test_a_loss_is_one_line_with_the_last_checkpoint(started, monkeypatch, tmp_p
 def test_no_room_is_a_line_too(started, tmp_path, capsys):
     config = config_of("Cluster.num_processes=3", "Mesh.data=3")
     assert launch(config, tmp_path, resume=False) == 1
-    assert capsys.readouterr().err == "error: expected room for Cluster.num_processes=3; nothing to save\n"
+    assert (
+        capsys.readouterr().err
+        == "error: expected room for Cluster.num_processes=3; nothing to save\n"
+    )
 
 
 def test_one_that_fails_without_naming_an_error_is_explained(
