@@ -17,7 +17,7 @@ from rl.cluster.rendezvous import meet
 HERE = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"
 LEAST_INITIALIZATION_S = 30  # for jax, once all processes have met
-DRAFT_MODEL = "contents of DraftModel.directory"
+POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 SAMPLED_BYTES = 2**20  # of a large file: its first and last ones
 
 
@@ -125,7 +125,7 @@ def identity_of(config_text: str, policy: Path, draft_model: Path | None = None)
 
     `draft_model` is the folder or file of a draft model, if one drafts.
     """
-    files = {"contents of Policy.directory": str(policy)}
+    files = {POLICY: str(policy)}
     if draft_model is not None:
         files[DRAFT_MODEL] = str(draft_model)
     return {"configuration": config_text} | program_identity(files)

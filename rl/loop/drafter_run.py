@@ -25,7 +25,6 @@ from rl.engine.engine import Engine, RolloutEngine
 from rl.engine.model_runner import ModelRunner
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.remote.remote_engine import RemoteEngine
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -238,9 +237,8 @@ def idle_workers_train(config: TrainConfig) -> bool:
     return config.drafter.spot and several
 
 
-def _elsewhere(home: Engine, worker: ModelRunner, weights: Params) -> TrainContext:
+def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
     """Return what units of a worker in another program need."""
-    assert isinstance(worker, RemoteEngine), "all workers of a run are alike"
     return TrainContext(home, None, partial(worker.gradients, weights))
 
 

@@ -124,5 +124,5 @@ def digest(arrays: Sequence[np.ndarray]) -> str:
     """Return the SHA-256 of the bytes of arrays, one after the other."""
     found = hashlib.sha256()
     for array in arrays:
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return found.hexdigest()

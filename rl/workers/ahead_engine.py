@@ -162,7 +162,8 @@ class AheadEngine(MultiEngine):
         """Return the next response of a step; what was begun of the next one is kept here."""
         match self._driver.next_result(POLL_S):
             case Returned(partial=state):
-                self._keep(state.request.request_id, state.prefix and state.prefix.response_ids)
+                tokens = None if state.prefix is None else state.prefix.response_ids
+                self._keep(state.request.request_id, tokens)
             case Trajectory() as t if t.request_id >= AHEAD:
                 self._keep(t.request_id, t.response_ids)
             case Trajectory() as t:

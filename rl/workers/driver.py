@@ -163,7 +163,7 @@ class Driver:
         self._can_restart, self._keeps_decisions = can_restart, keeps_decisions
         self._idle_work, self._acceptance = idle_work, acceptance
         self._began_s = self._profiled_s = clock()
-        self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._deliver = deliver or self._results.put
         self._requests: dict[int, _Live] = {}

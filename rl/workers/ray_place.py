@@ -31,7 +31,8 @@ from spec.budget.config import BANDIT, LEARNED
 from spec.eagle.batch import DrafterBatch, HiddenStateSink
 from spec.eagle.model import EagleParams
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 ROUNDS_S = 0.02  # a call returns after as long: new commands wait for that
 _SECONDS = [f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s")]
 
@@ -90,7 +91,7 @@ class Shared:
             return None
         return self._speculation.bandit(worker).state()
 
-    def tuned(self, worker: int, state: Mapping[str, Any]) -> None:
+    def tuned(self, worker: int, state: dict[str, Any]) -> None:
         self._speculation.bandit(worker).load_state(state)
 
     def drafter(self, have: int | None) -> tuple[int, Any] | None:
@@ -140,7 +141,7 @@ class RayPlace:
         self._measured = Measured("", "", 0.0)
         self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
         self._drafter_version: int | None = None
-        self._sinks: list[HiddenStateSink] = []
+        self._sinks: dict[int, HiddenStateSink] = {}  # by the version of the policy
 
     @property
     def where(self) -> str:
@@ -156,9 +157,9 @@ class RayPlace:
         actor = self.actor
         if not actor.is_there:
             return False
-        if self._prepared_start == actor.num_starts:
+        if self._bounds is None or self._prepared_start == actor.num_starts:
             return True
-        if self._bounds is not None and (self._preparing is None or self._preparing.done()):
+        if self._preparing is None or self._preparing.done():
             self.prepare(self._bounds, self._measured)
         return False
 
@@ -176,6 +177,10 @@ class RayPlace:
 
         self._preparing = then(prepared, note)
         return self._preparing
+
+    def prepared_with(self, measured: Measured) -> None:
+        """Prepare with what was measured when it is started again."""
+        self._measured = measured
 
     # -- a session's worker --------------------------------------------------------------------
 
@@ -212,7 +217,8 @@ class RayPlace:
             return command
         spec: RolloutSpec = command.spec
         if spec.sink is not None:
-            self._sinks = [*self._sinks[-1:], spec.sink]
+            newest = list(self._sinks.items())[-2:]
+            self._sinks = dict(newest) | {spec.policy_version: spec.sink}
         return Prepare(command.step, self._shared.message(spec, self.number))
 
     def _left(self, reply: Reply) -> None:
@@ -228,7 +234,7 @@ class RayPlace:
             setattr(self._stats, field.name, getattr(new, field.name))
         self._stats.timeline = rounds
         for states in reply.states:
-            self._sinks[-1].add(states)
+            self._sinks[states.policy_version].add(states)
         for remark in reply.remarks:
             self._report(f"{self.name}: {remark}")
         if reply.bandit is not None:

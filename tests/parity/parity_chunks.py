@@ -12,7 +12,7 @@ import rollouts
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
 from rl.trajectory import PartialRequest, Request
-from rl.workers.drive import RequestSource
+from drive import RequestSource
 
 # one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
 CONFIG = dataclasses.replace(

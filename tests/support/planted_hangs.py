@@ -43,7 +43,7 @@ from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Coordinator
 from rl.workers.host_kv_pool import KvPool
-from rl.workers.messages import WorkerError
+from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import MultiEngine
 from rl.workers.worker_group import WorkerGroup
 from sched.protocol import ChunkDone, Start, Submitted

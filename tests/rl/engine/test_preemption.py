@@ -12,7 +12,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
-from rl.workers.drive import RequestSource, drive
+from drive import RequestSource, drive
 from spec.budget.budget import FixedBudget, plain
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts

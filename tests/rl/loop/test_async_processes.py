@@ -23,7 +23,7 @@ from rl.loop.experiment import TrainConfig, open_inputs
 from rl.loop.rollout_source import open_source
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped, Watch
-from rl.workers.messages import WorkerError
+from rl.workers.driver import WorkerError
 from tests.support.stores import play
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -27,7 +27,7 @@ from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.messages import WorkerError
+from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import MultiEngine, split_devices
 from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
