@@ -16,12 +16,13 @@ from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
 from typing import Any
 
-from rl.engine.engine import Engine
-from rl.engine.stats import RoundRecord
-from rl.trajectory import PartialRequest, Trajectory
 from rl.workers.coordinator import Coordinator
 from rl.workers.worker_group import WorkerGroup
 from rl.workers.worker_source import WorkerLimits, WorkerSource
+
+from rl.engine.engine import Engine
+from rl.engine.stats import RoundRecord
+from rl.trajectory import PartialRequest, Trajectory
 from sched.protocol import Scheduler
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit

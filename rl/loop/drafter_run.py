@@ -22,7 +22,6 @@ from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from rl.engine.engine import Engine, RolloutEngine
-from rl.engine.model_runner import ModelRunner
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.run_files import DRAFTER

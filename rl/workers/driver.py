@@ -512,9 +512,7 @@ class Driver:
         if number:
             trajectory = dataclasses.replace(trajectory, request_id=original)
         self._deliver(trajectory)
-        self._handle(
-            protocol.Finished(request_id, worker_id, start.chunk, trajectory.num_tokens)
-        )
+        self._handle(protocol.Finished(request_id, worker_id, start.chunk, trajectory.num_tokens))
 
     def _chunk_ended(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
         live = self._requests[request_id]

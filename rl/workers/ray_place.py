@@ -283,4 +283,3 @@ def then(future: Future[T], work: Callable[[T], U]) -> Future[U]:
 
     future.add_done_callback(done)
     return result
-

@@ -449,5 +449,3 @@ def _decisions(
         DraftDecision(nodes, num_rounds=MANY_ROUNDS, tree_tokens=tokens)
         for nodes, tokens in by_slots.get(num_slots, ())
     ]
-
-

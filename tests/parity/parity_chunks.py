@@ -9,10 +9,10 @@ import dataclasses
 
 import numpy as np
 import rollouts
+from drive import RequestSource
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
 from rl.trajectory import PartialRequest, Request
-from drive import RequestSource
 
 # one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
 CONFIG = dataclasses.replace(

@@ -43,18 +43,27 @@ def settings_of(number, speculation, **options):
 
 
 def make_team(
-    store, count, *, room=None, speculation=None, kind=MultiEngine, settings=SETTINGS, **options
+    store,
+    count,
+    *,
+    room=None,
+    speculation=None,
+    kind=MultiEngine,
+    settings=SETTINGS,
+    apart=None,
+    worker=None,
+    **options,
 ):
     """Return workers that are prepared, and their room; nothing is compiled beforehand."""
     config = SchedConfig(
         **{"policy": "divided_fifo", "workers": count, "chunk_tokens": 3, "kv_tokens": 60} | options
     )
     speculation = speculation or Speculation(SpeculationConfig(), RolloutCache())
-    room, shared = room or ThreadRoom(), Shared(speculation, store.share)
+    room, shared = room or ThreadRoom(), Shared(speculation, store.share, apart)
     shared.weights.publish(PARAMS)
     places = []
     for i in range(count):
-        own = settings_of(i, speculation.config)
+        own = settings_of(i, speculation.config, **worker or {})
         actor = Actor(f"worker {i}", TARGET, (own, None), settings, room, i, concurrency=1)
         limits = {"deadline_s": settings.deadline_s, "call_limit_s": 60.0, "compile_s": 60.0}
         places.append(RayPlace(i, actor, shared, report=lambda line: None, **limits))

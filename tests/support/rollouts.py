@@ -1,7 +1,8 @@
 """Rollouts whose arguments are given one by one."""
 
-from rl.engine.rollout_spec import RolloutSpec, draft_with
 from drive import drive
+
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 
 OF_THE_RUN = ("stats", "on_finish", "on_round")
 

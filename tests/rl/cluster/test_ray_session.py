@@ -20,7 +20,7 @@ def test_ray_is_imported_by_its_own_room_alone_and_only_when_it_is_asked_for():
             if any(name.partition(".")[0] == "ray" for name in names):
                 found.add(path.relative_to(ROOT / "rl").parts[0])
                 assert node not in tree.body, f"{path}:{node.lineno}"
-    assert found == {"cluster", "ray_roles"}
+    assert found == {"cluster"}
 
 
 @pytest.mark.fault

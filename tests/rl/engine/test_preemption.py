@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from drive import RequestSource, drive
 from tiny_engine import CONFIG, MODEL, make_params
 
 from rl.engine import preemption
@@ -12,7 +13,6 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
-from drive import RequestSource, drive
 from spec.budget.budget import FixedBudget, plain
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts

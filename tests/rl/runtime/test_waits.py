@@ -18,7 +18,7 @@ from rl.checkpoint import checkpointer
 from rl.loop import setup as run_setup
 from rl.runtime.waits import Hang, Patience
 from rl.speculation import sources
-from rl.workers import worker_group
+from rl.workers import driver
 
 
 @pytest.mark.fault
@@ -42,7 +42,7 @@ def test_what_ends_by_itself_does_not_count_as_ended(monkeypatch, wait):
 @pytest.mark.fault
 def test_an_abandoned_rollout_does_not_wait_for_a_hanging_worker(monkeypatch):
     """It waits for less than a hang's limit: somebody has asked for the end."""
-    monkeypatch.setattr(worker_group, "LEAVING_S", 0.2)
+    monkeypatch.setattr(driver, "LEAVING_S", 0.2)
     monkeypatch.setattr(hangs, "LIMIT_S", 60.0)
     never, begun = threading.Event(), time.monotonic()
     team = hangs.team_of([StandIn("rounds", never)])
@@ -61,9 +61,8 @@ def test_a_worker_without_requests_is_ended_by_close():
         until = time.monotonic() + 3 * hangs.LIMIT_S
         while time.monotonic() < until:
             assert idle.next_result(0.05) is None
-        (thread,) = idle._threads.values()
-        assert thread.is_alive()
-    assert not thread.is_alive()
+        assert idle._thread.is_alive()
+    assert not idle._thread.is_alive()
 
 
 @pytest.mark.fault

@@ -20,7 +20,6 @@ from tiny_team import (
 from benchmarks.simulator.replay import replay
 from rl.engine.engine import Engine
 from rl.workers.config import SchedConfig
-
 from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.policies.divided import make_scheduler

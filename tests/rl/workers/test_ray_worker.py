@@ -7,12 +7,22 @@ import pytest
 import rollouts
 from ray_workers_in_threads import Store, make_team
 from thread_actors import SETTINGS, ThreadRoom
-from tiny_team import CONFIG, KEY, MODEL, PARAMS, PROMPTS, REQUESTS, SAMPLING, STOP
-from tiny_team import assert_same_tokens, starts
+from tiny_team import (
+    CONFIG,
+    KEY,
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    starts,
+)
 from tiny_team import play as play_team
 
-from rl.engine.engine import Engine
 from rl.cluster import ray_session
+from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
