@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from models.config import ModelConfig
 from models.folder import replace_file
 from models.transformer import Params
 from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
@@ -144,10 +145,8 @@ def open_workers(
             beside = stack.enter_context(reserve(1, *asked))
             drafts = stack.enter_context(_draft_server(beside, settings))
         shared = Shared(speculation, share, None if drafting is None else drafting.apart)
-        places = [
-            _place(config, inputs, dtype, drafter, i, room, settings, shared, drafts)
-            for i in range(count)
-        ]
+        workers = [worker_settings(config, inputs.model, dtype, drafter, i) for i in range(count)]
+        places = [_place(config, w, room, settings, shared, drafts) for w in workers]
         for place in places:
             stack.callback(place.actor.close)
         layers = None if drafter is None else drafter.learned.config.feature_layers
@@ -176,39 +175,14 @@ def _draft_server(room: Starts, settings: ActorSettings) -> Iterator[Handle]:
 
 def _place(
     config: TrainConfig,
-    inputs: Inputs,
-    dtype: np.dtype,
-    drafter: AnyDrafter | None,
-    number: int,
+    worker: WorkerSettings,
     room: Starts,
     settings: ActorSettings,
     shared: Shared,
     drafts: Handle | None,
 ) -> RayPlace:
     """Return the place of a worker, whose actor starts."""
-    drafting, model, learned = config.drafting, None, None
-    if (folder := config.draft_model_folder) is not None:
-        model = dataclasses.replace(config.draft_model, directory=str(folder))
-    if drafter is not None:
-        mine, temperature = drafter.learned, config.sampling.temperature
-        shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
-        learned = LearnedSettings(*shape, temperature)
-    worker = WorkerSettings(
-        number,
-        inputs.model,
-        config.engine,
-        np.dtype(dtype).name,
-        config.sched.devices_per_worker,
-        config.speculation,
-        config.tuner,
-        config.run.seed,
-        model,
-        not drafting.drafts_apart or (drafting.helps and MODEL in drafting.methods),
-        drafting.drafts_apart,
-        learned,
-        settings.deadline_s,
-    )
-    target = "rl.workers.ray_worker:WorkerActor"
+    number, target = worker.number, "rl.workers.ray_worker:WorkerActor"
     given = f"worker {number}", target, (worker, drafts), settings, room, number
     return RayPlace(
         number,
@@ -218,6 +192,38 @@ def _place(
         call_limit_s=config.run.hang_limit_s,
         compile_s=config.run.compile_limit_s,
         report=settings.say,
+    )
+
+
+def worker_settings(
+    config: TrainConfig,
+    model: ModelConfig,
+    dtype: np.dtype,
+    drafter: AnyDrafter | None,
+    number: int,
+) -> WorkerSettings:
+    """Return the settings of a worker that verifies."""
+    drafting, draft_model, learned = config.drafting, None, None
+    if (folder := config.draft_model_folder) is not None:
+        draft_model = dataclasses.replace(config.draft_model, directory=str(folder))
+    if drafter is not None:
+        mine, temperature = drafter.learned, config.sampling.temperature
+        shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
+        learned = LearnedSettings(*shape, temperature)
+    return WorkerSettings(
+        number,
+        model,
+        config.engine,
+        np.dtype(dtype).name,
+        config.sched.devices_per_worker,
+        config.speculation,
+        config.tuner,
+        config.run.seed,
+        draft_model,
+        not drafting.drafts_apart or (drafting.helps and MODEL in drafting.methods),
+        drafting.drafts_apart,
+        learned,
+        config.cluster.deadline_s,
     )
 
 

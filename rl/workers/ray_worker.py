@@ -30,6 +30,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
 from rl.runtime import program_cache
+from rl.runtime.waits import ProgramLost
 from rl.speculation.config import DraftModelConfig, SpeculationConfig
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
@@ -272,23 +273,28 @@ class WorkerActor:
         self, commands: Sequence[Command], max_s: float, drafter: tuple[int, Any] | None
     ) -> Reply:
         """See `RolloutWorker.step`; `drafter` are new weights of the learned drafter."""
-        assert self._worker is not None, "join comes first"
+        worker = self._session
         if drafter is not None:
             assert self._learned is not None
             [params] = _fetch([drafter[1]], self._settings.fetch_s)
             self._learned.swap(params)
-        return self._reply(self._worker.step(commands, max_s))
+        return self._reply(worker.step(commands, max_s))
 
     def leave(self, abort: bool) -> Reply:
         """End a session; the reply has all that was not sent yet."""
-        assert self._worker is not None, "join comes first"
-        worker = self._worker
+        worker = self._session
         if abort:
             self._abort()
         else:
             worker.close(abort=False)
         self._worker = None
         return self._reply(worker.report(()))
+
+    @property
+    def _session(self) -> RolloutWorker:
+        if self._worker is None:
+            raise ProgramLost("its program was lost between two calls, and started again")
+        return self._worker
 
     def _abort(self) -> None:
         if self._worker is not None:

@@ -19,13 +19,17 @@ from rl.loop.drafting import (
     take_workers,
 )
 from rl.loop.experiment import TrainConfig
-from rl.loop.ray_workers import drafters_of
+from rl.loop.ray_workers import worker_settings
 
 RAY = "Cluster.kind='ray'"
 DRAFTS = (
     *("Speculation.sources=('model',)", "Speculation.budget='fixed:3'"),
     *("Sched.workers=4", "Drafting.workers=1"),
 )
+
+
+def settings(config):
+    return worker_settings(config, MODEL, np.dtype("float32"), None, 0)
 
 
 def made(*settings):
@@ -66,10 +70,10 @@ def test_workers_on_ray_are_told_that_they_draft_for_copies_with_a_draft_model(t
     folder = f"DraftModel.directory={save_policy(tmp_path).directory!r}"
     config = made(*DRAFTS, RAY, folder, *HELPS)
     check_drafting(config)
-    assert drafters_of(config, None).copies
-    assert not drafters_of(made(*DRAFTS, RAY, folder, "Drafting.methods=('model',)"), None).copies
+    assert settings(config).model_here
+    assert not settings(made(*DRAFTS, RAY, folder, "Drafting.methods=('model',)")).model_here
     others = made(*DRAFTS, RAY, folder, *HELPS, "Drafting.methods=('own',)")
-    assert not drafters_of(others, None).copies
+    assert not settings(others).model_here
 
 
 def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
@@ -99,8 +103,8 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
         assert (told.sampling, told.drafting) == (config.sampling, config.drafting)
         assert actors.planner.drafting_workers == 2 and actors.planner.num_workers == 4
         assert [[p.number for p in actors.apart(k).places] for k in (0, 1)] == [[0, 2], [1, 3]]
-    assert drafters_of(config, None).apart and not drafters_of(made(RAY), None).apart
-    assert not drafters_of(config, None).copies
+    assert settings(config).model_apart and not settings(made(RAY)).model_apart
+    assert not settings(config).model_here
     assert take_workers(config, None, None, None, print) is None  # they are no threads
 
 
