@@ -38,7 +38,7 @@ Line = tuple[bool, str]  # of stderr or not; the text
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a trainer process does: `config` is a text of `rl.config.loader.dump`."""
+    """The settings of a trainer process: `config` is a text of `rl.config.loader.dump`."""
 
     config: str
     resume: bool

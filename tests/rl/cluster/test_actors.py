@@ -48,7 +48,7 @@ def test_calls_return_results_and_errors_of_the_method():
         adder.call("fail").result(LIMIT_S)
     assert adder.call("add", 0).result(LIMIT_S) == 4
     adder.close()
-    with pytest.raises(ProgramLost, match=r"^adder 0 \(.*\): the run has ended$"):
+    with pytest.raises(ProgramLost, match=r"^adder 0 \(.*\) is lost: the run has ended$"):
         adder.call("wait").result(LIMIT_S)
 
 
@@ -59,7 +59,7 @@ def test_a_killed_program_fails_its_calls_and_starts_again():
     assert adder.call("add", 5).result(LIMIT_S) == 6
     waiting, room.hold[0] = adder.call("wait"), threading.Event()
     room.started[0][0].kill()
-    with pytest.raises(ProgramLost, match=rf"^adder 0 \(.*, process {adder.pid}\): killed$"):
+    with pytest.raises(ProgramLost, match=rf"^adder 0 \(.*, process {adder.pid}\) is lost: killed$"):
         waiting.result(LIMIT_S)
     assert not adder.is_there
     later = adder.call("add", 1)
