@@ -59,7 +59,9 @@ def test_a_killed_program_fails_its_calls_and_starts_again():
     assert adder.call("add", 5).result(LIMIT_S) == 6
     waiting, room.hold[0] = adder.call("wait"), threading.Event()
     room.started[0][0].kill()
-    with pytest.raises(ProgramLost, match=rf"^adder 0 \(.*, process {adder.pid}\) is lost: killed$"):
+    with pytest.raises(
+        ProgramLost, match=rf"^adder 0 \(.*, process {adder.pid}\) is lost: killed$"
+    ):
         waiting.result(LIMIT_S)
     assert not adder.is_there
     later = adder.call("add", 1)
