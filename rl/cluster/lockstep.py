@@ -80,22 +80,22 @@ class LockstepWatch:
         if index == 0:
             last = list(self._launches.copy())[-SHOWN:]
             store.set(f"{LAUNCHES}0", json.dumps([[n, d, _text(w)] for n, d, w in last]).encode())
-        elif (line := self._difference(store.entries(LAUNCHES).get(f"{LAUNCHES}0"))) is not None:
-            store.set(f"{LINES}{index}", line.encode())
+        elif shown := store.entries(LAUNCHES):
+            if (line := self._difference(next(iter(shown.values())))) is not None:
+                store.set(f"{LINES}{index}", line.encode())
         lines = store.entries(LINES)
         return lines[min(lines)].decode() if lines else None
 
-    def _difference(self, shown: bytes | None) -> str | None:
+    def _difference(self, shown: bytes) -> str | None:
         """Return the line of the first launch shown that is not process 0's."""
-        first = {n: (digest, text) for n, digest, text in json.loads(shown or b"[]")}
+        first = {n: (digest, text) for n, digest, text in json.loads(shown)}
         for n, digest, what in self._launches.copy():
             if n in first and first[n][0] != digest:
-                other = (
-                    "the same with other contents" if first[n][1] == _text(what) else first[n][1]
-                )
+                own, other = _text(what), first[n][1]
+                other = "the same with other contents" if own == other else other
                 return (
-                    f"process {self._processes.index} diverged in launch {n}: {_text(what)}; "
-                    f"process 0: {other}"
+                    f"process {self._processes.index} diverged in launch {n}: {own}; process 0: "
+                    f"{other}"
                 )
         return None
 
