@@ -1,7 +1,9 @@
 """Actors are lost with their programs, start again, and are given up; without Ray and with it."""
 
 import dataclasses
+import math
 import threading
+from concurrent.futures import Future
 
 import pytest
 from thread_actors import SETTINGS, ThreadRoom
@@ -88,6 +90,19 @@ def test_a_late_call_is_a_loss_and_losses_without_work_are_bounded():
     assert "it is given up: it was lost 3 times" in said[-1]
     assert isinstance(adder.call("add", 1).exception(LIMIT_S), ProgramLost)
     assert len(room.started[0]) == actors.MAX_STARTS
+
+
+@pytest.mark.fault
+def test_a_program_without_heartbeats_is_lost():
+    def mute(index, handle):
+        handle.submit = lambda member, *args, true=handle.submit: (
+            Future() if member == "ping" else true(member, *args)
+        )
+
+    adder = actor(ThreadRoom(mute), settings=dataclasses.replace(SETTINGS, deadline_s=1.0))
+    with pytest.raises(ProgramLost, match=r"no answer to a heartbeat within 1\.0 s"):
+        adder.call("wait", limit_s=math.inf).result(LIMIT_S)
+    adder.close()
 
 
 @pytest.mark.fault
