@@ -42,7 +42,7 @@ class Host:
         return program_identity(files), socket.gethostname(), os.getpid()
 
     def ping(self) -> None:
-        """A heartbeat, which has a thread of its own."""
+        """A heartbeat, which has a separate thread."""
 
     def make(self, target: str, *args: Any) -> None:
         """Make the object: `target` is "module:Class"."""

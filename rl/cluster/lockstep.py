@@ -1,8 +1,8 @@
 """Processes of one mesh that launch different programs are named, instead of hanging together.
 
 The engine of each process reports its launches (`rl.engine.lockstep`). A thread compares them with
-those of process 0, through the store that all processes reach: once a collective hangs, nothing
-else of a process runs.
+the launches of process 0, through the store that all processes reach: once a collective hangs,
+nothing else of a process runs.
 """
 
 from __future__ import annotations
