@@ -42,7 +42,7 @@ class Host:
         return program_identity(files), socket.gethostname(), os.getpid()
 
     def ping(self) -> None:
-        """A heartbeat, which has a thread of its own."""
+        """A heartbeat, which has a separate thread."""
 
     def make(self, target: str, *args: Any) -> None:
         """Make the object: `target` is "module:Class"."""
@@ -247,7 +247,7 @@ class Actor:
         """End the program; fail the calls that it has, or all of them if it is given up."""
         is_plain = isinstance(error, ActorDied | TimeoutError | ValueError | RuntimeError)
         why = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        text = f"{self._label}{'' if has_served else ' does not start'}: {why}"
+        text = f"{self._label} {'is lost' if has_served else 'does not start'}: {why}"
         is_vain = num_vain >= MAX_STARTS
         if has_served and is_vain:
             text += f"; it is given up: it was lost {num_vain} times before it did any work"

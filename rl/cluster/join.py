@@ -184,17 +184,11 @@ def _initialize(config: ClusterConfig) -> None:
         "heartbeat_timeout_seconds": 4 * limit_s,
         "shutdown_timeout_seconds": limit_s,
     }
-    if config.coordinator == AUTO:
-        given = {"num_processes": config.num_processes, "process_id": config.process_id}
-        options |= {name: value for name, value in given.items() if value is not None}
-    else:
-        options |= {
-            "coordinator_address": config.coordinator,
-            "num_processes": config.num_processes,
-            "process_id": config.process_id,
-            # by default it would listen on every interface
-            "coordinator_bind_address": config.coordinator,
-        }
+    numbers = {"num_processes": config.num_processes, "process_id": config.process_id}
+    options |= {name: value for name, value in numbers.items() if value is not None}
+    if (address := config.coordinator) != AUTO:
+        # by default it would listen on every interface
+        options |= {"coordinator_address": address, "coordinator_bind_address": address}
     if "cpu" in (jax.config.jax_platforms or ""):
         # What one process loads from the cache hangs in its collectives with what others compile:
         # only process 0 writes it, and on a CPU the others find nothing. Accelerators are not

@@ -84,9 +84,9 @@ class Room:
 
 @contextlib.contextmanager
 def reserve(
-    count: int, asked: str, start_s: float, *, cpus: int = 1, devices: int = 0
+    count: int, setting: str, start_s: float, *, cpus: int = 1, devices: int = 0
 ) -> Iterator[Room]:
-    """Reserve room for `count` actors; `asked` names the setting, for the message.
+    """Reserve room for `count` actors; `setting` requests them, in the message.
 
     Raises RayProblem unless there is room within `start_s`.
     """
@@ -101,7 +101,7 @@ def reserve(
         if not group.wait(timeout_seconds=start_s):
             needed = {k: v * count for k, v in bundle.items()}
             raise RayProblem(
-                f"expected {needed} for {asked} within {start_s:.0f} s, and Ray has "
+                f"expected {needed} for {setting} within {start_s:.0f} s, and Ray has "
                 f"{ {k: total.get(k, 0.0) for k in bundle} } in all: ask for fewer, or add nodes"
             )
         yield Room(group, bundle, cpu_only=not devices)
@@ -114,14 +114,12 @@ def reserve(
 def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[str]:
     """Start Ray on loopback, or join the cluster at `address`; leave it at the end.
 
-    Yields the address at which other programs of the run join it. The handlers of signals stay
-    those of before.
-
-    Raises RayProblem where it is not installed, or nobody answers at the address in time.
+    Yields the address at which other programs of the run join it. Raises RayProblem if Ray is not
+    installed, or does not answer at the address in time.
     """
     options: dict[str, Any] = {"address": address}
     if address is None:
-        # not "auto": what RAY_ADDRESS names has not been asked for
+        # not "auto", which would join the cluster that RAY_ADDRESS names
         options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
         _alone_on_this_host()
     else:
@@ -180,7 +178,7 @@ def _alone_on_this_host() -> None:
 
 
 def _look_for(address: str, deadline_s: float) -> None:
-    """Raise RayProblem where nobody listens at HOST:PORT."""
+    """Raise RayProblem unless a program listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=deadline_s):

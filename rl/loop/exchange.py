@@ -1,12 +1,11 @@
-"""Responses between the processes of a run: who answers what, and how all come to have it all.
+"""Responses between the processes of a run: who answers, and how all get all of them.
 
-    requests of the step, the same on all → own ones answered and scored → gathered → compared
+    requests of the step, the same on all → one part answered and scored → gathered → compared
 
-Where each process has an engine of its own (`Cluster.rollouts = "local"`) it answers the groups g
-with g mod processes = its number. Where one engine spans all processes each of them has all
-responses, and scores those groups. With rollout workers on Ray process 0 answers and scores all.
-Afterwards all have the same trajectories, scores and texts, in the same order; a digest of each
-request shows it.
+If each process has an engine (`Cluster.rollouts = "local"`) it answers the groups g with g mod
+processes = its number. If one engine spans all processes, each of them has all responses, and
+scores those groups. With rollout workers on Ray process 0 answers and scores all. Afterwards all
+have the same trajectories, scores and texts, in the same order; a digest of each request shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import pickle
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -37,7 +35,7 @@ UNSCORED = Score({}, None)
 TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
 SECONDS = tuple(f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s"))
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
-# of these all processes hear, and all end alike: the last whole step can still be saved
+# all processes end alike after these: the last whole step can still be saved
 AGREED = (Stopped, RewardWorkerError, WorkerError, Hang)
 
 
@@ -57,20 +55,22 @@ class Responses:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """One process's outcome of a rollout, for the others; `began_s` is by its own clock."""
+    """One process's outcome of a rollout; without responses or an error it was stopped.
 
-    kind: Literal["done", "stopped", "failed"]
-    error: str
+    `began_s` is by the clock of that process.
+    """
+
     began_s: float
     responses: Responses | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shares:
-    """The way in which the requests of a rollout are shared out between processes.
+    """The partition of a rollout's requests between processes.
 
-    `splits`: each process answers its own share; else all answer all, with one engine. With
-    `by_first` the share of process 0, which speaks for workers in other programs, is everything.
+    `splits`: each process answers one part; else all answer all, with one engine. With `by_first`
+    process 0, which has the workers in other programs, answers all.
     """
 
     processes: Processes
@@ -86,7 +86,7 @@ class Shares:
 
     @property
     def scores_any(self) -> bool:
-        """True where this process ever scores a response."""
+        """True if this process ever scores a response."""
         return self.processes.is_first or not self.by_first
 
     def answers(self, group_id: int) -> bool:
@@ -111,34 +111,34 @@ class Shares:
         *,
         may_go_on: Collection[int] = (),
     ) -> Responses:
-        """Return the responses to all requests, of which `answer` gives this process's.
+        """Return the responses to all requests; `answer` returns this process's.
 
-        Those whose ids `may_go_on` need not be answered yet. What `answer` raises of AGREED is
-        raised here, on the others as PeerFailed or Stopped. Raises Diverged where processes do not
-        have the same.
+        Requests whose ids `may_go_on` need not be answered yet. An error of AGREED is raised again
+        here, and in the others as PeerFailed or Stopped. Raises Diverged unless all processes have
+        the same.
         """
         if self.processes.alone:
             return answer()
         began_s, error, own = time.perf_counter(), None, None
-        part = Part("stopped", "", began_s)
+        part = Part(began_s)
         try:
             own = answer()
         except AGREED as raised:
             error = raised
             if not isinstance(raised, Stopped):
-                part = Part("failed", str(raised), began_s)
+                part = Part(began_s, error=str(raised))
         else:
             self._name_workers(own.stats, own.trajectories)
-            part = Part("done", "", began_s, self._scored(own))
+            part = Part(began_s, self._scored(own))
         # processes of one job trust one another
         given = self.processes.gather_large(what, pickle.dumps(part), waiting)
         if error is not None:
             raise error
         parts: list[Part] = [pickle.loads(value) for value in given]
         for index, part in enumerate(parts):
-            if part.kind == "failed":
+            if part.error is not None:
                 raise PeerFailed(f"process {index} failed: {part.error}")
-        if any(part.kind == "stopped" for part in parts):
+        if any(part.responses is None for part in parts):
             raise Stopped
         assert own is not None
         found = self._merged(own, [_by_clock(p, began_s) for p in parts])

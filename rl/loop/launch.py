@@ -40,11 +40,11 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
     screen = Screen(sys.stdout, sys.stderr)
     settings = ActorSettings({}, limit_s, 2 * limit_s)
     target = f"{Trainer.__module__}:{Trainer.__name__}"
-    asked, devices = f"Cluster.num_processes={count}", trainer_devices(config)
+    setting, devices = f"Cluster.num_processes={count}", trainer_devices(config)
     try:
         with (
             open_ray(cluster.address, count + ray_workers.num_cpus(config), limit_s) as address,
-            reserve(count, asked, 2 * limit_s, devices=devices) as room,
+            reserve(count, setting, 2 * limit_s, devices=devices) as room,
             StopSignals() as signals,
         ):
             names = [f"trainer process {i} of {count}" for i in range(count)]
@@ -54,8 +54,9 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
             ]
             start = Start(dump(config), resume, os.getcwd(), "", 0, address)
             host = "127.0.0.1" if cluster.address is None else None
-            given = screen.show, lambda: signals.count
-            statuses = run_trainers(actors, start, host, limit_s, *given)
+            statuses = run_trainers(
+                actors, start, host, limit_s, screen.show, lambda: signals.count
+            )
     except StoppedAtOnce:
         step, standing = run_folder.standing(folder)
         say(f"stopped at once; {standing}", sys.stderr)

@@ -1,6 +1,6 @@
 """The trainer processes of a run on Ray: children of actors, which `rl.loop.launch` starts.
 
-A child has a main thread, signals, a jax and an exit status of its own. Its standard input is open
+A child has a main thread, handlers of signals, a jax and an exit status. Its standard input is open
 while the actor lives: at its end the process stops as if it were signalled.
 """
 
@@ -38,7 +38,7 @@ Line = tuple[bool, str]  # of stderr or not; the text
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a trainer process does: `config` is a text of `rl.config.loader.dump`."""
+    """The settings of a trainer process: `config` is a text of `rl.config.loader.dump`."""
 
     config: str
     resume: bool
@@ -151,9 +151,9 @@ def run_trainers(
     try:
         address = actors[0].call("address", host).result()
         for i, actor in enumerate(actors):
-            given = dataclasses.replace(start, coordinator=address, process_id=i)
+            numbered = dataclasses.replace(start, coordinator=address, process_id=i)
             try:
-                actor.call("start", given).result()
+                actor.call("start", numbered).result()
             except (ValueError, OSError) as error:
                 raise ProgramLost(f"{actor.name} does not start: {error}") from error
         return _follow(actors, limit_s + LEAVING_S, show, num_stops)

@@ -35,8 +35,8 @@ def open_rewards(
             from rl.cluster.ray_session import reserve
 
             limit_s, cpus = config.cluster.deadline_s, config.reward.workers
-            asked = f"Cluster.scorers={count} of Reward.workers={cpus}"
-            room = stack.enter_context(reserve(count, asked, 2 * limit_s, cpus=cpus))
+            setting = f"Cluster.scorers={count} of Reward.workers={cpus}"
+            room = stack.enter_context(reserve(count, setting, 2 * limit_s, cpus=cpus))
             settings = ActorSettings({}, limit_s, 2 * limit_s, say)
             rewards = Scorers(config.reward, tasks, count, room, settings)
         else:

@@ -1,7 +1,9 @@
 """Actors are lost with their programs, start again, and are given up; without Ray and with it."""
 
 import dataclasses
+import math
 import threading
+from concurrent.futures import Future
 
 import pytest
 from thread_actors import SETTINGS, ThreadRoom
@@ -48,7 +50,7 @@ def test_calls_return_results_and_errors_of_the_method():
         adder.call("fail").result(LIMIT_S)
     assert adder.call("add", 0).result(LIMIT_S) == 4
     adder.close()
-    with pytest.raises(ProgramLost, match=r"^adder 0 \(.*\): the run has ended$"):
+    with pytest.raises(ProgramLost, match=r"^adder 0 \(.*\) is lost: the run has ended$"):
         adder.call("wait").result(LIMIT_S)
 
 
@@ -59,7 +61,9 @@ def test_a_killed_program_fails_its_calls_and_starts_again():
     assert adder.call("add", 5).result(LIMIT_S) == 6
     waiting, room.hold[0] = adder.call("wait"), threading.Event()
     room.started[0][0].kill()
-    with pytest.raises(ProgramLost, match=rf"^adder 0 \(.*, process {adder.pid}\): killed$"):
+    with pytest.raises(
+        ProgramLost, match=rf"^adder 0 \(.*, process {adder.pid}\) is lost: killed$"
+    ):
         waiting.result(LIMIT_S)
     assert not adder.is_there
     later = adder.call("add", 1)
@@ -86,6 +90,19 @@ def test_a_late_call_is_a_loss_and_losses_without_work_are_bounded():
     assert "it is given up: it was lost 3 times" in said[-1]
     assert isinstance(adder.call("add", 1).exception(LIMIT_S), ProgramLost)
     assert len(room.started[0]) == actors.MAX_STARTS
+
+
+@pytest.mark.fault
+def test_a_program_without_heartbeats_is_lost():
+    def mute(index, handle):
+        handle.submit = lambda member, *args, true=handle.submit: (
+            Future() if member == "ping" else true(member, *args)
+        )
+
+    adder = actor(ThreadRoom(mute), settings=dataclasses.replace(SETTINGS, deadline_s=1.0))
+    with pytest.raises(ProgramLost, match=r"no answer to a heartbeat within 1\.0 s"):
+        adder.call("wait", limit_s=math.inf).result(LIMIT_S)
+    adder.close()
 
 
 @pytest.mark.fault

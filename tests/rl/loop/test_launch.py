@@ -37,10 +37,10 @@ def started(monkeypatch):
         yield "127.0.0.1:1"
 
     @contextlib.contextmanager
-    def reserve(count, asked, start_s, *, devices):
+    def reserve(count, setting, start_s, *, devices):
         requested.update(count=count, devices=devices)
         if count == 3:
-            raise RayProblem(f"expected room for {asked}")
+            raise RayProblem(f"expected room for {setting}")
         yield ThreadRoom()
 
     monkeypatch.setattr(ray_session, "open_ray", open_ray)

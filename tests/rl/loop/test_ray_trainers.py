@@ -90,7 +90,7 @@ def test_so_does_one_whose_actor_dies():
         return 0
 
     played = Played("goes on")
-    with pytest.raises(ProgramLost, match=r"^trainer process 0 of 2 \(.*\): killed$"):
+    with pytest.raises(ProgramLost, match=r"^trainer process 0 of 2 \(.*\) is lost: killed$"):
         played.run(kill)
     assert not runs(played.processes[1].pid)
     played.processes[0].kill()  # by itself it would end with its actor
