@@ -54,7 +54,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "speculation": {"cluster", "config", "engine"},
         "weights": set(),
         "workers": {"cluster", "engine"},
-        "drafting": {"engine", "speculation"},
+        "drafting": {"cluster", "engine", "speculation", "warm_up"},
         "warm_up": {"cluster", "engine", "speculation"},
         "ray_roles": {"cluster", "remote"},
         "remote": {

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from models.config import ModelConfig
 from rl.cluster.actors import Actor, Handle
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import MeasuredSeconds, Planner
-from rl.drafting.worker import Answer, DraftingLink, DraftingWorker, Peer, Rollout
+from rl.drafting.worker import Answer, Draft, DraftingLink, DraftingWorker, Peer, Rollout
 from rl.drafting.workers import drafting_engine, share
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
@@ -32,7 +32,7 @@ from sched.simulator.measured_costs import MeasuredCosts
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
-from spec.decoupled.messages import Commit, DraftPlan
+from spec.decoupled.messages import DraftPlan
 from spec.round_times import RoundTimes
 
 BEAT_S = 2.0  # between two calls by which a hang or a loss is noticed
@@ -172,21 +172,6 @@ class DraftingActors:
             self.look()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Calls:
-    """Calls of an actor, as links make them: in threads of their own, which wait."""
-
-    handle: Handle
-
-    def draft(
-        self, rollout: Rollout, link: str, commits: Sequence[Commit], closed: Sequence[int]
-    ) -> Answer:
-        answer: Answer = self.handle.submit(
-            "call", "draft", rollout, link, commits, closed
-        ).result()
-        return answer
-
-
 class RemoteDrafts(DrafterSource):
     """The drafters of a verifying worker whose drafting workers are actors; it is kept for the run.
 
@@ -212,7 +197,7 @@ class RemoteDrafts(DrafterSource):
         before, self._peers = self._peers, {}
         for number, num_starts, handle in apart.places:
             if handle is not None:
-                new = Peer(f"drafting worker {number}", _Calls(handle), self._report)
+                new = Peer(f"drafting worker {number}", _calls(handle), self._report)
                 self._peers[number, num_starts] = before.get((number, num_starts), new)
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
@@ -222,3 +207,7 @@ class RemoteDrafts(DrafterSource):
         links = [DraftingLink(peer, rollout) for peer in peers]
         plans = OnePlan(DraftPlan(1)) if self._planner is None else self._planner.plans()
         return DecoupledDrafter(links, plans, spec.sampling)
+
+
+def _calls(handle: Handle) -> Draft:
+    return lambda *args: cast(Answer, handle.submit("call", "draft", *args).result())

@@ -16,11 +16,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from rl.cluster.actors import ActorDied
 from rl.drafting.config import DraftingConfig, methods_of
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -68,12 +69,7 @@ class Answer(NamedTuple):
     blocks: Sequence[Block]
 
 
-class Drafts(Protocol):
-    """A drafting worker as links call it."""
-
-    def draft(
-        self, rollout: Rollout, link: str, commits: Sequence[Commit], closed: Sequence[int]
-    ) -> Answer: ...
+Draft = Callable[[Rollout, str, Sequence[Commit], Sequence[int]], Answer]  # DraftingWorker.draft
 
 
 @dataclasses.dataclass(eq=False)
@@ -243,76 +239,73 @@ class DraftingWorker:
 
 
 class Peer:
-    """A drafting worker as the links of this process know it; `worker` is None if it is given up.
+    """A drafting worker as the links of this process call it; `draft` is None if it is given up.
 
-    `report` is called with a line about each failure. `replace` returns a worker in place of one
-    that hangs.
+    `report` is called with a line about each failure. `replace` returns the method of a worker in
+    place of one that hangs.
     """
 
     def __init__(
         self,
         name: str,
-        worker: Drafts | None,
+        draft: Draft | None,
         report: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.perf_counter,
         hang_limit_s: float = HANG_LIMIT_S,
-        replace: Callable[[], Drafts] | None = None,
+        replace: Callable[[], Draft] | None = None,
     ) -> None:
-        self.name, self.worker, self._report = name, worker, report
-        self.clock, self.hang_limit_s, self._replace = clock, hang_limit_s, replace
-        self.failures, self._lock = 0, threading.Lock()  # failures in a row
+        self.draft, self.clock, self.hang_limit_s = draft, clock, hang_limit_s
+        self.failures = 0  # in a row, without a block
+        self._name, self._report, self._replace = name, report, replace
+        self._lock = threading.Lock()
 
-    def fail(self, worker: Drafts, why: str, *, hangs: bool) -> None:
-        """Count a failure; give the worker up after too many."""
+    def fail(self, draft: Draft, error: BaseException) -> None:
+        """Count a failure of this method; give the worker up after too many."""
         with self._lock:
-            if worker is not self.worker:
+            if draft is not self.draft:
                 return  # another link has noticed
             self.failures += 1
-            is_given_up = self.failures > MAX_RESTARTS
+            is_given_up = self.failures > MAX_RESTARTS or isinstance(error, ActorDied)
             if is_given_up:
-                self.worker = None
-            elif hangs and self._replace is not None:
-                self.worker = self._replace()
+                self.draft = None
+            elif isinstance(error, TimeoutError) and self._replace is not None:
+                self.draft = self._replace()
+            line = str(error).strip().partition("\n")[0][:300]
             end = "verifying workers go on without it" if is_given_up else "it starts again"
-            self._report(f"warning: {self.name} {why}; {end}")
+            self._report(f"warning: {self._name} failed: {type(error).__name__}: {line}; {end}")
 
 
 class DraftingLink(DraftLink):
     """A verifying worker's link to one drafting worker, for one rollout.
 
-    After a failure it sends nothing until an empty call is answered. Then `generation` grows, so
-    that all requests are sent from their first token.
+    A thread makes one call at a time, until there is nothing to send and no block comes. If a call
+    fails `generation` grows, so that all requests are sent again from their first token.
     """
 
     def __init__(self, peer: Peer, rollout: Rollout) -> None:
         self.generation = 0
         self._peer, self._rollout, self._name = peer, rollout, secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._commits: dict[int, Commit] = {}  # by request: what no call has sent yet
-        self._closed = list[int]()
+        self._commits, self._closed = dict[int, Commit](), list[int]()  # no call has sent them yet
         self._blocks, self._arrived = collections.deque[Block](), threading.Event()
         self._thread: threading.Thread | None = None
-        self._called_s: float | None = None  # when the present call began
+        self._call: tuple[Draft, float] | None = None  # under way, and since when
         self._start: str | None = None
-        self._is_lost = False
 
     def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         with self._lock:
-            self._check_call()
-            if not self._is_lost:
-                for request_id in closed:
-                    self._commits.pop(request_id, None)
-                self._closed += closed
-                for commit in commits:
-                    before = self._commits.get(commit.request_id)
-                    self._commits[commit.request_id] = _merged(before, commit)
-            has_news = self._is_lost or self._commits or self._closed
-            if self._thread is None and self._peer.worker is not None and has_news:
-                call, args = self._call, (self._is_lost,)
-                self._thread = threading.Thread(
-                    target=call, args=args, name="drafting", daemon=True
-                )
+            self._check_hang()
+            if self._peer.draft is None:
+                return
+            for request_id in closed:
+                self._commits.pop(request_id, None)
+            self._closed += closed
+            for commit in commits:
+                before = self._commits.get(commit.request_id)
+                self._commits[commit.request_id] = _merged(before, commit)
+            if self._thread is None and (self._commits or self._closed):
+                self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
                 self._thread.start()
 
     def take(self) -> Sequence[Block]:
@@ -320,61 +313,61 @@ class DraftingLink(DraftLink):
         return [self._blocks.popleft() for _ in range(len(self._blocks))]
 
     def wait(self, timeout_s: float) -> None:
-        called_s = self._called_s
-        is_late = called_s is not None and self._peer.clock() - called_s > LATE_S
+        call = self._call
+        is_late = call is not None and self._peer.clock() - call[1] > LATE_S
         if self._thread is not None and not is_late:
             self._arrived.wait(timeout_s)
 
-    def _check_call(self) -> None:
+    def _check_hang(self) -> None:
         """Give up a call that hangs."""
-        if self._called_s is None or self._peer.worker is None:
+        if self._call is None:
             return
-        waited_s = self._peer.clock() - self._called_s
-        if waited_s > self._peer.hang_limit_s:
-            self._lose(self._worker, f"hangs: no answer for {waited_s:.1f} s", hangs=True)
+        draft, since_s = self._call
+        if (waited_s := self._peer.clock() - since_s) > self._peer.hang_limit_s:
+            self._fail(draft, TimeoutError(f"no answer for {waited_s:.1f} s"))
 
-    def _call(self, more: bool) -> None:
-        """Call the worker until there is nothing to send and no block comes."""
-        me = threading.current_thread()
+    def _run(self) -> None:
+        me, has_more = threading.current_thread(), False
         while True:
             with self._lock:
-                worker = self._peer.worker
+                draft = self._peer.draft
                 if self._thread is not me:
-                    return
-                if worker is None or not (more or self._commits or self._closed):
+                    return  # it hung, and was given up
+                if draft is None or not (has_more or self._commits or self._closed):
                     self._thread = None
                     return
                 news = list(self._commits.values()), self._closed
                 self._commits, self._closed = {}, []
-                self._worker, self._called_s = worker, self._peer.clock()
+                self._call = draft, self._peer.clock()
+            answer, error = None, None
             try:
-                answer = worker.draft(self._rollout, self._name, *news)
-            except BaseException as error:
-                with self._lock:
-                    if self._thread is me:
-                        line = str(error).strip().partition("\n")[0][:300]
-                        self._lose(worker, f"failed: {type(error).__name__}: {line}", hangs=False)
-                return
+                answer = draft(self._rollout, self._name, *news)
+            except BaseException as raised:
+                error = raised
             with self._lock:
                 if self._thread is not me:
                     return
-                self._called_s = None
+                if answer is None:
+                    assert error is not None, "a call returns or raises"
+                    self._fail(draft, error)
+                    return
+                has_more, self._call = bool(answer.blocks), None
                 self._receive(answer)
-            more = bool(answer.blocks)
 
     def _receive(self, answer: Answer) -> None:
-        if self._is_lost or self._start not in (None, answer.start):
+        if self._start not in (None, answer.start):
             self.generation += 1
-        self._is_lost, self._start = False, answer.start
+        self._start = answer.start
         if answer.blocks:
             self._peer.failures = 0
             self._blocks.extend(answer.blocks)
             self._arrived.set()
 
-    def _lose(self, worker: Drafts, why: str, *, hangs: bool) -> None:
-        self._thread, self._called_s, self._is_lost = None, None, True
+    def _fail(self, draft: Draft, error: BaseException) -> None:
+        self._thread, self._call, self._start = None, None, None
         self._commits, self._closed = {}, []
-        self._peer.fail(worker, why, hangs=hangs)
+        self.generation += 1
+        self._peer.fail(draft, error)
 
 
 def _merged(before: Commit | None, commit: Commit) -> Commit:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from rl.drafting.plans import Planner
-from rl.drafting.worker import DraftingLink, DraftingWorker, Peer, Rollout
+from rl.drafting.worker import Draft, DraftingLink, DraftingWorker, Peer, Rollout
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext
 from rl.engine.worker_record import WorkerPart
@@ -71,7 +71,7 @@ class DraftingWorkers(DrafterSource):
         self.workers = [self._worker(engine) for engine in engines]
         for k, worker in enumerate(self.workers):
             peer = Peer(
-                *(f"drafting worker {k}", worker, self._report),
+                *(f"drafting worker {k}", worker.draft, self._report),
                 clock=self._clock,
                 hang_limit_s=self._hang_limit_s,
                 replace=partial(self._replace, k),
@@ -144,12 +144,12 @@ class DraftingWorkers(DrafterSource):
         planner = self.planner
         return DraftingWorker(engine, models, planner.config, planner.max_window, self._clock)
 
-    def _replace(self, k: int) -> DraftingWorker:
-        """Leave a worker that hangs, and its engine; return another one, with its counts."""
+    def _replace(self, k: int) -> Draft:
+        """Leave a worker that hangs, and its engine; start another one, with its counts."""
         hung = self.workers[k]
         self.workers[k] = worker = self._worker(hung.engine.abandoned())
         worker.num_steps, worker.busy_s = hung.num_steps, hung.busy_s
-        return worker
+        return worker.draft
 
 
 def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_window: int) -> Engine:

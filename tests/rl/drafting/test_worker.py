@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_ahead import commit
 
+from rl.cluster.actors import ActorDied
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
 from rl.drafting.worker import (
@@ -194,7 +195,7 @@ class Linked:
     def __init__(self, worker, **options):
         self.clock, self.lines, self.worker = Clock(), [], worker
         name, report = "drafting worker 0", self.lines.append
-        self.peer = Peer(name, worker, report, clock=self.clock, hang_limit_s=10.0, **options)
+        self.peer = Peer(name, worker.draft, report, clock=self.clock, hang_limit_s=10.0, **options)
         self.link = DraftingLink(self.peer, A)
 
     def send(self, *commits, closed=()):
@@ -258,17 +259,15 @@ def test_a_round_waits_for_a_call_alone_and_not_for_a_late_one():
 
 
 @pytest.mark.fault
-def test_after_a_failure_all_is_sent_anew_once_the_worker_answers():
+def test_after_a_failure_all_is_sent_anew():
     linked = Linked(EchoWorker(fails))
-    assert linked.send(commit([1])) == [] and linked.link.generation == 0
+    assert linked.send(commit([1])) == [] and linked.link.generation == 1
     assert linked.lines == [
         "warning: drafting worker 0 failed: RuntimeError: a device is gone; it starts again"
     ]
     linked.worker.before_step = lambda: None
-    assert linked.send(commit([2], first=1, round=2)) == [], "an empty call comes first"
-    assert linked.link.generation == 1 and len(linked.worker.made) == 1
-    assert linked.send(commit([1, 2], round=3)) == [(0, 3)]
-    assert linked.peer.failures == 0 and len(linked.lines) == 1
+    assert linked.send(commit([1, 2], round=2)) == [(0, 2)]
+    assert linked.peer.failures == 0 and len(linked.lines) == linked.link.generation == 1
 
 
 @pytest.mark.fault
@@ -284,16 +283,27 @@ def test_another_link_notices_that_the_worker_has_forgotten_its_requests():
 def test_a_worker_that_fails_in_a_row_is_given_up():
     linked = Linked(EchoWorker(fails))
     for n in range(MAX_RESTARTS + 1):
+        assert linked.link.generation == n
         linked.send(commit([1], round=n + 1))
-        linked.send()  # the empty call, unless it is given up
     assert [line.rpartition("; ")[2] for line in linked.lines] == [
         *["it starts again"] * MAX_RESTARTS,
         "verifying workers go on without it",
     ]
-    assert linked.peer.worker is None and linked.send(commit([1])) == []
-    assert linked.link._thread is None and len(linked.worker.made) == len(linked.lines)
-    assert DraftingLink(linked.peer, B).send([commit([1])], ()) is None
+    assert linked.peer.draft is None and linked.send(commit([1])) == []
+    DraftingLink(linked.peer, B).send([commit([1])], ())
     assert len(linked.worker.made) == len(linked.lines), "it is called no more"
+
+
+@pytest.mark.fault
+def test_a_program_that_has_ended_is_called_no_more():
+    def ends():
+        raise ActorDied("killed")
+
+    linked = Linked(EchoWorker(ends))
+    linked.send(commit([1]))
+    assert linked.peer.draft is None and linked.lines == [
+        "warning: drafting worker 0 failed: ActorDied: killed; verifying workers go on without it"
+    ]
 
 
 @pytest.mark.fault
@@ -307,7 +317,7 @@ def test_one_that_hangs_is_replaced_and_its_late_answer_is_dropped(fails_late):
             raise RuntimeError("late")
 
     other = EchoWorker()
-    linked = Linked(EchoWorker(hang), replace=lambda: other)
+    linked = Linked(EchoWorker(hang), replace=lambda: other.draft)
     linked.link.send([commit([1])], ())
     assert gate.is_reached.wait(LIMIT_S)
     hung = linked.link._thread
@@ -317,9 +327,9 @@ def test_one_that_hangs_is_replaced_and_its_late_answer_is_dropped(fails_late):
     linked.clock.now_s = 12.5
     linked.send()
     assert linked.lines == [
-        "warning: drafting worker 0 hangs: no answer for 12.5 s; it starts again"
+        "warning: drafting worker 0 failed: TimeoutError: no answer for 12.5 s; it starts again"
     ]
-    assert linked.link.generation == 1 and linked.peer.worker is other
+    assert linked.link.generation == 1
     assert linked.send(commit([1, 2], round=3)) == [(0, 3)]
     gate.is_open.set()
     hung.join(LIMIT_S)
@@ -370,8 +380,8 @@ def test_drafters_keep_no_weights(team):
 def test_the_engine_of_a_hung_worker_is_left_to_it(team):
     hung = team.workers[1]
     hung.num_steps = 7
-    new = team.peers[1]._replace()
-    assert team.workers[1] is new is not hung and new.engine.is_left
+    assert team.peers[1]._replace() == (new := team.workers[1]).draft
+    assert new is not hung and new.engine.is_left
     assert (new.num_steps, team.workers[0].engine.is_left) == (7, False)
 
 
