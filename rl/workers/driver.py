@@ -6,8 +6,7 @@
                                         │
     owner ←──trajectories, deferred and returned requests, errors
 
-A request that leaves a worker is promised under a ticket until its state comes; starts of it on
-other workers wait for that. A lost worker is a call that raised or passed its deadline.
+A lost worker is a call that raised or passed its deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +23,13 @@ from typing import Any
 
 from rl.engine.engine import ChunkEnd
 from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats, joined
-from rl.engine.worker_record import Kind, WorkerEvent, WorkerPart, fitted
+from rl.engine.stats import EngineStats
+from rl.engine.worker_record import Kind, WorkerEvent
 from rl.runtime.waits import POLL_S, Hang, ProgramLost
-from rl.trajectory import PartialRequest, Prefix, Request, Trajectory
+from rl.trajectory import PartialRequest, Request, Trajectory
 from rl.workers.pool import IdleWork, Place
+from rl.workers.request_table import LiveRequest, RequestTable
+from rl.workers.step_counts import StepCounts
 from rl.workers.worker import (
     Begin,
     Command,
@@ -85,22 +85,6 @@ class Returned:
 Result = Trajectory | Deferred | Returned | BaseException
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Live:
-    """A request that has not ended: its last known state, and the actions that wait for it.
-
-    `generated_tokens` may be more than the prefix has: a lost worker reported them.
-    """
-
-    step: int
-    request: Request
-    prefix: Prefix | None = None
-    kv: PartialRequest | None = None
-    generated_tokens: int = 0
-    ticket: int | None = None
-    waiting: list[Start | protocol.Return] = dataclasses.field(default_factory=list)
-
-
 @dataclasses.dataclass(eq=False)
 class _Worker:
     """A worker that is present: its starts in force, and its call."""
@@ -116,25 +100,6 @@ class _Worker:
     is_idle: bool = True
     is_leaving: bool = False
     is_lost: bool = False  # the scheduler is told once another worker is present
-
-
-@dataclasses.dataclass(eq=False)
-class _Part:
-    """A worker's part in a step."""
-
-    name: str
-    place: str
-    version: int
-    began_s: float
-    ended_s: float
-    stats: EngineStats
-
-    def part(self) -> WorkerPart:
-        rounds = [(r.began_s, r.ended_s) for r in self.stats.timeline]
-        whole = self.began_s, max(self.began_s, self.ended_s)
-        return WorkerPart(
-            self.name, self.place, self.version, tuple(fitted(rounds, *whole) or [whole])
-        )
 
 
 class Driver:
@@ -159,29 +124,25 @@ class Driver:
         deliver: Callable[[Result], None] | None = None,
     ) -> None:
         self._places, self._scheduler, self._limits = places, scheduler, limits
-        self._clock, self._pool_bytes = clock, pool_bytes
+        self._clock = clock
         self._can_restart, self._keeps_decisions = can_restart, keeps_decisions
         self._idle_work, self._acceptance = idle_work, acceptance
         self._began_s = self._profiled_s = clock()
         self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._deliver = deliver or self._results.put
-        self._requests: dict[int, _Live] = {}
-        self._tickets: dict[int, tuple[int, int]] = {}  # → (request, worker)
-        self._numbers = itertools.count()
+        self._requests, self._counts = RequestTable(pool_bytes), StepCounts()
         self._workers: dict[int, _Worker] = {}
         self._num_joined = 0
         self._failures: collections.Counter[int] = collections.Counter()  # by place
         self._seated: dict[int, int] = {}  # place → worker
         self._lost: dict[int, WorkerError] = {}  # until another worker is present
         self._specs: dict[int, RolloutSpec] = {}
-        self._parts: dict[int, dict[int, _Part]] = {}  # by step and counts
         self._events: list[WorkerEvent] = []
         self._rolls = False  # requests were submitted: idle workers may do idle work
         self._ends_s: float | None = None  # deadline of workers, once the session is closed
         self._aborts, self._error = False, None  # type: tuple[bool, BaseException | None]
         self.decisions: list[SchedulerDecision] = []
-        self.pool_bytes_used = 0
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
     # -- called by the owner -----------------------------------------------------------------
@@ -266,14 +227,11 @@ class Driver:
 
     def num_tokens(self, step: int) -> int:
         """Return the tokens that all workers emitted in a step so far."""
-        return sum(part.stats.tokens for part in list(self._parts.get(step, {}).values()))
+        return self._counts.num_tokens(step)
 
     def stats(self, step: int) -> EngineStats:
         """Return the counts of all workers in a step so far."""
-        parts = list(self._parts.get(step, {}).values())
-        stats = joined([EngineStats(), *(part.stats for part in parts)])
-        stats.parts = [part.part() for part in parts]
-        return stats
+        return self._counts.stats(step)
 
     def new_events(self) -> list[WorkerEvent]:
         """Return which workers joined and were lost since the last call."""
@@ -316,10 +274,11 @@ class Driver:
     def _submitted(
         self, step: int, specs: tuple[RequestSpec, ...], requests: Sequence[Request], first: int
     ) -> None:
-        for table in (self._specs, self._parts):
-            for old in [s for s in table if s < first]:
-                del table[old]
-        self._requests.update((r.request_id, _Live(step, r)) for r in requests)
+        for old in [s for s in self._specs if s < first]:
+            del self._specs[old]
+        self._counts.begin(step, first)
+        for request in requests:
+            self._requests.add(step, request)
         self._handle(protocol.Submitted(specs, step))
         if self._idle_work is not None:
             self._idle_work.rollout_began()
@@ -354,7 +313,7 @@ class Driver:
         worker = self._workers[start.worker_id]
         worker.starts[start.request_id] = start
         if start.kv is Kv.HELD:
-            self._withdraw(self._requests[start.request_id])
+            self._requests.withdraw(self._requests[start.request_id])
             worker.inbox.append(Extend(start.request_id, start.max_tokens))
         else:
             self._when_known(start.request_id, start)
@@ -367,33 +326,26 @@ class Driver:
         elif isinstance(action, Start):
             self._begin(live, action)
         else:
-            self._forget(request_id)
+            self._requests.remove(request_id)
             self._deliver(Returned(PartialRequest(live.request, live.prefix)))
 
-    def _begin(self, live: _Live, start: Start) -> None:
+    def _begin(self, live: LiveRequest, start: Start) -> None:
         worker = self._workers.get(start.worker_id)
         if worker is None or worker.is_lost or worker.starts.get(start.request_id) != start:
             return  # the request was dropped meanwhile, or is started again elsewhere
-        known = 0 if live.prefix is None else len(live.prefix.response_ids)
-        kv = self._take_kv(live)
-        request = PartialRequest(
-            live.request,
-            live.prefix,
-            kv if start.kv is Kv.POOL else None,
-            # what a lost worker reported and did not return is generated again
-            start.max_tokens + live.generated_tokens - known,
-        )
+        kv = self._requests.take_kv(live)
         if live.step not in worker.prepared:
             worker.prepared.add(live.step)
             worker.inbox.append(Prepare(live.step, self._specs[live.step]))
-        worker.inbox.append(Begin(live.step, request))
+        begun = live.start(kv if start.kv is Kv.POOL else None, start.max_tokens)
+        worker.inbox.append(Begin(live.step, begun))
 
     def _copy(self, action: protocol.Copy) -> None:
         """Have a worker return a copy of a request, which another one starts."""
         original, start = self._requests[action.request_id], action.start
         request = dataclasses.replace(original.request, request_id=start.request_id)
-        self._requests[start.request_id] = live = _Live(original.step, request)
-        ticket = self._promise(live, start.request_id, action.worker_id)
+        self._requests.add(original.step, request)
+        ticket = self._requests.promise(start.request_id, action.worker_id)
         self._workers[action.worker_id].inbox.append(Fork(action.request_id, ticket))
         self._start(start)
 
@@ -401,44 +353,11 @@ class Driver:
         worker = self._workers[action.worker_id]
         worker.starts.pop(action.request_id, None)
         worker.inbox.append(Remove(action.request_id))
-        self._forget(action.request_id)
+        self._requests.remove(action.request_id)
 
-    def _forget(self, request_id: int) -> None:
-        live = self._requests.pop(request_id)
-        self._withdraw(live)
-        self._take_kv(live)
-
-    # -- states on their way, and the pool -----------------------------------------------------
-
-    def _promise(self, live: _Live, request_id: int, worker_id: int) -> int:
-        live.ticket = ticket = next(self._numbers)
-        self._tickets[ticket] = request_id, worker_id
-        return ticket
-
-    def _withdraw(self, live: _Live) -> None:
-        if live.ticket is not None:
-            del self._tickets[live.ticket]
-            live.ticket = None
-
-    def _known(self, live: _Live, state: PartialRequest | None) -> None:
-        """Keep a state that came, or the one of before; carry out the actions that waited."""
-        live.ticket = None
-        if state is not None:
-            live.prefix = state.prefix
-            size = 0 if state.kv is None else state.kv.num_bytes
-            if size and self.pool_bytes_used + size <= self._pool_bytes:
-                self.pool_bytes_used += size
-                live.kv = state
-        waiting, live.waiting = live.waiting, []
+    def _go_on(self, waiting: Sequence[Start | protocol.Return]) -> None:
         for action in waiting:
             self._when_known(action.request_id, action)
-
-    def _take_kv(self, live: _Live) -> Any:
-        state, live.kv = live.kv, None
-        if state is None or state.kv is None:
-            return None
-        self.pool_bytes_used -= state.kv.num_bytes
-        return state.kv
 
     # -- reports -----------------------------------------------------------------------------
 
@@ -460,22 +379,14 @@ class Driver:
 
     def _reported(self, worker_id: int, worker: _Worker, report: Report) -> None:
         worker.is_idle = report.is_idle
-        if report.step is not None:
-            self._count(worker, report.step, report.stats)
+        if report.step is not None and (spec := self._specs.get(report.step)) is not None:
+            place, now_s = worker.place, self._clock()
+            names = place.name, place.where, spec.policy_version
+            self._counts.add(report.step, report.stats, names, worker.called_s, now_s)
         if self._aborts:
             return
         for event in report.events:
             self._happened(worker_id, worker, event)
-
-    def _count(self, worker: _Worker, step: int, stats: EngineStats) -> None:
-        spec = self._specs.get(step)
-        if spec is None:
-            return  # nobody asks for so old a step
-        parts, now_s = self._parts.setdefault(step, {}), self._clock()
-        if id(stats) not in parts:  # a worker may open a step again
-            found = worker.place.name, worker.place.where, spec.policy_version, worker.called_s
-            parts[id(stats)] = _Part(*found, now_s, stats)
-        parts[id(stats)].ended_s = now_s
 
     def _happened(self, worker_id: int, worker: _Worker, event: Event) -> None:
         match event:
@@ -486,18 +397,14 @@ class Driver:
                 if self._is_in_force(worker, request_id):
                     self._chunk_ended(worker_id, worker, request_id, tokens)
             case Left(ticket, state):
-                if (found := self._tickets.pop(ticket, None)) is not None:
-                    live = self._requests[found[0]]
-                    if state is not None:
-                        state = dataclasses.replace(state, request=live.request)
-                    self._known(live, state)
+                self._go_on(self._requests.redeem(ticket, state))
             case Released(states):
                 for state in states:
                     request_id = state.request.request_id
                     if self._is_in_force(worker, request_id):
                         live = self._requests[request_id]
                         live.generated_tokens = state.num_tokens
-                        self._known(live, state)
+                        self._requests.keep(live, state)
                         self._chunk_done(worker_id, worker, request_id, state.num_tokens)
 
     def _is_in_force(self, worker: _Worker, request_id: int) -> bool:
@@ -507,7 +414,7 @@ class Driver:
     def _finished(self, worker_id: int, worker: _Worker, trajectory: Trajectory) -> None:
         request_id = trajectory.request_id
         start = worker.starts.pop(request_id)
-        self._forget(request_id)
+        self._requests.remove(request_id)
         original, number = copy_of(request_id)
         if number:
             trajectory = dataclasses.replace(trajectory, request_id=original)
@@ -517,7 +424,7 @@ class Driver:
     def _chunk_ended(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
         live = self._requests[request_id]
         live.generated_tokens = tokens
-        ticket = self._promise(live, request_id, worker_id)
+        ticket = self._requests.promise(request_id, worker_id)
         self._chunk_done(worker_id, worker, request_id, tokens)
         if live.ticket == ticket:  # it does not continue in its row
             worker.inbox.append(Take(request_id, ticket))
@@ -619,11 +526,9 @@ class Driver:
         worker = self._workers.pop(worker_id)
         for number in list(worker.starts):
             if copy_of(number)[1]:  # it is not started again, and its number may be given again
-                self._forget(number)
-        for ticket, (number, owner) in list(self._tickets.items()):
-            if owner == worker_id:
-                del self._tickets[ticket]
-                self._known(self._requests[number], None)
+                self._requests.remove(number)
+        for waiting in self._requests.lose(worker_id):
+            self._go_on(waiting)
         self._handle(protocol.WorkerLost(worker_id))
 
     def _profile(self) -> None:

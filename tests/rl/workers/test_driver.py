@@ -57,7 +57,8 @@ def play(driver, places, choose, submitted, losses=0, on_result=lambda result: N
         else:
             place.run()
     assert set(done) == {r.request_id for r in submitted} and set(done.values()) == {1}
-    assert driver.pool_bytes_used == 0 and not driver._requests and not driver._tickets
+    table = driver._requests
+    assert table.num_bytes == 0 and not len(table) and not table._tickets
     return done
 
 
@@ -163,7 +164,7 @@ def test_requests_begun_ahead_come_back_whole_or_as_far_as_they_came(count, num_
     for _ in range(200):
         run_one()
     assert answered == set(range(8)) and set(came) == set(range(8, 16))
-    assert not driver._requests
+    assert not len(driver._requests)
 
 
 def one(actions):
@@ -189,7 +190,7 @@ def test_a_start_elsewhere_waits_for_the_state_that_leaves():
     assert not second.calls, "it is not there yet"
     first.run()
     driver.run_once(0.0)
-    assert driver.pool_bytes_used == 0
+    assert driver._requests.num_bytes == 0
     second.run()
     assert [row.tokens for row in second.worker.engine.rows.values()] == [5]
 
@@ -233,7 +234,7 @@ def test_events_of_a_dropped_request_are_ignored():
         driver.run_once(0.0)
     assert not second.worker.engine.rows
     chunks = [d.event for d in driver.decisions if isinstance(d.event, ChunkDone)]
-    assert not chunks and list(driver._requests) == [0]
+    assert not chunks and list(driver._requests._live) == [0]
 
 
 @pytest.mark.fault
