@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.sampling import step_key
 
-PACKAGES = ("jax", "jaxlib", "numpy")
 DTYPES = ("float32", "bfloat16")
 NODES = (1, 8)
 NAMED = ("flips_per_million", "responses_that_differ", "responses", "tokens")
@@ -167,14 +165,12 @@ class Sizes:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model, master = workloads.policy(workloads.BASE_POLICY)
-    requests = workloads.group_requests(
-        workloads.questions(arguments.prompts), arguments.group_size
-    )
-    engine_config = EngineConfig(
-        slots=len(requests), min_slots=len(requests), min_positions=256, max_nodes=8
-    )
-    sizes = Sizes(arguments.seeds, arguments.new_tokens, arguments.draws)
-    return of_policy(model, master, requests, engine_config, sizes)
+    questions = workloads.questions(arguments.prompts)
+    requests = workloads.group_requests(questions, arguments.group_size)
+    slots = {"slots": len(requests), "min_slots": len(requests)}
+    config = EngineConfig(**slots, min_positions=256, max_nodes=8)
+    sizes = Sizes(arguments.seeds, arguments.new_tokens, tuple(arguments.draws))
+    return of_policy(model, master, requests, config, sizes)
 
 
 def of_policy(
@@ -202,7 +198,7 @@ def of_policy(
             for measured, of_seeds in found.items():
                 row = {"dtype": dtype, "draw": scheme, "measure": measured} | total_of(of_seeds)
                 rows.append(row)
-                print(row, file=sys.stderr, flush=True)
+                environment.progress(row)
     return {**_named(rows), "rows": rows}
 
 
@@ -214,21 +210,12 @@ def _phases(
     key: jax.Array,
     vocab_size: int,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Plain, and with drafts of the plain tokens; end tokens end nothing, so that both are long."""
-    run = functools.partial(
-        generate,
-        engine.model,
-        params,
-        requests,
-        settings,
-        key=key,
-        engine=engine,
-        stop_token_ids=(),
-    )
+    """Return plain responses, and drafted ones; no end token ends them, so that both are long."""
+    given = engine.model, params, requests, settings
+    run = functools.partial(generate, *given, key=key, engine=engine, stop_token_ids=())
     plain = run()
-    drafter = workloads.Replay(
-        {t.request_id: t.response_ids for t in plain}, ACCEPTANCE, vocab_size
-    )
+    known = {t.request_id: t.response_ids for t in plain}
+    drafter = workloads.Replay(known, ACCEPTANCE, vocab_size)
     return plain, run(drafter=drafter, budget=FixedBudget())
 
 
@@ -243,21 +230,8 @@ def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group_size", type=int, default=4)
-    parser.add_argument("--new_tokens", type=int, default=192)
-    parser.add_argument("--draws", nargs="+", choices=("cdf", "gumbel"), default=["cdf", "gumbel"])
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
-    figures = measure(arguments)
-    record = environment.record("benchmarks.bf16_flips", PACKAGES)
-    result = {"benchmark": "bf16_flips", **figures, **record}
-    environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sizes = {"seeds": 5, "prompts": 16, "group_size": 4, "new_tokens": 192}
+    environment.run(
+        __doc__, measure, choices={"draws": ("cdf", "gumbel")}, draws=("cdf", "gumbel"), **sizes
+    )

@@ -286,26 +286,18 @@ def is_rejected(row: Row, runs: Runs) -> bool:
     return False
 
 
-def main() -> int:
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}".strip()  # before jax starts
-    from benchmarks import environment
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--first", type=int, help="only so many rows")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rows, P = [*covering(FACTORS)[: arguments.first], *rejected()], arguments.processes
     fresh = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(P, fresh) as pool:
         parts = pool.map(played, [rows[p::P] for p in range(P)], [Path(folder)] * P)
-        result = figures([row for part in parts for row in part])
-    record = environment.record("benchmarks.combinations", ("jax", "jaxlib", "numpy", "optax"))
-    shown = {name: value for name, value in result.items() if name != "failed"}
-    environment.show({"benchmark": "combinations", **result, **record}, arguments, shown)
-    return 0
+        return figures([row for part in parts for row in part])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}".strip()  # before jax starts
+    from benchmarks import environment
+
+    processes, packages = os.cpu_count() or 1, (*environment.JAX, "optax")
+    environment.run(__doc__, measure, packages, first=int, processes=processes)

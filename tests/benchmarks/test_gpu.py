@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 from benchmarks.environment import ROOT
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import parts
-from benchmarks.gpu.sizes import SIZES, figures_of, in_turns, num_weights
+from benchmarks.gpu.parts import SIZES, accelerator, num_weights
 
 TINY = SIZES["tiny"]
 
@@ -92,17 +91,9 @@ def test_flips_are_counted_in_both_types():
 
 
 def test_devices_are_found_by_their_name():
-    found = {kind: figures_of(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
+    found = {kind: accelerator(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
     names = [device and device.name for device in found.values()]
     assert names == ["H100", "H200", None]
-
-
-def test_kinds_take_turns_and_the_first_two_do_not_count():
-    order = []
-    kinds = {name: lambda n=name: order.append(n) or float(len(order)) for name in "ab"}
-    seconds = in_turns(kinds, 5)
-    assert "".join(order) == "abba" * 3 + "ab"
-    assert seconds["a"].tolist() == [5, 8, 9, 12, 13]
 
 
 def test_all_parts_end_within_nine_minutes():
@@ -110,14 +101,10 @@ def test_all_parts_end_within_nine_minutes():
     assert set(gpu.DEADLINES_S) == set(parts.PARTS)
 
 
-def test_the_real_size_is_refused_without_a_gpu(capsys, monkeypatch):
-    assert jax.devices()[0].platform == "cpu"
-    monkeypatch.setattr(sys, "argv", ["gpu"])
+def test_the_real_size_is_refused_without_a_gpu(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert gpu.main() == 2
-    said = capsys.readouterr().err
-    assert said.startswith("expected a GPU") and "got cpu; mend: " in said
-    assert len(said.splitlines()) == 1
+    assert gpu.refusal("tiny") is None
+    assert "got cpu; mend: " in gpu.refusal("real")
 
 
 def test_the_command_writes_the_rows_of_a_part_and_says_what_was_cut(tmp_path):

@@ -19,7 +19,6 @@ from tiny_team import (
     workers,
 )
 
-from benchmarks.simulator.replay import replay
 from models.kv_cache import KVCache
 from rl.engine.engine import Engine
 from rl.trajectory import HostKv, PartialRequest, Request
@@ -30,6 +29,7 @@ from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
+from tests.support.replay import replay
 
 
 @pytest.mark.parity
