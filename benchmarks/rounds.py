@@ -4,10 +4,8 @@ Random weights of a small shape, all slots busy, half of the positions live. For
 nodes the draft tokens are spread evenly over the slots, and in another row over half of them. Kinds
 of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round is one
 of eight between two fetches, as the engine runs them; a round with draft tokens includes packing,
-call and fetch, but no drafting. Rows of `halves` are two batches of half the slots and nodes in
-turns: the host packs, calls and fetches for one while the device verifies the other. Rows of
-`products` are the products with the weights alone, without attention: a bound of any round of so
-many nodes.
+call and fetch, but no drafting. Rows of `products` are the products with the weights alone, without
+attention: a bound of any round of so many nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
-from benchmarks.roofline import PRICED_8B
 from benchmarks.shape import Shape
 from benchmarks.turns import in_turns
 from models import kv_cache, transformer
@@ -37,7 +34,7 @@ from spec.drawn import by_slot, unpack
 from spec.nodes import pack
 from spec.verify import Slots, decode_rounds, verify_round
 
-ROUNDS = 8  # of a call of plain ones, and of two halves in turns
+ROUNDS = 8  # of a call of plain ones
 MAX_NODES = 32  # of a slot
 NO_STOP_E = np.full(1, -1, np.int32)
 
@@ -111,74 +108,25 @@ class Rounds:
         return time.perf_counter() - began_s
 
     def drafted(self, num_nodes: int, drafting_slots: int) -> Callable[[], float]:
-        batch = Batch(self, self.num_slots, num_nodes, drafting_slots)
+        """Rounds of which the first slots have draft tokens."""
+        state, B = self.state(self.num_slots), self.num_slots
+        counts = np.zeros(B, int)
+        counts[:drafting_slots] = (num_nodes - B) // drafting_slots
+        drafts = draft(counts, self.model.vocab_size)
+        max_nodes = widest_tree(B, num_nodes, MAX_NODES)
+        options: Any = {"config": self.model, "scheme": "cdf", "max_nodes": max_nodes}
 
         def run() -> float:
-            batch.start()
+            slots = busy(B, self.shape.cache)
             began_s = time.perf_counter()
-            batch.call()
-            batch.fetch()
+            nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes, max_nodes)
+            *state[:], _, found, _ = verify_round(
+                self.params, *state, slots, nodes_5M, NO_STOP_E, None, **options
+            )
+            by_slot(*unpack(found), nodes_5M[1], B)
             return time.perf_counter() - began_s
 
         return run
-
-    def halves(self, num_nodes: int) -> Callable[[], float]:
-        """Two batches of half the slots and nodes: the host has one, the device the other."""
-        B = self.num_slots // 2
-        one, other = (Batch(self, B, num_nodes // 2, B) for _ in range(2))
-
-        def run() -> float:
-            one.start()
-            other.start()
-            began_s = time.perf_counter()
-            one.call()
-            for _ in range(ROUNDS):
-                other.call()
-                one.fetch()
-                one.call()
-                other.fetch()
-            one.fetch()
-            # one round of a half more than `ROUNDS` of both
-            return (time.perf_counter() - began_s) / (ROUNDS + 0.5)
-
-        return run
-
-
-class Batch:
-    """Slots of which some have draft tokens, with a cache of their own."""
-
-    def __init__(self, rounds: Rounds, num_slots: int, num_nodes: int, drafting_slots: int) -> None:
-        self.rounds, self.num_slots, self.num_nodes = rounds, num_slots, num_nodes
-        self.state = rounds.state(num_slots)
-        counts = np.zeros(num_slots, int)
-        counts[:drafting_slots] = (num_nodes - num_slots) // drafting_slots
-        self.drafts = draft(counts, rounds.model.vocab_size)
-        self.max_nodes = widest_tree(num_slots, num_nodes, MAX_NODES)
-        self.nodes_5M = np.zeros((5, 0), np.int32)
-
-    def start(self) -> None:
-        self.slots = busy(self.num_slots, self.rounds.shape.cache)
-
-    def call(self) -> None:
-        B, M, drafts = self.num_slots, self.num_nodes, self.drafts
-        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, M, self.max_nodes)
-        given = self.rounds.params, *self.state, self.slots, self.nodes_5M, NO_STOP_E, None
-        options = {"scheme": "cdf", "max_nodes": self.max_nodes}
-        *self.state, self.slots, self.found, _ = verify_round(
-            *given, config=self.rounds.model, **options
-        )
-
-    def fetch(self) -> None:
-        by_slot(*unpack(self.found), self.nodes_5M[1], self.num_slots)
-
-
-def projected_halves(num_slots: int, num_positions: int, num_nodes: int) -> float:
-    """Return the seconds of two halves over those of the whole, by the roofline, without a host."""
-    half_s, whole_s = (
-        PRICED_8B.round_seconds(b, b * num_positions / 2, num_nodes / num_slots)
-        for b in (num_slots // 2, num_slots)
-    )
-    return 2 * half_s / whole_s
 
 
 def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -195,8 +143,6 @@ def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> l
         for drafting in (slots, slots // 2):
             run = rounds.drafted(size, drafting)
             add(f"drafts in {drafting}", size, run, slots_with_drafts=drafting)
-        projected = round(projected_halves(slots, shape.cache, size), 3)
-        add("halves", size, rounds.halves(size), halves=True, projected_to_whole=projected)
     for size in (slots, *sizes):
         add("products", size, partial(rounds.products, size), products=True)
     seconds = in_turns(kinds, repeats)
@@ -205,9 +151,6 @@ def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> l
         row["ms"] = round(1e3 * float(np.median(seconds[name])), 3)
         row["to_plain"] = round(float(np.median(ratios_T)), 3)
         row["to_plain_quartiles"] = np.quantile(ratios_T, [0.25, 0.75]).round(3).tolist()
-        if "halves" in row:
-            whole_T = seconds[f"drafts in {slots} {row['nodes']}"]
-            row["to_whole"] = round(float(np.median(seconds[name] / whole_T)), 3)
     return list(rows.values())
 
 

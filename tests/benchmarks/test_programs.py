@@ -21,7 +21,7 @@ SMALLEST = {
     "compare": f"--batches 2 --repeats 1 --choosing_repeats 1 {BATCH}",
     "bf16_flips": "--seeds 1 --prompts 1 --group_size 1 --new_tokens 4 --draws cdf",
     "large_data": "--rows 100",
-    "weights": "--versions 1",
+    "weights": "--versions 2",
     "simulator.reproduction": "--experiments tlt --seeds 2 --processes 1",
     "soak": "pages --count 20",
     "specactor": "--batches 1 --max_new_tokens 4",
