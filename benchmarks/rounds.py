@@ -24,11 +24,13 @@ from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from benchmarks.turns import in_turns
-from models import kv_cache, transformer
+from models import transformer
 from models.config import ModelConfig
 from models.rope import rope_turns
+from models.transformer import Params
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
 from spec import sampling
-from spec.buckets import widest_tree
 from spec.drafter import Drafts, no_drafts
 from spec.drawn import by_slot, unpack
 from spec.nodes import pack
@@ -50,12 +52,12 @@ def draft(counts: np.ndarray, vocab_size: int) -> Drafts:
     return found
 
 
-def busy(num_slots: int, num_positions: int) -> Slots:
-    """Return slots on the device that all run, with half of the positions live."""
+def busy(num_slots: int, live: int) -> Slots:
+    """Return slots on the device that all run, with so many live positions."""
     one_B = jnp.ones(num_slots, jnp.int32)
     slots = Slots(
         last_token=one_B,
-        length=one_B * (num_positions // 2),
+        length=one_B * live,
         emitted=one_B * 0,
         limit=one_B * 10**6,
         active=one_B > 0,
@@ -75,76 +77,75 @@ def products(config: ModelConfig, params: transformer.Params, x_M1D: jax.Array) 
 
 
 class Rounds:
-    """Rounds of one number of slots and positions; each kind has a cache of its own."""
+    """Plain and verifying rounds of an engine's programs on one cache, with all slots busy."""
 
-    def __init__(self, shape: Shape, num_slots: int, max_nodes: int) -> None:
-        self.model, self.shape = model_config(shape), shape
-        self.num_slots, self.max_nodes = num_slots, max_nodes
-        self.params = transformer.init(self.model, jax.random.key(0))
+    def __init__(self, engine: Engine, params: Params, live: int) -> None:
+        self.engine, self.params, self.live = engine, params, live
+        self.num_slots = engine.config.slots
+        engine.expect(self.num_slots, live + engine.config.max_nodes + 1)
+        positions = engine.round_positions(self.num_slots)[-1]
+        cache, pending = engine.full_cache(self.num_slots, positions), engine.empty_pending
+        self.state: list[Any] = [cache, pending(self.num_slots)]
 
-    def state(self, num_slots: int) -> list[Any]:
-        cache = kv_cache.init(self.model, num_slots, self.shape.cache, jnp.float32)
-        return [cache, kv_cache.no_pending(self.model, self.max_nodes, jnp.float32)]
-
-    def plain(self) -> Callable[[], float]:
-        state, B = self.state(self.num_slots), self.num_slots
-        counts, options = (np.int32(ROUNDS), np.int32(B)), {"scheme": "cdf", "max_rounds": ROUNDS}
-
-        def run() -> float:
-            slots = busy(B, self.shape.cache)
-            began_s = time.perf_counter()
-            *state[:], _, found = decode_rounds(
-                self.params, *state, slots, NO_STOP_E, *counts, config=self.model, **options
-            )
-            unpack(found)
-            return (time.perf_counter() - began_s) / ROUNDS
-
-        return run
-
-    def products(self, num_nodes: int) -> float:
-        x_M1D = jnp.ones((num_nodes, 1, self.model.d_model))
+    def seconds(self, run: Callable[[Slots], Any]) -> float:
+        slots = busy(self.num_slots, self.live)  # not part of a round's seconds
         began_s = time.perf_counter()
-        products(self.model, self.params, x_M1D).block_until_ready()
+        jax.block_until_ready(run(slots))
         return time.perf_counter() - began_s
 
-    def drafted(self, num_nodes: int, drafting_slots: int) -> Callable[[], float]:
-        """Rounds of which the first slots have draft tokens."""
-        state, B = self.state(self.num_slots), self.num_slots
-        counts = np.zeros(B, int)
-        counts[:drafting_slots] = (num_nodes - B) // drafting_slots
-        drafts = draft(counts, self.model.vocab_size)
-        max_nodes = widest_tree(B, num_nodes, MAX_NODES)
-        options: Any = {"config": self.model, "scheme": "cdf", "max_nodes": max_nodes}
+    def plain(self, slots: Slots) -> np.ndarray:
+        """Run the plain rounds of one fetch; returns the tokens, [B, rounds]."""
+        counts = np.int32(self.engine.config.rounds_per_fetch), np.int32(self.num_slots)
+        options = self.engine.decode_options("cdf")
+        *self.state, _, drawn = decode_rounds(
+            self.params, *self.state, slots, NO_STOP_E, *counts, **options
+        )
+        return unpack(drawn)[0].T
 
-        def run() -> float:
-            slots = busy(B, self.shape.cache)
-            began_s = time.perf_counter()
-            nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes, max_nodes)
-            *state[:], _, found, _ = verify_round(
-                self.params, *state, slots, nodes_5M, NO_STOP_E, None, **options
-            )
-            by_slot(*unpack(found), nodes_5M[1], B)
-            return time.perf_counter() - began_s
+    def pack(self, drafts: Drafts, num_nodes: int) -> np.ndarray:
+        """Return the nodes of a round that verifies these drafts, [5, num_nodes]."""
+        B = self.num_slots
+        max_nodes = self.engine.verify_options("cdf", B, num_nodes)["max_nodes"]
+        return pack(drafts, drafts.count_A, np.arange(B), B, num_nodes, max_nodes)
 
-        return run
+    def verify(self, slots: Slots, nodes_5M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Run a verifying round; returns tokens [B, N] and counts [B]."""
+        options = self.engine.verify_options("cdf", self.num_slots, nodes_5M.shape[1])
+        *self.state, _, drawn, _ = verify_round(
+            self.params, *self.state, slots, nodes_5M, NO_STOP_E, None, **options
+        )
+        tokens_BN, _, count_B, _ = by_slot(*unpack(drawn), nodes_5M[1], self.num_slots)
+        return tokens_BN, count_B
 
 
 def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     """Return a row for each number of nodes and way to spread them, plain rounds first."""
-    rounds = Rounds(shape, slots, max(sizes))
+    model, counts = model_config(shape), {"slots": slots, "min_slots": slots}
+    config = EngineConfig(
+        **counts, min_positions=shape.cache, max_nodes=MAX_NODES, rounds_per_fetch=ROUNDS
+    )
+    params = transformer.init(model, jax.random.key(0))
+    rounds = Rounds(Engine(model, config, dtype=jnp.float32), params, shape.cache // 2)
     rows: dict[str, dict[str, Any]] = {"plain": {"slots": slots, "nodes": slots}}
-    kinds = {"plain": rounds.plain()}
+    kinds = {"plain": lambda: rounds.seconds(rounds.plain) / ROUNDS}
 
-    def add(name: str, nodes: int, run: Callable[[], float], **kind: Any) -> None:
-        rows[f"{name} {nodes}"] = {"slots": slots, "nodes": nodes, **kind}
-        kinds[f"{name} {nodes}"] = run
+    def drafted(size: int, drafting: int) -> float:
+        drafts_A = np.zeros(slots, int)
+        drafts_A[:drafting] = (size - slots) // drafting
+        drafts = draft(drafts_A, model.vocab_size)
+        return rounds.seconds(lambda given: rounds.verify(given, rounds.pack(drafts, size)))
 
-    for size in sizes:
-        for drafting in (slots, slots // 2):
-            run = rounds.drafted(size, drafting)
-            add(f"drafts in {drafting}", size, run, slots_with_drafts=drafting)
+    def multiplied(size: int) -> float:
+        x_M1D = jnp.ones((size, 1, model.d_model))
+        return rounds.seconds(lambda _: products(model, params, x_M1D))
+
+    for size, drafting in ((n, d) for n in sizes for d in (slots, slots // 2)):
+        name = f"{size} nodes, drafts in {drafting}"
+        rows[name] = {"slots": slots, "nodes": size, "slots_with_drafts": drafting}
+        kinds[name] = partial(drafted, size, drafting)
     for size in (slots, *sizes):
-        add("products", size, partial(rounds.products, size), products=True)
+        rows[f"products of {size}"] = {"slots": slots, "nodes": size, "products": True}
+        kinds[f"products of {size}"] = partial(multiplied, size)
     seconds = in_turns(kinds, repeats)
     for name, row in rows.items():
         ratios_T = seconds[name] / seconds["plain"]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bf16_flips, speculation, workloads
-from benchmarks.rounds import NO_STOP_E, busy
+from benchmarks.rounds import Rounds, busy
 from benchmarks.turns import in_turns
 from models import page_attention, row_attention, transformer
 from models.attention import Packing
@@ -35,9 +35,6 @@ from sched.simulator.roofline import ACCELERATORS, Accelerator
 from spec.budget.goodput import Goodput
 from spec.config import SamplingConfig
 from spec.drafter import no_drafts
-from spec.drawn import by_slot, unpack
-from spec.nodes import pack
-from spec.verify import Slots, decode_rounds, verify_round
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -136,51 +133,21 @@ def summary(seconds_T: np.ndarray, other_T: np.ndarray | None = None, name: str 
 # --- rounds -------------------------------------------------------------------------------
 
 
-class Rounds:
-    """A policy's pages of random keys and values, with plain and verifying rounds on them."""
-
-    def __init__(self, size: Size, live: int) -> None:
-        self.size, B, N = size, size.slots, size.node_count
-        config = dataclasses.replace(size.engine_config, rounds_per_fetch=N)
-        self.live = live
-        self.engine = Engine(size.model, config, dtype=size.dtype)
-        self.engine.expect(B, live + N + 1)
-        [positions] = self.engine.round_positions(B)
-        self.params = random_weights(size.model, size.dtype)
-        cache = self.engine.full_cache(B, positions)
-        assert isinstance(cache, PagedCache)
-        self.state: list[Any] = [filled(cache), self.engine.empty_pending(B)]
-        self.plain_BN = self.plain(self.slots())
-        drafts = no_drafts(B, N - 1)
-        drafts.tokens_AN[:] = self.plain_BN[:, :-1]
-        drafts.parents_AN[:] = np.arange(-1, N - 2)
-        drafts.count_A[:] = N - 1
-        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, B * N, N)
-
-    def slots(self) -> Slots:
-        return busy(self.size.slots, 2 * self.live)
-
-    def seconds(self, run: Callable[[Slots], Any]) -> float:
-        slots = self.slots()  # not part of a round's seconds
-        return timed(lambda: run(slots))
-
-    def plain(self, slots: Slots) -> np.ndarray:
-        """Run the plain rounds of one fetch; returns the tokens, [B, rounds]."""
-        N, options = np.int32(self.size.node_count), self.engine.decode_options("cdf")
-        *self.state, _, drawn = decode_rounds(
-            self.params, *self.state, slots, NO_STOP_E, N, np.int32(self.size.slots), **options
-        )
-        return unpack(drawn)[0].T
-
-    def verify(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
-        """Run a round that verifies the plain tokens; returns tokens [B, N] and counts [B]."""
-        B, M = self.size.slots, self.nodes_5M.shape[1]
-        options = self.engine.verify_options("cdf", B, M)
-        *self.state, _, drawn, _ = verify_round(
-            self.params, *self.state, slots, self.nodes_5M, NO_STOP_E, None, **options
-        )
-        tokens_BN, _, count_B, _ = by_slot(*unpack(drawn), self.nodes_5M[1], B)
-        return tokens_BN, count_B
+def paged_rounds(size: Size, live: int) -> tuple[Rounds, np.ndarray, np.ndarray]:
+    """Return rounds on pages of random keys and values, plain tokens [B, N], and their nodes."""
+    B, N = size.slots, size.node_count
+    config = dataclasses.replace(size.engine_config, rounds_per_fetch=N)
+    engine, params = (
+        Engine(size.model, config, dtype=size.dtype),
+        random_weights(size.model, size.dtype),
+    )
+    bench = Rounds(engine, params, live)
+    bench.state[0] = filled(bench.state[0])
+    plain_BN, drafts = bench.plain(busy(B, live)), no_drafts(B, N - 1)
+    drafts.tokens_AN[:] = plain_BN[:, :-1]
+    drafts.parents_AN[:] = np.arange(-1, N - 2)
+    drafts.count_A[:] = N - 1
+    return bench, plain_BN, bench.pack(drafts, B * N)
 
 
 def filled(cache: PagedCache) -> PagedCache:
@@ -211,20 +178,17 @@ def rounds(size: Size) -> Rows:
     """
     device, N, model = accelerator(), size.node_count, size.model
     for live in size.live_positions:
-        bench = Rounds(size, live)
-        verified_BN, count_B = bench.verify(bench.slots())
+        bench, plain_BN, nodes_5M = paged_rounds(size, live)
+        verified_BN, count_B = bench.verify(busy(size.slots, live), nodes_5M)
         emitted_BN = np.arange(verified_BN.shape[1]) < count_B[:, None]
-        plain_BN = bench.plain_BN[:, : verified_BN.shape[1]]
-        differ = int(((verified_BN != plain_BN) & emitted_BN).sum())
+        differ = (verified_BN != plain_BN[:, : verified_BN.shape[1]]) & emitted_BN
         kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size.slots * live
-        floor_s = (
-            (num_weights(model) + kv) * jnp.dtype(size.dtype).itemsize / device.bytes_per_s
-            if device
-            else None
-        )
+        num_bytes = (num_weights(model) + kv) * jnp.dtype(size.dtype).itemsize
+        floor_s = num_bytes / device.bytes_per_s if device else None
+        verify = partial(bench.verify, nodes_5M=nodes_5M)
         kinds = {
             "plain": lambda bench=bench: bench.seconds(bench.plain) / N,
-            "verify": lambda bench=bench: bench.seconds(bench.verify),
+            "verify": partial(bench.seconds, verify),
         }
         seconds = in_turns(kinds, size.repeats)
         for name, seconds_T in seconds.items():
@@ -232,9 +196,9 @@ def rounds(size: Size) -> Rows:
             row: Row = {"round": name, "slots": size.slots, "live_positions": live}
             row["nodes"] = size.slots * (1 if is_plain else N)
             row |= summary(seconds_T, seconds["plain"], "to_plain") | to_floor(seconds_T, floor_s)
-            row["tokens"] = bench.plain_BN.size if is_plain else int(count_B.sum())
-            yield row if is_plain else row | {"tokens_that_differ": differ}
-        del bench, kinds  # the next pages need the memory
+            row["tokens"] = plain_BN.size if is_plain else int(count_B.sum())
+            yield row if is_plain else row | {"tokens_that_differ": int(differ.sum())}
+        del bench, kinds, verify  # the next pages need the memory
 
 
 def to_floor(seconds_T: np.ndarray, floor_s: float | None) -> Row:

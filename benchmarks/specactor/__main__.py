@@ -39,6 +39,7 @@ from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, EnumeratingDraftModel
+from spec.drafter import Drafts, LiveSlots
 from spec.sampling import step_key
 
 DRAFT_MODEL = environment.ROOT / "policies" / "tiny_draft"
@@ -89,6 +90,17 @@ def step_price(way: str, devices: float) -> Callable[[int, int], float]:
 
 
 # --- rollouts -----------------------------------------------------------------------------
+
+
+class Counted(DecoupledDrafter):
+    """Counts drafts, over all requests and rounds."""
+
+    drafted = 0
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        drafts = super().propose(live, max_nodes_A, max_nodes)
+        self.drafted += int((drafts.count_A > 0).sum())
+        return drafts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,7 +198,7 @@ class Bench:
         for share in shares:
             home = self.engine(len(share), time, verify_price, more=2 * window)
             workers.append(PricedDrafting(self.ahead(way, home, window), step_s, time))
-            drafters.append(DecoupledDrafter([PricedLink(workers[-1])], plans, self.sampling))
+            drafters.append(Counted([PricedLink(workers[-1])], plans, self.sampling))
         played = self._play(time, engines, shares, drafters, window)
         return dataclasses.replace(
             played,
