@@ -53,10 +53,10 @@ def forced(
     *,
     num_nodes: int,
     scheme: sampling.Draw,
-) -> tuple[jax.Array, jax.Array]:
-    """What passes over `num_nodes` given tokens at a time draw behind each, and its log-prob.
+) -> tuple[jax.Array, ...]:
+    """Return draws after each given token, and log-prob and support of the next given one, [B, T].
 
-    The log-prob is that of the token that was given there, not of the drawn one. Both [B, T].
+    Passes read `num_nodes` given tokens at a time.
     """
     B, T = tokens_BT.shape
     cache = kv_cache.init(config, B, T, params.final_norm_D.dtype)
@@ -81,13 +81,37 @@ def forced(
         processed_BNV = sampling.processed_logits(logits_BNV, one_BN, off_BN, one_BN)
         mass = sampling.masses(processed_BNV)
         drawn_BN, _ = sampling.draw(processed_BNV, noise_BN, one_BN, scheme, mass)
-        logprob_BN, _ = sampling.given_log_probs(
-            logits_BNV, processed_BNV, mass, next_BT[:, at_N], one_BN
-        )
-        return cache, (drawn_BN, logprob_BN)
+        given = logits_BNV, processed_BNV, mass, next_BT[:, at_N], one_BN
+        return cache, (drawn_BN, *sampling.given_log_probs(*given))
 
-    _, (drawn_IBN, logprob_IBN) = jax.lax.scan(step, cache, jnp.arange(0, T, num_nodes))
-    return tuple(x.swapaxes(0, 1).reshape(B, T) for x in (drawn_IBN, logprob_IBN))
+    _, found_IBN = jax.lax.scan(step, cache, jnp.arange(0, T, num_nodes))
+    return tuple(x.swapaxes(0, 1).reshape(B, T) for x in found_IBN)
+
+
+def scores(
+    config: ModelConfig,
+    params: Params,
+    done: Sequence[Trajectory],
+    key: jax.Array,
+    scheme: sampling.Draw,
+    num_nodes: int = 0,
+    length: int = 0,
+) -> list[tuple[np.ndarray, ...]]:
+    """Return draws, log-probs and support at each token of responses, as `forced`.
+
+    Without `num_nodes` a pass reads whole texts. `length` is the least of the padded ones.
+    """
+    ends = [len(t.prompt_ids) + len(t.response_ids) for t in done]
+    T = -(-max(*ends, length) // 64) * 64
+    tokens_BT = np.zeros((len(done), T), np.int32)
+    for b, t in enumerate(done):
+        tokens_BT[b, : ends[b]] = [*t.prompt_ids, *t.response_ids]
+    prompt_tokens_B = np.array([len(t.prompt_ids) for t in done], np.int32)
+    keys_B = sampling.request_keys(key, jnp.asarray([t.request_id for t in done]))
+    arrays = tokens_BT, prompt_tokens_B, keys_B
+    found = jax.device_get(forced(config, params, *arrays, num_nodes=num_nodes or T, scheme=scheme))
+    at = [slice(len(t.prompt_ids) - 1, end - 1) for t, end in zip(done, ends, strict=True)]
+    return [tuple(x[b, at[b]] for x in found) for b in range(len(done))]
 
 
 def compare_forced(
@@ -98,26 +122,13 @@ def compare_forced(
     num_nodes: int,
     scheme: sampling.Draw,
 ) -> dict[str, Any]:
-    """Positions of the responses at which passes of so many nodes draw another token."""
-    ends = [len(t.prompt_ids) + len(t.response_ids) for t in plain]
-    T = -(-max(ends) // 64) * 64
-    tokens_BT, is_response_BT = np.zeros((len(plain), T), np.int32), np.zeros((len(plain), T), bool)
-    recorded_BT = np.zeros((len(plain), T), np.float32)
-    for b, t in enumerate(plain):
-        P = len(t.prompt_ids)
-        tokens_BT[b, : ends[b]] = [*t.prompt_ids, *t.response_ids]
-        is_response_BT[b, P - 1 : ends[b] - 1] = True
-        recorded_BT[b, P - 1 : ends[b] - 1] = t.logprobs
-    prompt_tokens_B = np.array([len(t.prompt_ids) for t in plain], np.int32)
-    keys_B = sampling.request_keys(key, jnp.asarray([t.request_id for t in plain]))
-    drawn_BT, logprob_BT = forced(
-        config, params, tokens_BT, prompt_tokens_B, keys_B, num_nodes=num_nodes, scheme=scheme
-    )
-    flips_BT = (np.asarray(drawn_BT) != np.roll(tokens_BT, -1, axis=1)) & is_response_BT
-    difference_T = np.abs(np.asarray(logprob_BT) - recorded_BT)[is_response_BT]
+    """Count positions of the responses at which passes of so many nodes draw another token."""
+    found = scores(config, params, plain, key, scheme, num_nodes)
+    pairs = list(zip(plain, found, strict=True))
+    difference_T = np.concatenate([np.abs(logprob - t.logprobs) for t, (_, logprob, _) in pairs])
     return {
-        "tokens": int(is_response_BT.sum()),
-        "flips": int(flips_BT.sum()),
+        "tokens": len(difference_T),
+        "flips": sum(int((drawn != t.response_ids).sum()) for t, (drawn, _, _) in pairs),
         "sum_logprob_difference": float(difference_T.sum()),
         "max_logprob_difference": float(difference_T.max()),
     }

@@ -17,10 +17,8 @@ RECORD = {"benchmark", "command", "commit", "uncommitted_changes", "device", "ve
 BATCH = "--prompt 4 --new_tokens 4 --cache 8"
 SMALLEST = {
     "rollout": f"--batch 2 --repeats 1 {BATCH}",
-    "rounds": "--slots 4 --positions 160 --repeats 1",
+    "rounds": "--slots 2 --positions 160 --repeats 1",
     "compare": f"--batches 2 --repeats 1 --choosing_repeats 1 {BATCH}",
-    "bf16_flips": "--seeds 1 --prompts 1 --group_size 1 --new_tokens 4 --draws cdf",
-    "large_data": "--rows 100",
     "weights": "--versions 2",
     "simulator.reproduction": "--experiments tlt --seeds 2 --processes 1",
     "soak": "pages --count 20",
@@ -37,6 +35,7 @@ def run(monkeypatch, capsys, program, flags):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", SMALLEST)
 def test_a_program_runs_at_its_smallest(program, monkeypatch, capsys):
     found = run(monkeypatch, capsys, program, SMALLEST[program])
