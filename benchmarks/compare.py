@@ -2,10 +2,8 @@
 
     python -m benchmarks.compare --json --tunix_python PATH --transformers_python PATH
 
-One process a system, kept alive; they take turns, A B C C B A …, so that only one computes at a
-time. All load one policy folder with the same random weights (or that of `--policy`, whose shape
-then counts) and generate the same prompts with log-probabilities. First each system's variants take
-turns, and the fastest one is compared. Ratios are taken pair by pair within a turn; the median
+One process a system, kept alive; they take turns, so that only one computes at a time. Each
+system's fastest variant is compared. Ratios are taken pair by pair within a turn; the median
 counts. `greedy_agreement` is the share of tokens that equal ours at temperature 0: the work is the
 same. If a system is not `steady`, the machine was busy, and its figures do not count.
 """
