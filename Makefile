@@ -68,7 +68,7 @@ bench: $(INSTALLED)
 # device that computes hashes.
 soak: $(INSTALLED)
 	$(BIN)/python -m benchmarks.combinations --json
-	$(BIN)/python -m benchmarks.page_soak --json
+	$(BIN)/python -m benchmarks.soak pages --json
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)

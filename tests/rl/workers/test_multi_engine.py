@@ -17,7 +17,11 @@ from tiny_team import (
     workers,
 )
 
+<<<<<<< HEAD
 from benchmarks.simulator.replay import replay
+=======
+from models.kv_cache import KVCache
+>>>>>>> bench
 from rl.engine.engine import Engine
 from rl.workers.config import SchedConfig
 from rl.workers.driver import WorkerError
@@ -25,6 +29,7 @@ from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
+from tests.support.replay import replay
 
 
 @pytest.mark.parity

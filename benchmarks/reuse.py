@@ -1,10 +1,15 @@
-"""What reuse across epochs brings in seconds: `python -m benchmarks.reuse_speed --json`
+"""Reuse across epochs: `python -m benchmarks.reuse PART --json`
 
-For three variants of configs/ablations/lenience.gin and each seed, a training run in which the same
-policy answers each step's prompts three times: plainly, with reuse (this one is trained on), and
-with reuse while the budget decides by an accelerator's roofline. The first two are timed and take
-turns in coming first; of the third only the recorded rounds count (`projected_`, `roofline.py`).
-Runs continue after a stop. Ratios are taken seed by seed; the figure is their mean.
+| part | what it compares | result |
+|---|---|---|
+| grid | runs of configs/ablations/lenience.gin: generated tokens and rewards | reuse.json |
+| speed | seconds of rollouts with reuse and of plain ones, in turns | reuse_speed.json |
+
+`speed` trains three variants of that grid. The same policy answers each step's prompts three times:
+plainly, with reuse (the run is trained on these), and with reuse while the budget decides by an
+accelerator's roofline. The first two are timed and take turns in coming first; of the third only
+the recorded rounds count (`projected_`, `roofline.py`). Both parts continue after a stop. Ratios
+and differences are taken seed by seed; the figure is their mean.
 """
 
 from __future__ import annotations
@@ -22,29 +27,64 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment, roofline, tiny_run
-from benchmarks.grids import CONFIGS, PACKAGES, run
-from rl.ablate import Cell, cells, folder_name
+from benchmarks import environment, tiny_run
+from benchmarks.roofline import PRICED_8B, cached_seconds, phase_seconds, round_times
+from rl.ablate import Cell, cells, folder_name, read_cell
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
-from rl.engine.stats import EngineStats, cached_seconds
+from rl.engine.stats import EngineStats
+from rl.engine.stats import cached_seconds as measured_cached_seconds
 from rl.loop import train_loop
 from rl.loop.experiment import open_inputs
 from rl.loop.generation import System
 from rl.metrics.writer import Timings
 from rl.trajectory import Request, Trajectory
 from rl.warm_up.rollout_programs import Reach, round_buckets
-from sched.simulator.roofline import Instance
 from spec.budget.run_seconds import RunSeconds
 
-CONFIG = CONFIGS / "lenience.gin"
+CONFIG = environment.ROOT / "configs" / "ablations" / "lenience.gin"
 VARIANTS = {"lenient": "lenient e^0.5", "strict": "lenient 1", "coupled": "coupled"}
-PRICED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
-
-Row = Mapping[str, Any]
 
 
-# --- one run ------------------------------------------------------------------------------
+# --- the grid -----------------------------------------------------------------------------
+
+
+def grid(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the grid, and compare its variants with plain decoding."""
+    folder = arguments.folder.absolute()
+    overrides = [f"Ablation.directory={str(folder)!r}", f"Ablation.seeds={tuple(arguments.seeds)}"]
+    gin = [f"--gin.{x}" for x in overrides]
+    environment.call("rl.ablate", str(CONFIG), *gin, env=compiled(folder))
+    found = cells([CONFIG], overrides, folder)
+    num_examples = len(open_inputs(found[0].config).task)
+    rows = {(c.name, c.seed): read_cell(c, num_examples) for c in found}
+
+    def column(name: str, figure: str) -> list[float]:
+        return [float(rows[name, seed][figure]) for seed in arguments.seeds]
+
+    def known(value: Any) -> Any:
+        return None if isinstance(value, float) and math.isnan(value) else value  # JSON has no nan
+
+    def reward_difference(name: str) -> float:
+        rewards = np.subtract(column(name, "final_reward"), plain)
+        return round(float(np.mean(rewards)), 4)
+
+    plain, names = column("plain", "final_reward"), ("lenient e^0.5", "plain")
+    lenient_tokens, plain_tokens = (column(name, "generated_tokens") for name in names)
+    return {
+        "lenient_tokens_ratio": round(float(np.mean(np.divide(lenient_tokens, plain_tokens))), 4),
+        "lenient_reward_difference": reward_difference("lenient e^0.5"),
+        "coupled_reward_difference": reward_difference("coupled"),
+        "plain_reward_spread": round(max(plain) - min(plain), 4),
+        "rows": [{k: known(v) for k, v in row.items()} for row in rows.values()],
+    }
+
+
+def compiled(folder: Path) -> dict[str, str]:
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+
+
+# --- seconds of one run -------------------------------------------------------------------
 
 
 class Turns:
@@ -54,8 +94,7 @@ class Turns:
         self._engine, self._speculation = system.engine, system.speculation
         rollout, sampling = system.config.rollout, system.config.sampling
         reach = Reach(rollout.num_requests, rollout.max_prompt_tokens)
-        buckets = list(round_buckets(self._engine, sampling, reach))
-        self._times = roofline.round_times(PRICED, buckets)
+        self._times = round_times(PRICED_8B, list(round_buckets(self._engine, sampling, reach)))
         self._priced_drafts: DrafterFactory = no_drafts
         drafter_factory, speculation = self._speculation.drafter_factory, self._speculation
 
@@ -102,14 +141,14 @@ class Turns:
 
 
 def step_figures(seconds: Mapping[str, float], stats: Mapping[str, EngineStats]) -> dict[str, Any]:
-    cached = stats["reuse"].cached
+    cached, projected = stats["reuse"].cached, stats["projected"]
     return {
         "plain_s": seconds["plain"],
         "reuse_s": seconds["reuse"],
-        "verify_s": cached_seconds(stats["reuse"].timeline),
-        "projected_plain_s": roofline.phase_seconds(PRICED, stats["plain"]),
-        "projected_reuse_s": roofline.phase_seconds(PRICED, stats["projected"]),
-        "projected_verify_s": roofline.cached_seconds(PRICED, stats["projected"].timeline),
+        "verify_s": measured_cached_seconds(stats["reuse"].timeline),
+        "projected_plain_s": phase_seconds(PRICED_8B, stats["plain"]),
+        "projected_reuse_s": phase_seconds(PRICED_8B, projected),
+        "projected_verify_s": cached_seconds(PRICED_8B, projected.timeline),
         "plain_tokens": stats["plain"].tokens,
         "reuse_tokens": stats["reuse"].tokens - cached.kept_tokens,
         "kept_tokens": cached.kept_tokens,
@@ -128,10 +167,17 @@ def train_in_turns(cell: Cell) -> list[dict[str, Any]]:
     return turns.rows
 
 
-# --- all runs -----------------------------------------------------------------------------
+def one(variant: str, seed: str, path: str, *overrides: str) -> None:
+    """Train one run and write its rows."""
+    grid = cells([CONFIG], overrides, Path(path))
+    [cell] = [c for c in grid if (c.name, c.seed) == (variant, int(seed))]
+    Path(path).write_text(json.dumps(train_in_turns(cell)))
 
 
-def turn_figures(rows: Sequence[Row]) -> dict[str, float]:
+# --- seconds of all runs ------------------------------------------------------------------
+
+
+def turn_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return ratios and shares over some steps of one run."""
     total = {name: sum(row[name] for row in rows) for name in rows[0]}
     return {
@@ -153,8 +199,8 @@ def measure(folder: Path, variant: str, seeds: Sequence[int], epoch_steps: int) 
         path = folder / "turns" / f"{folder_name(variant)}-{seed}.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            one = ("--one", variant, str(seed), str(path))
-            run(folder, "benchmarks.reuse_speed", *one)
+            arguments = "--one", variant, str(seed), str(path)
+            environment.call("benchmarks.reuse", *arguments, env=compiled(folder))
         rows = json.loads(path.read_text(encoding="utf-8"))
         parts = {"all_epochs": rows, "later_epochs": rows[epoch_steps:]}
         runs.append({part: turn_figures(some) for part, some in parts.items()})
@@ -165,49 +211,37 @@ def measure(folder: Path, variant: str, seeds: Sequence[int], epoch_steps: int) 
     return means | {"seeds": [r | {"seed": seed} for r, seed in zip(runs, seeds, strict=True)]}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("runs/reuse_speed"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
+def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     folder = arguments.folder.absolute()
-    grid = cells([CONFIG], [], folder / "none")
-    if arguments.one:
-        variant, seed, path = arguments.one
-        [cell] = [c for c in grid if (c.name, c.seed) == (variant, int(seed))]
-        Path(path).write_text(json.dumps(train_in_turns(cell)))
-        return 0
-    config = grid[0].config
+    config = cells([CONFIG], [], folder / "none")[0].config
     epoch_steps = math.ceil(len(open_inputs(config).task) / config.rollout.prompts_per_step)
     found = {
         name: measure(folder, variant, arguments.seeds, epoch_steps)
         for name, variant in VARIANTS.items()
     }
-    lenient, strict, coupled = (found[name] for name in VARIANTS)
-    figures = {
-        "lenient_rollout_ratio": lenient["all_epochs"]["rollout_ratio"],
-        "projected_lenient_rollout_ratio": lenient["all_epochs"]["projected_rollout_ratio"],
-        "lenient_later_rollout_ratio": lenient["later_epochs"]["rollout_ratio"],
-        "projected_lenient_later_rollout_ratio": lenient["later_epochs"]["projected_rollout_ratio"],
-        "strict_rollout_ratio": strict["all_epochs"]["rollout_ratio"],
-        "projected_strict_rollout_ratio": strict["all_epochs"]["projected_rollout_ratio"],
-        "coupled_later_rollout_ratio": coupled["later_epochs"]["rollout_ratio"],
-        "projected_coupled_later_rollout_ratio": coupled["later_epochs"]["projected_rollout_ratio"],
-        "coupled_acceptance": coupled["later_epochs"]["acceptance"],
-        "coupled_differing_responses": coupled["all_epochs"]["differing_responses"],
-        "lenient_verify_share": lenient["later_epochs"]["verify_share"],
-        "projected_lenient_verify_share": lenient["later_epochs"]["projected_verify_share"],
-        "projected_coupled_verify_share": coupled["later_epochs"]["projected_verify_share"],
+    figures = dict[str, Any]()
+    for name in VARIANTS:
+        for part, title in (("all_epochs", name), ("later_epochs", f"{name}_later")):
+            for figure in ("rollout_ratio", "projected_rollout_ratio"):
+                prefix = "projected_" if figure.startswith("projected") else ""
+                figures[f"{prefix}{title}_rollout_ratio"] = found[name][part][figure]
+        later = found[name]["later_epochs"]
+        figures[f"{name}_verify_share"] = later["verify_share"]
+        figures[f"projected_{name}_verify_share"] = later["projected_verify_share"]
+    return {
+        **figures,
+        "coupled_acceptance": found["coupled"]["later_epochs"]["acceptance"],
+        "coupled_differing_responses": found["coupled"]["all_epochs"]["differing_responses"],
         "seeds": len(arguments.seeds),
-        "priced_as": f"{PRICED.device.name}, {PRICED.model.name}",
+        "priced_as": f"{PRICED_8B.device.name}, {PRICED_8B.model.name}",
+        "turns": found,
     }
-    record = environment.record("benchmarks.reuse_speed", PACKAGES, hidden=("--folder",))
-    result = {"benchmark": "reuse_speed", **figures, "turns": found, **record}
-    environment.show(result, arguments, figures)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--one"]:
+        one(*sys.argv[2:])
+    else:
+        parts = {"grid": grid, "speed": speed}
+        packages, folder = environment.TRAINING, Path("runs/reuse")
+        environment.run(__doc__, parts, packages, folder=folder, seeds=(0, 1, 2))

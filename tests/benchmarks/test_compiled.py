@@ -15,8 +15,8 @@ COMPILER = ROOT / ".venv" / "gpu_compiler"  # of `make`; elsewhere it may be ins
 @pytest.mark.slow
 def test_rounds_on_eight_gpus_gather_less_than_a_megabyte():
     """Whole logits of a verify round are 311 MB, of a plain one 39, of one token 0.6."""
-    command = [sys.executable, "-m", "benchmarks.compiled_collectives", "--layers=1"]
-    command += ["--one", "qwen3_8b", "h100:1x1x8"]
+    command = [sys.executable, "-m", "benchmarks.compiled", "--one", "qwen3_8b"]
+    command += ["h100:1x1x8", "1"]
     path = os.pathsep.join(map(str, (ROOT, COMPILER)))
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
