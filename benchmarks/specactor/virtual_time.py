@@ -14,20 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-<<<<<<< HEAD
-from rl.workers.coordinator import Coordinator
-from rl.workers.worker_group import WorkerGroup
-from rl.workers.worker_source import WorkerLimits, WorkerSource
-
-from rl.engine.engine import Engine
-from rl.engine.stats import RoundRecord
-from rl.trajectory import PartialRequest, Trajectory
-from sched.protocol import Scheduler
-=======
 from rl.engine.engine import Engine
 from rl.engine.stats import RoundRecord
 from rl.trajectory import Trajectory
->>>>>>> bench
 from spec.decoupled.ahead import DraftingAhead
 from spec.decoupled.messages import Block, Commit
 
@@ -121,7 +110,7 @@ class PricedDrafting:
         while self._free_s <= now_s:
             while self._sent and self._sent[0][0] <= self._free_s:
                 _, commits, closed = self._sent.popleft()
-                self._ahead.hear(commits, closed)
+                self._ahead.update(commits, closed)
             if blocks := self._ahead.step():
                 taken_s = self._price(len(blocks), self._ahead.depth)
                 self._free_s, self.busy_s = self._free_s + taken_s, self.busy_s + taken_s
@@ -139,14 +128,6 @@ class PricedDrafting:
         """The time at which the next blocks arrive, of those in work."""
         return min((at_s for at_s, _ in self._done), default=math.inf)
 
-<<<<<<< HEAD
-    def _hear(self, until_s: float) -> None:
-        while self._said and self._said[0][0] <= until_s:
-            _, commits, closed = self._said.popleft()
-            self._ahead.update(commits, closed)
-
-=======
->>>>>>> bench
 
 class PricedLink:
     """A verifying worker's link to a drafting worker on the same virtual clock."""

@@ -17,11 +17,6 @@ from tiny_team import (
     workers,
 )
 
-<<<<<<< HEAD
-from benchmarks.simulator.replay import replay
-=======
-from models.kv_cache import KVCache
->>>>>>> bench
 from rl.engine.engine import Engine
 from rl.workers.config import SchedConfig
 from rl.workers.driver import WorkerError
