@@ -25,10 +25,9 @@ POLICY = Path(__file__).parents[2] / "policies" / "tiny"
 TRAIN, LIMIT_S = "array_tasks:train_and_save", 250.0  # of a busy machine
 OF_TWO = {
     "data": ("ppo", {"data": 2}),
-    "fsdp": ("grpo", {"data": 1, "fsdp": 2}),
     "tensor": ("grpo", {"data": 1, "tensor": 2}),
 }
-OF_FOUR = {"data and tensor": ("grpo", {"data": 2, "tensor": 2})}
+OF_FOUR = {"fsdp and tensor": ("grpo", {"data": 1, "fsdp": 2, "tensor": 2})}
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +75,15 @@ def test_two_processes_train_what_one_with_two_devices_does(one, two):
 def test_two_processes_of_two_devices_train_what_one_with_four_does(four, tmp_path):
     arguments = {"runs": OF_FOUR, "others": [str(four[1])]}
     (alone,) = launch(TRAIN, 1, tmp_path, devices=4, arguments=arguments, limit_s=LIMIT_S)
-    wanted = {k: v for k, v in alone.result.items() if k.startswith("data and tensor")}
+    wanted = {k: v for k, v in alone.result.items() if k.startswith("fsdp and tensor")}
     assert wanted
     for result in four[0]:
         assert_same(result, wanted)
-    np.testing.assert_array_equal(alone.result[str(four[1])], wanted["data and tensor: state"])
+    np.testing.assert_array_equal(alone.result[str(four[1])], wanted["fsdp and tensor: state"])
 
 
 def test_any_number_of_processes_restores_what_another_saved(four, one, two):
-    saved_by_four = four[0][0]["data and tensor: state"]
+    saved_by_four = four[0][0]["fsdp and tensor: state"]
     for result in two[0]:
         np.testing.assert_array_equal(result[str(four[1])], saved_by_four)
         np.testing.assert_array_equal(result[str(one[1])], one[0]["tensor: state"])
