@@ -12,15 +12,23 @@ pytestmark = [
     pytest.mark.parity,
     pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (virtual) devices"),
 ]
-# Each source once or twice; other values as in the whole table.
-SOURCES = ("model", "learned", "last+histospec", "history+group", "own+model", "learned+group")
-FEW = FACTORS | {"sources": SOURCES, "reuse": ("off", "lenient:e^0.5", "coupled")}
-ROWS = covering(FEW)[::4]
+# Each value once in three rows; every pair is `make soak`.
+ROWS = [
+    dict(zip(FACTORS, values.split(), strict=True))
+    for values in (
+        "learned+group bandit coupled pages two 4 pipeline",
+        "history+model goodput lenient:e^0.5 rows helpers 1 sync",
+        "last+own aimd off rows two 1 ahead",
+    )
+]
+# One bucket of slots and of positions: a quarter of the programs.
+FEW_SIZES = ("Engine.min_slots=8", "Engine.min_positions=64")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    with tiny_run.keep_every_program():
+    with pytest.MonkeyPatch.context() as patch, tiny_run.keep_every_program():
+        patch.setattr(combinations, "SIZES", combinations.SIZES + FEW_SIZES)
         yield combinations.Runs(tmp_path_factory.mktemp("combinations"))
 
 

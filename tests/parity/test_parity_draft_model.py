@@ -107,7 +107,7 @@ def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
     config = dataclasses.replace(CONFIG, max_draft_tokens=3)
-    engine = Engine(MODEL, dataclasses.replace(BASE, slots=2, min_slots=1, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(BASE, slots=2, min_slots=2, min_positions=32))
     asked = drafter(engine, small_params, "cool", config=config)
     got = rollout("cool", requests[::3], drafter=asked, engine=engine)
     assert not differences(golden("cool"), got)

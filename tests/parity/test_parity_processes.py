@@ -17,10 +17,10 @@ LIMIT_S = 400  # on a busy machine
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two processes of a device each return, whose launch serves most tests."""
+    """What two processes of two devices each return."""
     folder = tmp_path_factory.mktemp("two")
-    arguments = {"meshes": MESHES}
-    outcomes = launch("mesh_rollouts:everything", 2, folder, arguments=arguments, limit_s=LIMIT_S)
+    given = {"devices": 2, "arguments": {"meshes": MESHES, "of_all": FOUR}, "limit_s": LIMIT_S}
+    outcomes = launch("mesh_rollouts:everything", 2, folder, **given)
     return [outcome.result for outcome in outcomes]
 
 
@@ -47,13 +47,11 @@ def test_two_processes_have_the_bits_and_the_launches_of_one(two):
     assert len(alone[f"{first}/hidden"]) == 5
 
 
-def test_four_processes_have_the_bits_of_one(tmp_path):
-    arguments = {"mesh": FOUR}
-    outcomes = launch("mesh_rollouts:few", 4, tmp_path, arguments=arguments, limit_s=LIMIT_S)
+def test_two_processes_of_two_devices_have_the_bits_of_one(two):
     worker = mesh_rollouts.Worker(jax.devices()[:4], FOUR)
     names = mesh_rollouts.NAMES[:2]
     alone = mesh_rollouts.all_rollouts(worker, mesh_rollouts.title(FOUR), names)
-    assert_alike(alone, [outcome.result for outcome in outcomes])
+    assert_alike(alone, two)
 
 
 def test_nothing_is_compiled_after_the_warm_up(two):

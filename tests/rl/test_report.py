@@ -107,12 +107,6 @@ def test_time_no_part_covers_is_other_and_the_compiling_step_is_left_out():
     assert "other" not in report_plots.split(covered, ["time/rollout"])
 
 
-def test_numbers_read_well():
-    assert [report_style.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
-        "0.4125", "15,320", "1.234e-06", "-2", "1e+20"
-    ]  # fmt: skip
-
-
 # --- the command ------------------------------------------------------------------------
 
 
@@ -176,13 +170,6 @@ def test_the_last_rollout_is_drawn_for_one_run_and_for_several(tmp_path):
         report.write_report(load_runs(runs), tmp_path / "out")
         assert (tmp_path / "out" / "rollout.png").read_bytes().startswith(PNG)
     assert not timeline_plot.RolloutTimeline().shown(load_runs(folders[2:]))
-
-
-def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):
-    folder = make_run(tmp_path / "run", [0.5])
-    (folder / "timeline.json").write_text("{}")
-    assert report.main([str(folder)]) == 2
-    assert "is not a timeline that a run wrote" in capsys.readouterr().err
 
 
 GOOD_ROUND = json.dumps(
@@ -275,14 +262,6 @@ def test_what_drafts_brought_is_said_and_drawn(tmp_path):
     assert "time: 10 s in 2 steps (rollout 80%)" in text
     assert "50 of 200 tokens were accepted draft tokens; by measured rounds they saved" in text
     assert "spec/seconds_saved" in text and "2.5 (step 2)" in text
-
-
-def test_drafting_workers_have_plots_of_their_own(tmp_path):
-    names = {"rounds_with_draft": "rounds", "accept_probability": "accept", "busy_fraction": "busy"}
-    folder = make_run(tmp_path / "run", [0.0, 0.5], **{f"drafting/{n}": [0.2, 0.5] for n in names})
-    assert report.main([str(folder)]) == 0
-    found = {path.name for path in (folder / "report").glob("drafting_*.png")}
-    assert found == {f"drafting_{short}.png" for short in names.values()}
 
 
 def test_every_plot_has_a_caption_of_one_sentence(tmp_path):

@@ -110,8 +110,8 @@ def joined(place, deadline_s=DEADLINE_S):
     return Processes(place.index, place.count, JobStore(), deadline_s) if place.count > 1 else ALONE
 
 
-def train_and_save(place, runs, save=None, others=()):
-    """Train on each mesh; save the last state in one folder, and restore what others hold."""
+def train_and_save(place, runs, save=None, others=(), policy=None):
+    """Train on each mesh; save the last state, restore what others hold, share a policy out."""
     found, processes = {}, joined(place)
     with processes:
         large = [bytes([index]) * (LARGE_BYTES + index) for index in range(place.count)]
@@ -133,17 +133,18 @@ def train_and_save(place, runs, save=None, others=()):
                 lambda x: x.sharding, state
             )
             found[folder] = numbers(again.arrays)
-    return found
+    shared = share_weights(policy) if policy else {}
+    return found | {f"shared: {name}": x for name, x in shared.items()}
 
 
-def share_weights(place, policy):
+def share_weights(policy):
     """Lay a policy out on meshes over all devices, and give each process its own of it."""
     found = {}
     for sizes in ({"data": 4}, {"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}):
         mesh = make_mesh(MeshConfig(**sizes), jax.devices())
         model, params = hf.load_pretrained(policy, mesh, dtype=np.float32)
         here, name = jax.local_devices(), str(sizes)
-        kept = host_copy(params, keep=place.index == 0)
+        kept = host_copy(params, keep=jax.process_index() == 0)
         found[f"{name} on the disk"] = [x is not None for x in jax.tree.leaves(kept)]
         shards = own_shards(params)
         kept_bytes = sum(x.nbytes for x in jax.tree.leaves(shards))

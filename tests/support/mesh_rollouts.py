@@ -216,20 +216,24 @@ def on_meshes(meshes, devices):
 # -- what one of several processes does ----------------------------------------------------
 
 
-def few(place, mesh):
-    return all_rollouts(Worker(jax.devices(), mesh), title(mesh), NAMES[:2])
+def one_of_each():
+    """Return the first device of each process."""
+    return list({d.process_index: d for d in jax.devices()[::-1]}.values())[::-1]
 
 
-def everything(place, meshes):
-    """Rollouts on each mesh, the first of which is warmed up before; then planted faults."""
+def everything(place, meshes, of_all):
+    """Rollouts on meshes of a device of each process, the first of which is warmed up before, and
+    on one of all devices; then planted faults.
+    """
     processes = Processes(place.index, place.count, JobStore(), 60.0)
-    worker = Worker(jax.devices(), meshes[0])
+    worker = Worker(one_of_each(), meshes[0])
     out = warmed_up(worker, processes, place.folder / f"times-{place.index}.json")
     with counted_compilations() as compiled:
         out |= all_rollouts(worker, title(meshes[0]))
     out["compiled"] = len(compiled)
     for mesh in meshes[1:]:
-        out |= few(place, mesh)
+        out |= all_rollouts(Worker(one_of_each(), mesh), title(mesh), NAMES[:2])
+    out |= all_rollouts(Worker(jax.devices(), of_all), title(of_all), NAMES[:2])
     for fault in (a_token, an_order, a_table):
         out[fault.__name__] = named(fault, processes, meshes[0])
     return out
@@ -257,7 +261,7 @@ def named(fault, processes, mesh):
         heard.set()
 
     with LockstepWatch(processes, differs, beat_s=0.1) as watch:
-        worker = Worker(jax.devices(), mesh, watch)
+        worker = Worker(one_of_each(), mesh, watch)
         run = threading.Thread(target=fault, args=(worker, processes.index == 1), daemon=True)
         run.start()
         assert heard.wait(60), "the fault was not found"

@@ -258,12 +258,6 @@ def test_rows_that_waiting_siblings_need_survive_the_shrinking():
     assert engine.stats.prefilled_tokens == 2 + 1
 
 
-def test_the_cache_grows_with_the_longest_request():
-    engine = Engine(MODEL, dataclasses.replace(CONFIG, min_positions=16))
-    run(engine, group((1, 2), 0, 4, max_new_tokens=20))
-    assert {positions for _, _, positions in engine.stats.rounds} == {16, 32}
-
-
 @pytest.mark.parametrize(
     ("longest", "sizes"),
     [
@@ -337,13 +331,6 @@ def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
     for whole, got in zip(*found, strict=True):
         assert got.response_ids.tolist() == whole.response_ids.tolist()
         np.testing.assert_allclose(got.logprobs, whole.logprobs, atol=1e-5)
-
-
-def test_no_tree_is_larger_than_max_nodes(engine):
-    odd = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=3))
-    run(odd, group((1, 2), 0, 4), drafter=Scripted(lambda live, n: [chain([1] * 9)] * len(live)))
-    # a last token has no draft tokens, the one before has one
-    assert {nodes // slots for slots, nodes, _ in odd.stats.rounds} == {3, 2, 1}
 
 
 # -- phases ------------------------------------------------------------------------
@@ -430,10 +417,3 @@ def test_a_second_rollout_compiles_nothing(engine):
         assert not compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_another_key_gives_other_tokens(engine):
-    requests = group((1, 2, 3), 0, 4)
-    other = rollouts.run(engine, PARAMS, requests, SAMPLING, step_key(0, 1))
-    assert responses(other) != responses(run(engine, requests))
-    assert len({tuple(t.response_ids.tolist()) for t in other}) == 4  # siblings differ

@@ -20,7 +20,6 @@ from rl.runtime.progress import (
     format_step,
     progress,
     say,
-    time_left,
 )
 
 ROW = {
@@ -55,11 +54,6 @@ def test_the_line_says_where_time_goes_and_what_drafts_brought():
     # a damaged row, as a report or a resumed run may meet, is shown as far as it goes
     assert "rollout" not in format_step(ROW | {"time/rollout": None}, 200)
     assert "rollout" not in format_step(ROW | {"time/rollout": 1.0, "step_time": None}, 200)
-
-
-def test_lines_of_one_run_are_equally_long():
-    small = ROW | {"step": 199, "reward": -1.0, "perf/throughput": 3.0, "step_time": 1234.5}
-    assert len(format_step(small, 200)) == len(format_step(ROW, 200))
 
 
 class Clock:
@@ -148,14 +142,6 @@ def test_other_processes_print_their_errors_alone():
         shown.compiling("rollouts", 19, 19)
         shown.message("error: a disk is full\x1b")
     assert stream.getvalue() == "process 3: error: a disk is full\\x1b\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.2, "1 s"), (89, "89 s"), (91, "2 min"), (5300, "88 min"), (7800, "2 h 10 min")],
-)
-def test_time_left_is_said_as_a_person_would(seconds, words):
-    assert time_left(seconds) == f"about {words} left"
 
 
 def test_all_that_commands_print_is_escaped():

@@ -18,7 +18,6 @@ from sched.protocol import (
     Start,
     Submitted,
     WorkerJoined,
-    WorkerLost,
 )
 from sched.request import Kv, RequestSpec
 
@@ -112,20 +111,6 @@ def test_recalled_requests_come_back_from_wherever_they_are():
     # and the next step is as if nothing had been begun
     assert len(started(s.handle(present(2, 3), 3.0))) == 2
     assert s.handle(begun(0, 1), 3.0) == []
-
-
-def test_a_lost_worker_gives_back_what_it_had_begun():
-    s = scheduler()
-    s.handle(begun(0), 0.0)
-    (again,) = s.handle(WorkerLost(0), 1.0)
-    assert (again.request_id, again.worker_id, again.kv) == (BEGUN, 1, Kv.PREFILL)
-    s.handle(Recalled(), 2.0)
-    assert s.handle(WorkerLost(1), 3.0) == [Return(BEGUN)]
-
-
-def test_a_chunk_has_at_least_one_token():
-    with pytest.raises(ValueError, match="chunk_tokens >= 1, got 0"):
-        Ahead(GroupFifo(seed=0), chunk_tokens=0)
 
 
 @pytest.mark.parametrize("name", ["group_fifo", "seer"])
