@@ -56,24 +56,14 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "workers": {"cluster", "engine"},
         "drafting": {"cluster", "engine", "speculation", "warm_up"},
         "warm_up": {"cluster", "engine", "speculation"},
-        "ray_roles": {"cluster", "remote"},
-        "remote": {
-            *("cluster", "data", "drafter_training", "drafting", "engine", "rewards"),
-            *("speculation", "warm_up", "weights", "workers"),
+        "ray_workers": {
+            *("cluster", "drafter_training", "drafting", "engine", "speculation", "warm_up"),
+            *("weights", "workers"),
         },
         "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
         "loop": {
             *("checkpoint", "cluster", "config", "data", "drafter_training", "drafting", "engine"),
-            *(
-                "learner",
-                "metrics",
-                "ray_roles",
-                "remote",
-                "rewards",
-                "speculation",
-                "warm_up",
-                "workers",
-            ),
+            *("learner", "metrics", "ray_workers", "rewards", "speculation", "warm_up", "workers"),
         },
         "preflight": {"config", "engine", "learner", "loop", "rewards", "speculation", "warm_up"},
     },

@@ -221,20 +221,6 @@ def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
     return values
 
 
-def dumps(references: tuple[Any, ...]) -> bytes:
-    """References as bytes, for the messages of rl/remote alone: they stay in the store for ever."""
-    import ray
-
-    return bytes(ray.cloudpickle.dumps(references))
-
-
-def loads(references: bytes) -> tuple[Any, ...]:
-    """Return what `dumps` was given."""
-    import ray
-
-    return tuple(ray.cloudpickle.loads(references))
-
-
 def _first_line(error: BaseException) -> str:
     line = str(error).strip().partition("\n")[0][:300].rstrip(".")
     return f"{type(error).__name__}: {line}"

@@ -22,6 +22,8 @@ from rl.engine.engine import Engine
 from rl.loop.drafter_elsewhere import AnyDrafter
 from rl.loop.drafting import have_idle_help, make_planner, open_actors
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.ray_workers.actor import Bounds, LearnedSettings, Measured, WorkerSettings
+from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.waits import POLL_S
@@ -31,8 +33,6 @@ from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from rl.warm_up.rollout_programs import Reach
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine
-from rl.workers.ray_place import RayPlace, Shared
-from rl.workers.ray_worker import Bounds, LearnedSettings, Measured, WorkerSettings
 from sched.simulator.measured_costs import MeasuredCosts
 from spec.buckets import buckets
 from spec.budget.config import MODEL
@@ -182,7 +182,7 @@ def _place(
     drafts: Handle | None,
 ) -> RayPlace:
     """Return the place of a worker, whose actor starts."""
-    number, target = worker.number, "rl.workers.ray_worker:WorkerActor"
+    number, target = worker.number, "rl.ray_workers.actor:WorkerActor"
     given = f"worker {number}", target, (worker, drafts), settings, room, number
     return RayPlace(
         number,

@@ -7,17 +7,17 @@ from tiny_team import CONFIG, MODEL, PARAMS
 
 from rl.cluster.actors import Actor
 from rl.engine.engine import Engine
+from rl.ray_workers.actor import WorkerSettings
+from rl.ray_workers.place import RayPlace, Shared
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine
-from rl.workers.ray_place import RayPlace, Shared
-from rl.workers.ray_worker import WorkerSettings
 from spec.budget.config import TunerConfig
 from spec.reuse.rollout_cache import RolloutCache
 
 TUNER = TunerConfig((1, 5), verify_tokens=(3, 1), depths=(1, 2))
-TARGET = "rl.workers.ray_worker:WorkerActor"
+TARGET = "rl.ray_workers.actor:WorkerActor"
 
 
 class Store(dict):

@@ -26,10 +26,10 @@ from rl.loop import ray_workers
 from rl.loop.experiment import TrainConfig
 from rl.loop.first_programs import rollout_reach
 from rl.loop.ray_workers import RayWorkers
+from rl.ray_workers.actor import Bounds
 from rl.runtime.run_files import ROUNDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
-from rl.workers.ray_worker import Bounds
 from spec.reuse.rollout_cache import RolloutCache
 
 RAY = ("Cluster.kind='ray'", "Sched.workers=2")

@@ -1,4 +1,4 @@
-"""The run's side of rollout workers in actors of Ray (`rl.workers.ray_worker`)."""
+"""The run's side of rollout workers in actors of Ray (`rl.ray_workers.actor`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rl.cluster.actors import Actor
 from rl.drafting.actors import DraftsApart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats, RoundRecord
+from rl.ray_workers.actor import Bounds, Measured, Reply, RolloutMessage
 from rl.runtime.waits import ProgramLost
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation, StepDrafts
 from rl.weights.versions import Published
 from rl.workers.pool import DaemonThread, IdleWork
-from rl.workers.ray_worker import Bounds, Measured, Reply, RolloutMessage
 from rl.workers.worker import Command, Prepare, Report, WorkerLimits
 from spec.budget.config import BANDIT, LEARNED
 from spec.eagle.batch import DrafterBatch, HiddenStateSink

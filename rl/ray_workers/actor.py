@@ -1,6 +1,6 @@
 """A rollout worker in an actor of Ray: an engine, its drafters, and a `RolloutWorker` over them.
 
-One thread calls all methods. The run's side is `rl.workers.ray_place`.
+One thread calls all methods. The run's side is `rl.ray_workers.place`.
 """
 
 from __future__ import annotations
