@@ -286,6 +286,8 @@ class Driver:
 
     def _handle(self, event: protocol.Event) -> Sequence[Action]:
         """Pass an event to the scheduler, and carry out its actions."""
+        if not self._places:
+            return ()  # another process has the workers, and all requests
         now_s = self._clock() - self._began_s
         actions = self._scheduler.handle(event, now_s)
         if self._keeps_decisions:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
+from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
 from benchmarks import tiny_run
 from rl.cluster.processes import ALONE, Processes
