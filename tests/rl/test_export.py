@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks import tiny_run
 from models import hf, hf_files, tokenizer, transformer
 from models.config import ModelConfig
 from rl import export
@@ -23,6 +22,7 @@ from rl.config.loader import dump, load
 from rl.learner.optimizer import SavedArrays
 from rl.loop import evaluation
 from rl.loop.experiment import TrainConfig
+from tests.support import tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
 
-from benchmarks import tiny_run
 from rl.cluster.processes import ALONE, Processes
 from rl.config.loader import load
 from rl.learner import trainer
@@ -24,6 +23,7 @@ from rl.loop.rollout_source import open_source
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped, Watch
 from rl.workers.messages import WorkerError
+from tests.support import tiny_run
 from tests.support.stores import play
 
 pytestmark = pytest.mark.usefixtures("one_device")

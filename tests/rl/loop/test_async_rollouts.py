@@ -12,7 +12,6 @@ import pytest
 from loop_runs import compilations, finish, stop_after
 from pipelines import Deferring
 
-from benchmarks import tiny_run
 from models import hf
 from rl.checkpoint import reader
 from rl.config.loader import load
@@ -33,6 +32,7 @@ from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.sampling import step_key
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py
 
