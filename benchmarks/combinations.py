@@ -2,7 +2,7 @@
 
 A covering table: sources (alone and in pairs), budgets, modes of reuse, caches, workers, devices
 and modes of training. Each pair of values that may be combined is in a row at least once. A row is
-a run of `benchmarks.tiny_run` through three epochs, with the engine's default sizes scaled down,
+a run of `tests.support.tiny_run` through three epochs, with the engine's default sizes scaled down,
 so that every branch of every program is traced. Its responses are those of plain decoding on one
 worker with the same reuse, except for rounding. Rows that are rejected are rejected by a sentence.
 """
@@ -185,7 +185,7 @@ class Runs:
     """Runs of rows in this process, and the responses of their references."""
 
     def __init__(self, folder: Path) -> None:
-        from benchmarks import tiny_run
+        from tests.support import tiny_run
 
         self._folder, self._config = folder, tiny_run.make_inputs(folder)
         self._references: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -194,7 +194,7 @@ class Runs:
         """Return the responses of a row's run. Raises as the run does."""
         import jax
 
-        from benchmarks import tiny_run
+        from tests.support import tiny_run
 
         jax.clear_caches()  # thousands of programs are too many for one process
         with tempfile.TemporaryDirectory(dir=self._folder) as run:
@@ -220,7 +220,7 @@ def played(rows: Sequence[Row], folder: Path) -> list[dict[str, Any]]:
     """Run rows in this process; return of each how many responses differ, or its error."""
     import jax
 
-    from benchmarks import tiny_run
+    from tests.support import tiny_run
 
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))  # rows share most
     found = list[dict[str, Any]]()

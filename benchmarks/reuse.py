@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment, tiny_run
+from benchmarks import environment
 from benchmarks.roofline import PRICED_8B, cached_seconds, phase_seconds, round_times
 from rl.ablate import Cell, cells, folder_name, read_cell
 from rl.engine.engine import OnFinish, OnRound
@@ -41,6 +41,7 @@ from rl.metrics.writer import Timings
 from rl.trajectory import Request, Trajectory
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.run_seconds import RunSeconds
+from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs" / "ablations" / "lenience.gin"
 VARIANTS = {"lenient": "lenient e^0.5", "strict": "lenient 1", "coupled": "coupled"}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import environment, tiny_run
+from benchmarks import environment
 from models.transformer import Params
 from rl.config.loader import load
 from rl.drafter_training.spot_trainer import Span, SpotTrainer
@@ -40,6 +40,7 @@ from spec.eagle.config import TreeConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, EagleWeights
 from spec.sampling import step_key
+from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
 SETTINGS = (

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import tiny_run
 from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, started
 from benchmarks.workloads import BASE_POLICY
 from models import hf
@@ -23,6 +22,7 @@ from rl.learner.config import OptimizerConfig
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.runtime import host_memory
 from spec.reuse.rollout_cache import RolloutCache, of_group
+from tests.support import tiny_run
 
 MIB = 2**20
 LOOK_EVERY_STEPS = 25

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks import tiny_run
 from benchmarks.soak import runs
 from benchmarks.soak.memory import growth, programs_of, watch
 from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, run_until, started
 from models import tokenizer
 from rl.metrics.writer import read_samples
+from tests.support import tiny_run
 
 # --- workers on Ray -----------------------------------------------------------------------
 

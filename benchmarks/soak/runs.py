@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import tiny_run
 from models import transformer
 from rl.checkpoint import reader
 from rl.learner.config import OptimizerConfig
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.metrics.writer import Row, deterministic_view, read_metrics, read_samples, step_rows
+from tests.support import tiny_run
 
 AHEAD = """
 Sched.mode = "ahead"

@@ -12,11 +12,11 @@ import signal
 import pytest
 from command_runs import call_main
 
-from benchmarks import tiny_run
 from benchmarks.soak import runs
 from benchmarks.soak.runs import KillPoint
 from rl import train
 from rl.metrics.writer import read_metrics
+from tests.support import tiny_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 

@@ -5,8 +5,9 @@ import itertools
 import jax
 import pytest
 
-from benchmarks import combinations, tiny_run
+from benchmarks import combinations
 from benchmarks.combinations import FACTORS, covering, pairs, rejected, rejection
+from tests.support import tiny_run
 
 pytestmark = [
     pytest.mark.parity,

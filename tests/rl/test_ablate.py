@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from benchmarks import tiny_run
 from rl.ablate import (
     COLUMNS,
     AblationConfig,
@@ -17,6 +16,7 @@ from rl.ablate import (
 )
 from rl.config.loader import ConfigError, dump
 from rl.metrics.writer import MetricsConfig, MetricsWriter
+from tests.support import tiny_run
 
 GRID = """
 Ablation.variants = (

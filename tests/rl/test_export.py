@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import tiny_run
 from models import hf, hf_files, tokenizer, transformer
 from models.config import ModelConfig
 from rl import export
@@ -22,6 +21,7 @@ from rl.config.loader import dump, load
 from rl.learner.optimizer import SavedArrays
 from rl.loop import evaluation
 from rl.loop.experiment import TrainConfig
+from tests.support import tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

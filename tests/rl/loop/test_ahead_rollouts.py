@@ -10,8 +10,8 @@ from loop_runs import compilations, finish, stop_after
 from pipelines import DAPO, SETTINGS, rewarded, with_rewards
 
 from rl.engine.engine import Engine
-from rl.loop import ahead_rollouts
-from rl.loop.ahead_rollouts import agreeing, metrics
+from rl.loop import step_rollouts
+from rl.loop.step_rollouts import agreeing, metrics
 from rl.metrics.writer import read_metrics, step_rows
 from rl.trajectory import Request
 from rl.workers.ahead_engine import Begun
@@ -125,13 +125,13 @@ def test_begun_tokens_make_fewer_rounds(tiny, tmp_path):
 
 def test_what_dynamic_sampling_asks_itself_is_begun_again(tiny, tmp_path, monkeypatch):
     """The prompts that were begun as the next step's become those of a further pass."""
-    planned, plan = [], ahead_rollouts.coming_step
+    planned, plan = [], step_rollouts.coming_step
 
     def noted(system, cursor, step):
         planned.append((step, cursor))
         return plan(system, cursor, step)
 
-    monkeypatch.setattr(ahead_rollouts, "coming_step", noted)
+    monkeypatch.setattr(step_rollouts, "coming_step", noted)
     settings = (*SETTINGS, *DAPO, rewarded(tiny))
     done = finish(tiny, tmp_path, *settings, *AHEAD)
     asked = [row["dynamic_sampling/generated_groups"] for row in done.rows]

@@ -13,18 +13,18 @@ import pytest
 from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
 from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
-from benchmarks import tiny_run
 from rl.cluster.processes import ALONE, Processes
 from rl.config.loader import load
 from rl.learner import trainer
-from rl.loop import async_rollouts, first_programs, generation, train_loop
+from rl.loop import first_programs, generation, pipeline, train_loop
 from rl.loop import setup as run_setup
 from rl.loop.exchange import PeerFailed, Shares
 from rl.loop.experiment import TrainConfig, open_inputs
-from rl.loop.rollout_source import open_source
+from rl.loop.step_rollouts import open_rollouts
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped, Watch
 from rl.workers.driver import WorkerError
+from tests.support import tiny_run
 from tests.support.stores import play
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -83,7 +83,7 @@ def steps_of(processes: Processes, tiny: Path, folder: Path, stops=None, *overri
         options = {"show": tiny_run.Recorder(), "watch": watch, "clock": time.perf_counter}
         built = run_setup.build(config, inputs, folder, **options, processes=processes)
         system, state = stack.enter_context(built)
-        source = stack.enter_context(open_source(system, 1, None, {}))
+        source = stack.enter_context(open_rollouts(system, 1, None, {}))
 
         def noted(*args):
             rollouts = source(*args)
@@ -149,7 +149,7 @@ def test_what_one_process_moves_into_the_next_step_all_expect_there(
     if policy == "histopipe":
         settings += ("Sched.policy='histopipe'", "Sched.chunk_tokens=1", "Sched.workers=2")
     else:
-        monkeypatch.setattr(async_rollouts, "step_scheduler", lambda *_, **__: Deferring())
+        monkeypatch.setattr(pipeline, "step_scheduler", lambda *_, **__: Deferring())
     first, second = together(2, tiny, tmp_path, *settings)
     assert isinstance(first, Seen) and isinstance(second, Seen), (first, second)
     assert first == second
@@ -180,14 +180,14 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tiny, tmp_path):
 
 @pytest.mark.fault
 def test_a_worker_that_fails_in_one_ends_all(tiny, tmp_path, monkeypatch):
-    answers = async_rollouts.Scorer.__call__
+    answers = pipeline.Scorer.__call__
 
     def failing(self, t):
         if t.group_id == 3:  # of step 2, in process 1
             raise WorkerError(0, [t.request_id], RuntimeError("a device is gone"))
         answers(self, t)
 
-    monkeypatch.setattr(async_rollouts.Scorer, "__call__", failing)
+    monkeypatch.setattr(pipeline.Scorer, "__call__", failing)
     first, second = together(2, tiny, tmp_path, *SETTINGS, *PIPELINE)
     assert isinstance(second, WorkerError) and isinstance(first, PeerFailed)
     assert "process 1 failed" in str(first) and "a device is gone" in str(first)

@@ -12,7 +12,6 @@ import pytest
 from loop_runs import compilations, finish, stop_after
 from pipelines import Deferring
 
-from benchmarks import tiny_run
 from models import hf
 from rl.checkpoint import reader
 from rl.config.loader import load
@@ -21,7 +20,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
-from rl.loop import async_rollouts, train_loop
+from rl.loop import pipeline, train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.metrics.writer import read_metrics
 from rl.speculation import sources
@@ -33,6 +32,7 @@ from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.sampling import step_key
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py
 
@@ -67,14 +67,14 @@ def ahead(compiled):
 @contextlib.contextmanager
 def noting(tokens):
     """The tokens that are scored meanwhile are noted, by request id."""
-    score = async_rollouts.Scorer.__call__
+    score = pipeline.Scorer.__call__
 
     def noted(self, t):
         tokens[t.request_id] = t.response_ids.tolist()
         score(self, t)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_rollouts.Scorer, "__call__", noted)
+        patch.setattr(pipeline.Scorer, "__call__", noted)
         yield
 
 
@@ -91,7 +91,7 @@ def answers(config, inputs, params, step):
         for g, example in enumerate(examples)
         for i in range(4)
     ]
-    key = step_key(config.run.seed, async_rollouts.ALL_STEPS)
+    key = step_key(config.run.seed, pipeline.ALL_STEPS)
     spec = RolloutSpec(params, config.sampling, key, inputs.model.eos_token_ids)
     done = Engine(inputs.model, config.engine).run(spec, requests)
     return [inputs.tokenizer.decode(t.response_ids.tolist()) for t in done]
@@ -157,7 +157,7 @@ def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
 
 def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkeypatch):
     scored, enough = [], threading.Event()
-    score = async_rollouts.Scorer.__call__
+    score = pipeline.Scorer.__call__
 
     def counted(self, t):
         score(self, t)
@@ -171,7 +171,7 @@ def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkey
         waited.append(enough.wait(timeout=120))  # for the answers to the next step
         return update(*args, **options)
 
-    monkeypatch.setattr(async_rollouts.Scorer, "__call__", counted)
+    monkeypatch.setattr(pipeline.Scorer, "__call__", counted)
     monkeypatch.setattr(trainer, "update", slow)
     finish(tiny, tmp_path, *PIPELINE, "Run.steps=2")
     assert waited == [True, True]
@@ -199,7 +199,7 @@ def test_histopipe_trains_on_every_response(tiny, tmp_path):
 
 @pytest.fixture
 def deferring(monkeypatch):
-    monkeypatch.setattr(async_rollouts, "step_scheduler", lambda *args, **options: Deferring())
+    monkeypatch.setattr(pipeline, "step_scheduler", lambda *args, **options: Deferring())
 
 
 def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, deferring, monkeypatch):
@@ -235,7 +235,7 @@ def test_what_went_on_when_a_run_was_stopped_is_asked_anew(tiny, tmp_path, monke
     settings = (*PIPELINE, "Sched.workers=1", "Checkpoint.every_steps=0")
     show = tiny_run.Recorder()
     with monkeypatch.context() as patch, pytest.raises(train_loop.Stopped):
-        patch.setattr(async_rollouts, "step_scheduler", lambda *args, **options: Deferring())
+        patch.setattr(pipeline, "step_scheduler", lambda *args, **options: Deferring())
         tiny_run.train(
             tiny, tmp_path, *settings, show=show, should_stop=lambda: len(show.rows) == 1
         )
@@ -264,7 +264,7 @@ def test_the_second_tier_changes_no_token(tiny, ahead, tokens, tmp_path, monkeyp
         self._lengths = {examples[i].example_id: (8,) * 4 for i in range(len(examples))}
 
     monkeypatch.setattr(histopipe, "two_tiers", noted)
-    monkeypatch.setattr(async_rollouts.AsyncRollouts, "load_state", expecting)
+    monkeypatch.setattr(pipeline.PipelineRollouts, "load_state", expecting)
     found = {}
     with noting(found):
         settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Sched.workers=3")
@@ -321,7 +321,7 @@ def test_devices_are_shared_out():
 def test_the_policy_names_the_scheduler():
     def made(policy):
         team = MultiEngine([], SchedConfig(mode="pipeline", policy=policy))
-        return async_rollouts.step_scheduler(team, num_steps=3, epoch_prompts=6)
+        return pipeline.step_scheduler(team, num_steps=3, epoch_prompts=6)
 
     assert isinstance(made("histopipe"), HistoPipe)
     assert made("seer").num_unfinished == 0

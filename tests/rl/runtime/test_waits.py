@@ -13,12 +13,12 @@ import pytest
 from planted_hangs import PLANTED, StandIn, plant
 from whole_steps import whole_steps
 
-from benchmarks import tiny_run
 from rl.checkpoint import checkpointer
 from rl.loop import setup as run_setup
 from rl.runtime.waits import Hang, Patience
 from rl.speculation import sources
 from rl.workers import driver
+from tests.support import tiny_run
 
 
 @pytest.mark.fault

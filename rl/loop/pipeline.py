@@ -24,11 +24,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
+
+from models.sharding import put
 from models.transformer import Params
 from rl.engine.rollout_spec import RolloutSpec
+from rl.learner import trainer
+from rl.learner.gathering import from_shards, host_copy, on_host, own_shards
 from rl.learner.optimizer import TrainState
-from rl.loop import host_weights, unfinished
-from rl.loop.collected import Asked, Collected, whole_groups
+from rl.loop.collected import Asked, Collected, load_unfinished, unfinished_state, whole_groups
 from rl.loop.exchange import Responses
 from rl.loop.generation import (
     Prompts,
@@ -41,7 +46,6 @@ from rl.loop.generation import (
     remember,
     requests_of,
 )
-from rl.loop.host_weights import HostWeights
 from rl.loop.receiving import Receiver
 from rl.loop.rewards import Scorer
 from rl.loop.step_scheduler import Pacing, step_scheduler
@@ -66,7 +70,7 @@ class _Answering:
     rule: PrefixRule | None
 
 
-class AsyncRollouts:
+class PipelineRollouts:
     """Called as `rl.loop.generation.generate` is, once a step; a context manager."""
 
     def __init__(self, system: System, first_step: int, stale_params: Params | None) -> None:
@@ -77,7 +81,7 @@ class AsyncRollouts:
         self._extra = config.algorithm.resolved.max_extra_phases
         self._answering: dict[int, _Answering] = {}
         if stale_params is not None:
-            weights = host_weights.copied(system, stale_params)
+            weights = copied(system, stale_params)
             self._answering[first_step] = _Answering(weights, system.reuse.rule(first_step))
         self._pacing = None if engine.costs is None else Pacing(engine.costs)
         self._scheduler = scheduler = step_scheduler(
@@ -111,7 +115,7 @@ class AsyncRollouts:
         self._unfinished: dict[int, list[Trajectory]] = {}  # siblings of what went on, by group
         self._returned_s = time.monotonic()  # when the last step was given to the trainer
 
-    def __enter__(self) -> AsyncRollouts:
+    def __enter__(self) -> PipelineRollouts:
         self._driver.__enter__()
         return self
 
@@ -123,7 +127,7 @@ class AsyncRollouts:
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
     ) -> Rollouts:
         """The responses of `step`; the one after it is submitted with `params`."""
-        weights = host_weights.copied(system, params)
+        weights = copied(system, params)
         for coming in (step, step + 1):
             if coming not in self._answering:
                 self._answering[coming] = _Answering(weights, system.reuse.rule(coming))
@@ -337,7 +341,7 @@ class AsyncRollouts:
             "log_lenience": None if rule is None else rule.log_lenience,
             "late": self._late.state(),
             "begins": None if before is None else before.begins,
-            "unfinished": unfinished.state_of(self._unfinished),
+            "unfinished": unfinished_state(self._unfinished),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -353,6 +357,38 @@ class AsyncRollouts:
             rule = dataclasses.replace(now.rule, log_lenience=float(lenience))
             self._answering[self._first] = dataclasses.replace(now, rule=rule)
         if (begins := state["begins"]) is not None and state["unfinished"]["groups"]:
-            self._unfinished = unfinished.load(state["unfinished"])
+            self._unfinished = load_unfinished(state["unfinished"])
             prompts = prompts_at(system, begins, system.config.rollout.prompts_per_step)
             self._asked[before] = Asked(begins, self._first_group(before), prompts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostWeights:
+    """A version in the engine's dtype; the update that comes consumes the device's buffers.
+
+    `whole` is what this process's workers are given. Where another process speaks with them it is
+    a tree of None, and `shards` are what this process's devices had of it.
+    """
+
+    whole: Params
+    shards: Any = None
+
+    def put_as(self, params: Params) -> Params:
+        """Return the weights laid out on devices as `params` are."""
+        if self.shards is None:
+            return jax.tree.map(lambda x, p: put(x, p.sharding), self.whole, params)
+        return from_shards(self.shards, params)
+
+
+def copied(system: System, params: Params) -> HostWeights:
+    """Return a version on the host of every process; all of a run's call it together."""
+    shares = system.shares
+    if shares.processes.alone or not shares.by_first:
+        return HostWeights(on_host(system.weights(params)))
+    rounded, keep = trainer.cast_params(params, system.engine.dtype), shares.processes.is_first
+
+    def one(x: jax.Array) -> np.ndarray | None:
+        copy = host_copy(x, keep=keep)
+        return None if copy is None else np.array(copy)
+
+    return HostWeights(jax.tree.map(one, rounded), None if keep else own_shards(rounded))

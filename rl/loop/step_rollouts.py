@@ -1,20 +1,24 @@
-"""Rollouts of the step that is learnt from, while idle workers begin those of the next one.
+"""The responses of a step that is learnt from at once: `Sched.mode` of `sync` and `ahead`.
 
-    recall what was begun of step s → answer step s with v(s − 1), begun tokens as draft tokens
-    plan step s + 1  → begun with v(s − 1) where a worker has run dry, and while s is learnt from
+    sync    answer step s with v(s − 1)
+    ahead   recall what was begun of step s → answer step s with v(s − 1), begun tokens as drafts
+            plan step s + 1 → begun with v(s − 1) by idle workers, also while s is learnt from
 
-The responses are those of `Sched.mode = "sync"`: `generate` makes them, and what was begun only
-drafts for it. Nothing that was begun is kept in a checkpoint: a resumed run begins it again.
+The responses are the same: what was begun only drafts for them. Nothing that was begun is kept in a
+checkpoint: a resumed run begins it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from models.transformer import Params
+from rl.learner.optimizer import TrainState
 from rl.loop.generation import (
     Rollouts,
     System,
@@ -24,42 +28,75 @@ from rl.loop.generation import (
     prompts_at,
     requests_of,
 )
+from rl.loop.pipeline import PipelineRollouts
 from rl.metrics.writer import Timings
 from rl.trajectory import Trajectory
 from rl.workers.ahead_engine import AheadEngine, Begun, ComingStep
 
 
-class AheadRollouts:
-    """Called as `rl.loop.generation.generate` is, once a step."""
+class StepRollouts:
+    """Called once a step; with an `ahead` engine idle workers begin the step after it."""
 
-    def __init__(self, engine: AheadEngine) -> None:
-        self._engine = engine
-        self._planned = 0  # where the data order was expected to stand at the step that is begun
-        self._dropped = 0  # requests that were begun for nothing since the last step
+    def __init__(self, ahead: AheadEngine | None = None) -> None:
+        self._ahead = ahead
+        self._planned = 0  # the data order's expected position at the step that is begun
+        self._num_dropped = 0  # requests that were begun for nothing since the last step
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
     ) -> Rollouts:
-        """The responses of `step`; the one after it is begun where there is time."""
+        """Return the responses of `step`, whose first prompt is at `cursor`."""
+        engine = self._ahead
+        if engine is None:
+            return generate(system, params, cursor, step, timings)
+        check = partial(leave_if_asked, system)
         with timings.section("recall"):
-            begun = self._engine.recall(partial(leave_if_asked, system))
+            begun = engine.recall(check)
         size = system.config.rollout.prompts_per_step
-        self._plan(system, prompts_at(system, cursor, size).end, step + 1)
+        self._plan(engine, system, prompts_at(system, cursor, size).end, step + 1)
         rollouts = generate(system, params, cursor, step, timings, begun)
-        rollouts.metrics.update(metrics(begun, rollouts.trajectories, self._dropped))
-        self._dropped = 0
+        rollouts.metrics.update(metrics(begun, rollouts.trajectories, self._num_dropped))
+        self._num_dropped = 0
         if rollouts.cursor != self._planned and step < system.config.run.steps:
-            # dynamic sampling has asked the prompts that were begun as those of the next step
-            self._dropped = len(self._engine.recall(partial(leave_if_asked, system)).tokens)
-            self._plan(system, rollouts.cursor, step + 1)
-            self._engine.begin()
+            # dynamic sampling has used the prompts that were begun as those of the next step
+            self._num_dropped = len(engine.recall(check).tokens)
+            self._plan(engine, system, rollouts.cursor, step + 1)
+            engine.begin()
         return rollouts
 
-    def _plan(self, system: System, cursor: int, step: int) -> None:
-        """Plan the step whose first prompt stands at `cursor`; the last step has none behind it."""
+    def stale_params(self, state: TrainState, step: int) -> None:
+        """No older weights answer anything."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def _plan(self, engine: AheadEngine, system: System, cursor: int, step: int) -> None:
+        """Plan the step whose first prompt is at `cursor`; the last step has none after it."""
         self._planned = cursor
         if step <= system.config.run.steps:
-            self._engine.plan(coming_step(system, cursor, step))
+            engine.plan(coming_step(system, cursor, step))
+
+
+@contextlib.contextmanager
+def open_rollouts(
+    system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
+) -> Iterator[StepRollouts | PipelineRollouts]:
+    """Yield the rollouts of a run by its mode; checkpoints keep their state.
+
+    `first_step` is the next one to be trained; of a resumed run, `stale_params` are the weights
+    before the last update, and `state` is what was saved.
+    """
+    config, engine = system.config, system.engine
+    if config.sched.mode == "pipeline":
+        with PipelineRollouts(system, first_step, stale_params) as pipeline:
+            pipeline.load_state(state)
+            yield pipeline
+    elif isinstance(engine, AheadEngine):
+        most = system.shares.most_groups(config.rollout.prompts_per_step)
+        with engine.open(most * config.rollout.group_size, config.longest_tokens):
+            yield StepRollouts(engine)
+    else:  # also a process whose workers belong to another one
+        yield StepRollouts()
 
 
 def coming_step(system: System, cursor: int, step: int) -> ComingStep:

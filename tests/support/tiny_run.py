@@ -31,7 +31,7 @@ from rl.loop.experiment import Inputs, TrainConfig, open_inputs
 from rl.loop.generation import System
 from rl.runtime.signals import Watch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHARACTERS = "0123456789+=abc"
 MODEL = ModelConfig(
     architecture="qwen3",
@@ -115,7 +115,7 @@ def make_inputs(folder: Path, seed: int = 0, model: ModelConfig = MODEL) -> Path
 
 
 def _config(folder: Path) -> str:
-    return f"""# The smallest run there is (benchmarks/tiny_run.py).
+    return f"""# The smallest run there is (tests/support/tiny_run.py).
 Policy.directory = "{folder / "policy"}"
 Task.specs = ("jsonl:{folder / "task.jsonl"}",)
 Reward.functions = ("{folder / "reward.py"}:digits",)
