@@ -57,7 +57,9 @@ def test_requests_that_pages_lack_for_go_on_with_the_same_tokens(golden, rollout
 
 def test_a_part_of_the_devices_too_small_for_a_request_is_named(rollout):
     with pytest.raises(ValueError, match=r"Engine.pages of at least 24, .* 44 tokens .*got 20"):
-        rollout("cool", engine=paged(pages=20, mesh=make_mesh(MeshConfig(data=2), jax.devices()[:2])))
+        rollout(
+            "cool", engine=paged(pages=20, mesh=make_mesh(MeshConfig(data=2), jax.devices()[:2]))
+        )
 
 
 def test_pages_on_a_mesh(golden, rollout, params):

@@ -11,6 +11,7 @@ import zlib
 import jax
 import numpy as np
 from loop_runs import counted_compilations
+from shapes import PLAIN, one_size
 
 from models import sharding, transformer
 from models.config import MeshConfig, ModelConfig
@@ -18,7 +19,6 @@ from rl.cluster.join import JobStore
 from rl.cluster.lockstep import PREFIX, LockstepWatch
 from rl.cluster.processes import Processes
 from rl.engine import rounds
-from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.rollout import draft_with
@@ -42,22 +42,7 @@ from spec.sampling import step_key
 MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 8, 16, qk_norm=True, max_positions=64)
 
 
-class OneSize(EngineConfig):
-    """Rounds with draft tokens have as many nodes as they can, and none compute prompts."""
-
-    def node_sizes(self, num_slots):
-        return super().node_sizes(num_slots)[-1:]
-
-
-CONFIG = OneSize(
-    slots=4,
-    min_slots=4,
-    min_positions=32,
-    rounds_per_fetch=4,
-    max_nodes=4,
-    prefill_rows=2,
-    prefill_chunk_tokens=8,
-)
+CONFIG = one_size(PLAIN)
 SAMPLING = SamplingConfig(max_new_tokens=16)
 KEY = step_key(3, 1)
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11, 12, 13)]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import rollouts
 from remote_workers import IDENTITY, TUNER, Programs, hello, make_team
+from shapes import make_params
 from tiny_drafter import TRAINING, TREE, bits, make_engine, make_learned, make_trainer
-from tiny_engine import make_params
 from tiny_team import (
     CONFIG,
     KEY,
