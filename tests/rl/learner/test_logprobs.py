@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import largest_array
 from shapes import CHAT
 
 from models import transformer
@@ -138,19 +139,6 @@ def test_packing_chunking_and_remat_change_neither_value_nor_gradient(configs):
 
 def flat(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-
-
-def largest_array(jaxpr) -> int:
-    """The most elements that any value of a program has, in its inner programs too."""
-    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
-    inner = [
-        largest_array(getattr(x, "jaxpr", x))
-        for eqn in jaxpr.eqns
-        for value in eqn.params.values()
-        for x in (value if isinstance(value, (tuple, list)) else (value,))
-        if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ]
-    return max(sizes + inner, default=0)
 
 
 def test_batch_by_length_by_vocabulary_is_never_alive():
