@@ -5,6 +5,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import largest_array
 
 from models import products, row_attention, transformer
 from models.attention import Packing, packed_mask
@@ -186,18 +187,6 @@ def test_long_rows_of_a_whole_policy(monkeypatch):
             pairs = zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True)
             for one, other in pairs:
                 np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-3)
-
-
-def largest_array(jaxpr, found=0):
-    """The most values of any array that a jaxpr makes; those in kernels are of a block's size."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            continue
-        for var in eqn.outvars:
-            found = max(found, int(np.prod(var.aval.shape)) if hasattr(var.aval, "shape") else 0)
-        for sub in jax.extend.core.jaxprs_in_params(eqn.params):
-            found = max(found, largest_array(sub))
-    return found
 
 
 def test_no_array_grows_with_the_square_of_the_length():

@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+from parity_model import MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+from shapes import SPEC
 from stepped_links import (
     DeafLink,
     ReplacedLink,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.parity
 
 SMALL = dataclasses.replace(MODEL, num_layers=1)
 CONFIG = ChainConfig(window_tokens=4, chunk_tokens=32, pass_tokens=128)
-SIZE = BASE.slots, 64
+SIZE = SPEC.slots, 64
 WINDOW = DraftPlan(3)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from noted_drafts import Noted, NotedGoodput, share_of_same
 from parity_model import (
-    BASE,
     HALF_TREES,
     MODEL,
     ONE_SIZE,
@@ -17,6 +16,7 @@ from parity_model import (
     differences,
     misscored,
 )
+from shapes import SPEC
 
 from models import transformer
 from models.config import MeshConfig
@@ -49,7 +49,7 @@ def learned(design, tree=None, seed=0, draft_vocab_size=0):
 def keeping():
     """`keeping(design)`: an engine that keeps what drafters of that design need."""
     engines = {
-        design: Engine(MODEL, BASE, feature_layers=eagle.config_for(MODEL, design).feature_layers)
+        design: Engine(MODEL, SPEC, feature_layers=eagle.config_for(MODEL, design).feature_layers)
         for design in ("eagle", "eagle3")
     }
     return engines.__getitem__

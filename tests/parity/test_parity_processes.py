@@ -10,7 +10,7 @@ from processes import launch
 
 pytestmark = pytest.mark.parity
 
-MESHES = [{"data": 2}, {"data": 1, "tensor": 2}]
+TWO = {"data": 2}
 FOUR = {"data": 2, "tensor": 2}
 LIMIT_S = 400  # on a busy machine
 
@@ -19,7 +19,7 @@ LIMIT_S = 400  # on a busy machine
 def two(tmp_path_factory):
     """What two processes of two devices each return."""
     folder = tmp_path_factory.mktemp("two")
-    given = {"devices": 2, "arguments": {"meshes": MESHES, "of_all": FOUR}, "limit_s": LIMIT_S}
+    given = {"devices": 2, "arguments": {"mesh": TWO, "wide": FOUR}, "limit_s": LIMIT_S}
     outcomes = launch("mesh_rollouts:everything", 2, folder, **given)
     return [outcome.result for outcome in outcomes]
 
@@ -33,18 +33,17 @@ def assert_alike(expected, results):
 
 
 def test_two_processes_have_the_bits_and_the_launches_of_one(two):
-    alone = mesh_rollouts.on_meshes(MESHES, jax.devices()[:2])
+    mesh = mesh_rollouts.title(TWO)
+    alone = mesh_rollouts.all_rollouts(mesh_rollouts.Worker(jax.devices()[:2], TWO), mesh)
     assert_alike(alone, two)
-    for mesh in map(mesh_rollouts.title, MESHES):
-        plain, drafts = (alone[f"{mesh}/{name}/tokens"] for name in ("plain", "drafts"))
-        np.testing.assert_array_equal(plain, drafts)
-        assert alone[f"{mesh}/drafts/counts"][1] > 20 and len(alone[f"{mesh}/digests"]) > 40
-    first = mesh_rollouts.title(MESHES[0])
-    np.testing.assert_array_equal(alone[f"{first}/coupled/tokens"], [*plain, *plain])
-    np.testing.assert_array_equal(alone[f"{first}/learned/tokens"], [*plain, *plain])
-    _, accepted, kept = alone[f"{first}/coupled/counts"].tolist()
-    assert accepted and kept and alone[f"{first}/learned/counts"][1]
-    assert len(alone[f"{first}/hidden"]) == 5
+    plain = alone[f"{mesh}/plain/tokens"]
+    np.testing.assert_array_equal(alone[f"{mesh}/drafts/tokens"], plain)
+    np.testing.assert_array_equal(alone[f"{mesh}/coupled/tokens"], [*plain, *plain])
+    np.testing.assert_array_equal(alone[f"{mesh}/learned/tokens"], [*plain, *plain])
+    _, accepted, kept = alone[f"{mesh}/coupled/counts"].tolist()
+    assert accepted and kept and alone[f"{mesh}/learned/counts"][1]
+    assert alone[f"{mesh}/drafts/counts"][1] > 20 and len(alone[f"{mesh}/digests"]) > 40
+    assert len(alone[f"{mesh}/hidden"]) == 5
 
 
 def test_two_processes_of_two_devices_have_the_bits_of_one(two):

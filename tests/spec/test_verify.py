@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drafts_by_hand import Draft, chain, stack
+from shapes import TINY
 
 from models import kv_cache, transformer
-from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec import nodes as packed_nodes
 from spec.config import SamplingConfig
@@ -78,7 +78,6 @@ def make_slots(B, **columns):
     return Slots(**jax.tree.map(jnp.asarray, base | columns))
 
 
-TINY = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 S = 16
 M = 4  # nodes a slot, in rounds of trees
 

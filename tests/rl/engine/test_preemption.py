@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from drive import RequestSource, drive
-from tiny_engine import CONFIG, MODEL, make_params
+from shapes import PLAIN, TINY, make_params
 
 from rl.engine import preemption
 from rl.engine.ending import Endings
@@ -91,7 +91,7 @@ class Plain(FixedBudget):
 @pytest.mark.parametrize("drafter", [None, Undecided()])
 def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     """Also where a fetch of plain rounds brings more than a tree's."""
-    config = dataclasses.replace(CONFIG, rounds_per_fetch=6, max_nodes=2)
+    config = dataclasses.replace(PLAIN, rounds_per_fetch=6, max_nodes=2)
     held = []
 
     class Watched(Engine):
@@ -108,7 +108,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
         def take(self, *, wait):
             return [self.waiting.pop()] if self.waiting else None
 
-    engine = Watched(MODEL, config)
+    engine = Watched(TINY, config)
     sampling = SamplingConfig(max_new_tokens=20)
     spec = RolloutSpec(make_params(), sampling, step_key(0, 0), drafts=draft_with(drafter, Plain()))
     drive(engine, spec, OneByOne())
@@ -120,7 +120,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
 
 def test_a_row_is_preempted_in_the_middle_of_its_prompt():
     """Its request begins anew; the tokens are those of a budget that holds all rows."""
-    config = dataclasses.replace(CONFIG, prefill_chunk_tokens=2, rounds_per_fetch=1)
+    config = dataclasses.replace(PLAIN, prefill_chunk_tokens=2, rounds_per_fetch=1)
     sampling, lacked = SamplingConfig(max_new_tokens=8), []
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 20, n).tolist()) for n in (2, 3, 2, 20)]
@@ -151,7 +151,7 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
         )
         return done
 
-    engine = Watched(MODEL, config)
+    engine = Watched(TINY, config)
     want = responses(engine, 1000)
     assert not any(lacked) and len(want) == 4
     assert responses(engine, 36) == want
