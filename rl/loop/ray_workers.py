@@ -27,7 +27,8 @@ from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.waits import POLL_S
-from rl.speculation.sources import Speculation
+from rl.speculation.history_workers import HistoryWorkers
+from rl.speculation.sources import Speculation, history_rule
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from rl.warm_up.rollout_programs import Reach
@@ -36,6 +37,7 @@ from rl.workers.multi_engine import MultiEngine
 from sched.simulator.measured_costs import MeasuredCosts
 from spec.buckets import buckets
 from spec.budget.config import MODEL
+from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 
 SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and services
@@ -259,3 +261,25 @@ def bounds(
 def read_times(speculation: Speculation, folder: Path) -> None:
     """Set the seconds of rounds that the workers have measured."""
     speculation.times = read_rounds(folder / ROUNDS_FILE)
+
+
+@contextlib.contextmanager
+def open_history(
+    config: TrainConfig, cache: RolloutCache, say: Callable[[str], None]
+) -> Iterator[HistoryWorkers | None]:
+    """Start the history workers, if the run has any, and end them at the end; Ray is there.
+
+    Raises ProgramLost if one cannot serve.
+    """
+    count, limit_s = config.cluster.history_workers, config.cluster.deadline_s
+    if config.speculation.history_source is None or not count:
+        yield None
+        return
+    from rl.cluster.ray_session import reserve
+
+    settings = ActorSettings({}, limit_s, 2 * limit_s, say)
+    with reserve(count, f"Cluster.history_workers={count}", 2 * limit_s) as room:
+        rule = history_rule(config.speculation)
+        with contextlib.closing(HistoryWorkers(rule, cache, count, room, settings)) as workers:
+            workers.wait_started()
+            yield workers
