@@ -207,6 +207,10 @@ class RayPlace:
         return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
 
     def leave(self, *, abort: bool) -> Future[None]:
+        if not self.actor.is_there:  # nothing waits for its next start
+            gone: Future[None] = Future()
+            gone.set_result(None)
+            return gone
         return then(self.actor.call("leave", abort, is_work=False), self._left)
 
     def abandon(self, why: str) -> None:

@@ -26,7 +26,7 @@ from rl.weights import delta
 
 MAX_DELTAS = 8
 MAX_DELTA_SHARE = 0.9  # of a whole copy's bytes; with more, deltas only cost time
-MAX_KNOWN = 4  # versions that are known by their arrays
+MAX_KNOWN = 2  # versions that are known by their arrays: each has a whole copy in the store
 
 
 class DamagedWeights(ValueError):

@@ -507,14 +507,14 @@ class Driver:
         error = WorkerError(worker_id, requests, cause)
         worker.call, worker.is_lost = None, True
         place.abandon(str(cause))
+        returns = place.may_return and isinstance(cause, Hang | ProgramLost)
         if self._ends_s is not None:
             del self._workers[worker_id]
-            if not (self._can_restart and hangs):
+            if not (returns or (self._can_restart and hangs)):
                 self._error = self._error or error
             return
         i = next(i for i, found in self._seated.items() if found == worker_id)
         self._failures[i] += 1
-        returns = place.may_return and isinstance(cause, Hang | ProgramLost)
         if not returns and (not self._can_restart or self._failures[i] > MAX_RESTARTS):
             raise error
         self._note(place, _how_lost(cause), str(cause), len(requests))
