@@ -190,7 +190,6 @@ def _place(
         number,
         Actor(*given, concurrency=1),
         shared,
-        deadline_s=settings.deadline_s,
         call_limit_s=config.run.hang_limit_s,
         compile_s=config.run.compile_limit_s,
         report=settings.say,

@@ -115,7 +115,7 @@ class Shared:
 class RayPlace:
     """The place of a worker in an actor, which is started and prepared again when it is lost.
 
-    A call may take `deadline_s`, one that opens a rollout or computes a gradient `hang_limit_s`.
+    A program that is lost or stopped sends no heartbeats, so that a call may take `call_limit_s`.
     """
 
     makes_shapes = False
@@ -127,14 +127,13 @@ class RayPlace:
         actor: Actor,
         shared: Shared,
         *,
-        deadline_s: float,
         call_limit_s: float,
         compile_s: float,
         report: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.number, self.name, self.actor, self._shared = number, f"worker {number}", actor, shared
-        self._deadline_s, self._call_limit_s, self._compile_s = deadline_s, call_limit_s, compile_s
+        self._call_limit_s, self._compile_s = call_limit_s, compile_s
         self._report, self._clock, self.later_s = report, clock, 0.0
         self._thread = DaemonThread(f"idle work of worker {number}")
         self._bounds: Bounds | None = None
@@ -184,19 +183,21 @@ class RayPlace:
 
     # -- a session's worker --------------------------------------------------------------------
 
+    def announce(self, spec: RolloutSpec) -> None:
+        """Publish the weights of a rollout, once for all places: not in the driver's thread."""
+        self._shared.weights.publish(spec.params)
+
     def join(self, limits: WorkerLimits) -> None:
         self._stats, self._rollout = EngineStats(), 0
         self.actor.call("join", limits, is_work=False)
 
     def call(self, commands: Sequence[Command]) -> Future[Report]:
         sent = [self._sent(command) for command in commands]
-        opens = any(isinstance(command, Prepare) for command in commands)
-        limit_s = self._call_limit_s if opens else self._deadline_s
         drafter = self._shared.drafter(self._drafter_version)
         if drafter is not None:
             self._drafter_version = drafter[0]
         reply = self.actor.call(
-            "step", sent, ROUNDS_S, drafter, limit_s=limit_s, is_work=bool(commands)
+            "step", sent, ROUNDS_S, drafter, limit_s=self._call_limit_s, is_work=bool(commands)
         )
         return then(reply, self._settle)
 

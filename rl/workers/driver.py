@@ -185,6 +185,8 @@ class Driver:
         past, is_urgent = past_tokens or {}, spec is None
         if spec is not None:
             self._specs[step] = spec
+            for place in self._places:
+                place.announce(spec)
         sampling = self._specs[step].sampling
         specs = tuple(
             RequestSpec(

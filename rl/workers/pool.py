@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
 
 T = TypeVar("T")
@@ -62,6 +63,10 @@ class Place(Protocol):
     @property
     def is_ready(self) -> bool:
         """Return whether a worker can join now."""
+        ...
+
+    def announce(self, spec: RolloutSpec) -> None:
+        """A rollout will be submitted; called by the owner."""
         ...
 
     def join(self, limits: WorkerLimits) -> None:
@@ -134,6 +139,9 @@ class ThreadPlace:
     @property
     def where(self) -> str:
         return self.engine.where
+
+    def announce(self, spec: RolloutSpec) -> None:
+        """Each worker places the weights by itself."""
 
     def join(self, limits: WorkerLimits) -> None:
         self._worker = RolloutWorker(self.engine, limits)

@@ -138,6 +138,9 @@ class ManualPlace:
         self.name, self._lengths, self._slots = f"worker {number}", lengths, slots
         self.calls = collections.deque()
 
+    def announce(self, spec):
+        pass
+
     def join(self, limits):
         self.worker = RolloutWorker(CountingEngine(self._lengths, self._slots), limits)
 

@@ -105,8 +105,6 @@ class StandIn:
     number: int = 0
     config: ClassVar[EngineConfig] = EngineConfig(slots=4, min_slots=4)
     where: ClassVar[str] = "nowhere"
-    is_ready: ClassVar[bool] = True
-    may_return: ClassVar[bool] = False
     makes_shapes: ClassVar[bool] = False
     clock: ClassVar[Callable[[], float]] = time.monotonic
 
