@@ -3,7 +3,7 @@
     DecoupledDrafter ─ send: commits → DraftingLink ─ a thread → DraftingWorker.draft
     DecoupledDrafter ← take: blocks ── DraftingLink ←── Answer ──┘
 
-The worker is one class, in this process or as a Ray actor (rl.drafting.on_ray). A link makes one
+The worker is one class, in this process or as a Ray actor (rl.drafting.actors). A link makes one
 call at a time beside the rounds of its verifying worker, which never wait for it. If a call fails
 or hangs, drafts are missing until the worker answers again.
 """
@@ -63,10 +63,14 @@ class Rollout(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Blocks for a link's requests; `start` changes if the worker has forgotten all requests."""
+    """Blocks for a link's requests; `start` changes if the worker has forgotten all requests.
+
+    `has_more`: another call without news may return more.
+    """
 
     start: str
     blocks: Sequence[Block]
+    has_more: bool
 
 
 Draft = Callable[[Rollout, str, Sequence[Commit], Sequence[int]], Answer]  # DraftingWorker.draft
@@ -90,10 +94,13 @@ class _Drafted:
     blocks: dict[str, list[Block]] = dataclasses.field(default_factory=dict)
 
     def update(self, call: _Call) -> None:
+        """Close requests of this link, and those that now come from it instead of another one."""
+        sent = {commit.request_id: call.link for commit in call.commits}
         closed = [r for r in call.closed if self.links.get(r) == call.link]
+        closed += [r for r in sent if self.links.get(r, call.link) != call.link]
         for request_id in closed:
             del self.links[request_id]
-        self.links |= {commit.request_id: call.link for commit in call.commits}
+        self.links |= sent
         self.ahead.update(call.commits, closed)
 
 
@@ -137,7 +144,8 @@ class DraftingWorker:
                     self._forget()
                     raise
             drafted = self._rollouts.get(rollout)
-            return Answer(self._start, drafted.blocks.pop(link, []) if drafted else [])
+            blocks = drafted.blocks.pop(link, []) if drafted else []
+        return Answer(self._start, blocks, bool(blocks) and self._config.ahead == "free_running")
 
     def prepare(self, sampling: SamplingConfig, report: OnCompiled = unwatched) -> None:
         """Compile all that a rollout with this sampling runs, and run it once."""
@@ -279,7 +287,7 @@ class Peer:
 class DraftingLink(DraftLink):
     """A verifying worker's link to one drafting worker, for one rollout.
 
-    A thread makes one call at a time, until there is nothing to send and no block comes. If a call
+    A thread makes one call at a time, until there is nothing to send or to fetch. If a call
     fails `generation` grows, so that all requests are sent again from their first token.
     """
 
@@ -351,7 +359,7 @@ class DraftingLink(DraftLink):
                     assert error is not None, "a call returns or raises"
                     self._fail(draft, error)
                     return
-                has_more, self._call = bool(answer.blocks), None
+                has_more, self._call = answer.has_more, None
                 self._receive(answer)
 
     def _receive(self, answer: Answer) -> None:

@@ -30,8 +30,10 @@ class RequestPlans(Protocol):
 
     def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
         """Observe how many draft tokens were accepted, and how many were decided."""
+        return
 
-    def forget(self, request_ids: Sequence[int]) -> None: ...
+    def forget(self, request_ids: Sequence[int]) -> None:
+        return
 
 
 class OnePlan(RequestPlans):
