@@ -100,7 +100,7 @@ def test_attention_in_blocks_equals_attention_at_once(num_tokens):
     v = rng.standard_normal((2, 2, num_tokens, 8)).astype(np.float32)
     mask = np.tril(rng.random((2, num_tokens, num_tokens)) < 0.5)
     assert (causal_block_tokens(num_tokens) < num_tokens) == (num_tokens == 256)
-    got = attend_causally(q, k, v, mask)
+    got = jax.jit(attend_causally)(q, k, v, mask)
     seen = mask.any(axis=-1)
     np.testing.assert_allclose(
         np.asarray(got)[seen], np.asarray(attend(q, k, v, mask))[seen], atol=1e-5

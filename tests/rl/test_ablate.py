@@ -158,3 +158,12 @@ def test_async_rollouts_have_no_rollout_seconds_to_compare():
     (line,) = [x for x in markdown(by_variant([*ROWS, ahead])).splitlines() if "ahead" in x]
     assert line.split(" | ")[:3] == ["| ahead", "0.90", ""]
     assert "nan" not in line
+
+
+def test_columns_without_values_are_left_out():
+    bare = [r | {"reused_fraction": math.nan, "verify_s": 0.0, "epochs": 0.01} for r in ROWS]
+    text = markdown(by_variant(bare))
+    head = text.splitlines()[0]
+    assert not any(name in text for name in ("reused_fraction", "verify_s", "epochs", "kl"))
+    assert "final_reward" in head and "entropy" in head
+    assert "verify_s" in markdown(by_variant(ROWS))

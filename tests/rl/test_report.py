@@ -17,7 +17,6 @@ from rl.engine.stats import RoundRecord, save_timeline
 from rl.report import pick_samples
 from rl.reports import page as report_page
 from rl.reports import plots as report_plots
-from rl.reports import style as report_style
 from rl.reports import timeline_plot
 from rl.reports.runs import Run, load_runs, run_labels, summary_table
 
@@ -350,14 +349,6 @@ def test_evaluations_have_a_plot_a_table_and_their_samples(tmp_path):
     assert run.steps.tolist() == [1, 2] and run.eval_series("step").tolist() == [0, 1, 2]
 
 
-def test_evaluations_of_several_runs_and_of_one_step_are_drawn(tmp_path):
-    folders = [evaluated(tmp_path / "a", 0.25, 0.75), evaluated(tmp_path / "b", 0.5, 0.5)]
-    folders.append(make_run(tmp_path / "c", [0.5]))
-    report.write_report(load_runs(folders), tmp_path / "out")
-    assert (tmp_path / "out" / "evaluation.png").exists()
-    assert "all sets" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$x$", "a/b", "\u202e", "x" * 5000])
 def test_names_of_sets_that_no_run_writes_are_not_shown(tmp_path, name):
     folder = evaluated(tmp_path / "run", 0.25, 0.75, name=name)
@@ -399,9 +390,3 @@ def test_a_missing_folder_and_a_bad_option_exit_with_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         report.main([str(tmp_path), "--smooth", "0"])
     assert caught.value.code == 2
-
-
-def test_labels_in_pictures_are_taken_literally():
-    assert report_style.plain_text("_a$b$", 20) == "./_a$b$"
-    assert report_style.STYLE["text.parse_math"] is False  # else `$` begins a formula
-    assert report_style.plain_text("x" * 30 + "end", 10) == "…xxxxxxend"

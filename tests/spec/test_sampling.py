@@ -52,7 +52,7 @@ def kinds_of_rows(rng, num_rows, V):
     return x_RV
 
 
-@pytest.mark.parametrize("V", [5, 50, 67])
+@pytest.mark.parametrize("V", [5, 67])
 def test_cuts_equal_those_by_sorting(V):
     rng = np.random.default_rng(V)
     R = 240
@@ -100,7 +100,7 @@ def draw_at(monkeypatch):
     return draw
 
 
-@pytest.mark.parametrize("V", [1, 2, 5, 16, 50, 64, 67, 300])
+@pytest.mark.parametrize("V", [1, 5, 64, 67, 300])
 def test_cdf_draw_inverts_the_distribution_of_blocks_and_that_inside(draw_at, V):
     rng = np.random.default_rng(V)
     R, W = 400, sampling.block_tokens(V)

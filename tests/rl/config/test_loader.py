@@ -425,6 +425,14 @@ def test_examples_in_errors_work():
     assert len(load(AblationRun, [], [example]).ablation.variants) == 2
 
 
+def test_a_missing_file_names_each_folder_once(tmp_path, monkeypatch):
+    for folder in (tmp_path, config_lib.PROJECT_ROOT):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ConfigError) as caught:
+            load(Schema, ["no.gin"])
+        assert str(caught.value).count(str(config_lib.PROJECT_ROOT)) == 1
+
+
 def test_project_files_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(config_lib, "PROJECT_ROOT", tmp_path / "project")

@@ -52,10 +52,6 @@ def test_chunks_enter_while_they_fit_beside_what_runs(budget, count):
     assert preemption.num_fitting(waiting, table(1), 4, budget) == count
 
 
-def test_one_enters_where_nothing_runs():
-    assert preemption.num_fitting([chunk(), chunk()], table(None), 4, 3) == 1
-
-
 @pytest.mark.parametrize(
     ("budget", "rows"), [(30, []), (21, []), (20, [1]), (14, [1]), (13, [1, 2]), (1, [1, 2])]
 )

@@ -473,13 +473,6 @@ def test_a_rewarded_token_becomes_likely():
     assert np.mean(fractions[-3:]) > 3 * max(np.mean(fractions[:2]), 1 / 16)
 
 
-def test_cast_params_copies_only_where_it_must():
-    params = transformer.init(CHAT, jax.random.key(0))
-    assert trainer.cast_params(params, jnp.float32) is params
-    half = trainer.cast_params(params, jnp.bfloat16)
-    assert {p.dtype for p in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
-
-
 @pytest.mark.parametrize(
     ("schedule", "wanted"),
     [
@@ -492,16 +485,6 @@ def test_schedules(schedule, wanted):
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=2)
     got = [float(learning_rate(config, 6, jnp.int32(step))) for step in range(6)]
     assert got == pytest.approx(wanted, abs=1e-6)
-
-
-def test_only_matrices_decay():
-    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
-    params = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
-    optimizer = make_optimizer(config, 1)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    changes, _ = optimizer.update(zeros, optimizer.init(params), params)
-    np.testing.assert_allclose(changes["matrix"], -0.05)
-    np.testing.assert_array_equal(changes["vector"], 0)
 
 
 def test_a_first_moment_in_bfloat16_takes_the_same_way():

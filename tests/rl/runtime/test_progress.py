@@ -110,30 +110,6 @@ def test_a_pipe_hears_where_a_run_is_once_it_was_silent_for_long():
     ]
 
 
-def test_a_pipe_hears_how_far_a_compilation_is():
-    stream, clock = io.StringIO(), Clock()
-    with progress(stream, clock=clock) as shown:
-        shown.compiling("rollouts", 0, 19)
-        for done in range(1, 20):
-            clock.now_s += 2
-            shown.compiling("rollouts", done, 19)
-    assert stream.getvalue().splitlines() == [
-        "compiling rollouts: 19 programs",
-        "compiling rollouts, 5 of 19 programs",
-        "compiling rollouts, 10 of 19 programs",
-        "compiling rollouts, 15 of 19 programs",
-        "compiled rollouts: 19 programs in 38 s",
-    ]
-
-
-def test_an_evaluation_in_a_pipe_hears_its_responses():
-    stream, clock = io.StringIO(), Clock()
-    with progress(stream, clock=clock) as shown:
-        clock.now_s += 10
-        shown.rollout(5, 80, 999)
-    assert stream.getvalue() == "rollout, 5/80 responses  999 tokens\n"
-
-
 def test_other_processes_print_their_errors_alone():
     stream = io.StringIO()
     with progress(stream, total_steps=20, process=3) as shown:
@@ -172,13 +148,6 @@ def test_a_message_of_any_length_with_any_markup_is_one_plain_line(kind):
     (line,) = [x for x in stream.getvalue().split("\n") if "http" in x]
     assert r"[link=http://x]a[/link]\x1b[31m\u202e:smile: yyy" in line
     assert line.rstrip().endswith("more characters") and len(line) < 5000
-
-
-@pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
-def test_a_dumb_terminal_gets_plain_lines(term):
-    stream = Terminal()
-    drive(progress(stream, total_steps=200, environ={"TERM": term}))
-    assert "\x1b" not in stream.getvalue() and LINE in stream.getvalue()
 
 
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch):
