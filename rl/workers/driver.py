@@ -405,9 +405,11 @@ class Driver:
                     request_id = state.request.request_id
                     if self._is_in_force(worker, request_id):
                         live = self._requests[request_id]
-                        live.generated_tokens = state.num_tokens
                         self._requests.keep(live, state)
-                        self._chunk_done(worker_id, worker, request_id, state.num_tokens)
+                        # what a lost worker had reported is generated again later
+                        tokens = max(state.num_tokens, live.generated_tokens)
+                        live.generated_tokens = tokens
+                        self._chunk_done(worker_id, worker, request_id, tokens)
 
     def _is_in_force(self, worker: _Worker, request_id: int) -> bool:
         """Return False for a request that was dropped: its number may have been given again."""
