@@ -509,7 +509,7 @@ class Driver:
         error = WorkerError(worker_id, requests, cause)
         worker.call, worker.is_lost = None, True
         place.abandon(str(cause))
-        returns = place.may_return and isinstance(cause, Hang | ProgramLost)
+        returns = isinstance(cause, ProgramLost) or (place.may_return and isinstance(cause, Hang))
         if self._ends_s is not None:
             del self._workers[worker_id]
             if not (returns or (self._can_restart and hangs)):
