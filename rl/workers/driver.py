@@ -407,9 +407,11 @@ class Driver:
                     request_id = state.request.request_id
                     if self._is_in_force(worker, request_id):
                         live = self._requests[request_id]
-                        live.generated_tokens = state.num_tokens
                         self._requests.keep(live, state)
-                        self._chunk_done(worker_id, worker, request_id, state.num_tokens)
+                        # what a lost worker had reported is generated again later
+                        tokens = max(state.num_tokens, live.generated_tokens)
+                        live.generated_tokens = tokens
+                        self._chunk_done(worker_id, worker, request_id, tokens)
 
     def _is_in_force(self, worker: _Worker, request_id: int) -> bool:
         """Return False for a request that was dropped: its number may have been given again."""
@@ -509,7 +511,7 @@ class Driver:
         error = WorkerError(worker_id, requests, cause)
         worker.call, worker.is_lost = None, True
         place.abandon(str(cause))
-        returns = place.may_return and isinstance(cause, Hang | ProgramLost)
+        returns = isinstance(cause, ProgramLost) or (place.may_return and isinstance(cause, Hang))
         if self._ends_s is not None:
             del self._workers[worker_id]
             if not (returns or (self._can_restart and hangs)):

@@ -160,9 +160,9 @@ class ManualPlace:
         future, work = self.calls.popleft()
         future.set_result(work())
 
-    def lose(self):
+    def lose(self, error=None):
         future, _ = self.calls.popleft()
-        future.set_exception(RuntimeError("a device is gone"))
+        future.set_exception(error or RuntimeError("a device is gone"))
 
     def _submit(self, work):
         future = Future()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from manual_workers import arrays, manual_driver
 
 from rl.engine.rollout_spec import RolloutSpec
+from rl.runtime.waits import ProgramLost
 from rl.trajectory import Request, Trajectory
 from rl.workers.driver import Deferred, Returned, WorkerError
 from sched.policies.divided import make_scheduler
@@ -40,7 +41,7 @@ def play(driver, places, choose, submitted, losses=0, on_result=lambda result: N
     done = collections.Counter()
     for _ in range(20_000):
         driver.run_once(0.0)
-        for result in results_of(driver):
+        for result in (results := results_of(driver)):
             on_result(result)
             if isinstance(result, Trajectory):
                 done[result.request_id] += 1
@@ -49,6 +50,8 @@ def play(driver, places, choose, submitted, losses=0, on_result=lambda result: N
         if len(done) == len(submitted):
             break
         waiting = [place for place in places if place.calls]
+        if results and not waiting:
+            continue  # another step was submitted
         assert waiting, "requests wait, and nothing runs"
         place = waiting[choose(len(waiting))]
         if losses and choose(20) == 0:
@@ -258,3 +261,48 @@ def test_a_worker_that_fails_again_and_again_is_not_replaced():
             places[0].lose()
     lost = [d.event for d in driver.decisions if isinstance(d.event, WorkerLost)]
     assert lost == [WorkerLost(0), WorkerLost(1), WorkerLost(2)]
+
+
+@pytest.mark.fault
+def test_a_worker_that_is_given_up_is_no_end_while_others_are_there():
+    driver, (first, second) = manual_driver(scheduler_of("divided_fifo"), [9] * 4, 2)
+    driver._can_restart = False
+    first.may_return = False  # its actor is given up, as its calls fail
+    driver.submit(0, SPEC, requests_of(4))
+    driver.run_once(0.0)
+    first.is_ready = False
+    first.lose(ProgramLost("it is given up"))
+    play(driver, [second], lambda n: 0, requests_of(4))
+    second.is_ready = False
+    driver.submit(1, SPEC, requests_of(4))
+    driver.run_once(0.0)
+    second.lose(ProgramLost("it is given up, too"))
+    with pytest.raises(WorkerError, match="given up, too"):
+        driver.run_once(0.0)
+
+
+@pytest.mark.fault
+def test_tokens_that_were_lost_count_where_a_request_is_released():
+    """A worker lost four tokens of it; the next one is called back after one."""
+    driver, (first, second) = manual_driver(
+        Ahead(scheduler_of("seer"), chunk_tokens=CHUNK), [30, 30], 2, has_steps_apart=True
+    )
+    second.is_ready = False
+    driver.submit(0, SPEC, requests_of(1), is_ahead=True)
+    driver.run_once(0.0)
+    for _ in range(CHUNK):
+        first.run()
+        driver.run_once(0.0)
+    first.is_ready, second.is_ready = False, True
+    first.lose()
+    driver.run_once(0.0)
+    second.run()
+    driver.run_once(0.0)
+    driver.recall()
+    while True:
+        driver.run_once(0.0)
+        if not second.calls:
+            break
+        second.run()
+    [returned] = results_of(driver)
+    assert isinstance(returned, Returned) and 0 < returned.partial.num_tokens < CHUNK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from random_cluster import AheadCluster
@@ -11,12 +13,15 @@ from sched.policies.group_fifo import GroupFifo
 from sched.policies.steps import Ahead
 from sched.protocol import (
     ChunkDone,
+    Drop,
     Finished,
+    Profiled,
     Recall,
     Recalled,
     Return,
     Start,
     Submitted,
+    Trained,
     WorkerJoined,
 )
 from sched.request import Kv, RequestSpec
@@ -76,6 +81,19 @@ def test_a_lone_request_keeps_its_row_from_chunk_to_chunk():
     s.handle(begun(0), 0.0)
     (again,) = s.handle(ChunkDone(BEGUN, 0, 1, 10, True), 1.0)
     assert again.kv is Kv.HELD
+
+
+def test_a_worker_that_was_recalled_holds_no_row():
+    """Also if the start that needed it is dropped before it has released the requests."""
+    copy = Start(0, 0, 1, 50, 55, Kv.PREFILL)
+    answers = {Trained: [copy], Profiled: [Drop(0, 0)]}
+    stub = SimpleNamespace(handle=lambda event, now_s: answers.get(type(event), []))
+    s = scheduler(workers=1, present=stub)
+    s.handle(begun(0), 0.0)
+    assert s.handle(Trained(0), 1.0) == [Recall(0), copy]
+    assert s.handle(Profiled({}), 2.0) == [Drop(0, 0)]
+    (again,) = s.handle(ChunkDone(BEGUN, 0, 1, 10, True), 3.0)
+    assert again.kv is Kv.POOL
 
 
 def test_what_let_go_of_its_worker_is_held_nowhere():
