@@ -13,7 +13,6 @@ from rl.loop.experiment import TrainConfig, open_inputs
 from rl.rollout import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation
-from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine
 from spec.budget.config import LEARNED
@@ -79,5 +78,3 @@ def test_without_workers_nothing_is_answered(opened):
         session.trained(0)
         assert session.next_result(0.01) is None
         assert session.stats(0).tokens == session.num_tokens(0) == 0
-        with pytest.raises(AssertionError, match="another process"):
-            session.add(0, [Request(0, (3,), 0, 0)])
