@@ -188,18 +188,25 @@ class RayPlace:
         self._shared.weights.publish(spec.params)
 
     def join(self, limits: WorkerLimits) -> None:
-        self._stats, self._rollout = EngineStats(), 0
-        self.actor.call("join", limits, is_work=False)
+        self._stats, self._rollout, self._start = EngineStats(), 0, self.actor.num_starts
+        self._ask("join", limits, is_work=False)
 
     def call(self, commands: Sequence[Command]) -> Future[Report]:
         sent = [self._sent(command) for command in commands]
         drafter = self._shared.drafter(self._drafter_version)
         if drafter is not None:
             self._drafter_version = drafter[0]
-        reply = self.actor.call(
-            "step", sent, ROUNDS_S, drafter, limit_s=self._call_limit_s, is_work=bool(commands)
-        )
+        reply = self._ask("step", sent, ROUNDS_S, drafter, is_work=bool(commands))
         return then(reply, self._settle)
+
+    def _ask(self, method: str, *args: Any, is_work: bool) -> Future[Any]:
+        """Call the program that has joined: a call of its successor would wait for its start."""
+        actor = self.actor
+        if actor.is_there and actor.num_starts == self._start:
+            return actor.call(method, *args, limit_s=self._call_limit_s, is_work=is_work)
+        lost = Future[Any]()
+        lost.set_exception(ProgramLost(f"{self.name} was lost between two calls"))
+        return lost
 
     def nudge(self) -> None:
         """Its calls are short."""
@@ -208,11 +215,7 @@ class RayPlace:
         return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
 
     def leave(self, *, abort: bool) -> Future[None]:
-        if not self.actor.is_there:  # nothing waits for its next start
-            gone: Future[None] = Future()
-            gone.set_result(None)
-            return gone
-        return then(self.actor.call("leave", abort, is_work=False), self._left)
+        return then(self._ask("leave", abort, is_work=False), self._left)
 
     def abandon(self, why: str) -> None:
         """The actor ends by itself."""
@@ -255,13 +258,9 @@ class RayPlace:
         self, policy: Params, step: int, params: EagleParams, batch: DrafterBatch
     ) -> tuple[EagleParams, Mapping[str, float]]:
         """Return the gradient and metrics of a micro-batch. Raises ProgramLost."""
-        found = self.actor.call(
-            "gradients",
-            self._shared.weights.publish(policy),
-            self._shared.training(step, params),
-            jax.tree.map(np.asarray, batch),
-            limit_s=self._call_limit_s,
-        )
+        offer, drafter = self._shared.weights.publish(policy), self._shared.training(step, params)
+        rows = jax.tree.map(np.asarray, batch)
+        found = self._ask("gradients", offer, drafter, rows, is_work=True)
         try:
             result: tuple[EagleParams, Mapping[str, float]] = found.result()
         except ProgramLost:

@@ -1,0 +1,90 @@
+"""The run's side of workers in actors, with an actor that only notes its calls."""
+
+import dataclasses
+import math
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_team import KEY, PARAMS, SAMPLING
+
+from rl.engine.rollout_spec import RolloutSpec, no_drafts
+from rl.engine.stats import EngineStats
+from rl.ray_workers.actor import Bounds, Measured, Reply
+from rl.ray_workers.place import RayPlace, Shared
+from rl.runtime.waits import ProgramLost
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.sources import Speculation
+from rl.workers.worker import Prepare, Remove, Report, WorkerLimits
+from spec.eagle.batch import HiddenStates
+from spec.eagle.data_buffer import RequestSample
+from spec.reuse.rollout_cache import RolloutCache
+
+HANG_LIMIT_S, COMPILE_S = 600.0, 3600.0
+LIMITS = WorkerLimits(60, 4, 60)
+
+
+class NotedActor:
+    """Calls wait until `answer` is called."""
+
+    where, given_up, is_there, num_starts = "far away", None, True, 1
+
+    def __init__(self):
+        self.calls = []
+
+    def call(self, method, *args, limit_s=60.0, is_work=True):
+        self.calls.append((method, args, limit_s, Future()))
+        return self.calls[-1][-1]
+
+    def answer(self, result):
+        self.calls[-1][-1].set_result(result)
+
+
+@pytest.fixture
+def place():
+    shared = Shared(Speculation(SpeculationConfig(), RolloutCache()), lambda value: value)
+    limits = {"call_limit_s": HANG_LIMIT_S, "compile_s": COMPILE_S}
+    said = []
+    found = RayPlace(0, NotedActor(), shared, report=said.append, **limits)
+    found.said = said
+    return found
+
+
+def spec_of(sink=None):
+    return RolloutSpec(PARAMS, SAMPLING, KEY, (), policy_version=0, drafts=no_drafts, sink=sink)
+
+
+class Sink:
+    def __init__(self):
+        self.sample, self.got = RequestSample(0, 0, 1.0), []
+
+    def add(self, states):
+        self.got.append(states)
+
+
+def reply(**fields):
+    report = Report(0, (), EngineStats(), True)
+    return Reply(**{"report": report, "rollout": 1, "states": [], "remarks": [], "bandit": None} | fields)
+
+
+def test_a_call_may_take_as_long_as_a_worker_may_hang(place):
+    """A rollout may be opened, and its weights fetched, in a later call than its `Prepare`."""
+    place.join(LIMITS)
+    place.call([Prepare(0, spec_of())])
+    place.call([Remove(0)])
+    place.leave(abort=False)
+    assert [limit_s for _, _, limit_s, _ in place.actor.calls] == [HANG_LIMIT_S] * 4
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["gone", "again"])
+def test_calls_of_a_lost_program_wait_for_no_other_one(place, how):
+    """A rollout and its end would wait for its start."""
+    place.join(LIMITS)
+    place.actor.is_there, place.actor.num_starts = how == "again", 2
+    waiting = place.call([Remove(0)]), place.leave(abort=False)
+    assert all(isinstance(f.exception(0), ProgramLost) for f in waiting)
+    with pytest.raises(ProgramLost):
+        place.gradients(PARAMS, 0, {}, {})
+    assert len(place.actor.calls) == 1
