@@ -171,7 +171,7 @@ class RayPlace:
 
         def note(measured: Measured) -> Measured:
             self.later_s = self._clock() - measured.clock_s
-            self._prepared_start, self._drafter_version = max(start, 1), None
+            self._prepared_start = max(start, 1)
             return measured
 
         self._preparing = then(prepared, note)
@@ -189,6 +189,7 @@ class RayPlace:
 
     def join(self, limits: WorkerLimits) -> None:
         self._stats, self._rollout, self._start = EngineStats(), 0, self.actor.num_starts
+        self._drafter_version = None
         self._ask("join", limits, is_work=False)
 
     def call(self, commands: Sequence[Command]) -> Future[Report]:
