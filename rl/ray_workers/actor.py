@@ -124,7 +124,7 @@ class RolloutMessage:
     """A `RolloutSpec` for a worker in another program.
 
     `name` is the same for all workers of a rollout, `sample` the requests whose hidden states are
-    wanted, `apart` the worker's drafting workers, `bandit` the state of its tuner.
+    wanted by the sink of number `sink`, `apart` the worker's drafting workers, `bandit` the state of its tuner.
     """
 
     name: str
@@ -137,6 +137,7 @@ class RolloutMessage:
     rule: PrefixRule | None
     words: TokenBytes | None
     is_begun: bool
+    sink: int
     sample: RequestSample | None
     apart: DraftsApart | None
     bandit: dict[str, Any] | None
@@ -146,12 +147,12 @@ class RolloutMessage:
 class Reply:
     """A worker's `Report`, of which `stats` has new rounds alone, as has `states` responses'.
 
-    `rollout` counts the rollouts that were opened; `bandit` is the tuner's state of an idle worker.
+    `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened; `bandit` is the tuner's state of an idle worker.
     """
 
     report: Report
     rollout: int
-    states: list[HiddenStates]
+    states: list[tuple[int, HiddenStates]]
     remarks: list[str]
     bandit: dict[str, Any] | None
 
@@ -159,14 +160,15 @@ class Reply:
 class _Sink:
     """Keeps the hidden states of a sample of requests until the next reply."""
 
-    def __init__(self, sample: RequestSample) -> None:
-        self._sample, self.states = sample, list[HiddenStates]()
+    def __init__(self, number: int, sample: RequestSample) -> None:
+        self._number, self._sample = number, sample
+        self.states = list[tuple[int, HiddenStates]]()
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
         return request_id in self._sample
 
     def add(self, sequence: HiddenStates) -> None:
-        self.states.append(sequence)
+        self.states.append((self._number, sequence))
 
 
 class WorkerActor:
@@ -266,7 +268,7 @@ class WorkerActor:
     def join(self, limits: WorkerLimits) -> None:
         """Begin a session; one that was lost is given up."""
         self._abort()
-        self._worker = RolloutWorker(self.engine, limits, self._spec)
+        self._worker, self._sinks = RolloutWorker(self.engine, limits, self._spec), []
         self._stats, self._sent, self._num_rollouts = EngineStats(), 0, 0
 
     def step(
@@ -308,7 +310,7 @@ class WorkerActor:
         timeline = report.stats.timeline
         stats = dataclasses.replace(report.stats, timeline=timeline[self._sent :])
         self._sent = len(timeline)
-        states, remarks, bandit = list[HiddenStates](), list(self._remarks), None
+        states, remarks, bandit = list[tuple[int, HiddenStates]](), list(self._remarks), None
         del self._remarks[: len(remarks)]
         for sink in self._sinks:
             found = list(sink.states)
@@ -324,7 +326,7 @@ class WorkerActor:
         if message.bandit is not None:
             speculation.bandit(number).load_state(message.bandit)
         if message.sample is not None:
-            sink = _Sink(message.sample)
+            sink = _Sink(message.sink, message.sample)
             self._sinks = [*self._sinks[-1:], sink]
         return RolloutSpec(
             self._params(message.weights),

@@ -58,8 +58,8 @@ class Shared:
         self._drafts: tuple[int, Any] | None = None
         self._training: tuple[int, Any] | None = None
 
-    def message(self, spec: RolloutSpec, worker: int) -> RolloutMessage:
-        """Return a rollout as it is sent to a worker."""
+    def message(self, spec: RolloutSpec, worker: int, sink: int) -> RolloutMessage:
+        """Return a rollout as it is sent to a worker; its sink has that number."""
         drafts = spec.drafts if isinstance(spec.drafts, StepDrafts) else None
         assert drafts is not None or spec.drafts is no_drafts, "other drafters cannot be sent"
         return RolloutMessage(
@@ -73,6 +73,7 @@ class Shared:
             spec.rule,
             spec.words,
             spec.begun,
+            sink,
             getattr(spec.sink, "sample", None),
             None if self._apart is None or drafts is None else self._apart(worker),
             self._bandit(worker),
@@ -140,7 +141,8 @@ class RayPlace:
         self._measured = Measured("", "", 0.0)
         self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
         self._drafter_version: int | None = None
-        self._sinks: dict[int, HiddenStateSink] = {}  # by the version of the policy
+        self._sinks: dict[int, HiddenStateSink] = {}  # the last ones, by number
+        self._num_sinks = 0
 
     @property
     def where(self) -> str:
@@ -226,9 +228,10 @@ class RayPlace:
             return command
         spec: RolloutSpec = command.spec
         if spec.sink is not None:
-            newest = list(self._sinks.items())[-2:]
-            self._sinks = dict(newest) | {spec.policy_version: spec.sink}
-        return Prepare(command.step, self._shared.message(spec, self.number))
+            self._num_sinks += 1
+            self._sinks = dict([*self._sinks.items()][-2:]) | {self._num_sinks: spec.sink}
+        message = self._shared.message(spec, self.number, self._num_sinks)
+        return Prepare(command.step, message)
 
     def _left(self, reply: Reply) -> None:
         self._settle(reply)
@@ -242,8 +245,8 @@ class RayPlace:
         for field in dataclasses.fields(new):
             setattr(self._stats, field.name, getattr(new, field.name))
         self._stats.timeline = rounds
-        for states in reply.states:
-            self._sinks[states.policy_version].add(states)
+        for number, states in reply.states:
+            self._sinks[number].add(states)
         for remark in reply.remarks:
             self._report(f"{self.name}: {remark}")
         if reply.bandit is not None:

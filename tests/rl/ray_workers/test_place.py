@@ -88,3 +88,27 @@ def test_calls_of_a_lost_program_wait_for_no_other_one(place, how):
     with pytest.raises(ProgramLost):
         place.gradients(PARAMS, 0, {}, {})
     assert len(place.actor.calls) == 1
+
+
+@pytest.mark.fault
+def test_a_worker_gets_the_newest_drafter_in_each_session(place, monkeypatch):
+    """Also if the call with it failed, or a program that is not prepared took its place."""
+    monkeypatch.setattr(
+        place._shared, "drafter", lambda have: None if have == 3 else (3, "weights")
+    )
+    for _ in range(2):
+        place.join(LIMITS)
+        sent = [place.call([]) and place.actor.calls[-1][1][-1] for _ in range(2)]
+        assert sent == [(3, "weights"), None]
+
+
+def test_hidden_states_reach_the_sink_of_their_step(place):
+    """The first two steps of a pipeline have the same policy."""
+    sinks = [Sink() for _ in range(4)]
+    place.join(LIMITS)
+    for step, sink in enumerate(sinks):
+        place.call([Prepare(step, spec_of(sink))])
+    numbers = [args[0][0].spec.sink for method, args, *_ in place.actor.calls if method == "step"]
+    states = HiddenStates(np.zeros(3, np.int32), 1, np.zeros((2, 4), np.float32), 0)
+    place.actor.answer(reply(states=[(numbers[3], states), (numbers[2], states)]))
+    assert [len(sink.got) for sink in sinks] == [0, 0, 1, 1]
