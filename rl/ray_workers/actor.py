@@ -123,8 +123,9 @@ class Measured:
 class RolloutMessage:
     """A `RolloutSpec` for a worker in another program.
 
-    `name` is the same for all workers of a rollout, `sample` the requests whose hidden states are
-    wanted by the sink of number `sink`, `apart` the worker's drafting workers, `bandit` the state of its tuner.
+    `name` is the same for all workers of a rollout, `sample` the requests whose hidden states the
+    sink of number `sink` wants, `apart` the worker's drafting workers, `bandit` the state of its
+    tuner for a program that has just started.
     """
 
     name: str
@@ -147,7 +148,8 @@ class RolloutMessage:
 class Reply:
     """A worker's `Report`, of which `stats` has new rounds alone, as has `states` responses'.
 
-    `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened; `bandit` is the tuner's state of an idle worker.
+    `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened;
+    `bandit` is the tuner's state of an idle worker.
     """
 
     report: Report
@@ -205,6 +207,7 @@ class WorkerActor:
         self._sinks = list[_Sink]()
         self._training: tuple[int, EagleParams] | None = None
         self._worker: RolloutWorker | None = None
+        self._is_tuned = False
 
     # -- before the first rollout ------------------------------------------------------------
 
@@ -323,8 +326,9 @@ class WorkerActor:
     def _spec(self, message: RolloutMessage, stack: ExitStack) -> RolloutSpec:
         """Return the rollout of a message; its part in other programs ends with `stack`."""
         speculation, number, sink = self._speculation, self.engine.number, None
-        if message.bandit is not None:
+        if message.bandit is not None and not self._is_tuned:  # later ones are older than its own
             speculation.bandit(number).load_state(message.bandit)
+            self._is_tuned = True
         if message.sample is not None:
             sink = _Sink(message.sink, message.sample)
             self._sinks = [*self._sinks[-1:], sink]

@@ -2,10 +2,11 @@
 
 import dataclasses
 import threading
+from contextlib import ExitStack
 
 import pytest
 import rollouts
-from ray_workers_in_threads import Store, make_team
+from ray_workers_in_threads import TUNER, Store, make_team, settings_of
 from thread_actors import SETTINGS, ThreadRoom
 from tiny_team import (
     CONFIG,
@@ -24,6 +25,8 @@ from tiny_team import play as play_team
 from rl.cluster import ray_session
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
+from rl.ray_workers.actor import WorkerActor
+from rl.ray_workers.place import Shared
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.ahead_engine import AheadEngine, ComingStep
@@ -165,3 +168,25 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(store, alone, is
         assert_same_tokens(engine.run(spec, begun.resumed(REQUESTS)), expected)
         actions = [a for d in engine._driver.decisions for a in d.actions]
     assert any(isinstance(a, Copy) for a in actions) == is_helping
+
+
+def test_a_worker_s_bandit_keeps_what_it_learns_while_its_program_runs(store):
+    """A message has the state of when it was sent: it counts only where a program begins."""
+    config = SpeculationConfig(budget="bandit", sources=("own",))
+    shared = Shared(Speculation(config, RolloutCache(), {}, TUNER), store.share)
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, drafts=no_drafts)
+    actor, learned = (
+        WorkerActor(settings_of(0, config), None),
+        Speculation(config, RolloutCache(), {}, TUNER).bandit(0),
+    )
+    learned.record(learned.select(1), 1.0, [2.0], 1)
+    shared.tuned(0, learned.state())
+    with ExitStack() as stack:
+        message = shared.message(spec, 0, 0)
+        actor._spec(message, stack)
+        own = actor._speculation.bandit(0)
+        assert own.state() == learned.state()
+        own.record(own.select(1), 1.0, [3.0], 1)
+        state = own.state()
+        actor._spec(message, stack)  # a step that opens again
+        assert own.state() == state != learned.state()

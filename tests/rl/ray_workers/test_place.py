@@ -65,7 +65,9 @@ class Sink:
 
 def reply(**fields):
     report = Report(0, (), EngineStats(), True)
-    return Reply(**{"report": report, "rollout": 1, "states": [], "remarks": [], "bandit": None} | fields)
+    return Reply(
+        **{"report": report, "rollout": 1, "states": [], "remarks": [], "bandit": None} | fields
+    )
 
 
 def test_a_call_may_take_as_long_as_a_worker_may_hang(place):
