@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from models.sharding import rollout_mesh
 from models.token_text import TokenBytes
 from rl.cluster import ray_session
-from rl.cluster.actors import Handle
+from rl.cluster.actors import ActorDied, Handle
 from rl.drafter_training.trainer import empty_batch
 from rl.drafting.actors import DraftsApart, RemoteDrafts
 from rl.engine.config import EngineConfig
@@ -439,10 +439,11 @@ def _drafters(
 
 
 def _fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
+    """Return values of Ray's store; a program that gets none is lost, and starts again."""
     values = ray_session.fetch(references, limit_s)
     for value in values:
         if isinstance(value, Exception):
-            raise value
+            raise ActorDied(str(value)) from value
     return values
 
 

@@ -27,6 +27,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.ray_workers.actor import WorkerActor
 from rl.ray_workers.place import Shared
+from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.ahead_engine import AheadEngine, ComingStep
@@ -136,6 +137,17 @@ def test_a_program_that_is_lost_again_and_again_is_given_up(store, alone):
     team, _ = make_team(store, 2, room=ThreadRoom(changed))
     assert_same_tokens(play(team), alone)
     assert not team.places[0].may_return
+
+
+@pytest.mark.fault
+def test_programs_that_get_no_weights_are_given_up(store, monkeypatch):
+    """They are lost each time that they try, and started again."""
+    team, room = make_team(store, 2)
+    lost = [ProgramLost("the owner of the value is lost")]
+    monkeypatch.setattr(ray_session, "fetch", lambda references, limit_s: lost * len(references))
+    with pytest.raises(WorkerError, match="given up: it was lost 3 times"):
+        play(team)
+    assert [len(room.started[i]) for i in range(2)] == [3, 3]
 
 
 @pytest.mark.fault
