@@ -140,6 +140,7 @@ class RayPlace:
         self._bounds: Bounds | None = None
         self._measured = Measured("", "", 0.0)
         self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
+        self._is_unfit = False  # it raised as it was prepared
         self._drafter_version: int | None = None
         self._sinks: dict[int, HiddenStateSink] = {}  # the last ones, by number
         self._num_sinks = 0
@@ -150,18 +151,24 @@ class RayPlace:
 
     @property
     def may_return(self) -> bool:
-        return self.actor.given_up is None
+        return self.actor.given_up is None and not self._is_unfit
 
     @property
     def is_ready(self) -> bool:
         """Return whether it is prepared; an actor that was started again begins to prepare."""
-        actor = self.actor
-        if not actor.is_there:
+        actor, preparing = self.actor, self._preparing
+        if not actor.is_there or self._is_unfit:
             return False
         if self._bounds is None or self._prepared_start == actor.num_starts:
             return True
-        if self._preparing is None or self._preparing.done():
-            self.prepare(self._bounds, self._measured)
+        if preparing is None or preparing.done():
+            error = None if preparing is None else preparing.exception()
+            if error is None or isinstance(error, ProgramLost):
+                self.prepare(self._bounds, self._measured)
+            else:
+                self._is_unfit = True
+                why = f"{type(error).__name__}: {error}"
+                self._report(f"{self.name} cannot prepare, and is given up: {why}")
         return False
 
     def prepare(self, bounds: Bounds, known: Measured) -> Future[Measured]:

@@ -450,8 +450,10 @@ class Driver:
             for worker_id in list(self._lost):
                 del self._lost[worker_id]
                 self._lose(worker_id)
-        elif self._lost and not any(place.may_return for place in self._places):
-            raise next(iter(self._lost.values()))  # no worker is present, or will be
+        elif self._places and not any(place.may_return for place in self._places):
+            names = ", ".join(place.name for place in self._places)
+            gone = ProgramLost(f"no worker is there: {names} is given up")
+            raise next(iter(self._lost.values()), gone)
 
     def _join(self, i: int, place: Place) -> None:
         worker_id, self._num_joined = self._num_joined, self._num_joined + 1

@@ -1,9 +1,6 @@
 """The run's side of workers in actors, with an actor that only notes its calls."""
 
-import dataclasses
-import math
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ from tiny_team import KEY, PARAMS, SAMPLING
 
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
-from rl.ray_workers.actor import Bounds, Measured, Reply
+from rl.ray_workers.actor import Measured, Reply
 from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
@@ -66,7 +63,7 @@ class Sink:
 def reply(**fields):
     report = Report(0, (), EngineStats(), True)
     return Reply(
-        **{"report": report, "rollout": 1, "states": [], "remarks": [], "bandit": None} | fields
+        **{"rollout": 1, "states": [], "remarks": [], "bandit": None} | fields, report=report
     )
 
 
@@ -114,3 +111,20 @@ def test_hidden_states_reach_the_sink_of_their_step(place):
     states = HiddenStates(np.zeros(3, np.int32), 1, np.zeros((2, 4), np.float32), 0)
     place.actor.answer(reply(states=[(numbers[3], states), (numbers[2], states)]))
     assert [len(sink.got) for sink in sinks] == [0, 0, 1, 1]
+
+
+@pytest.mark.fault
+def test_a_program_that_cannot_prepare_is_given_up(place):
+    """It would try again for as long as the run lasts."""
+    bounds, measured = object(), Measured("{}", "", 0.0)
+    place.prepare(bounds, measured)
+    place.actor.answer(measured)
+    assert place.is_ready and place.may_return
+    place.actor.num_starts = 2  # it was lost
+    assert not place.is_ready
+    place.actor.calls[-1][-1].set_exception(ProgramLost("and again"))
+    assert not place.is_ready and len(place.actor.calls) == 3
+    place.actor.calls[-1][-1].set_exception(MemoryError("no room"))
+    assert not place.is_ready and not place.may_return
+    assert not place.is_ready and len(place.actor.calls) == 3
+    assert place.said == ["worker 0 cannot prepare, and is given up: MemoryError: no room"]

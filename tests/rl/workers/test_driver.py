@@ -306,3 +306,14 @@ def test_tokens_that_were_lost_count_where_a_request_is_released():
         second.run()
     [returned] = results_of(driver)
     assert isinstance(returned, Returned) and 0 < returned.partial.num_tokens < CHUNK
+
+
+@pytest.mark.fault
+def test_a_session_without_workers_to_come_ends():
+    driver, [place] = manual_driver(scheduler_of("seer"), [9] * 4, 1)
+    place.is_ready = False
+    place.may_return = True
+    driver.run_once(0.0)  # it may start
+    place.may_return = False
+    with pytest.raises(ProgramLost, match="no worker is there: worker 0 is given up"):
+        driver.run_once(0.0)
