@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from contextlib import ExitStack
 
+import jax
 import pytest
 import rollouts
 from ray_workers_in_threads import TUNER, Store, make_team, settings_of
@@ -202,3 +203,21 @@ def test_a_worker_s_bandit_keeps_what_it_learns_while_its_program_runs(store):
         state = own.state()
         actor._spec(message, stack)  # a step that opens again
         assert own.state() == state != learned.state()
+
+
+def test_weights_are_published_before_the_driver_sends_them(store):
+    """Copies and checksums of large weights would keep its thread from all other workers."""
+    threads, share = [], store.share
+
+    def noting(value):
+        threads.append(threading.current_thread().name)
+        return share(value)
+
+    store.share = noting
+    team, _ = make_team(store, 1)
+    with team.session(team.make_scheduler(), len(REQUESTS), 60) as driver:
+        new = jax.tree.map(lambda x: x + 1, PARAMS)
+        driver.submit(0, RolloutSpec(new, SAMPLING, KEY, STOP, drafts=no_drafts), REQUESTS)
+        while driver.next_result(0.1) is None:
+            pass
+    assert len(threads) > 1 and "driver" not in threads
