@@ -55,20 +55,20 @@ class Published:
         self.newest: Offer | None = None
 
     def publish(self, params: Any) -> Offer:
-        """Return the offer of a tree of arrays; a tree that is known has the same version."""
+        """Return the offer of a tree of arrays; the same arrays have the same version."""
         with self._lock:
             for known, offer in self._known:
                 if known() is params:
                     return offer
             # a copy: the buffers of `params` may be donated to an update
             arrays = [np.array(x) for x in jax.device_get(jax.tree.leaves(params))]
-            deltas = [] if self.newest is None else self._deltas(self.newest, arrays)
-            version = next(self._numbers)
-            whole = self._share(arrays)
-            self.newest = offer = Offer(version, digest(arrays), whole, tuple(deltas))
-            self._arrays = arrays
-            self._known.append((weakref.ref(params), offer))
-            return offer
+            sha256, newest = digest(arrays), self.newest
+            if newest is None or newest.sha256 != sha256:
+                deltas = () if newest is None else tuple(self._deltas(newest, arrays))
+                newest = Offer(next(self._numbers), sha256, self._share(arrays), deltas)
+                self.newest, self._arrays = newest, arrays
+            self._known.append((weakref.ref(params), newest))
+            return newest
 
     def _deltas(self, last: Offer, arrays: Sequence[np.ndarray]) -> list[tuple[int, Any]]:
         """Return the chain of deltas to new arrays; none if a whole copy is hardly larger."""

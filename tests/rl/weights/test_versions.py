@@ -55,6 +55,14 @@ def test_a_worker_fetches_what_changed_and_gets_the_same_bits():
     assert store.fetched[-1] == later.deltas[-1][1]
 
 
+def test_the_same_weights_are_published_once():
+    """An evaluation between two steps has a tree of its own."""
+    store = Store()
+    published = Published(store.share)
+    offer = published.publish(tree(0))
+    assert published.publish(tree(0)) is offer and len(store) == 1
+
+
 def test_weights_that_changed_throughout_have_no_delta():
     published = Published(Store().share)
     published.publish(tree(0))
