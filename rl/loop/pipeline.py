@@ -273,10 +273,15 @@ class PipelineRollouts:
         """Wait for what was asked of a step, and for its scores; all processes' come to all."""
         system, asked, requests = self._system, self._asked[step], self._open.pop(step)
 
+        number = step - self._first
+
+        def num_tokens() -> int:
+            self._driver.look_for_hang()
+            return self._driver.num_tokens(number)
+
         def answer() -> Responses:
-            number = step - self._first
             with timings.section("wait"):
-                done = self._receiver.take(step, partial(self._driver.num_tokens, number))
+                done = self._receiver.take(step, num_tokens)
             stats = self._driver.stats(number)
             stats.events = self._driver.new_events()
             with timings.section("reward"):

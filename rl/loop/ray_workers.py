@@ -154,6 +154,7 @@ def open_workers(
         layers = None if drafter is None else drafter.learned.config.feature_layers
         shapes = Engine(inputs.model, config.engine, dtype=dtype, feature_layers=layers)
         options: dict[str, Any] = {"seed": config.run.seed, "places": places}
+        options["hang_limit_s"] = config.run.hang_limit_s
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
         engine = kind([shapes], sched, spot=None if drafter is None else drafter.spot, **options)
         helping = None

@@ -25,7 +25,7 @@ from rl.engine.engine import ChunkEnd
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import Kind, WorkerEvent
-from rl.runtime.waits import POLL_S, Hang, ProgramLost
+from rl.runtime.waits import HANG_LIMIT_S, POLL_S, Hang, ProgramLost, code_line
 from rl.trajectory import PartialRequest, Request, Trajectory
 from rl.workers.pool import IdleWork, Place
 from rl.workers.request_table import LiveRequest, RequestTable
@@ -117,6 +117,7 @@ class Driver:
         clock: Callable[[], float],
         *,
         pool_bytes: int,
+        hang_limit_s: float = HANG_LIMIT_S,
         can_restart: bool = False,
         keeps_decisions: bool = False,
         idle_work: IdleWork | None = None,
@@ -124,10 +125,10 @@ class Driver:
         deliver: Callable[[Result], None] | None = None,
     ) -> None:
         self._places, self._scheduler, self._limits = places, scheduler, limits
-        self._clock = clock
+        self._clock, self._hang_limit_s = clock, hang_limit_s
         self._can_restart, self._keeps_decisions = can_restart, keeps_decisions
         self._idle_work, self._acceptance = idle_work, acceptance
-        self._began_s = self._profiled_s = clock()
+        self._began_s = self._profiled_s = self._alive_s = clock()
         self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._deliver = deliver or self._results.put
@@ -153,9 +154,22 @@ class Driver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._mail.put(partial(self._close, abort=kind is not None))
-        self._thread.join()
+        while self._thread.is_alive() and (kind is None or self._silent_s < LEAVING_S):
+            self._thread.join(POLL_S)
+            if kind is None:
+                self.look_for_hang()
         if kind is None and self._error is not None:
             raise self._error
+
+    @property
+    def _silent_s(self) -> float:
+        return self._clock() - self._alive_s
+
+    def look_for_hang(self) -> None:
+        """Raise Hang if the driver's thread shows no sign of life."""
+        if (silent_s := self._silent_s) > self._hang_limit_s:
+            where = code_line(self._thread.ident or 0)
+            raise Hang(f"no sign of life for {silent_s:.1f} s from the driver's thread ({where})")
 
     @contextlib.contextmanager
     def aborted_at_end(self) -> Iterator[None]:
@@ -216,11 +230,12 @@ class Driver:
     def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
         """Return the next result, None after `timeout_s`.
 
-        Raises WorkerError if a worker raised, or hangs, and is not replaced.
+        Raises WorkerError if a worker raised, or hangs, and is not replaced, and Hang.
         """
         try:
             result = self._results.get(timeout=timeout_s)
         except queue.Empty:
+            self.look_for_hang()
             return None
         if isinstance(result, BaseException):
             self._results.put(result)  # for the next call
@@ -260,6 +275,7 @@ class Driver:
 
     def run_once(self, timeout_s: float) -> None:
         """Handle what has come, or comes within `timeout_s`; then call workers."""
+        self._alive_s = self._clock()
         if self._ends_s is None:
             self._seat()
             self._profile()

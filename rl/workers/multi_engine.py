@@ -162,6 +162,7 @@ class MultiEngine:
             WorkerLimits(config.kv_tokens or held, slots, max_tokens, has_steps_apart),
             self._clock,
             pool_bytes=config.pool_bytes,
+            hang_limit_s=self._hang_limit_s,
             can_restart=config.on_error == "restart",
             keeps_decisions=self._keeps_decisions,
             idle_work=spot,

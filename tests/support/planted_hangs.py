@@ -162,6 +162,20 @@ def spare_time(never: Never) -> str:
     return words_of(WorkerError, lambda: rollout(team))
 
 
+def drivers_thread(never: Never) -> str:
+    """It hangs with a result, as in a copy or a score, while the main thread waits for others."""
+    team, key = team_of([StandIn("nowhere", never)]), jax.random.key(0)
+
+    def wait() -> None:
+        deliver = lambda result: never.wait(NEVER_S)  # noqa: E731
+        with team.session(team.make_scheduler(), 4, 8, deliver=deliver) as session:
+            submit(session, key)
+            while not never.is_set():
+                session.next_result(POLL_S)
+
+    return words_of(Hang, wait)
+
+
 def rollout(team: MultiEngine) -> None:
     """All requests of a step, to their end."""
     missing, key = len(REQUESTS), jax.random.key(0)  # compiled before anything waits
@@ -265,6 +279,7 @@ PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
     ),
     "worker: spare time": (spare_time, "while training the drafter"),
     "worker: its end": (partial(worker, "end"), "worker 0 failed on requests none: Hang"),
+    "driver's thread": (drivers_thread, "from the driver's thread (tests/support/"),
     "scores": (scores, "no reward worker has answered for"),
     "save: arrays": (
         partial(background_save, "wait_until_finished"),
