@@ -264,6 +264,7 @@ class Driver:
             except BaseException as error:
                 self._deliver(error)
                 if self._ends_s is not None:
+                    self._error = self._error or error
                     break
                 self._close(abort=True)
         if self._idle_work is not None:
