@@ -140,6 +140,7 @@ class Driver:
         self._lost: dict[int, WorkerError] = {}  # until another worker is present
         self._specs: dict[int, RolloutSpec] = {}
         self._events: list[WorkerEvent] = []
+        self._early: list[Callable[[], None]] = []  # submissions before any worker has joined
         self._rolls = False  # requests were submitted: idle workers may do idle work
         self._ends_s: float | None = None  # deadline of workers, once the session is closed
         self._aborts, self._error = False, None  # type: tuple[bool, BaseException | None]
@@ -293,6 +294,9 @@ class Driver:
     def _submitted(
         self, step: int, specs: tuple[RequestSpec, ...], requests: Sequence[Request], first: int
     ) -> None:
+        if self._places and not self._num_joined:  # schedulers divide a step among workers
+            self._early.append(partial(self._submitted, step, specs, requests, first))
+            return
         for old in [s for s in self._specs if s < first]:
             del self._specs[old]
         self._counts.begin(step, first)
@@ -481,6 +485,9 @@ class Driver:
         self._note(place, "joined")
         limits = self._limits
         self._handle(protocol.WorkerJoined(worker_id, limits.kv_tokens, limits.max_requests))
+        early, self._early = self._early, []
+        for submitted in early:
+            submitted()
 
     def _call(self, worker_id: int, worker: _Worker) -> None:
         """Send a worker its commands, have it run on, or have it do idle work."""

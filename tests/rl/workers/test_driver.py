@@ -317,3 +317,25 @@ def test_a_session_without_workers_to_come_ends():
     place.may_return = False
     with pytest.raises(ProgramLost, match="no worker is there: worker 0 is given up"):
         driver.run_once(0.0)
+
+
+@pytest.mark.fault
+def test_an_error_at_the_end_of_a_session_is_raised():
+    driver, [place] = manual_driver(scheduler_of("seer"), [], 1)
+
+    def leave(*, abort):
+        raise OSError("no way out")
+
+    place.leave = leave
+    with pytest.raises(OSError, match="no way out"), driver:
+        pass
+
+
+def test_requests_wait_until_a_worker_is_there():
+    """HistoPipe gives a step's requests to workers that it knows."""
+    driver, [place] = manual_driver(HistoPipe(HistoPipeConfig(1)), [3] * 4, 1)
+    place.is_ready, place.may_return = False, True
+    driver.submit(0, SPEC, requests_of(4))
+    driver.run_once(0.0)
+    place.is_ready = True
+    play(driver, [place], lambda n: 0, requests_of(4))
