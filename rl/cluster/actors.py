@@ -220,8 +220,8 @@ class Actor:
             with contextlib.suppress(queue.Empty):
                 if (done := self._done.get(timeout=WATCH_S)) is not None:
                     self._finish(*done)
-            if (now_s := time.monotonic()) - looked_s < WATCH_S:
-                continue
+            if (now_s := time.monotonic()) - looked_s < WATCH_S or not self._done.empty():
+                continue  # answers that have come are not late
             looked_s = now_s
             if now_s > ping_s:
                 ping_s = now_s + deadline_s / BEATS

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -90,6 +91,23 @@ def test_a_late_call_is_a_loss_and_losses_without_work_are_bounded():
     assert "it is given up: it was lost 3 times" in said[-1]
     assert isinstance(adder.call("add", 1).exception(LIMIT_S), ProgramLost)
     assert len(room.started[0]) == actors.MAX_STARTS
+
+
+@pytest.mark.fault
+def test_answers_that_have_come_are_not_late():
+    """The run was busy, or stopped, for longer than a call may take."""
+    adder = actor(ThreadRoom(), settings=dataclasses.replace(SETTINGS, deadline_s=0.5))
+    answers = list[Future]()
+
+    def ask_and_sleep(_):
+        answers.extend(adder.call("add", 1, limit_s=0.1) for _ in range(3))
+        time.sleep(1.0)
+
+    adder.call("add", 1, limit_s=LIMIT_S).add_done_callback(ask_and_sleep)
+    while len(answers) < 3:
+        time.sleep(0.01)
+    assert [a.result(LIMIT_S) for a in answers] and adder.num_starts == 1
+    adder.close()
 
 
 @pytest.mark.fault
