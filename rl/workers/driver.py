@@ -139,7 +139,7 @@ class Driver:
         self._seated: dict[int, int] = {}  # place → worker
         self._lost: dict[int, WorkerError] = {}  # until another worker is present
         self._specs: dict[int, RolloutSpec] = {}
-        self._events: list[WorkerEvent] = []
+        self._events: collections.deque[WorkerEvent] = collections.deque()
         self._early: list[Callable[[], None]] = []  # submissions before any worker has joined
         self._rolls = False  # requests were submitted: idle workers may do idle work
         self._ends_s: float | None = None  # deadline of workers, once the session is closed
@@ -253,8 +253,7 @@ class Driver:
 
     def new_events(self) -> list[WorkerEvent]:
         """Return which workers joined and were lost since the last call."""
-        events, self._events = self._events, []
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -297,7 +296,7 @@ class Driver:
         if self._places and not self._num_joined:  # schedulers divide a step among workers
             self._early.append(partial(self._submitted, step, specs, requests, first))
             return
-        for old in [s for s in self._specs if s < first]:
+        for old in [s for s in list(self._specs) if s < first]:  # the owner may add one
             del self._specs[old]
         self._counts.begin(step, first)
         for request in requests:
@@ -584,7 +583,7 @@ class Driver:
 
     def _note(self, place: Place, kind: Kind, why: str = "", requests: int = 0) -> None:
         event = WorkerEvent(place.name, place.where, kind, self._clock(), why, requests)
-        self._events = [*self._events, event]
+        self._events.append(event)
 
 
 def _how_lost(cause: BaseException) -> Kind:
