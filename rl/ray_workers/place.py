@@ -8,6 +8,7 @@ import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ class Shared:
         learned = speculation.drafters.get(LEARNED)
         self._learned = learned if isinstance(learned, LearnedDrafter) else None
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._names: list[tuple[Any, str]] = []  # of the last rollouts
+        self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
         self._drafts: tuple[int, Any] | None = None
         self._training: tuple[int, Any] | None = None
 
@@ -81,11 +82,7 @@ class Shared:
 
     def _name(self, drafts: Any) -> str:
         with self._lock:
-            for known, name in self._names:
-                if known is drafts:
-                    return name
-            self._names = [*self._names[-3:], (drafts, f"rollout {next(self._numbers)}")]
-            return self._names[-1][1]
+            return self._names.setdefault(drafts, f"rollout {next(self._numbers)}")
 
     def _bandit(self, worker: int) -> dict[str, Any] | None:
         if self._speculation.config.budget != BANDIT:

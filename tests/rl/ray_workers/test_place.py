@@ -1,5 +1,7 @@
 """The run's side of workers in actors, with an actor that only notes its calls."""
 
+import gc
+import weakref
 from concurrent.futures import Future
 
 import numpy as np
@@ -12,7 +14,7 @@ from rl.ray_workers.actor import Measured, Reply
 from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation
+from rl.speculation.sources import Speculation, StepDrafts
 from rl.workers.worker import Prepare, Remove, Report, WorkerLimits
 from spec.eagle.batch import HiddenStates
 from spec.eagle.data_buffer import RequestSample
@@ -128,3 +130,19 @@ def test_a_program_that_cannot_prepare_is_given_up(place):
     assert not place.is_ready and not place.may_return
     assert not place.is_ready and len(place.actor.calls) == 3
     assert place.said == ["worker 0 cannot prepare, and is given up: MemoryError: no room"]
+
+
+def test_drafts_of_a_rollout_have_one_name_and_are_not_kept(place):
+    """They have the history of its prompts."""
+
+    class Drafts(StepDrafts):
+        def __init__(self):
+            object.__setattr__(self, "keys", ())
+
+    first, second = Drafts(), Drafts()
+    name = place._shared._name
+    assert name(first) == name(first) != name(second) == name(second)
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
