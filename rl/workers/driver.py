@@ -90,6 +90,7 @@ class _Worker:
     """A worker that is present: its starts in force, and its call."""
 
     place: Place
+    where: str
     inbox: list[Command] = dataclasses.field(default_factory=list)
     starts: dict[int, Start] = dataclasses.field(default_factory=dict)
     prepared: set[int] = dataclasses.field(default_factory=set)
@@ -404,8 +405,7 @@ class Driver:
     def _reported(self, worker_id: int, worker: _Worker, report: Report) -> None:
         worker.is_idle = report.is_idle
         if report.step is not None and (spec := self._specs.get(report.step)) is not None:
-            place, now_s = worker.place, self._clock()
-            names = place.name, place.where, spec.policy_version
+            names, now_s = (worker.place.name, worker.where, spec.policy_version), self._clock()
             self._counts.add(report.step, report.stats, names, worker.called_s, now_s)
         if self._aborts:
             return
@@ -478,10 +478,11 @@ class Driver:
     def _join(self, i: int, place: Place) -> None:
         worker_id, self._num_joined = self._num_joined, self._num_joined + 1
         place.join(self._limits)
-        self._seated[i], self._workers[worker_id] = worker_id, _Worker(place)
+        self._seated[i] = worker_id
+        self._workers[worker_id] = worker = _Worker(place, place.where)
         if self._idle_work is not None:
             self._idle_work.joined(worker_id)
-        self._note(place, "joined")
+        self._note(worker, "joined")
         limits = self._limits
         self._handle(protocol.WorkerJoined(worker_id, limits.kv_tokens, limits.max_requests))
         early, self._early = self._early, []
@@ -546,7 +547,7 @@ class Driver:
         self._failures[i] += 1
         if not returns and (not self._can_restart or self._failures[i] > MAX_RESTARTS):
             raise error
-        self._note(place, _how_lost(cause), str(cause), len(requests))
+        self._note(worker, _how_lost(cause), str(cause), len(requests))
         del self._seated[i]
         if self._idle_work is not None:
             self._idle_work.lost(worker_id, hangs=hangs)
@@ -581,9 +582,9 @@ class Driver:
         for worker in self._workers.values():
             worker.place.nudge()
 
-    def _note(self, place: Place, kind: Kind, why: str = "", requests: int = 0) -> None:
-        event = WorkerEvent(place.name, place.where, kind, self._clock(), why, requests)
-        self._events.append(event)
+    def _note(self, worker: _Worker, kind: Kind, why: str = "", requests: int = 0) -> None:
+        own = worker.place.name, worker.where
+        self._events.append(WorkerEvent(*own, kind, self._clock(), why, requests))
 
 
 def _how_lost(cause: BaseException) -> Kind:

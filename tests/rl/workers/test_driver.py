@@ -339,3 +339,19 @@ def test_requests_wait_until_a_worker_is_there():
     driver.run_once(0.0)
     place.is_ready = True
     play(driver, [place], lambda n: 0, requests_of(4))
+
+
+@pytest.mark.fault
+def test_a_loss_names_the_place_where_the_worker_was():
+    """Its successor may be elsewhere by then."""
+    driver, [place] = manual_driver(scheduler_of("seer"), [9] * 4, 1)
+    driver.submit(0, SPEC, requests_of(4))
+    driver.run_once(0.0)
+    place.where = "there"
+    place.lose()
+    driver.run_once(0.0)
+    assert [(e.kind, e.place) for e in driver.new_events()] == [
+        ("joined", "here"),
+        ("raised", "here"),
+        ("joined", "there"),
+    ]
