@@ -14,7 +14,7 @@ from parity_drafters import (
     drafted,
     origins_if_all_accepted,
 )
-from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored
+from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
 from shapes import SPEC
 
 from rl.engine.engine import Engine
@@ -76,7 +76,7 @@ def test_random_trees(golden, rollout, engine, seed):
 
 def test_bushes_of_any_size_across_a_growing_cache(golden, rollout):
     """24 nodes, no power of two; the cache doubles while drafts are in it."""
-    engine = Engine(MODEL, dataclasses.replace(SPEC, max_nodes=24, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, max_nodes=24, min_positions=32))
     got = rollout("cool", drafter=Bushy(golden("cool")), engine=engine)
     assert not differences(golden("cool"), got)
     assert max(nodes / slots for slots, nodes, _ in engine.stats.rounds) == 24
@@ -94,7 +94,7 @@ def test_drafts_now_and_then_in_few_slots(golden, rollout, params):
 
 
 def test_one_slot_with_drafts(golden, rollout, requests):
-    engine = Engine(MODEL, dataclasses.replace(SPEC, slots=1, min_slots=1))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=1, min_slots=1))
     some = requests[::3]
     got = rollout("cool", some, drafter=Bushy(golden("cool")), engine=engine)
     assert not differences(golden("cool"), got)

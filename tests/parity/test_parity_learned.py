@@ -98,11 +98,11 @@ def test_alone(golden, rollout, params, keeping, design, name):
 
 
 def test_drafts_on_the_device_are_those_that_the_host_would_see(golden, rollout, params, keeping):
-    """With several rounds a fetch, in a cache that grows, as rows come and go.
+    """With several rounds a fetch, as rows come and go.
 
     Likeliest drafts on the device: test_parity_drafter_pages.py.
     """
-    config = dataclasses.replace(ONE_SIZE, min_positions=32, rounds_per_fetch=32)
+    config = dataclasses.replace(ONE_SIZE, rounds_per_fetch=32)
     engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     maker = learned("eagle", TreeConfig(max_depth=3, top_k=2, proposal="shared_noise"))

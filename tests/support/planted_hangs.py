@@ -33,7 +33,7 @@ from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.parallel_compile import compile_all
-from rl.runtime.signals import EXPORTING, SAVING, STARTING, Limits, Watch
+from rl.runtime.signals import STARTING, Limits, Watch
 from rl.runtime.waits import POLL_S, Hang, Patience
 from rl.speculation import sources
 from rl.trajectory import FinishReason, Request, Trajectory
@@ -72,24 +72,12 @@ def words_of(kind: type[BaseException], work: Callable[[], object]) -> str:
 # --- the main thread ---------------------------------------------------------------------
 
 
-def main_thread(part: str, never: Never) -> str:
-    """As in a device call, a pass, a copy or a file's writing that does not come back."""
-    return _watched(part, never, lambda: never.wait(NEVER_S))
-
-
 def compilation(never: Never) -> str:
-    """XLA does not come back with a program, in a thread of its own."""
-    step = SimpleNamespace(compile=lambda: never.wait(NEVER_S))
-    return _watched(STARTING, never, lambda: compile_all([step], 1))
-
-
-def _watched(part: str, never: Never, work: Callable[[], object]) -> str:
-    said: list[str] = []
-    compiles = part in (STARTING, EXPORTING)
-    limits = Limits(*((NEVER_S, LIMIT_S) if compiles else (LIMIT_S, NEVER_S)))
-    with Watch(limits, say=said.append, end=lambda status: never.set()) as watch:
-        watch.at(part)
-        work()
+    """XLA does not come back with a program, in a thread of its own; other parts: test_signals."""
+    step, said = SimpleNamespace(compile=lambda: never.wait(NEVER_S)), list[str]()
+    with Watch(Limits(NEVER_S, LIMIT_S), say=said.append, end=lambda status: never.set()) as watch:
+        watch.at(STARTING)
+        compile_all([step], 1)
     return said[-1] if said else NOT_ENDED
 
 
@@ -261,12 +249,6 @@ def history_index(never: Never) -> str:
 
 # what hangs, and the words that name it
 PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
-    f"main thread: {part}": (
-        partial(main_thread, part),
-        f"main thread at {part} (tests/support/",
-    )
-    for part in ("rollout", "wait", "reward", "update", SAVING, STARTING, EXPORTING)
-} | {
     "main thread: compiling": (
         compilation,
         "main thread at starting (rl/runtime/parallel_compile.py",

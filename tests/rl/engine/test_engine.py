@@ -5,11 +5,11 @@ import dataclasses
 import itertools
 import re
 
-import jax
 import numpy as np
 import pytest
 import rollouts
 from drafts_by_hand import NO_DRAFT, Draft, chain, stack
+from loop_runs import counted_compilations
 from shapes import PLAIN, TINY, make_params
 
 import rl.engine.rounds
@@ -404,16 +404,7 @@ def test_an_error_of_on_round_ends_the_rollout_and_the_engine_stays_usable(engin
 def test_a_second_rollout_compiles_nothing(engine):
     requests = group((1, 2, 3), 0, 6) + group((7, 7), 50, 3)
     run(engine, requests)
-    compiled = []
-
-    def listen(name, seconds, **_):
-        if name == "/jax/core/compile/backend_compile_duration":
-            compiled.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        cooler = SamplingConfig(temperature=0.5, top_k=3, top_p=0.8, max_new_tokens=6)
+    cooler = SamplingConfig(temperature=0.5, top_k=3, top_p=0.8, max_new_tokens=6)
+    with counted_compilations() as compiled:
         run(engine, requests, make_params(2), cooler)
-        assert not compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled

@@ -111,7 +111,7 @@ def test_a_second_ctrl_c_ends_at_once():
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    "part", ["starting", "rollout", "reward", "update", "checkpoint", EXPORTING]
+    "part", ["starting", "rollout", "wait", "reward", "update", "checkpoint", EXPORTING]
 )
 def test_a_main_thread_that_hangs_is_named_and_ended(part):
     now_s = [0.0]
