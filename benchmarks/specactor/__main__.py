@@ -167,7 +167,7 @@ class Bench:
         if way == FREE_RUNNING:
             return FreeRunning(self.drafter(AheadDraftModel, home, window), *size)
         drafter = self.drafter(EnumeratingDraftModel, home, window)
-        return Enumerating(drafter, *size, most_window=window, fan_out=FAN_OUT)
+        return Enumerating(drafter, *size, max_window=window, fan_out=FAN_OUT)
 
     def coupled(self, requests: Sequence[Request], window: int) -> Played:
         """Play workers with a draft model each; without one if the window is 0."""

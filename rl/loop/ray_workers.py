@@ -82,12 +82,12 @@ class RayWorkers:
         for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
             if text:
                 replace_file(path, text)
-        found = read_moves(moves)
-        if found is not None:
-            self.engine.prefer_pool = found.prefers_copy
+        moved = read_moves(moves)
+        if moved is not None:
+            self.engine.prefer_pool = moved.prefers_copy
         times = read_rounds(rounds)
-        if self.helping is not None and times is not None and found is not None:
-            self.helping.seconds = self._seconds(times, found)
+        if self.helping is not None and times is not None and moved is not None:
+            self.helping.seconds = self._seconds(times, moved)
 
     def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
         """Return what a copy costs: none for a draft model's weights, which workers have."""
@@ -186,10 +186,10 @@ def _place(
 ) -> RayPlace:
     """Return the place of a worker, whose actor starts."""
     number, target = worker.number, "rl.ray_workers.actor:WorkerActor"
-    given = f"worker {number}", target, (worker, drafts), settings, room, number
+    args = f"worker {number}", target, (worker, drafts), settings, room, number
     return RayPlace(
         number,
-        Actor(*given, concurrency=1),
+        Actor(*args, concurrency=1),
         shared,
         call_limit_s=config.run.hang_limit_s,
         compile_s=config.run.compile_limit_s,

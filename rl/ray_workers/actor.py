@@ -196,8 +196,8 @@ class WorkerActor:
             number=settings.number,
             feature_layers=layers,
         )
-        given = settings.speculation, RolloutCache(), self._drafters, settings.tuner
-        self._speculation = Speculation(*given, seed=settings.seed)
+        args = settings.speculation, RolloutCache(), self._drafters, settings.tuner
+        self._speculation = Speculation(*args, seed=settings.seed)
         if settings.model_apart:
             self._speculation.apart_elsewhere = frozenset({MODEL})
         self._copy = WeightCopy(partial(_fetch, limit_s=settings.fetch_s))
@@ -251,8 +251,8 @@ class WorkerActor:
                 speculation.times = load_or_measure(path, *measured)
                 rounds = path.read_text()
                 apart = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
-                given = settings.speculation, speculation.times, *measured[:3]
-                compile_host_kernels(*given, self._drafters, settings.tuner, apart)
+                args = settings.speculation, speculation.times, *measured[:3]
+                compile_host_kernels(*args, self._drafters, settings.tuner, apart)
                 if settings.speculation.history_source is not None:
                     compile_join(history_rule(settings.speculation))
         return Measured(rounds, moves, self.engine.clock())
@@ -316,9 +316,9 @@ class WorkerActor:
         states, remarks, bandit = list[tuple[int, HiddenStates]](), list(self._remarks), None
         del self._remarks[: len(remarks)]
         for sink in self._sinks:
-            found = list(sink.states)
-            del sink.states[: len(found)]
-            states += found
+            new_states = list(sink.states)
+            del sink.states[: len(new_states)]
+            states += new_states
         if report.is_idle and self._settings.speculation.budget == BANDIT:
             bandit = self._speculation.bandit(self.engine.number).state()
         return Reply(report._replace(stats=stats), self._num_rollouts, states, remarks, bandit)
@@ -407,8 +407,8 @@ class WorkerActor:
                 config=learned.config,
                 training=learned.training,
             )
-            found: tuple[EagleParams, dict[str, Any]] = jax.device_get((grads, metrics))
-            return found[0], {name: float(x) for name, x in found[1].items()}
+            fetched: tuple[EagleParams, dict[str, Any]] = jax.device_get((grads, metrics))
+            return fetched[0], {name: float(x) for name, x in fetched[1].items()}
 
 
 def _learned(settings: LearnedSettings | None) -> LearnedDrafter | None:

@@ -172,8 +172,8 @@ class RayPlace:
         """Have it compile and measure; `known` was measured before."""
         self._bounds, self._measured = bounds, known
         start, offer = self.actor.num_starts, self._shared.weights.newest
-        given = "prepare", offer, bounds, known.rounds
-        prepared = self.actor.call(*given, limit_s=self._compile_s, is_work=False)
+        args = "prepare", offer, bounds, known.rounds
+        prepared = self.actor.call(*args, limit_s=self._compile_s, is_work=False)
 
         def note(measured: Measured) -> Measured:
             self.later_s = self._clock() - measured.clock_s
@@ -268,9 +268,9 @@ class RayPlace:
         """Return the gradient and metrics of a micro-batch. Raises ProgramLost."""
         offer, drafter = self._shared.weights.publish(policy), self._shared.training(step, params)
         rows = jax.tree.map(np.asarray, batch)
-        found = self._ask("gradients", offer, drafter, rows, is_work=True)
+        reply = self._ask("gradients", offer, drafter, rows, is_work=True)
         try:
-            result: tuple[EagleParams, Mapping[str, float]] = found.result()
+            result: tuple[EagleParams, Mapping[str, float]] = reply.result()
         except ProgramLost:
             raise
         except Exception as error:

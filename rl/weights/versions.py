@@ -98,10 +98,10 @@ class WeightCopy:
         arrays = self._updated(offer)
         if arrays is None or digest(arrays) != offer.sha256:
             [arrays] = self._fetch([offer.whole])
-            if (found := digest(arrays)) != offer.sha256:
+            if (digest_here := digest(arrays)) != offer.sha256:
                 raise DamagedWeights(
                     f"weights of version {offer.version}: expected the SHA-256 "
-                    f"{offer.sha256[:16]}…, got {found[:16]}…"
+                    f"{offer.sha256[:16]}…, got {digest_here[:16]}…"
                 )
         if offer.version > self._version:
             self._version, self._arrays = offer.version, arrays
@@ -122,7 +122,7 @@ class WeightCopy:
 
 def digest(arrays: Sequence[np.ndarray]) -> str:
     """Return the SHA-256 of the bytes of arrays, one after the other."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for array in arrays:
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        sha256.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return sha256.hexdigest()

@@ -543,7 +543,7 @@ class Driver:
             if not (returns or (self._can_restart and hangs)):
                 self._error = self._error or error
             return
-        i = next(i for i, found in self._seated.items() if found == worker_id)
+        i = next(i for i, seated in self._seated.items() if seated == worker_id)
         self._failures[i] += 1
         if not returns and (not self._can_restart or self._failures[i] > MAX_RESTARTS):
             raise error
@@ -578,7 +578,7 @@ class Driver:
         self._ends_s, self._aborts, self._rolls = self._clock(), abort, False
         if self._idle_work is not None:
             self._idle_work.rollout_ended()
-        self._workers = {w: found for w, found in self._workers.items() if not found.is_lost}
+        self._workers = {w: worker for w, worker in self._workers.items() if not worker.is_lost}
         for worker in self._workers.values():
             worker.place.nudge()
 
