@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from benchmarks.simulator import rhymerl, seer, tlt
+from benchmarks.simulator import rhymerl, seer, specactor, tlt
 from benchmarks.simulator.experiment import Experiment, Figure
 
-PAPERS: dict[str, Any] = {"rhymerl": rhymerl, "seer": seer, "tlt": tlt}
+PAPERS: dict[str, Any] = {"rhymerl": rhymerl, "seer": seer, "specactor": specactor, "tlt": tlt}
 EXPERIMENTS: dict[str, tuple[str, Experiment]] = {
     name: (paper, experiment)
     for paper, module in PAPERS.items()

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.simulator import rhymerl, seer, tlt
+from benchmarks.simulator import rhymerl, seer, specactor, tlt
 from benchmarks.simulator.experiment import Figure
 from benchmarks.simulator.reproduction import (
     EXPERIMENTS,
@@ -20,6 +20,7 @@ from benchmarks.simulator.reproduction import (
     rows_of,
     summary,
 )
+from benchmarks.simulator.specactor_devices import DevicePlan
 from sched.simulator.roofline import MODELS
 from spec.budget.aimd import MOST_TOKENS
 
@@ -195,16 +196,52 @@ def test_updates_take_the_published_share_of_the_work():
     assert rhymerl.train_share(config) == pytest.approx(9 / 91 * 96 / 32)
 
 
+def test_the_ladder_picks_the_method_that_serves_the_batch():
+    experiment = SHIPPED["specactor_dapo"]
+    workload = dataclasses.replace(experiment.workload, num_groups=16)
+    hardware = dataclasses.replace(specactor.hardware_of(experiment), num_devices=20)
+    found, trace = specactor.ranked(hardware, specactor.trace_of(workload, 0))
+    # as good as the larger one, and cheaper; n-grams are right too seldom
+    assert next(iter(found.drafters)) == "Qwen2.5-0.5B" and found.drafters["ngram"] is None
+    means = dict(zip(found.drafters, trace.acceptance_RM.mean(axis=0), strict=True))
+    # 256 draws each: five standard errors
+    spread, p = 5 * specactor.SPREAD / 16, specactor.acceptance()
+    assert means["ngram"] == pytest.approx(0.2, abs=spread)
+    assert means["Qwen2.5-0.5B"] == pytest.approx(p, abs=spread)
+    # decisions use the acceptance of earlier steps, not that of this one's requests
+    assert trace.profiled_M.tolist() == [p, p, 0.2]
+
+
+def test_acceptance_is_of_drafted_tokens():
+    """Of the first draft token p is accepted, of the second p², of the third p³."""
+    p = specactor.acceptance()
+    assert (p + p**2 + p**3) / 3 == pytest.approx(0.605)
+
+
+def test_the_plan_of_devices_is_part_of_reconfiguration():
+    planned = DevicePlan(1, 4, 5, 0.0)
+    found = specactor.strategies(planned)
+    assert found["reconfigured"].plan == found["all"].plan == planned
+    assert found["decoupled"].plan == DevicePlan(2, 4, specactor.VANILLA_WINDOW, 0.0)
+
+
+def test_plain_rounds_are_below_what_specactor_says_they_take():
+    instance = SHIPPED["specactor_dapo"].instance
+    assert instance.round_seconds(1, 3000) < 13e-3
+
+
 SMALL = {
     "seer_qwen2_vl": {"num_groups": 40, "workers": 2},
     "seer_moonlight": {"num_groups": 24, "workers": 2},
     "rhymerl_math": {"num_groups": 16, "workers": 16, "steps_per_epoch": 2, "epochs": 2},
+    "specactor_dapo": {"num_groups": 16},
     "tlt": {},
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_experiment_has_all_that_its_rows_need(name):
+def test_a_small_experiment_has_all_that_its_rows_need(name, monkeypatch):
+    monkeypatch.setattr(specactor, "DEVICES", 20)
     (paper, experiment), changes = EXPERIMENTS[name], dict(SMALL[name])
     num_groups = changes.pop("num_groups", experiment.workload.num_groups)
     workload = dataclasses.replace(experiment.workload, num_groups=num_groups)
