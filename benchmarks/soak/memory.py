@@ -33,7 +33,7 @@ ROLES = {
     "rollout worker": "ray::WorkerActor",
     "scorer": "ray::ScoringActor",
     "history worker": "ray::HistoryActor",
-    "draft server": "ray::DraftActor",
+    "draft server": "ray::GroupDrafts",
 }
 SETTINGS = (
     *("Cluster.kind='ray'", "Cluster.scorers=1", "Cluster.history_workers=1", "Sched.workers=2"),

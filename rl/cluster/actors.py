@@ -66,7 +66,7 @@ class Handle(Protocol):
 class Starts(Protocol):
     """Starts programs with a `Host` (`rl.cluster.ray_session.Room`)."""
 
-    def start(self, index: int, concurrency: int) -> Handle: ...
+    def start(self, index: int, concurrency: int, name: str) -> Handle: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Actor:
     ) -> None:
         self.name, self._label, self.where = name, name, ""
         self._target, self._args, self._settings = target, args, settings
-        self._start_program = lambda: room.start(index, concurrency)
+        self._start_program = lambda: room.start(index, concurrency, target.rpartition(":")[2])
         self._restarts, self._lock = restarts, threading.Lock()
         self._calls = dict[_Call, None]()  # in their order
         self._done = queue.SimpleQueue[tuple[_Call, Future[Any]] | None]()

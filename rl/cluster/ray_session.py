@@ -62,8 +62,11 @@ class Room:
     bundle: dict[str, float]
     cpu_only: bool
 
-    def start(self, index: int, concurrency: int) -> RayHandle:
-        """Start an actor in a bundle; it runs `concurrency` methods at once."""
+    def start(self, index: int, concurrency: int, name: str) -> RayHandle:
+        """Start an actor in a bundle; it runs `concurrency` methods at once.
+
+        Its process is called `ray::name`.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -78,7 +81,7 @@ class Room:
             "scheduling_strategy": strategy,
         }
         remote: Any = ray.remote
-        host = remote(concurrency_groups={"pings": 1})(Host)
+        host = remote(concurrency_groups={"pings": 1})(type(name, (Host,), {}))
         return RayHandle(host.options(**options).remote(self.cpu_only))
 
 

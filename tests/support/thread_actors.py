@@ -62,7 +62,7 @@ class ThreadRoom:
     def __init__(self, changed=lambda index, handle: None):
         self.started, self.hold, self._changed = {}, {}, changed
 
-    def start(self, index, concurrency):
+    def start(self, index, concurrency, name):
         if index in self.hold:
             assert self.hold[index].wait(60)
         handle = ThreadHandle(Host(cpu_only=False), concurrency)
