@@ -29,7 +29,7 @@ from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
-from rl.workers.driver import WorkerError
+from rl.workers.results import WorkerError
 
 UNSCORED = Score({}, None)
 TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"

@@ -95,7 +95,7 @@ class PipelineRollouts:
         )
         self._receiver = Receiver(system, self._scorer)
         most = system.shares.most_groups(config.rollout.prompts_per_step)
-        self._driver = engine.session(
+        self._session = engine.session(
             scheduler,
             most * config.rollout.group_size,
             config.longest_tokens,
@@ -116,12 +116,12 @@ class PipelineRollouts:
         self._returned_s = time.monotonic()  # when the last step was given to the trainer
 
     def __enter__(self) -> PipelineRollouts:
-        self._driver.__enter__()
+        self._session.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         # what runs ahead of the last step is given up
-        self._driver.__exit__(Stopped)
+        self._session.__exit__(Stopped)
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
@@ -137,7 +137,7 @@ class PipelineRollouts:
         system.cache.take_over(self._late)
         if step > self._first:
             train_s = time.monotonic() - self._returned_s
-            self._driver.trained(step - 1 - self._first, train_s)
+            self._session.trained(step - 1 - self._first, train_s)
         if step < system.config.run.steps:
             self._ask(step + 1, self._cursor)
         asked, size = self._asked[step], system.config.rollout.prompts_per_step
@@ -228,9 +228,9 @@ class PipelineRollouts:
         number = place - self._first
         if place not in self._submitted:
             self._submitted.add(place)
-            self._driver.submit(number, self._spec(place, prompts, first, own), own, past)
+            self._session.submit(number, self._spec(place, prompts, first, own), own, past)
         elif own:
-            self._driver.submit(number, None, own, past)
+            self._session.submit(number, None, own, past)
 
     def _spec(
         self, step: int, prompts: Prompts, first: int, requests: Sequence[Request]
@@ -276,14 +276,14 @@ class PipelineRollouts:
         number = step - self._first
 
         def num_tokens() -> int:
-            self._driver.look_for_hang()
-            return self._driver.num_tokens(number)
+            self._session.look_for_hang()
+            return self._session.num_tokens(number)
 
         def answer() -> Responses:
             with timings.section("wait"):
                 done = self._receiver.take(step, num_tokens)
-            stats = self._driver.stats(number)
-            stats.events = self._driver.new_events()
+            stats = self._session.stats(number)
+            stats.events = self._session.new_events()
             with timings.section("reward"):
                 return self._scorer.responses(done, stats)
 

@@ -22,7 +22,7 @@ from rl.engine.engine import Engine
 from rl.loop.drafter_elsewhere import AnyDrafter
 from rl.loop.drafting import have_idle_help, make_planner, open_actors
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.ray_workers.actor import Bounds, LearnedSettings, Measured, WorkerSettings
+from rl.ray_workers.messages import Bounds, LearnedSettings, Measured, WorkerSettings
 from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE

@@ -11,7 +11,7 @@ from rl.loop.rewards import Scorer
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S
 from rl.trajectory import Request, Trajectory
-from rl.workers.driver import Deferred, Result
+from rl.workers.results import Deferred, Result
 
 
 class Receiver:

@@ -18,25 +18,29 @@ import jax
 import numpy as np
 
 from models import transformer
-from models.config import ModelConfig
 from models.sharding import rollout_mesh
-from models.token_text import TokenBytes
 from rl.cluster import ray_session
 from rl.cluster.actors import ActorDied, Handle
 from rl.drafter_training.trainer import empty_batch
-from rl.drafting.actors import DraftsApart, RemoteDrafts
-from rl.engine.config import EngineConfig
+from rl.drafting.actors import RemoteDrafts
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
+from rl.ray_workers.messages import (
+    Bounds,
+    LearnedSettings,
+    Measured,
+    Reply,
+    RolloutMessage,
+    WorkerSettings,
+)
 from rl.runtime import program_cache
 from rl.runtime.waits import ProgramLost
-from rl.speculation.config import DraftModelConfig, SpeculationConfig
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.history_workers import compile_join, history_index
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.speculation.sources import Speculation, StepDrafts, history_rule
+from rl.speculation.sources import Speculation, history_rule
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.rollout_programs import Reach
@@ -45,118 +49,15 @@ from rl.weights.versions import Offer, WeightCopy
 from rl.workers.group_drafts import SharedDrafts
 from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
 from spec.budget.budget import MANY_ROUNDS, DraftDecision
-from spec.budget.config import BANDIT, LEARNED, MODEL, TunerConfig
+from spec.budget.config import BANDIT, LEARNED, MODEL
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch, HiddenStates
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 from spec.eagle.data_buffer import RequestSample
 from spec.eagle.model import EagleParams, EagleWeights
-from spec.reuse.prefix_rule import PrefixRule
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import KEY_IMPL
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LearnedSettings:
-    """A learned drafter but for its weights, and its training: on draws at `temperature`."""
-
-    config: EagleConfig
-    tree: TreeConfig
-    training: DrafterTrainingConfig
-    draft_ids_U: np.ndarray | None
-    temperature: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class WorkerSettings:
-    """A worker as its run configures it.
-
-    `model_here`: the draft model drafts on this worker's devices, and not only on others'.
-    """
-
-    number: int
-    model: ModelConfig
-    engine: EngineConfig
-    dtype: str
-    num_devices: int
-    speculation: SpeculationConfig
-    tuner: TunerConfig
-    seed: int
-    draft_model: DraftModelConfig | None
-    model_here: bool
-    model_apart: bool
-    learned: LearnedSettings | None
-    fetch_s: float  # deadline of values from Ray's store
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The bounds of the rollouts to come (`rl.warm_up.rollout_programs.Reach`).
-
-    `nodes` are the sizes of rounds by slots (None: all), `alone` (nodes, draft tokens of a tree) of
-    rounds in which one drafter on the device drafts, by its name and slots. `batch` are the rows
-    and tokens of micro-batches of drafter training, if the worker may train.
-    """
-
-    sampling: SamplingConfig
-    max_requests: int
-    max_prompt_tokens: int
-    speculative: bool
-    reuse: bool
-    nodes: Mapping[int, tuple[int, ...]] | None
-    alone: Mapping[str, Mapping[int, tuple[tuple[int, int], ...]]]
-    batch: tuple[int, int] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The files that `rl.warm_up.measured_run` writes, and the worker's clock after that."""
-
-    rounds: str
-    moves: str
-    clock_s: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RolloutMessage:
-    """A `RolloutSpec` for a worker in another program.
-
-    `name` is the same for all workers of a rollout, `sample` the requests whose hidden states the
-    sink of number `sink` wants, `apart` the worker's drafting workers, `bandit` the state of its
-    tuner for a program that has just started.
-    """
-
-    name: str
-    weights: Offer
-    sampling: SamplingConfig
-    key: np.ndarray
-    stop_token_ids: tuple[int, ...]
-    policy_version: int
-    drafts: StepDrafts | None
-    rule: PrefixRule | None
-    words: TokenBytes | None
-    is_begun: bool
-    sink: int
-    sample: RequestSample | None
-    apart: DraftsApart | None
-    bandit: dict[str, Any] | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reply:
-    """A worker's `Report`, of which `stats` has new rounds alone, as has `states` responses'.
-
-    `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened;
-    `bandit` is the tuner's state of an idle worker.
-    """
-
-    report: Report
-    rollout: int
-    states: list[tuple[int, HiddenStates]]
-    remarks: list[str]
-    bandit: dict[str, Any] | None
 
 
 class _Sink:

@@ -21,7 +21,7 @@ from rl.cluster.actors import Actor
 from rl.drafting.actors import DraftsApart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats, RoundRecord
-from rl.ray_workers.actor import Bounds, Measured, Reply, RolloutMessage
+from rl.ray_workers.messages import Bounds, Measured, Reply, RolloutMessage
 from rl.runtime.waits import ProgramLost
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation, StepDrafts

@@ -25,8 +25,8 @@ from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.worker_record import WorkerPart
 from rl.runtime.waits import POLL_S
 from rl.trajectory import Request, Trajectory
-from rl.workers.driver import Returned
 from rl.workers.multi_engine import MultiEngine, collected
+from rl.workers.results import Returned
 from sched.policies.steps import Ahead
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
@@ -78,13 +78,13 @@ class AheadEngine(MultiEngine):
         """Start the workers, for rollouts of up to so many requests and tokens of one."""
         scheduler = Ahead(self.make_scheduler(), chunk_tokens=self.config.chunk_tokens)
         options: dict[str, Any] = {"spot": self.spot, "has_steps_apart": True}
-        self._driver = self.session(scheduler, max_requests, longest_tokens, **options)
+        self._session = self.session(scheduler, max_requests, longest_tokens, **options)
         self._place = -2
         self._spec: RolloutSpec | None = None  # of the last rollout
         self._coming: ComingStep | None = None
         self._begun_parts: list[WorkerPart] = []
         self._forget_begun()
-        with self._driver.aborted_at_end():
+        with self._session.aborted_at_end():
             yield self
 
     def _forget_begun(self) -> None:
@@ -109,14 +109,14 @@ class AheadEngine(MultiEngine):
         self._spec = spec = dataclasses.replace(spec, begun=True)
         self._place = place = self._place + 2
         oldest = place if self._begun_place is None else self._begun_place
-        self._driver.submit(place, spec, requests, oldest=oldest)
+        self._session.submit(place, spec, requests, oldest=oldest)
         self.begin()
         try:
-            emitted = partial(self._driver.num_tokens, place)
+            emitted = partial(self._session.num_tokens, place)
             return collected(requests, self._next, emitted, on_finish, on_round)
         finally:
-            self.stats = self._driver.stats(place)
-            self.stats.events = self._driver.new_events()
+            self.stats = self._session.stats(place)
+            self.stats.events = self._session.new_events()
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
 
     def plan(self, coming: ComingStep) -> None:
@@ -134,7 +134,7 @@ class AheadEngine(MultiEngine):
         self._begun_requests = coming.requests
         self._open = {r.request_id for r in ahead}
         own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
-        self._driver.submit(
+        self._session.submit(
             self._begun_place,
             dataclasses.replace(spec, **own),
             ahead,
@@ -147,20 +147,20 @@ class AheadEngine(MultiEngine):
         """Return what was begun, once workers have let go of it; `check` is called meanwhile."""
         if self._begun_place is None:
             return Begun()
-        self._driver.recall()
+        self._session.recall()
         while self._open:
             check()
             finished = self._next()
             assert finished is None, "the step's own requests are all answered"
         # what was begun of a step is a part of it, with older weights
-        self._begun_parts += self._driver.stats(self._begun_place).parts
+        self._begun_parts += self._session.stats(self._begun_place).parts
         begun = Begun(self._begun_requests, self._begun_tokens)
         self._forget_begun()
         return begun
 
     def _next(self) -> Trajectory | None:
         """Return the next response of a step; what was begun of the next one is kept here."""
-        match self._driver.next_result(POLL_S):
+        match self._session.next_result(POLL_S):
             case Returned(partial=state):
                 tokens = None if state.prefix is None else state.prefix.response_ids
                 self._keep(state.request.request_id, tokens)

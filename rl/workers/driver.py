@@ -1,10 +1,8 @@
-"""The driver of a session's workers: events → scheduler → commands, in one thread without locks.
+"""The driver of a session's workers, in one thread without locks (`rl.workers.session`).
 
-    owner ──submit, trained, recall──→ mail ←──reports, errors── calls of workers
-                                        │
-                     driver: event → scheduler.handle → actions → each worker's inbox → call
-                                        │
-    owner ←──trajectories, deferred and returned requests, errors
+    event → scheduler.handle → actions → each worker's inbox → call ──┐
+      ↑                                                               │
+      └── trajectory, end of a chunk, state of a request ←── report ──┘
 
 A lost worker is a call that raised or passed its deadline.
 """
@@ -12,23 +10,20 @@ A lost worker is a call that raised or passed its deadline.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from rl.engine.engine import ChunkEnd
 from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
 from rl.engine.worker_record import Kind, WorkerEvent
-from rl.runtime.waits import HANG_LIMIT_S, POLL_S, Hang, ProgramLost, code_line
+from rl.runtime.waits import Hang, ProgramLost
 from rl.trajectory import PartialRequest, Request, Trajectory
 from rl.workers.pool import IdleWork, Place
 from rl.workers.request_table import LiveRequest, RequestTable
+from rl.workers.results import Deferred, Result, Returned, WorkerError
 from rl.workers.step_counts import StepCounts
 from rl.workers.worker import (
     Begin,
@@ -47,42 +42,13 @@ from rl.workers.worker import (
 )
 from sched import protocol
 from sched.protocol import Action, Scheduler, SchedulerDecision, Start
-from sched.request import Kv, RequestSpec, copy_of
+from sched.request import Kv, copy_of
 
 MAX_RESTARTS = 3  # of a place's workers in a session: another one would fail as well
 PROFILE_S = 0.25  # between two reports of acceptance to the scheduler
 BEAT_S = 2.0  # between two calls of an idle worker outside of this process
 SPARE_POLL_S = 0.005  # between two units of idle work, if there was none
 LEAVING_S = 5.0  # for workers to end, once a session is aborted
-
-
-class WorkerError(RuntimeError):
-    """A worker raised, or hangs; the message names the requests that ran there."""
-
-    def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
-        originals = dict.fromkeys(copy_of(r)[0] for r in request_ids)
-        shown = ", ".join(map(str, originals)) or "none"
-        super().__init__(
-            f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
-        )
-        self.worker_id, self.__cause__ = worker_id, error
-
-
-@dataclasses.dataclass(frozen=True)
-class Deferred:
-    """A request was deferred into the next step, unfinished."""
-
-    request_id: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Returned:
-    """A request that was begun ahead of its step has left its worker, unfinished."""
-
-    partial: PartialRequest
-
-
-Result = Trajectory | Deferred | Returned | BaseException
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,10 +70,9 @@ class _Worker:
 
 
 class Driver:
-    """Drives the workers of a session; a context manager, which starts and ends its thread.
+    """Drives the workers of a session; one thread calls it.
 
-    Any thread may call `submit`, `trained`, `recall`, `next_result`, `num_tokens`, `stats`.
-    `deliver` receives results in the driver's thread instead of `next_result`.
+    `deliver` receives results, `later` calls to make in the thread once a worker's call has ended.
     """
 
     def __init__(
@@ -117,199 +82,81 @@ class Driver:
         limits: WorkerLimits,
         clock: Callable[[], float],
         *,
+        deliver: Callable[[Result], None],
+        later: Callable[[Callable[[], object]], None],
         pool_bytes: int,
-        hang_limit_s: float = HANG_LIMIT_S,
         can_restart: bool = False,
         keeps_decisions: bool = False,
         idle_work: IdleWork | None = None,
         acceptance: Callable[[], Mapping[int, float]] | None = None,
-        deliver: Callable[[Result], None] | None = None,
     ) -> None:
-        self._places, self._scheduler, self._limits = places, scheduler, limits
-        self._clock, self._hang_limit_s = clock, hang_limit_s
+        self.places, self._scheduler, self._limits = places, scheduler, limits
+        self._clock, self._deliver, self._later = clock, deliver, later
         self._can_restart, self._keeps_decisions = can_restart, keeps_decisions
         self._idle_work, self._acceptance = idle_work, acceptance
-        self._began_s = self._profiled_s = self._alive_s = clock()
-        self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self._deliver = deliver or self._results.put
-        self._requests, self._counts = RequestTable(pool_bytes), StepCounts()
+        self._began_s = self._profiled_s = clock()
+        self.requests, self.counts = RequestTable(pool_bytes), StepCounts()
         self._workers: dict[int, _Worker] = {}
         self._num_joined = 0
         self._failures: collections.Counter[int] = collections.Counter()  # by place
         self._seated: dict[int, int] = {}  # place → worker
         self._lost: dict[int, WorkerError] = {}  # until another worker is present
         self._specs: dict[int, RolloutSpec] = {}
-        self._events: collections.deque[WorkerEvent] = collections.deque()
+        self.events: collections.deque[WorkerEvent] = collections.deque()
         self._early: list[Callable[[], None]] = []  # submissions before any worker has joined
         self._rolls = False  # requests were submitted: idle workers may do idle work
-        self._ends_s: float | None = None  # deadline of workers, once the session is closed
-        self._aborts, self._error = False, None  # type: tuple[bool, BaseException | None]
+        self.ends_s: float | None = None  # when the session was closed
+        self._aborts = False
+        self.error: BaseException | None = None  # of a worker that was to end
         self.decisions: list[SchedulerDecision] = []
-        self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
-    # -- called by the owner -----------------------------------------------------------------
-
-    def __enter__(self) -> Driver:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._mail.put(partial(self._close, abort=kind is not None))
-        while self._thread.is_alive() and (kind is None or self._silent_s < LEAVING_S):
-            self._thread.join(POLL_S)
-            if kind is None:
-                self.look_for_hang()
-        if kind is None and self._error is not None:
-            raise self._error
-
-    @property
-    def _silent_s(self) -> float:
-        return self._clock() - self._alive_s
-
-    def look_for_hang(self) -> None:
-        """Raise Hang if the driver's thread shows no sign of life."""
-        if (silent_s := self._silent_s) > self._hang_limit_s:
-            where = code_line(self._thread.ident or 0)
-            raise Hang(f"no sign of life for {silent_s:.1f} s from the driver's thread ({where})")
-
-    @contextlib.contextmanager
-    def aborted_at_end(self) -> Iterator[None]:
-        """Enter; requests that still run at the end are given up."""
-        self.__enter__()
-        try:
-            yield
-        finally:
-            self.__exit__(KeyboardInterrupt)
-
-    def submit(
-        self,
-        step: int,
-        spec: RolloutSpec | None,
-        requests: Sequence[Request],
-        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
-        *,
-        is_ahead: bool = False,
-        oldest: int | None = None,
-    ) -> None:
-        """Submit a step's requests; without `spec` further ones, for which an earlier step waits.
-
-        Ids are unique among requests that have not ended. `past_tokens` are the lengths of last
-        epoch's responses, by group. Requests `ahead` of their step run on workers that have no
-        others. Of steps before `oldest`, by default the one before, nothing is kept.
-        """
-        past, is_urgent = past_tokens or {}, spec is None
-        if spec is not None:
-            self._specs[step] = spec
-            for place in self._places:
-                place.announce(spec)
-        sampling = self._specs[step].sampling
-        specs = tuple(
-            RequestSpec(
-                r.request_id,
-                r.group_id,
-                len(r.prompt_ids),
-                r.limit(sampling),
-                past_tokens=past.get(r.group_id, ()),
-                step=step,
-                prefix_tokens=_prefix_tokens(r),
-                urgent=is_urgent,
-                ahead=is_ahead,
-            )
-            for r in requests
-        )
-        first = step - 1 if oldest is None else oldest
-        self._mail.put(partial(self._submitted, step, specs, requests, first))
-
-    def trained(self, step: int, train_s: float | None = None) -> None:
-        """Report that the update of a step is done, and how long it took."""
-        self._mail.put(lambda: self._handle(protocol.Trained(step, train_s)))
-
-    def recall(self) -> None:
-        """Have requests that were begun ahead returned: each is a result, whole or `Returned`."""
-        self._mail.put(lambda: self._handle(protocol.Recalled()))
-
-    def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
-        """Return the next result, None after `timeout_s`.
-
-        Raises WorkerError if a worker raised, or hangs, and is not replaced, and Hang.
-        """
-        try:
-            result = self._results.get(timeout=timeout_s)
-        except queue.Empty:
-            self.look_for_hang()
-            return None
-        if isinstance(result, BaseException):
-            self._results.put(result)  # for the next call
-            raise result
-        return result
-
-    def num_tokens(self, step: int) -> int:
-        """Return the tokens that all workers emitted in a step so far."""
-        return self._counts.num_tokens(step)
-
-    def stats(self, step: int) -> EngineStats:
-        """Return the counts of all workers in a step so far."""
-        return self._counts.stats(step)
-
-    def new_events(self) -> list[WorkerEvent]:
-        """Return which workers joined and were lost since the last call."""
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    # -- the thread --------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while not self.has_ended:
-            try:
-                self.run_once(SPARE_POLL_S if self._spares() else POLL_S)
-            except BaseException as error:
-                self._deliver(error)
-                if self._ends_s is not None:
-                    self._error = self._error or error
-                    break
-                self._close(abort=True)
+    def end(self) -> None:
+        """Note that no worker runs any more."""
         if self._idle_work is not None:
             self._idle_work.dismiss()
 
     @property
     def has_ended(self) -> bool:
-        return self._ends_s is not None and not self._workers
+        return self.ends_s is not None and not self._workers
 
-    def run_once(self, timeout_s: float) -> None:
-        """Handle what has come, or comes within `timeout_s`; then call workers."""
-        self._alive_s = self._clock()
-        if self._ends_s is None:
+    def begin_turn(self) -> None:
+        """Let workers of places that are ready join, before events are handled."""
+        if self.ends_s is None:
             self._seat()
             self._profile()
-        try:
-            self._mail.get(timeout=timeout_s)()
-            while True:
-                self._mail.get_nowait()()
-        except queue.Empty:
-            pass
+
+    def end_turn(self) -> None:
+        """Call the workers, and replace those that hang."""
         self._look_for_hung()
         for worker_id, worker in list(self._workers.items()):
             self._call(worker_id, worker)
 
-    def _submitted(
-        self, step: int, specs: tuple[RequestSpec, ...], requests: Sequence[Request], first: int
+    def submit(
+        self,
+        event: protocol.Submitted,
+        spec: RolloutSpec | None,
+        requests: Sequence[Request],
+        oldest: int,
     ) -> None:
-        if self._places and not self._num_joined:  # schedulers divide a step among workers
-            self._early.append(partial(self._submitted, step, specs, requests, first))
+        """Submit requests of a step, which has a new `spec` or one of before."""
+        if self.places and not self._num_joined:  # schedulers divide a step among workers
+            self._early.append(partial(self.submit, event, spec, requests, oldest))
             return
-        for old in [s for s in list(self._specs) if s < first]:  # the owner may add one
-            del self._specs[old]
-        self._counts.begin(step, first)
+        step = event.step
+        self._specs = {s: known for s, known in self._specs.items() if s >= oldest}
+        if spec is not None:
+            self._specs[step] = spec
+        self.counts.begin(step, oldest)
         for request in requests:
-            self._requests.add(step, request)
-        self._handle(protocol.Submitted(specs, step))
+            self.requests.add(step, request)
+        self.handle(event)
         if self._idle_work is not None:
             self._idle_work.rollout_began()
             self._rolls = True
 
-    def _handle(self, event: protocol.Event) -> Sequence[Action]:
+    def handle(self, event: protocol.Event) -> Sequence[Action]:
         """Pass an event to the scheduler, and carry out its actions."""
-        if not self._places:
+        if not self.places:
             return ()  # another process has the workers, and all requests
         now_s = self._clock() - self._began_s
         actions = self._scheduler.handle(event, now_s)
@@ -322,7 +169,7 @@ class Driver:
                 case protocol.Recall(worker_id):
                     self._workers[worker_id].inbox.append(Release())
                 case protocol.Defer(request_id):
-                    self._requests[request_id].step += 1
+                    self.requests[request_id].step += 1
                     self._deliver(Deferred(request_id))
                 case protocol.Return(request_id):
                     self._when_known(request_id, action)
@@ -338,27 +185,27 @@ class Driver:
         worker = self._workers[start.worker_id]
         worker.starts[start.request_id] = start
         if start.kv is Kv.HELD:
-            self._requests.withdraw(self._requests[start.request_id])
+            self.requests.withdraw(self.requests[start.request_id])
             worker.inbox.append(Extend(start.request_id, start.max_tokens))
         else:
             self._when_known(start.request_id, start)
 
     def _when_known(self, request_id: int, action: Start | protocol.Return) -> None:
         """Carry out an action once the state of its request is here."""
-        live = self._requests[request_id]
+        live = self.requests[request_id]
         if live.ticket is not None:
             live.waiting.append(action)
         elif isinstance(action, Start):
             self._begin(live, action)
         else:
-            self._requests.remove(request_id)
+            self.requests.remove(request_id)
             self._deliver(Returned(PartialRequest(live.request, live.prefix)))
 
     def _begin(self, live: LiveRequest, start: Start) -> None:
         worker = self._workers.get(start.worker_id)
         if worker is None or worker.is_lost or worker.starts.get(start.request_id) != start:
             return  # the request was dropped meanwhile, or is started again elsewhere
-        kv = self._requests.take_kv(live)
+        kv = self.requests.take_kv(live)
         if live.step not in worker.prepared:
             worker.prepared.add(live.step)
             worker.inbox.append(Prepare(live.step, self._specs[live.step]))
@@ -367,10 +214,10 @@ class Driver:
 
     def _copy(self, action: protocol.Copy) -> None:
         """Have a worker return a copy of a request, which another one starts."""
-        original, start = self._requests[action.request_id], action.start
+        original, start = self.requests[action.request_id], action.start
         request = dataclasses.replace(original.request, request_id=start.request_id)
-        self._requests.add(original.step, request)
-        ticket = self._requests.promise(start.request_id, action.worker_id)
+        self.requests.add(original.step, request)
+        ticket = self.requests.promise(start.request_id, action.worker_id)
         self._workers[action.worker_id].inbox.append(Fork(action.request_id, ticket))
         self._start(start)
 
@@ -378,7 +225,7 @@ class Driver:
         worker = self._workers[action.worker_id]
         worker.starts.pop(action.request_id, None)
         worker.inbox.append(Remove(action.request_id))
-        self._requests.remove(action.request_id)
+        self.requests.remove(action.request_id)
 
     def _go_on(self, waiting: Sequence[Start | protocol.Return]) -> None:
         for action in waiting:
@@ -406,7 +253,7 @@ class Driver:
         worker.is_idle = report.is_idle
         if report.step is not None and (spec := self._specs.get(report.step)) is not None:
             names, now_s = (worker.place.name, worker.where, spec.policy_version), self._clock()
-            self._counts.add(report.step, report.stats, names, worker.called_s, now_s)
+            self.counts.add(report.step, report.stats, names, worker.called_s, now_s)
         if self._aborts:
             return
         for event in report.events:
@@ -421,13 +268,13 @@ class Driver:
                 if self._is_in_force(worker, request_id):
                     self._chunk_ended(worker_id, worker, request_id, tokens)
             case Left(ticket, state):
-                self._go_on(self._requests.redeem(ticket, state))
+                self._go_on(self.requests.redeem(ticket, state))
             case Released(states):
                 for state in states:
                     request_id = state.request.request_id
                     if self._is_in_force(worker, request_id):
-                        live = self._requests[request_id]
-                        self._requests.keep(live, state)
+                        live = self.requests[request_id]
+                        self.requests.keep(live, state)
                         # what a lost worker had reported is generated again later
                         tokens = max(state.num_tokens, live.generated_tokens)
                         live.generated_tokens = tokens
@@ -440,38 +287,38 @@ class Driver:
     def _finished(self, worker_id: int, worker: _Worker, trajectory: Trajectory) -> None:
         request_id = trajectory.request_id
         start = worker.starts.pop(request_id)
-        self._requests.remove(request_id)
+        self.requests.remove(request_id)
         original, number = copy_of(request_id)
         if number:
             trajectory = dataclasses.replace(trajectory, request_id=original)
         self._deliver(trajectory)
-        self._handle(protocol.Finished(request_id, worker_id, start.chunk, trajectory.num_tokens))
+        self.handle(protocol.Finished(request_id, worker_id, start.chunk, trajectory.num_tokens))
 
     def _chunk_ended(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
-        live = self._requests[request_id]
+        live = self.requests[request_id]
         live.generated_tokens = tokens
-        ticket = self._requests.promise(request_id, worker_id)
+        ticket = self.requests.promise(request_id, worker_id)
         self._chunk_done(worker_id, worker, request_id, tokens)
         if live.ticket == ticket:  # it does not continue in its row
             worker.inbox.append(Take(request_id, ticket))
 
     def _chunk_done(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
         chunk = worker.starts.pop(request_id).chunk
-        self._handle(protocol.ChunkDone(request_id, worker_id, chunk, tokens, pooled=True))
+        self.handle(protocol.ChunkDone(request_id, worker_id, chunk, tokens, pooled=True))
 
     # -- workers -----------------------------------------------------------------------------
 
     def _seat(self) -> None:
         """Join with workers of places that are ready; then lose those that have left theirs."""
-        for i, place in enumerate(self._places):
+        for i, place in enumerate(self.places):
             if i not in self._seated and place.is_ready:
                 self._join(i, place)
         if self._seated:
             for worker_id in list(self._lost):
                 del self._lost[worker_id]
                 self._lose(worker_id)
-        elif self._places and not any(place.may_return for place in self._places):
-            names = ", ".join(place.name for place in self._places)
+        elif self.places and not any(place.may_return for place in self.places):
+            names = ", ".join(place.name for place in self.places)
             gone = ProgramLost(f"no worker is there: {names} is given up")
             raise next(iter(self._lost.values()), gone)
 
@@ -484,10 +331,10 @@ class Driver:
             self._idle_work.joined(worker_id)
         self._note(worker, "joined")
         limits = self._limits
-        self._handle(protocol.WorkerJoined(worker_id, limits.kv_tokens, limits.max_requests))
+        self.handle(protocol.WorkerJoined(worker_id, limits.kv_tokens, limits.max_requests))
         early, self._early = self._early, []
-        for submitted in early:
-            submitted()
+        for submit in early:
+            submit()
 
     def _call(self, worker_id: int, worker: _Worker) -> None:
         """Send a worker its commands, have it run on, or have it do idle work."""
@@ -499,7 +346,7 @@ class Driver:
         if worker.is_lost:
             return
         doing = "generating"
-        if self._ends_s is not None:
+        if self.ends_s is not None:
             worker.is_leaving, doing = True, "ending"
             call: Future[Any] = place.leave(abort=self._aborts)
         elif worker.inbox or not worker.is_idle:
@@ -514,18 +361,19 @@ class Driver:
         else:
             return
         worker.call, worker.called_s, worker.doing = call, now_s, doing
-        call.add_done_callback(lambda ended: self._mail.put(partial(self._came, worker_id, ended)))
+        call.add_done_callback(lambda ended: self._later(partial(self._came, worker_id, ended)))
 
-    def _spares(self) -> bool:
+    @property
+    def has_idle_workers(self) -> bool:
         return self._rolls and any(w.is_idle and w.call is None for w in self._workers.values())
 
     def _look_for_hung(self) -> None:
         now_s = self._clock()
         for worker_id, worker in list(self._workers.items()):
             limit_s, silent_s = worker.place.hang_limit_s, now_s - worker.called_s
-            if self._ends_s is not None:
+            if self.ends_s is not None:
                 limit_s = min(limit_s, LEAVING_S) if self._aborts else limit_s
-                silent_s = min(silent_s, now_s - self._ends_s)
+                silent_s = min(silent_s, now_s - self.ends_s)
             if worker.call is not None and silent_s > limit_s:
                 what = f"no sign of life for {silent_s:.1f} s, while {worker.doing}"
                 self._fail(worker_id, Hang(what))
@@ -538,10 +386,10 @@ class Driver:
         worker.call, worker.is_lost = None, True
         place.abandon(str(cause))
         returns = isinstance(cause, ProgramLost) or (place.may_return and isinstance(cause, Hang))
-        if self._ends_s is not None:
+        if self.ends_s is not None:
             del self._workers[worker_id]
             if not (returns or (self._can_restart and hangs)):
-                self._error = self._error or error
+                self.error = self.error or error
             return
         i = next(i for i, seated in self._seated.items() if seated == worker_id)
         self._failures[i] += 1
@@ -558,24 +406,24 @@ class Driver:
         worker = self._workers.pop(worker_id)
         for number in list(worker.starts):
             if copy_of(number)[1]:  # it is not started again, and its number may be given again
-                self._requests.remove(number)
-        for waiting in self._requests.lose(worker_id):
+                self.requests.remove(number)
+        for waiting in self.requests.lose(worker_id):
             self._go_on(waiting)
-        self._handle(protocol.WorkerLost(worker_id))
+        self.handle(protocol.WorkerLost(worker_id))
 
     def _profile(self) -> None:
         now_s = self._clock()
         if self._acceptance is None or now_s - self._profiled_s < PROFILE_S:
             return
         self._profiled_s = now_s
-        known = {r: p for r, p in self._acceptance().items() if r in self._requests}
-        self._handle(protocol.Profiled(known))
+        known = {r: p for r, p in self._acceptance().items() if r in self.requests}
+        self.handle(protocol.Profiled(known))
 
-    def _close(self, *, abort: bool) -> None:
+    def close(self, *, abort: bool) -> None:
         """No more requests will come; with `abort` those that run end without an answer."""
-        if self._ends_s is not None:
+        if self.ends_s is not None:
             return
-        self._ends_s, self._aborts, self._rolls = self._clock(), abort, False
+        self.ends_s, self._aborts, self._rolls = self._clock(), abort, False
         if self._idle_work is not None:
             self._idle_work.rollout_ended()
         self._workers = {w: worker for w, worker in self._workers.items() if not worker.is_lost}
@@ -584,17 +432,10 @@ class Driver:
 
     def _note(self, worker: _Worker, kind: Kind, why: str = "", requests: int = 0) -> None:
         own = worker.place.name, worker.where
-        self._events.append(WorkerEvent(*own, kind, self._clock(), why, requests))
+        self.events.append(WorkerEvent(*own, kind, self._clock(), why, requests))
 
 
 def _how_lost(cause: BaseException) -> Kind:
     if isinstance(cause, ProgramLost):
         return "hung" if cause.silent else "killed"
     return "hung" if isinstance(cause, Hang) else "raised"
-
-
-def _prefix_tokens(request: Request) -> int:
-    """Return how many tokens a request's first start may add at once."""
-    cached = 0 if request.cached is None else len(request.cached.tokens)
-    known = max(cached, len(request.begun))
-    return known + 1 if known else 0

@@ -23,8 +23,10 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
-from rl.workers.driver import Driver, Result
+from rl.workers.driver import Driver
 from rl.workers.pool import IdleWork, Place, ThreadPlace
+from rl.workers.results import Result
+from rl.workers.session import Session
 from rl.workers.worker import WorkerLimits
 from sched.policies.divided import PreferPool, make_scheduler
 from sched.policies.fastest_of_n import FastestOfN, Worth
@@ -103,15 +105,15 @@ class MultiEngine:
         self.check(spec, requests)
         longest = longest_tokens(requests, spec.sampling)
         spot = None if spec.sink is None else self.spot
-        driver = self.session(self.make_scheduler(), len(requests), longest, spot=spot)
+        session = self.session(self.make_scheduler(), len(requests), longest, spot=spot)
         try:
-            with driver:
-                driver.submit(0, spec, requests)
-                results = partial(driver.next_result, POLL_S), partial(driver.num_tokens, 0)
+            with session:
+                session.submit(0, spec, requests)
+                results = partial(session.next_result, POLL_S), partial(session.num_tokens, 0)
                 return collected(requests, *results, on_finish, on_round)
         finally:
-            self.decisions, self.stats = driver.decisions, driver.stats(0)
-            self.stats.events = driver.new_events()
+            self.decisions, self.stats = session.decisions, session.stats(0)
+            self.stats.events = session.new_events()
 
     def check(self, spec: RolloutSpec, requests: Sequence[Request]) -> None:
         """Raise ValueError for requests that cannot run, before a worker has them."""
@@ -141,8 +143,8 @@ class MultiEngine:
         spot: IdleWork | None = None,
         deliver: Callable[[Result], None] | None = None,
         has_steps_apart: bool = False,
-    ) -> Driver:
-        """Return the driver of the workers, for rollouts of up to `max_requests` requests."""
+    ) -> Session:
+        """Return a session of the workers, for rollouts of up to `max_requests` requests."""
         config, first = self.config, self.engines[0]
         slots = min(first.config.max_slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < max_tokens:
@@ -156,19 +158,20 @@ class MultiEngine:
         if self._in_threads:
             numbers = range(len(self.engines))
             self.places = [ThreadPlace(self.engines, i, self._hang_limit_s) for i in numbers]
-        return Driver(
+        make_driver = partial(
+            Driver,
             self.places,
             scheduler,
             WorkerLimits(config.kv_tokens or held, slots, max_tokens, has_steps_apart),
             self._clock,
             pool_bytes=config.pool_bytes,
-            hang_limit_s=self._hang_limit_s,
             can_restart=config.on_error == "restart",
             keeps_decisions=self._keeps_decisions,
             idle_work=spot,
             acceptance=None if self.helpers is None else self.helpers.acceptance,
-            deliver=deliver,
         )
+        limit_s = self._hang_limit_s
+        return Session(make_driver, self._clock, hang_limit_s=limit_s, deliver=deliver)
 
 
 def collected(

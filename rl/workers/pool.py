@@ -1,7 +1,7 @@
 """The places of a run's workers, and how each is called: `call(commands) → Future[Report]`.
 
 A place outlives its workers: one that raised or hangs is replaced there. `ThreadPlace` runs a
-worker in a thread of this process, `rl.ray_workers.actor.RayPlace` in an actor.
+worker in a thread of this process, `rl.ray_workers.place.RayPlace` in an actor.
 """
 
 from __future__ import annotations

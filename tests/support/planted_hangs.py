@@ -38,8 +38,9 @@ from rl.runtime.waits import POLL_S, Hang, Patience
 from rl.speculation import sources
 from rl.trajectory import FinishReason, Request, Trajectory
 from rl.workers.config import SchedConfig
-from rl.workers.driver import Driver, WorkerError
 from rl.workers.multi_engine import MultiEngine
+from rl.workers.results import WorkerError
+from rl.workers.session import Session
 from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -173,7 +174,7 @@ def rollout(team: MultiEngine) -> None:
             missing -= session.next_result(POLL_S) is not None
 
 
-def submit(session: Driver, key: jax.Array) -> None:
+def submit(session: Session, key: jax.Array) -> None:
     """The requests of a step."""
     session.submit(0, RolloutSpec({}, SamplingConfig(max_new_tokens=4), key), REQUESTS)
 

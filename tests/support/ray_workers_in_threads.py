@@ -7,7 +7,7 @@ from tiny_team import CONFIG, MODEL, PARAMS
 
 from rl.cluster.actors import Actor
 from rl.engine.engine import Engine
-from rl.ray_workers.actor import WorkerSettings
+from rl.ray_workers.messages import WorkerSettings
 from rl.ray_workers.place import RayPlace, Shared
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation

@@ -26,8 +26,8 @@ from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import MultiEngine, split_devices
+from rl.workers.results import WorkerError
 from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
 from spec.retrieval.last_response import LastResponseDrafter

@@ -23,7 +23,7 @@ from rl.loop.experiment import TrainConfig, open_inputs
 from rl.loop.step_rollouts import open_rollouts
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped, Watch
-from rl.workers.driver import WorkerError
+from rl.workers.results import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play
 

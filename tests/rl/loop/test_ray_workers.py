@@ -26,7 +26,7 @@ from rl.loop import ray_workers
 from rl.loop.experiment import TrainConfig
 from rl.loop.first_programs import rollout_reach
 from rl.loop.ray_workers import RayWorkers
-from rl.ray_workers.actor import Bounds
+from rl.ray_workers.messages import Bounds
 from rl.runtime.run_files import ROUNDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation

@@ -15,7 +15,7 @@ from rl.loop.step_rollouts import agreeing, metrics
 from rl.metrics.writer import read_metrics, step_rows
 from rl.trajectory import Request
 from rl.workers.ahead_engine import Begun
-from rl.workers.driver import WorkerError
+from rl.workers.results import WorkerError
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -32,8 +32,8 @@ from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.ahead_engine import AheadEngine, ComingStep
-from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import Helpers
+from rl.workers.results import WorkerError
 from sched.protocol import Copy, WorkerLost
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.sampling import step_key
@@ -179,7 +179,7 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(store, alone, is
         begun = engine.recall()
         spec = dataclasses.replace(first, key=coming)
         assert_same_tokens(engine.run(spec, begun.resumed(REQUESTS)), expected)
-        actions = [a for d in engine._driver.decisions for a in d.actions]
+        actions = [a for d in engine._session.decisions for a in d.actions]
     assert any(isinstance(a, Copy) for a in actions) == is_helping
 
 

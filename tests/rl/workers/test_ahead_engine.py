@@ -16,8 +16,8 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.workers.ahead_engine import AHEAD, AheadEngine, ComingStep
 from rl.workers.config import SchedConfig
-from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import Helpers
+from rl.workers.results import WorkerError
 from sched.protocol import Copy
 from spec.sampling import step_key
 
@@ -76,7 +76,7 @@ def coming(requests=REQUESTS):
 def wait_for(engine, tokens):
     """Until so many tokens of the next step have been drawn."""
     limit_s = time.monotonic() + 60
-    while engine._driver.num_tokens(engine._begun_place) < tokens:
+    while engine._session.num_tokens(engine._begun_place) < tokens:
         assert time.monotonic() < limit_s, "nothing is begun"
         time.sleep(0.002)
 
@@ -95,7 +95,7 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, i
             for request_id, ids in begun.tokens.items():
                 assert list(ids) == expected[request_id].response_ids[: len(ids)].tolist()
             assert_same_tokens(play(engine, CHANGED, NEXT, begun.resumed(REQUESTS)), after)
-        actions = [a for d in engine._driver.decisions for a in d.actions]
+        actions = [a for d in engine._session.decisions for a in d.actions]
         assert any(isinstance(a, Copy) for a in actions) == is_helping
     differ = [
         i for i in after if after[i].response_ids.tolist() != expected[i].response_ids.tolist()

@@ -12,7 +12,7 @@ from manual_workers import arrays, manual_driver
 from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.waits import ProgramLost
 from rl.trajectory import Request, Trajectory
-from rl.workers.driver import Deferred, Returned, WorkerError
+from rl.workers.results import Deferred, Returned, WorkerError
 from sched.policies.divided import make_scheduler
 from sched.policies.fastest_of_n import FastestOfN
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
@@ -60,7 +60,7 @@ def play(driver, places, choose, submitted, losses=0, on_result=lambda result: N
         else:
             place.run()
     assert set(done) == {r.request_id for r in submitted} and set(done.values()) == {1}
-    table = driver._requests
+    table = driver._driver.requests
     assert table.num_bytes == 0 and not len(table) and not table._tickets
     return done
 
@@ -167,7 +167,7 @@ def test_requests_begun_ahead_come_back_whole_or_as_far_as_they_came(count, num_
     for _ in range(200):
         run_one()
     assert answered == set(range(8)) and set(came) == set(range(8, 16))
-    assert not len(driver._requests)
+    assert not len(driver._driver.requests)
 
 
 def one(actions):
@@ -193,7 +193,7 @@ def test_a_start_elsewhere_waits_for_the_state_that_leaves():
     assert not second.calls, "it is not there yet"
     first.run()
     driver.run_once(0.0)
-    assert driver._requests.num_bytes == 0
+    assert driver._driver.requests.num_bytes == 0
     second.run()
     assert [row.tokens for row in second.worker.engine.rows.values()] == [5]
 
@@ -237,13 +237,13 @@ def test_events_of_a_dropped_request_are_ignored():
         driver.run_once(0.0)
     assert not second.worker.engine.rows
     chunks = [d.event for d in driver.decisions if isinstance(d.event, ChunkDone)]
-    assert not chunks and list(driver._requests._live) == [0]
+    assert not chunks and list(driver._driver.requests._live) == [0]
 
 
 @pytest.mark.fault
 def test_the_last_worker_s_error_ends_the_session():
     driver, [place] = manual_driver(scheduler_of("seer"), [9] * 4, 1)
-    driver._can_restart = False
+    driver._driver._can_restart = False
     driver.submit(0, SPEC, requests_of(4))
     driver.run_once(0.0)
     place.lose()
@@ -266,7 +266,7 @@ def test_a_worker_that_fails_again_and_again_is_not_replaced():
 @pytest.mark.fault
 def test_a_worker_that_is_given_up_is_no_end_while_others_are_there():
     driver, (first, second) = manual_driver(scheduler_of("divided_fifo"), [9] * 4, 2)
-    driver._can_restart = False
+    driver._driver._can_restart = False
     first.may_return = False  # its actor is given up, as its calls fail
     driver.submit(0, SPEC, requests_of(4))
     driver.run_once(0.0)

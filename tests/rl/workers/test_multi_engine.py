@@ -19,8 +19,8 @@ from tiny_team import (
 
 from rl.engine.engine import Engine
 from rl.workers.config import SchedConfig
-from rl.workers.driver import WorkerError
 from rl.workers.multi_engine import MultiEngine, make_engines
+from rl.workers.results import WorkerError
 from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
