@@ -132,17 +132,29 @@ def test_steps_of_a_pipeline_are_answered_once_and_whole(policy, count, seed):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 200), st.integers(0, 2**32 - 1))
-def test_requests_begun_ahead_come_back_whole_or_as_far_as_they_came(count, num_calls, seed):
+@given(
+    st.integers(1, 3),
+    st.integers(0, 200),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(0, 2**32 - 1),
+)
+def test_requests_begun_ahead_come_back_whole_or_as_far_as_they_came(
+    count, num_calls, is_helping, losses, seed
+):
+    """Also if workers are lost, and idle ones answer others' requests again."""
     rng = np.random.default_rng(seed)
     now, ahead = requests_of(8), requests_of(8, 8)
     lengths = rng.integers(1, 30, 16).tolist()
-    scheduler = Ahead(scheduler_of("seer"), chunk_tokens=CHUNK)
+    present = scheduler_of("seer")
+    if is_helping:
+        present = FastestOfN(present, num_methods=2, max_copies=3, worth=lambda *_: True)
+    scheduler = Ahead(present, chunk_tokens=CHUNK)
     driver, places = manual_driver(scheduler, lengths, count, has_steps_apart=True)
     driver.submit(0, SPEC, now)
     driver.submit(1, SPEC, ahead, is_ahead=True, oldest=0)
     choose, came = (lambda n: int(rng.integers(n))), dict[int, int]()
-    answered = set[int]()
+    answered, left = set[int](), [losses]
 
     def take():
         driver.run_once(0.0)
@@ -158,7 +170,12 @@ def test_requests_begun_ahead_come_back_whole_or_as_far_as_they_came(count, num_
         take()
         waiting = [place for place in places if place.calls]
         if waiting:
-            waiting[choose(len(waiting))].run()
+            place = waiting[choose(len(waiting))]
+            if left[0] and choose(20) == 0:
+                left[0] -= 1
+                place.lose()
+            else:
+                place.run()
 
     while len(answered) < 8 or num_calls > 0:
         run_one()
