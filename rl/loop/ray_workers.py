@@ -99,7 +99,10 @@ class RayWorkers:
         """Prepare all workers; the first one measures, and the others use its table."""
         self.shared.weights.publish(weights)
         first, *others = self.places
+        compiling = [place.compile(bounds) for place in others]
         measured = first.prepare(bounds, Measured(rounds or "", "", 0.0)).result()
+        for compiled in compiling:
+            compiled.result()
         for prepared in [place.prepare(bounds, measured) for place in others]:
             prepared.result()
         first.prepared_with(measured)

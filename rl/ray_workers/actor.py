@@ -108,27 +108,34 @@ class WorkerActor:
         self._sinks = list[_Sink]()
         self._training: tuple[int, EagleParams] | None = None
         self._worker: RolloutWorker | None = None
+        self._reach: Reach | None = None  # once it is compiled
         self._is_tuned = False
 
     # -- before the first rollout ------------------------------------------------------------
 
     def prepare(self, weights: Offer, bounds: Bounds, rounds: str) -> Measured:
-        """Compile what rollouts can reach, and measure; `rounds` is a file that is known."""
-        params, here = self._params(weights), self._drafters_here
-        reach = Reach(
+        """Compile unless that is done, and measure; `rounds` is a file that is known."""
+        if self._reach is None:
+            self.compile(weights, bounds)
+        assert self._reach is not None
+        return self._measure(self._params(weights), bounds.sampling, self._reach, rounds)
+
+    def compile(self, weights: Offer, bounds: Bounds) -> None:
+        """Compile what rollouts can reach."""
+        params = self._params(weights)
+        self._reach = reach = Reach(
             bounds.max_requests,
             bounds.max_prompt_tokens,
             speculative=bounds.speculative,
             reuse=bounds.reuse,
             moves=True,
-            drafters=here,
+            drafters=self._drafters_here,
             nodes=None if bounds.nodes is None else partial(_get, bounds.nodes),
             alone={name: partial(_decisions, by_slots) for name, by_slots in bounds.alone.items()},
         )
         compile_buckets.warm_up(self.engine, params, bounds.sampling, reach)
         if bounds.batch is not None:
             self._compile_gradient(bounds.batch, params)
-        return self._measure(params, bounds.sampling, reach, rounds)
 
     @property
     def _drafters_here(self) -> dict[str, DeviceDrafterSource]:

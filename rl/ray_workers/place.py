@@ -168,6 +168,11 @@ class RayPlace:
                 self._report(f"{self.name} cannot prepare, and is given up: {why}")
         return False
 
+    def compile(self, bounds: Bounds) -> Future[None]:
+        """Have it compile, while another worker measures as well."""
+        offer = self._shared.weights.newest
+        return self.actor.call("compile", offer, bounds, limit_s=self._compile_s, is_work=False)
+
     def prepare(self, bounds: Bounds, known: Measured) -> Future[Measured]:
         """Have it compile and measure; `known` was measured before."""
         self._bounds, self._measured = bounds, known

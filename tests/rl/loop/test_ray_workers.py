@@ -65,10 +65,10 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     with Speculation(config, RolloutCache()) as speculation:
         speculation.for_others = True
-        team, room = make_team(store, 1, speculation=speculation)
+        team, room = make_team(store, 2, speculation=speculation)
         helping = Planner(DraftingConfig(requests_per_helper=2), 2, len(REQUESTS), 3)
-        [place] = team.places
-        workers = RayWorkers(team, team.places, place._shared, helping=helping)
+        shared = team.places[0]._shared
+        workers = RayWorkers(team, team.places, shared, helping=helping)
         workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
         costs = helping.seconds.costs
         assert costs.copy_seconds(8) > 0 and helping.seconds.verify(1, 2) > 0
@@ -83,3 +83,5 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
     calls = [call for handle in room.started[0] for call in handle.calls]
     first, late = [call[-1] for call in calls if call[:2] == ("call", "prepare")]
     assert first == "" and late == (tmp_path / ROUNDS_FILE).read_text()
+    [other] = room.started[1]  # it compiles while the first one measures
+    assert [c[1] for c in other.calls if c[0] == "call"][:2] == ["compile", "prepare"]
