@@ -17,7 +17,8 @@ from typing import Self
 
 from rl.cluster.processes import Processes
 
-LAUNCHES, LINES = "reprise/lockstep/launches/", "reprise/lockstep/lines/"
+PREFIX = "reprise/lockstep/"
+LAUNCHES, LINES = f"{PREFIX}launches/", f"{PREFIX}lines/"
 BEAT_S = 0.5  # between two comparisons
 KEPT = 4096  # launches that a process remembers
 SHOWN = 256  # last launches of process 0 in the store

@@ -240,7 +240,7 @@ class RayPlace:
             self._num_sinks += 1
             self._sinks = dict([*self._sinks.items()][-2:]) | {self._num_sinks: spec.sink}
         message = self._shared.message(spec, self.number, self._num_sinks)
-        return Prepare(command.step, message)
+        return command._replace(spec=message)
 
     def _left(self, reply: Reply) -> None:
         self._settle(reply)

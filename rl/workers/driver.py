@@ -208,7 +208,7 @@ class Driver:
         kv = self.requests.take_kv(live)
         if live.step not in worker.prepared:
             worker.prepared.add(live.step)
-            worker.inbox.append(Prepare(live.step, self._specs[live.step]))
+            worker.inbox.append(Prepare(live.step, self._specs[live.step], min(self._specs)))
         begun = live.start(kv if start.kv is Kv.POOL else None, start.max_tokens)
         worker.inbox.append(Begin(live.step, begun))
 

@@ -17,8 +17,6 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.trajectory import PartialRequest, Trajectory
 
-MAX_SPECS = 2  # a pipeline has two steps under way
-
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
@@ -34,10 +32,11 @@ class WorkerLimits:
 
 
 class Prepare(NamedTuple):
-    """The rollout of a step, before the first request of it."""
+    """The rollout of a step, before the first request of it; none of before `oldest` is needed."""
 
     step: int
     spec: Any
+    oldest: int
 
 
 class Begin(NamedTuple):
@@ -164,10 +163,9 @@ class RolloutWorker:
         events = self._take({c.request_id: c.ticket for c in commands if isinstance(c, Take)})
         for command in commands:
             match command:
-                case Prepare(step, spec):
-                    self._specs[step] = spec
-                    for old in sorted(self._specs)[:-MAX_SPECS]:
-                        del self._specs[old]
+                case Prepare(step, spec, oldest):
+                    kept = {s: known for s, known in self._specs.items() if s >= oldest}
+                    self._specs = kept | {step: spec}
                 case Begin():
                     self._queue.append(command)
                 case Extend(request_id, max_tokens):

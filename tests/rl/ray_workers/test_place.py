@@ -72,7 +72,7 @@ def reply(**fields):
 def test_a_call_may_take_as_long_as_a_worker_may_hang(place):
     """A rollout may be opened, and its weights fetched, in a later call than its `Prepare`."""
     place.join(LIMITS)
-    place.call([Prepare(0, spec_of())])
+    place.call([Prepare(0, spec_of(), 0)])
     place.call([Remove(0)])
     place.leave(abort=False)
     assert [limit_s for _, _, limit_s, _ in place.actor.calls] == [HANG_LIMIT_S] * 4
@@ -108,7 +108,7 @@ def test_hidden_states_reach_the_sink_of_their_step(place):
     sinks = [Sink() for _ in range(4)]
     place.join(LIMITS)
     for step, sink in enumerate(sinks):
-        place.call([Prepare(step, spec_of(sink))])
+        place.call([Prepare(step, spec_of(sink), 0)])
     numbers = [args[0][0].spec.sink for method, args, *_ in place.actor.calls if method == "step"]
     states = HiddenStates(np.zeros(3, np.int32), 1, np.zeros((2, 4), np.float32), 0)
     place.actor.answer(reply(states=[(numbers[3], states), (numbers[2], states)]))
