@@ -64,11 +64,14 @@ bench: $(INSTALLED)
 	$(PIP) --no-deps --upgrade --target $(@D) jax-cuda13-pjrt jax-cuda13-plugin
 	@touch $@
 
-# Half an hour each: every pair of settings of rollouts; 20,000 random rollouts with few pages, on a
-# device that computes hashes.
+# Half an hour each, of which tests have a few: every pair of settings of rollouts; 20,000 random
+# rollouts with few pages, on a device that computes hashes; kills at random points, stops in every
+# part of a step.
 soak: $(INSTALLED)
 	$(BIN)/python -m benchmarks.combinations --json
-	$(BIN)/python -m benchmarks.page_soak --json
+	$(BIN)/python -m benchmarks.soak pages --json
+	$(BIN)/python -m benchmarks.soak kill --json
+	$(BIN)/python -m benchmarks.soak stop --json
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)

@@ -35,7 +35,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from benchmarks.grids import run
 from benchmarks.simulator.steps import AheadSimulation, BegunDrafts, StepSimulation
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 from sched.policies.divided import make_scheduler
@@ -54,7 +52,6 @@ from sched.simulator.cluster import Cluster, WorkerSample
 from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.simulator.workloads import Workload, draw_epochs
 
-PACKAGES = ("jax", "jaxlib", "numpy", "optax")
 CONFIG = environment.ROOT / "configs" / "tiny_cpu.gin"
 ALL = (
     *("Eval.num_prompts=0", "Metrics.samples_per_step=-1", "Metrics.tensorboard=False"),
@@ -76,7 +73,9 @@ UPDATE_PERCENTS = (25, 50, 100)  # of a synchronous rollout's seconds
 def train(folder: Path, steps: int, *settings: str) -> Path:
     """Train in a folder of its own; return it."""
     overrides = (*ALL, f"Run.steps={steps}", f"Run.directory={str(folder)!r}", *settings)
-    run(folder.parent, "rl.train", f"--gin_file={CONFIG}", *(f"--gin.{o}" for o in overrides))
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
+    gin = [f"--gin.{o}" for o in overrides]
+    environment.call("rl.train", f"--gin_file={CONFIG}", *gin, env=cache)
     return folder
 
 
@@ -105,40 +104,32 @@ def differences(sync: Path, ahead: Path) -> dict[str, Any]:
 def kept(folder: Path) -> dict[str, float]:
     """Return what stood of the begun tokens over a run's steps."""
     rows = [row for row in step_rows(read_metrics(folder)) if row["step"] >= FIRST_STEP]
-    total = {
-        name: sum(row[f"ahead/{name}"] for row in rows)
-        for name in ("begun_requests", "begun_tokens", "kept_tokens", "kept_whole")
-    }
+    names = ("begun_requests", "begun_tokens", "kept_tokens", "kept_whole")
+    total = {name: sum(row[f"ahead/{name}"] for row in rows) for name in names}
+    rate = "spec/last/accept_rate"  # of draft tokens behind a response's first difference
+    accepted = statistics.fmean(row[rate] for row in rows if rate in row)
+    begun = statistics.fmean(row["ahead/begun_fraction"] for row in rows)
     return {
         "kept_fraction": round(total["kept_tokens"] / total["begun_tokens"], 4),
         "whole_fraction": round(total["kept_whole"] / total["begun_requests"], 4),
         "begun_tokens": total["begun_tokens"],
-        # of draft tokens behind a response's first difference
-        "accepted": round(
-            statistics.fmean(
-                row["spec/last/accept_rate"] for row in rows if "spec/last/accept_rate" in row
-            ),
-            4,
-        ),
-        "begun_fraction": round(statistics.fmean(row["ahead/begun_fraction"] for row in rows), 4),
+        "accepted": round(accepted, 4),
+        "begun_fraction": round(begun, 4),
         "off_policyness_max": max(row["rollout/off_policyness/max"] for row in rows),
     }
 
 
 def projected_steps(seed: int) -> tuple[list[list[RequestSpec]], dict[int, int]]:
     """Return the requests of each step, first samples first, and all lengths by number."""
-    lengths = draw_epochs(LENGTHS, [LENGTHS.mean_tokens] * STEPS, seed=seed)
-    groups, size, steps, by_number = LENGTHS.num_groups, LENGTHS.group_size, [], {}
+    drawn = draw_epochs(LENGTHS, [LENGTHS.mean_tokens] * STEPS, seed=seed)
+    groups, size = LENGTHS.num_groups, LENGTHS.group_size
+    tokens, steps, by_number = (LENGTHS.prompt_tokens, LENGTHS.limit_tokens), [], {}
     for step in range(STEPS):
-        requests = []
-        for i in range(size):
-            for g in range(groups):
-                group = step * groups + g
-                number = group * size + i
-                by_number[number] = int(lengths[step, g, i])
-                tokens = LENGTHS.prompt_tokens, LENGTHS.limit_tokens
-                requests.append(RequestSpec(number, group, *tokens, step=step))
-        steps.append(requests)
+        steps.append([])
+        for i, g in itertools.product(range(size), range(groups)):
+            group = step * groups + g
+            by_number[group * size + i] = int(drawn[step, g, i])
+            steps[-1].append(RequestSpec(group * size + i, group, *tokens, step=step))
     return steps, by_number
 
 
@@ -265,34 +256,20 @@ def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     }
 
 
-def own_record() -> dict[str, Any]:
-    return environment.record("benchmarks.ahead", PACKAGES, hidden=("--project",))
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    if file := arguments.project:
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        arguments.record, record = dict, arguments.record
+        return projected_again(result, record())
+    with tempfile.TemporaryDirectory() as scratch:
+        return measure(Path(scratch), range(arguments.seeds), arguments.steps)
 
 
-def projected_again(file: Path) -> dict[str, Any]:
-    """Return a result with new projected rows, whose `projection` says how they were made."""
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+def projected_again(result: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result with new projected rows, whose `projection` has a record of its own."""
     again = projection(result["kept"]["gumbel"])
-    return {**result, **again, "projection": {**again["projection"], **own_record()}}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--project", type=Path, help="only project, from what this result measured")
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
-    if arguments.project:
-        result = projected_again(arguments.project)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            result = measure(Path(scratch), range(arguments.seeds), arguments.steps)
-        result = {"benchmark": "ahead", **result, **own_record()}
-    shown = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
-    environment.show(result, arguments, shown)
-    return 0
+    return {**result, **again, "projection": {**again["projection"], **record}}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    environment.run(__doc__, run, (*environment.JAX, "optax"), seeds=3, steps=40, project=Path)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.sampling import step_key
 
-PACKAGES = ("jax", "jaxlib", "numpy")
 DTYPES = ("float32", "bfloat16")
 NODES = (1, 8)
 NAMED = ("flips_per_million", "responses_that_differ", "responses", "tokens")
@@ -55,10 +53,10 @@ def forced(
     *,
     num_nodes: int,
     scheme: sampling.Draw,
-) -> tuple[jax.Array, jax.Array]:
-    """What passes over `num_nodes` given tokens at a time draw behind each, and its log-prob.
+) -> tuple[jax.Array, ...]:
+    """Return draws after each given token, and log-prob and support of the next given one, [B, T].
 
-    The log-prob is that of the token that was given there, not of the drawn one. Both [B, T].
+    Passes read `num_nodes` given tokens at a time.
     """
     B, T = tokens_BT.shape
     cache = kv_cache.init(config, B, T, params.final_norm_D.dtype)
@@ -83,13 +81,37 @@ def forced(
         processed_BNV = sampling.processed_logits(logits_BNV, one_BN, off_BN, one_BN)
         mass = sampling.masses(processed_BNV)
         drawn_BN, _ = sampling.draw(processed_BNV, noise_BN, one_BN, scheme, mass)
-        logprob_BN, _ = sampling.given_log_probs(
-            logits_BNV, processed_BNV, mass, next_BT[:, at_N], one_BN
-        )
-        return cache, (drawn_BN, logprob_BN)
+        given = logits_BNV, processed_BNV, mass, next_BT[:, at_N], one_BN
+        return cache, (drawn_BN, *sampling.given_log_probs(*given))
 
-    _, (drawn_IBN, logprob_IBN) = jax.lax.scan(step, cache, jnp.arange(0, T, num_nodes))
-    return tuple(x.swapaxes(0, 1).reshape(B, T) for x in (drawn_IBN, logprob_IBN))
+    _, found_IBN = jax.lax.scan(step, cache, jnp.arange(0, T, num_nodes))
+    return tuple(x.swapaxes(0, 1).reshape(B, T) for x in found_IBN)
+
+
+def scores(
+    config: ModelConfig,
+    params: Params,
+    done: Sequence[Trajectory],
+    key: jax.Array,
+    scheme: sampling.Draw,
+    num_nodes: int = 0,
+    length: int = 0,
+) -> list[tuple[np.ndarray, ...]]:
+    """Return draws, log-probs and support at each token of responses, as `forced`.
+
+    Without `num_nodes` a pass reads whole texts. `length` is the least of the padded ones.
+    """
+    ends = [len(t.prompt_ids) + len(t.response_ids) for t in done]
+    T = -(-max(*ends, length) // 64) * 64
+    tokens_BT = np.zeros((len(done), T), np.int32)
+    for b, t in enumerate(done):
+        tokens_BT[b, : ends[b]] = [*t.prompt_ids, *t.response_ids]
+    prompt_tokens_B = np.array([len(t.prompt_ids) for t in done], np.int32)
+    keys_B = sampling.request_keys(key, jnp.asarray([t.request_id for t in done]))
+    arrays = tokens_BT, prompt_tokens_B, keys_B
+    found = jax.device_get(forced(config, params, *arrays, num_nodes=num_nodes or T, scheme=scheme))
+    at = [slice(len(t.prompt_ids) - 1, end - 1) for t, end in zip(done, ends, strict=True)]
+    return [tuple(x[b, at[b]] for x in found) for b in range(len(done))]
 
 
 def compare_forced(
@@ -100,26 +122,13 @@ def compare_forced(
     num_nodes: int,
     scheme: sampling.Draw,
 ) -> dict[str, Any]:
-    """Positions of the responses at which passes of so many nodes draw another token."""
-    ends = [len(t.prompt_ids) + len(t.response_ids) for t in plain]
-    T = -(-max(ends) // 64) * 64
-    tokens_BT, is_response_BT = np.zeros((len(plain), T), np.int32), np.zeros((len(plain), T), bool)
-    recorded_BT = np.zeros((len(plain), T), np.float32)
-    for b, t in enumerate(plain):
-        P = len(t.prompt_ids)
-        tokens_BT[b, : ends[b]] = [*t.prompt_ids, *t.response_ids]
-        is_response_BT[b, P - 1 : ends[b] - 1] = True
-        recorded_BT[b, P - 1 : ends[b] - 1] = t.logprobs
-    prompt_tokens_B = np.array([len(t.prompt_ids) for t in plain], np.int32)
-    keys_B = sampling.request_keys(key, jnp.asarray([t.request_id for t in plain]))
-    drawn_BT, logprob_BT = forced(
-        config, params, tokens_BT, prompt_tokens_B, keys_B, num_nodes=num_nodes, scheme=scheme
-    )
-    flips_BT = (np.asarray(drawn_BT) != np.roll(tokens_BT, -1, axis=1)) & is_response_BT
-    difference_T = np.abs(np.asarray(logprob_BT) - recorded_BT)[is_response_BT]
+    """Count positions of the responses at which passes of so many nodes draw another token."""
+    found = scores(config, params, plain, key, scheme, num_nodes)
+    pairs = list(zip(plain, found, strict=True))
+    difference_T = np.concatenate([np.abs(logprob - t.logprobs) for t, (_, logprob, _) in pairs])
     return {
-        "tokens": int(is_response_BT.sum()),
-        "flips": int(flips_BT.sum()),
+        "tokens": len(difference_T),
+        "flips": sum(int((drawn != t.response_ids).sum()) for t, (drawn, _, _) in pairs),
         "sum_logprob_difference": float(difference_T.sum()),
         "max_logprob_difference": float(difference_T.max()),
     }
@@ -167,14 +176,12 @@ class Sizes:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model, master = workloads.policy(workloads.BASE_POLICY)
-    requests = workloads.group_requests(
-        workloads.questions(arguments.prompts), arguments.group_size
-    )
-    engine_config = EngineConfig(
-        slots=len(requests), min_slots=len(requests), min_positions=256, max_nodes=8
-    )
-    sizes = Sizes(arguments.seeds, arguments.new_tokens, arguments.draws)
-    return of_policy(model, master, requests, engine_config, sizes)
+    questions = workloads.questions(arguments.prompts)
+    requests = workloads.group_requests(questions, arguments.group_size)
+    slots = {"slots": len(requests), "min_slots": len(requests)}
+    config = EngineConfig(**slots, min_positions=256, max_nodes=8)
+    sizes = Sizes(arguments.seeds, arguments.new_tokens, tuple(arguments.draws))
+    return of_policy(model, master, requests, config, sizes)
 
 
 def of_policy(
@@ -202,7 +209,7 @@ def of_policy(
             for measured, of_seeds in found.items():
                 row = {"dtype": dtype, "draw": scheme, "measure": measured} | total_of(of_seeds)
                 rows.append(row)
-                print(row, file=sys.stderr, flush=True)
+                environment.progress(row)
     return {**_named(rows), "rows": rows}
 
 
@@ -214,21 +221,12 @@ def _phases(
     key: jax.Array,
     vocab_size: int,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Plain, and with drafts of the plain tokens; end tokens end nothing, so that both are long."""
-    run = functools.partial(
-        generate,
-        engine.model,
-        params,
-        requests,
-        settings,
-        key=key,
-        engine=engine,
-        stop_token_ids=(),
-    )
+    """Return plain responses, and drafted ones; no end token ends them, so that both are long."""
+    given = engine.model, params, requests, settings
+    run = functools.partial(generate, *given, key=key, engine=engine, stop_token_ids=())
     plain = run()
-    drafter = workloads.Replay(
-        {t.request_id: t.response_ids for t in plain}, ACCEPTANCE, vocab_size
-    )
+    known = {t.request_id: t.response_ids for t in plain}
+    drafter = workloads.Replay(known, ACCEPTANCE, vocab_size)
     return plain, run(drafter=drafter, budget=FixedBudget())
 
 
@@ -243,21 +241,8 @@ def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group_size", type=int, default=4)
-    parser.add_argument("--new_tokens", type=int, default=192)
-    parser.add_argument("--draws", nargs="+", choices=("cdf", "gumbel"), default=["cdf", "gumbel"])
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
-    figures = measure(arguments)
-    record = environment.record("benchmarks.bf16_flips", PACKAGES)
-    result = {"benchmark": "bf16_flips", **figures, **record}
-    environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sizes = {"seeds": 5, "prompts": 16, "group_size": 4, "new_tokens": 192}
+    environment.run(
+        __doc__, measure, choices={"draws": ("cdf", "gumbel")}, draws=("cdf", "gumbel"), **sizes
+    )

@@ -2,7 +2,7 @@
 
 A covering table: sources (alone and in pairs), budgets, modes of reuse, caches, workers, devices
 and modes of training. Each pair of values that may be combined is in a row at least once. A row is
-a run of `benchmarks.tiny_run` through three epochs, with the engine's default sizes scaled down,
+a run of `tests.support.tiny_run` through three epochs, with the engine's default sizes scaled down,
 so that every branch of every program is traced. Its responses are those of plain decoding on one
 worker with the same reuse, except for rounding. Rows that are rejected are rejected by a sentence.
 """
@@ -10,7 +10,6 @@ worker with the same reuse, except for rounding. Rows that are rejected are reje
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -67,29 +66,17 @@ SIZES = (
 FEW_PAGES = 24  # two of the longest requests and a half, in each of two parts at most
 
 
-@dataclasses.dataclass(frozen=True)
-class Rejection:
-    """Rows that cannot run, and the words of the sentence that says so."""
-
-    is_of: Callable[[Row], bool]
-    words: str
-
-
-REJECTIONS = (
-    Rejection(lambda r: r["sources"] == "history+histospec", "history or histospec, not both"),
-    Rejection(
-        lambda r: r["workers"] == "helpers" and r["mode"] == "pipeline", "go on to the next step"
-    ),
-    Rejection(
-        lambda r: r["workers"] == "helpers" and r["budget"] == "off",
-        "idle workers draft for others",
-    ),
+# Rows that cannot run, and words of the sentence that says so.
+REJECTIONS: tuple[tuple[Callable[[Row], bool], str], ...] = (
+    (lambda r: r["sources"] == "history+histospec", "history or histospec, not both"),
+    (lambda r: r["workers"] == "helpers" and r["mode"] == "pipeline", "go on to the next step"),
+    (lambda r: r["workers"] == "helpers" and r["budget"] == "off", "idle workers draft for others"),
 )
 
 
-def rejection(row: Row) -> Rejection | None:
-    """Return why this row cannot run; None if it can."""
-    return next((r for r in REJECTIONS if r.is_of(row)), None)
+def rejection(row: Row) -> str | None:
+    """Return words of the sentence that says why this row cannot run; None if it can."""
+    return next((words for is_of, words in REJECTIONS if is_of(row)), None)
 
 
 def pairs(row: Row) -> set[Pair]:
@@ -149,13 +136,9 @@ def _completed(
 
 def rejected() -> list[dict[str, str]]:
     """Return a row for each rule of `REJECTIONS`."""
-    rows = [
-        dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())
-    ]
-    return [
-        next(row for row in rows if rule.is_of(row) and rejection(row) is rule)
-        for rule in REJECTIONS
-    ]
+    all_values = itertools.product(*FACTORS.values())
+    rows = [dict(zip(FACTORS, values, strict=True)) for values in all_values]
+    return [next(row for row in rows if rejection(row) == words) for _, words in REJECTIONS]
 
 
 def overrides(row: Row, policy: Path) -> list[str]:
@@ -202,7 +185,7 @@ class Runs:
     """Runs of rows in this process, and the responses of their references."""
 
     def __init__(self, folder: Path) -> None:
-        from benchmarks import tiny_run
+        from tests.support import tiny_run
 
         self._folder, self._config = folder, tiny_run.make_inputs(folder)
         self._references: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -211,7 +194,7 @@ class Runs:
         """Return the responses of a row's run. Raises as the run does."""
         import jax
 
-        from benchmarks import tiny_run
+        from tests.support import tiny_run
 
         jax.clear_caches()  # thousands of programs are too many for one process
         with tempfile.TemporaryDirectory(dir=self._folder) as run:
@@ -237,7 +220,7 @@ def played(rows: Sequence[Row], folder: Path) -> list[dict[str, Any]]:
     """Run rows in this process; return of each how many responses differ, or its error."""
     import jax
 
-    from benchmarks import tiny_run
+    from tests.support import tiny_run
 
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))  # rows share most
     found = list[dict[str, Any]]()
@@ -277,35 +260,27 @@ def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def is_rejected(row: Row, runs: Runs) -> bool:
     """Return whether a row that cannot run ends with its sentence before any device work."""
-    rule = rejection(row)
-    assert rule is not None
+    words = rejection(row)
+    assert words is not None
     try:
         runs.responses(row)
     except ValueError as error:
-        return rule.words in " ".join(str(error).split())
+        return words in " ".join(str(error).split())
     return False
 
 
-def main() -> int:
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}".strip()  # before jax starts
-    from benchmarks import environment
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--first", type=int, help="only so many rows")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rows, P = [*covering(FACTORS)[: arguments.first], *rejected()], arguments.processes
     fresh = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(P, fresh) as pool:
         parts = pool.map(played, [rows[p::P] for p in range(P)], [Path(folder)] * P)
-        result = figures([row for part in parts for row in part])
-    record = environment.record("benchmarks.combinations", ("jax", "jaxlib", "numpy", "optax"))
-    shown = {name: value for name, value in result.items() if name != "failed"}
-    environment.show({"benchmark": "combinations", **result, **record}, arguments, shown)
-    return 0
+        return figures([row for part in parts for row in part])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}".strip()  # before jax starts
+    from benchmarks import environment
+
+    processes, packages = os.cpu_count() or 1, (*environment.JAX, "optax")
+    environment.run(__doc__, measure, packages, first=int, processes=processes)

@@ -1,95 +1,70 @@
-"""Our plain decoding against the tunix sampler and transformers' generate, interleaved.
+"""Our plain decoding against the tunix sampler and transformers' generate, in turns.
 
     python -m benchmarks.compare --json --tunix_python PATH --transformers_python PATH
 
-`--before` compares with another checkout of this project as well, which its commit names.
-
-One process a system, kept alive; they take turns, A B C A B C …, so that only one
-computes at a time and all see the same machine. All load one policy folder with
-the same random weights (or that of `--policy`, whose shape then counts) and generate
-the same prompts with log-probabilities. First
-each system's variants take turns, and the fastest one is what is compared. Ratios
-are taken pair by pair within a turn; the median counts. `greedy_agreement` is the
-share of tokens that equal ours at temperature 0: the work is the same. A system
-that is not `steady` met a busy machine: its figures do not count.
+One process a system, kept alive; they take turns, so that only one computes at a time. Each
+system's fastest variant is compared. Ratios are taken pair by pair within a turn; the median
+counts. `greedy_agreement` is the share of tokens that equal ours at temperature 0: the work is the
+same. If a system is not `steady`, the machine was busy, and its figures do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.child import Child
-from benchmarks.shape import Shape, add_flags, from_flags
+from benchmarks.shape import BATCH, Shape
+from benchmarks.turns import in_turns
 from models import hf, transformer
 
-RESULT = environment.ROOT / "benchmarks" / "results" / "rollout_vs_others.json"
-MODULES = {
-    "reprise": "benchmarks.baselines.reprise",
-    "tunix": "benchmarks.baselines.tunix_sampler",
-    "transformers": "benchmarks.baselines.transformers_generate",
-}
-REQUIRED = {"tunix": 1.5, "transformers": 3.0}  # goals; other checkouts have none here
+MODULES = {"reprise": "reprise", "tunix": "tunix_sampler", "transformers": "transformers_generate"}
+REQUIRED = {"tunix": 1.5, "transformers": 3.0}  # goals
 
 
 class System(Child):
     """A sampler in its own process, with the variants that it can run."""
 
-    def __init__(self, name: str, python: str, checkout: Path) -> None:
-        super().__init__(name, [python, "-m", MODULES.get(name, MODULES["reprise"])], checkout)
-        hello = self.answer()
-        self.variants: list[str] = hello["variants"]
-        self.versions: dict[str, str] = hello["versions"]
+    def __init__(self, name: str, python: str, shape: Shape, policy: str) -> None:
+        command = [python, "-m", f"benchmarks.baselines.{MODULES[name]}"]
+        super().__init__(name, command, environment.ROOT)
+        self.hello, self.seed = self.answer(), 0
+        self._given = {"shape": dataclasses.asdict(shape), "policy": policy}
 
+    def prepare(self, variant: str) -> dict[str, Any]:
+        return self.ask(do="prepare", variant=variant, **self._given)
 
-def write_policy(shape: Shape, folder: Path) -> None:
-    """The shape's random weights as a Hugging Face folder, which every system reads."""
-    config = model_config(shape)
-    params = transformer.init(config, jax.random.key(0), jnp.dtype(shape.dtype))
-    hf.save_pretrained(folder, config, params)
+    def seconds(self) -> float:
+        self.seed += 1
+        return float(self.ask(do="run", seed=self.seed)["seconds"])
 
+    def choose_variant(self, repeats: int) -> dict[str, float]:
+        """Return the median seconds of all variants, the fastest first.
 
-def choose_variant(
-    child: System, shape: Shape, policy: str, repeats: int
-) -> tuple[str, dict[str, float]]:
-    """The variant with the best median, and the tokens per second of all of them.
-
-    A variant whose warm run took twice the best so far is not run again.
-    """
-    if len(child.variants) == 1:
-        return child.variants[0], {}
-    seconds: dict[str, list[float]] = {}
-    for variant in child.variants:
-        warm = child.ask(
-            do="prepare", shape=dataclasses.asdict(shape), policy=policy, variant=variant
-        )
-        best_s = min((statistics.median(values) for values in seconds.values()), default=1e9)
-        runs = repeats if warm["warm_call_s"] < 2 * best_s else 0
-        seconds[variant] = [child.ask(do="run", seed=seed)["seconds"] for seed in range(runs)]
-        seconds[variant] = seconds[variant] or [warm["warm_call_s"]]
-    speeds = {
-        variant: round(shape.total_new_tokens / statistics.median(values), 1)
-        for variant, values in seconds.items()
-    }
-    return max(speeds, key=lambda variant: speeds[variant]), speeds
+        A variant whose warm run took twice the best so far is not run again.
+        """
+        found: dict[str, float] = {}
+        for variant in self.hello["variants"]:
+            warm_s = self.prepare(variant)["warm_call_s"]
+            runs = repeats if warm_s < 2 * min(found.values(), default=1e9) else 0
+            found[variant] = statistics.median([self.seconds() for _ in range(runs)] or [warm_s])
+        return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def shape_of(policy: Path, shape: Shape) -> Shape:
-    """The batch of `shape`, and the model of a policy's folder."""
+    """Return the batch of `shape`, and the model of a policy's folder."""
     model = hf.check(policy)
     return dataclasses.replace(
         shape,
@@ -105,155 +80,88 @@ def shape_of(policy: Path, shape: Shape) -> Shape:
 
 
 def compare(
-    pythons: dict[str, str],
-    shape: Shape,
-    repeats: int,
-    choosing_repeats: int,
-    folder: Path | None = None,
-    before: Mapping[str, Path] = MappingProxyType({}),
+    pythons: Mapping[str, str], shape: Shape, repeats: int, choosing: int, folder: Path | None
 ) -> dict[str, Any]:
-    """One row: every system on this shape, `repeats` turns after all are warm.
-
-    `before` are other checkouts by name, run by our own interpreter.
-    """
-    children: list[System] = []
+    """Return a row: every system on this shape, in turns after all are warm."""
+    children: dict[str, System] = {}
+    systems: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         policy = str(folder or Path(scratch) / "policy")
         if folder is None:
-            write_policy(shape, Path(policy))
+            config = model_config(shape)
+            params = transformer.init(config, jax.random.key(0), jnp.dtype(shape.dtype))
+            hf.save_pretrained(policy, config, params)
         try:
-            systems: dict[str, dict[str, Any]] = {}
-            checkouts = {name: environment.ROOT for name in pythons} | dict(before)
-            for name, checkout in checkouts.items():
-                python = pythons.get(name, sys.executable)
-                children.append(child := System(name, python, checkout))
-                variant, speeds = choose_variant(child, shape, policy, choosing_repeats)
-                systems[name] = {"variant": variant, "variants_tokens_per_s": speeds}
-                systems[name] |= child.ask(
-                    do="prepare", shape=dataclasses.asdict(shape), policy=policy, variant=variant
-                )
-                systems[name]["versions"] = child.versions
-            greedy = {c.name: c.ask(do="greedy")["tokens"] for c in children}
-            turns = [
-                {child.name: child.ask(do="run", seed=seed)["seconds"] for child in children}
-                for seed in range(repeats)
-            ]
+            for name, python in pythons.items():
+                child = children[name] = System(name, python, shape, policy)
+                tried = child.choose_variant(choosing)
+                best = next(iter(tried))
+                speeds = {v: round(shape.total_new_tokens / s, 1) for v, s in tried.items()}
+                systems[name] = {"variant": best, "variants_tokens_per_s": speeds}
+                systems[name] |= child.prepare(best) | {"versions": child.hello["versions"]}
+            greedy = {name: child.ask(do="greedy")["tokens"] for name, child in children.items()}
+            kinds = {name: child.seconds for name, child in children.items()}
+            seconds = in_turns(kinds, repeats, warm=0)
         finally:
-            for child in children:
+            for child in children.values():
                 child.close()
     for name, system in systems.items():
-        system |= speed(shape, [turn[name] for turn in turns])
+        speeds_T = (shape.total_new_tokens / seconds[name]).round(1)
+        system["tokens_per_s"] = float(np.median(speeds_T))
+        system["tokens_per_s_all"] = speeds_T.tolist()
         system["greedy_agreement"] = agreement(greedy["reprise"], greedy[name])
-        system["steady"] = steady(system)
+        all_speeds = [system["variants_tokens_per_s"][system["variant"]], *speeds_T]
+        system["steady"] = bool(max(all_speeds) < 1.5 * min(all_speeds))
     return {
         "shape": dataclasses.asdict(shape),
         "systems": systems,
-        "ratios": {name: ratio(turns, name) for name in systems if name != "reprise"},
+        "ratios": {
+            name: ratio(seconds[name] / seconds["reprise"], REQUIRED[name])
+            for name in systems
+            if name != "reprise"
+        },
     }
 
 
-def speed(shape: Shape, seconds: Sequence[float]) -> dict[str, Any]:
-    return {
-        "tokens_per_s": round(shape.total_new_tokens / statistics.median(seconds), 1),
-        "tokens_per_s_all": [round(shape.total_new_tokens / s, 1) for s in seconds],
-    }
-
-
-def ratio(turns: Sequence[dict[str, float]], name: str) -> dict[str, Any]:
-    """How many times faster we are than `name`, turn by turn."""
-    ratios = [turn[name] / turn["reprise"] for turn in turns]
-    median = statistics.median(ratios)
-    found: dict[str, Any] = {
-        "median": round(median, 3),
-        "least": round(min(ratios), 3),
-        "most": round(max(ratios), 3),
-    }
-    if name in REQUIRED:
-        found |= {"required": REQUIRED[name], "reached": median >= REQUIRED[name]}
-    return found
-
-
-def commit_of(checkout: Path) -> str:
-    """The short hash of a checkout's commit."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def steady(system: dict[str, Any]) -> bool:
-    """Whether the turns went about as fast as the choosing: else the machine was not quiet."""
-    chosen = system["variants_tokens_per_s"].get(system["variant"], system["tokens_per_s"])
-    speeds = [chosen, *system["tokens_per_s_all"]]
-    return max(speeds) < 1.5 * min(speeds)
+def ratio(ratios_T: np.ndarray, required: float) -> dict[str, Any]:
+    """Return how many times faster we are, turn by turn."""
+    median = float(np.median(ratios_T))
+    ends = {"least": round(ratios_T.min(), 3), "most": round(ratios_T.max(), 3)}
+    return {"median": round(median, 3), **ends, "required": required, "reached": median >= required}
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
-    return round(sum(a == b for a, b in pairs) / len(pairs), 6)
+    return round(float(np.mean(np.asarray(ours) == np.asarray(theirs))), 6)
 
 
-def show(row: dict[str, Any]) -> None:
-    shape = row["shape"]
-    print(
-        f"batch {shape['batch']}, {'tied' if shape['tied'] else 'untied'} head, tokens per second"
-    )
-    for name, system in row["systems"].items():
-        times = row["ratios"].get(name)
-        goal = f" (required {times['required']}×)" if times and "required" in times else ""
-        ours = f"ours is {times['median']:.2f}×{goal}" if times else ""
-        unsteady = "" if system["steady"] else "  UNSTEADY: run again on a quiet machine"
-        print(f"  {name:14}{system['variant']:26}{system['tokens_per_s']:>9.0f}  {ours}{unsteady}")
-
-
-def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_flags(parser, without=("batch",))
-    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="a row for each")
-    parser.add_argument("--policy", type=Path, help="weights of a folder instead of random ones")
-    parser.add_argument("--tunix_python", help="interpreter of an environment with google-tunix")
-    parser.add_argument("--transformers_python", help="interpreter of one with torch, transformers")
-    parser.add_argument("--before", type=Path, action="append", default=[], help="a checkout")
-    parser.add_argument("--repeats", type=int, default=9, help="turns; the medians count")
-    parser.add_argument("--choosing_repeats", type=int, default=3, help="runs of each variant")
-    parser.add_argument("--json", action="store_true", help="print one JSON line last")
-    parser.add_argument("--output", type=Path, default=RESULT, help="where the result is written")
-    return parser, parser.parse_args()
-
-
-def main() -> int:
-    parser, arguments = parse()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return a row for each batch."""
     pythons = {"reprise": sys.executable}
     for name in REQUIRED:
-        python = getattr(arguments, f"{name}_python")
-        if python:
-            pythons[name] = python
+        if python := getattr(arguments, f"{name}_python"):
+            pythons[name] = str(python)
         else:
-            print(f"{name} is left out: give --{name}_python to compare with it", file=sys.stderr)
-    try:
-        shapes = [from_flags(arguments, batch=batch) for batch in arguments.batches]
+            environment.progress(f"{name} is left out: give --{name}_python to compare with it")
+    result = {"repeats": arguments.repeats, "rows": list[Any]()}
+    for batch in arguments.batches:
+        shape = Shape(batch=batch, **{name: getattr(arguments, name) for name in BATCH})
         if arguments.policy:
-            shapes = [shape_of(arguments.policy, shape) for shape in shapes]
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    before = {commit_of(checkout): checkout.resolve() for checkout in arguments.before}
-    hidden = ("--policy", "--tunix_python", "--transformers_python", "--before", "--output")
-    result = {
-        "benchmark": "rollout_vs_others",
-        **environment.record("benchmarks.compare", ("jax", "jaxlib", "numpy"), hidden=hidden),
-        "repeats": arguments.repeats,
-        "rows": [],
-    }
-    for shape in shapes:
+            shape = shape_of(arguments.policy, shape)
         repeats = arguments.repeats, arguments.choosing_repeats
-        row = compare(pythons, shape, *repeats, arguments.policy, before)
-        result["rows"].append(row)
-        if not arguments.json:
-            show(row)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(result))
-    return 0
+        result["rows"].append(compare(pythons, shape, *repeats, arguments.policy))
+        environment.write(result | arguments.record(), arguments)
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    environment.run(
+        __doc__,
+        measure,
+        batches=(16, 64),
+        policy=Path,
+        tunix_python=Path,
+        transformers_python=Path,
+        repeats=9,
+        choosing_repeats=3,
+        **BATCH,
+    )

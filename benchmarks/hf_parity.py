@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import runpy
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,10 +28,8 @@ from benchmarks import environment
 from models import hf, transformer
 from models import tokenizer as our_tokenizer
 
-ROOT = Path(__file__).parents[1]
-GOLDENS = runpy.run_path(str(ROOT / "tests" / "golden" / "make_goldens.py"))
-CHATS = runpy.run_path(str(ROOT / "tests" / "golden" / "chat_cases.py"))
-PACKAGES = ("jax", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+GOLDENS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "make_goldens.py"))
+CHATS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "chat_cases.py"))
 SEED = 100  # not the goldens' seeds
 
 
@@ -88,42 +84,28 @@ def compare_chats(count: int, folder: Path) -> dict[str, int]:
     return equal
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
-    parser.add_argument("--conversations", type=int, default=1000)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if importlib.util.find_spec("torch") is None:
-        print(
+        raise SystemExit(
             "hf_parity compares with transformers' models, which need torch: expected it "
-            "installed, got no module; pip install torch in an environment of its own",
-            file=sys.stderr,
+            "installed, got no module; pip install torch in an environment of its own"
         )
-        return 1
     models = {}
     with tempfile.TemporaryDirectory() as scratch, jax.default_matmul_precision("highest"):
         for i, name in enumerate(GOLDENS["CASES"]):
             models[name] = compare_model(name, SEED + i, Path(scratch) / name)
-            if not arguments.json:
-                print(name, models[name])
+            environment.progress(name, models[name])
         chats = compare_chats(arguments.conversations, Path(scratch) / "chats")
-    figures = {
-        "max_load_logit_difference": max(m["load_max_logit_difference"] for m in models.values()),
-        "max_export_logit_difference": max(
-            m["export_max_logit_difference"] for m in models.values()
-        ),
-        "all_exports_bitwise_equal": all(
-            m["export_weights_bitwise_equal"] for m in models.values()
-        ),
+    rows = list(models.values())
+    return {
+        "max_load_logit_difference": max(m["load_max_logit_difference"] for m in rows),
+        "max_export_logit_difference": max(m["export_max_logit_difference"] for m in rows),
+        "all_exports_bitwise_equal": all(m["export_weights_bitwise_equal"] for m in rows),
         "chats": chats,
+        "models": models,
     }
-    record = environment.record("benchmarks.hf_parity", PACKAGES)
-    if arguments.json:
-        print(json.dumps({"benchmark": "hf_parity", **record, **figures, "models": models}))
-    else:
-        print(figures)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    packages = ("jax", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+    environment.run(__doc__, measure, packages, conversations=1000)

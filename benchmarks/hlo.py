@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 
@@ -69,6 +69,9 @@ class Instruction:
         return int(trips[1]) if trips else 1
 
 
+Run = tuple[int, Instruction, Mapping[str, Instruction]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
     """The computations of a program by name, and the name of its entry."""
@@ -76,22 +79,17 @@ class Module:
     computations: dict[str, list[Instruction]]
     entry: str
 
-    def run(self) -> Iterator[tuple[int, Instruction, Callable[[str], Instruction]]]:
+    def run(self, name: str = "", times: int = 1) -> Iterator[Run]:
         """Yield (times it runs, instruction, its computation's instructions by name).
 
         Loops of an unknown number of iterations count once.
         """
-        yield from self._run(self.entry, 1)
-
-    def _run(
-        self, name: str, times: int
-    ) -> Iterator[tuple[int, Instruction, Callable[[str], Instruction]]]:
-        body = self.computations.get(name, [])
+        body = self.computations.get(name or self.entry, [])
         by_name = {one.name: one for one in body}
         for one in body:
-            yield times, one, by_name.__getitem__
+            yield times, one, by_name
             for called in one.called:
-                yield from self._run(called, times * one.trips)
+                yield from self.run(called, times * one.trips)
 
 
 def parse(text: str) -> Module:
@@ -157,26 +155,14 @@ def _padded(sizes: list[int], layout: str) -> list[int]:
     return padded
 
 
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """How often a kind of collective runs, and the bytes of its larger side on one device."""
-
-    count: int = 0
-    num_bytes: int = 0
-
-
-def collectives_of(module: Module) -> dict[str, Moved]:
-    """Return the collectives of a program by kind."""
-    moved: dict[str, Moved] = {}
+def collectives_of(module: Module) -> dict[str, int]:
+    """Return bytes by kind of collective: of its larger side, on one device."""
+    moved: dict[str, int] = {}
     for times, one, by_name in module.run():
         kind = one.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            continue
-        given = sum(by_name(name).num_bytes for name in one.operands)
-        result = one.num_bytes
-        if one.opcode.endswith("-start") and one.type_text.startswith("(") and result > given:
-            result -= given  # such a result names its operands too
-        before = moved.get(kind, Moved())
-        size = before.num_bytes + times * max(given, result)
-        moved[kind] = Moved(before.count + times, size)
+        if kind in COLLECTIVES:
+            given, result = sum(by_name[name].num_bytes for name in one.operands), one.num_bytes
+            if one.opcode.endswith("-start") and one.type_text.startswith("(") and result > given:
+                result -= given  # such a result names its operands too
+            moved[kind] = moved.get(kind, 0) + times * max(given, result)
     return moved

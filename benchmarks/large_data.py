@@ -24,7 +24,6 @@ from typing import Any
 
 from benchmarks import environment
 
-PACKAGES = ("numpy", "pyarrow", "datasets", "transformers")
 FORMS = ("jsonl", "parquet", "datasets")
 STEP_PROMPTS = 64
 STEPS = 20
@@ -100,26 +99,20 @@ def measure(few: str, spec: str) -> dict[str, float]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_data", description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    environment.add_output_flags(parser)
-    args = parser.parse_args()
-    figures: dict[str, Any] = {"rows": args.rows, "step_prompts": STEP_PROMPTS}
-    context = multiprocessing.get_context("spawn")
+def measure_forms(arguments: argparse.Namespace) -> dict[str, Any]:
+    figures: dict[str, Any] = {"rows": arguments.rows, "step_prompts": STEP_PROMPTS}
     for form in FORMS:
         with tempfile.TemporaryDirectory() as folder:
             few = write("jsonl", Path(folder) / "few.jsonl", 10)
             path = Path(folder) / form
-            spec = write(form, path, args.rows)
+            spec = write(form, path, arguments.rows)
             files = [path] if path.is_file() else path.glob("*.arrow")
             figures[form] = {"file_mib": sum(f.stat().st_size for f in files) / 2**20}
-            with context.Pool(1) as pool:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
                 figures[form] |= pool.apply(measure, (few, spec))
-    result = environment.record("benchmarks.large_data", PACKAGES) | figures
-    environment.show(result, args, figures)
-    return 0
+    return figures
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    packages = ("numpy", "pyarrow", "datasets", "transformers")
+    environment.run(__doc__, measure_forms, packages, rows=1_000_000)

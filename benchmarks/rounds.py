@@ -1,19 +1,16 @@
 """Seconds of rounds with draft tokens against plain ones: `python -m benchmarks.rounds --json`.
 
-Random weights of the given shape, all slots busy, half of the positions live. For each number of
-nodes the draft tokens are spread evenly over the slots, and in another row over half of them.
-Kinds of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round
-is one of eight between two fetches, as the engine runs them; a round with draft tokens has its
-packing, call and fetch in its seconds, but no drafting. Rows of `halves` are two batches of half
-the slots and nodes in turns: the host packs, calls and fetches for one while the device verifies
-the other, so that none of that is waited for. Rows of `products` are the products with
-the weights alone, without attention: what no round of so many nodes can be faster than here.
+Random weights of a small shape, all slots busy, half of the positions live. For each number of
+nodes the draft tokens are spread evenly over the slots, and in another row over half of them. Kinds
+of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round is one
+of eight between two fetches, as the engine runs them; a round with draft tokens includes packing,
+call and fetch, but no drafting. Rows of `products` are the products with the weights alone, without
+attention: a bound of any round of so many nodes.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,29 +20,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import environment, roofline
+from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
-from models import kv_cache, transformer
+from benchmarks.turns import in_turns
+from models import transformer
 from models.config import ModelConfig
 from models.rope import rope_turns
-from sched.simulator.roofline import Instance
+from models.transformer import Params
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
 from spec import sampling
-from spec.buckets import widest_tree
 from spec.drafter import Drafts, no_drafts
 from spec.drawn import by_slot, unpack
 from spec.nodes import pack
 from spec.verify import Slots, decode_rounds, verify_round
 
-ROUNDS = 8  # of a call of plain ones, and of two halves in turns
+ROUNDS = 8  # of a call of plain ones
 MAX_NODES = 32  # of a slot
-PROJECTED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
 NO_STOP_E = np.full(1, -1, np.int32)
-Round = Callable[[], float]  # its seconds
 
 
 def draft(counts: np.ndarray, vocab_size: int) -> Drafts:
-    """Random trees of these numbers of draft tokens; a token hangs from one of the three before."""
+    """Return random trees with these draft tokens; a token's parent is one of the three before."""
     rng = np.random.default_rng(0)
     found = no_drafts(len(counts), max(int(counts.max()), 1))
     for a, n in enumerate(counts):
@@ -55,17 +52,19 @@ def draft(counts: np.ndarray, vocab_size: int) -> Drafts:
     return found
 
 
-def busy(num_slots: int, num_positions: int) -> Slots:
+def busy(num_slots: int, live: int) -> Slots:
+    """Return slots on the device that all run, with so many live positions."""
     one_B = jnp.ones(num_slots, jnp.int32)
-    return Slots(
+    slots = Slots(
         last_token=one_B,
-        length=one_B * (num_positions // 2),
+        length=one_B * live,
         emitted=one_B * 0,
         limit=one_B * 10**6,
         active=one_B > 0,
         keys=sampling.request_keys(sampling.step_key(0, 0), jnp.arange(num_slots)),
         processing=sampling.Processing(one_B * 1.0, one_B * 0, one_B * 1.0),
     )
+    return jax.block_until_ready(slots)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -78,184 +77,91 @@ def products(config: ModelConfig, params: transformer.Params, x_M1D: jax.Array) 
 
 
 class Rounds:
-    """Rounds of one number of slots and positions; each kind has a cache of its own."""
+    """Plain and verifying rounds of an engine's programs on one cache, with all slots busy."""
 
-    def __init__(self, shape: Shape, num_slots: int, most_nodes: int) -> None:
-        self.model, self.shape = model_config(shape), shape
-        self.num_slots, self.most_nodes = num_slots, most_nodes
-        self.params = transformer.init(self.model, jax.random.key(0))
+    def __init__(self, engine: Engine, params: Params, live: int) -> None:
+        self.engine, self.params, self.live = engine, params, live
+        self.num_slots = engine.config.slots
+        engine.expect(self.num_slots, live + engine.config.max_nodes + 1)
+        positions = engine.round_positions(self.num_slots)[-1]
+        cache, pending = engine.full_cache(self.num_slots, positions), engine.empty_pending
+        self.state: list[Any] = [cache, pending(self.num_slots)]
 
-    def state(self, num_slots: int) -> list[Any]:
-        cache = kv_cache.init(self.model, num_slots, self.shape.cache, jnp.float32)
-        return [cache, kv_cache.no_pending(self.model, self.most_nodes, jnp.float32)]
+    def seconds(self, run: Callable[[Slots], Any]) -> float:
+        slots = busy(self.num_slots, self.live)  # not part of a round's seconds
+        began_s = time.perf_counter()
+        jax.block_until_ready(run(slots))
+        return time.perf_counter() - began_s
 
-    def plain(self) -> Round:
-        state, B = self.state(self.num_slots), self.num_slots
-
-        def run() -> float:
-            slots = jax.block_until_ready(busy(B, self.shape.cache))
-            began_s = time.perf_counter()
-            *state[:], _, found = decode_rounds(
-                self.params,
-                *state,
-                slots,
-                NO_STOP_E,
-                np.int32(ROUNDS),
-                np.int32(B),
-                config=self.model,
-                scheme="cdf",
-                max_rounds=ROUNDS,
-            )
-            unpack(found)
-            return (time.perf_counter() - began_s) / ROUNDS
-
-        return run
-
-    def products(self, num_nodes: int) -> Round:
-        x_M1D = jnp.ones((num_nodes, 1, self.model.d_model))
-
-        def run() -> float:
-            began_s = time.perf_counter()
-            products(self.model, self.params, x_M1D).block_until_ready()
-            return time.perf_counter() - began_s
-
-        return run
-
-    def drafted(self, num_nodes: int, drafting_slots: int) -> Round:
-        batch = Batch(self, self.num_slots, num_nodes, drafting_slots)
-
-        def run() -> float:
-            batch.start()
-            began_s = time.perf_counter()
-            batch.call()
-            batch.fetch()
-            return time.perf_counter() - began_s
-
-        return run
-
-    def halves(self, num_nodes: int) -> Round:
-        """Two batches of half the slots and nodes; the host is at one, the device at the other."""
-        B = self.num_slots // 2
-        one, other = (Batch(self, B, num_nodes // 2, B) for _ in range(2))
-
-        def run() -> float:
-            one.start()
-            other.start()
-            began_s = time.perf_counter()
-            one.call()
-            for _ in range(ROUNDS):
-                other.call()
-                one.fetch()
-                one.call()
-                other.fetch()
-            one.fetch()
-            # one round of a half more than `ROUNDS` of both
-            return (time.perf_counter() - began_s) / (ROUNDS + 0.5)
-
-        return run
-
-
-class Batch:
-    """Slots of which some have draft tokens, with a cache of their own."""
-
-    def __init__(self, rounds: Rounds, num_slots: int, num_nodes: int, drafting_slots: int) -> None:
-        self.rounds, self.num_slots, self.num_nodes = rounds, num_slots, num_nodes
-        self.state = rounds.state(num_slots)
-        counts = np.zeros(num_slots, int)
-        counts[:drafting_slots] = (num_nodes - num_slots) // drafting_slots
-        self.drafts = draft(counts, rounds.model.vocab_size)
-        self.max_nodes = widest_tree(num_slots, num_nodes, MAX_NODES)
-        self.nodes_5M = np.zeros((5, 0), np.int32)
-
-    def start(self) -> None:
-        self.slots = jax.block_until_ready(busy(self.num_slots, self.rounds.shape.cache))
-
-    def call(self) -> None:
-        B, M, drafts = self.num_slots, self.num_nodes, self.drafts
-        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, M, self.max_nodes)
-        *self.state, self.slots, self.found, _ = verify_round(
-            self.rounds.params,
-            *self.state,
-            self.slots,
-            self.nodes_5M,
-            NO_STOP_E,
-            None,
-            config=self.rounds.model,
-            scheme="cdf",
-            max_nodes=self.max_nodes,
+    def plain(self, slots: Slots) -> np.ndarray:
+        """Run the plain rounds of one fetch; returns the tokens, [B, rounds]."""
+        counts = np.int32(self.engine.config.rounds_per_fetch), np.int32(self.num_slots)
+        options = self.engine.decode_options("cdf")
+        *self.state, _, drawn = decode_rounds(
+            self.params, *self.state, slots, NO_STOP_E, *counts, **options
         )
+        return unpack(drawn)[0].T
 
-    def fetch(self) -> None:
-        by_slot(*unpack(self.found), self.nodes_5M[1], self.num_slots)
+    def pack(self, drafts: Drafts, num_nodes: int) -> np.ndarray:
+        """Return the nodes of a round that verifies these drafts, [5, num_nodes]."""
+        B = self.num_slots
+        max_nodes = self.engine.verify_options("cdf", B, num_nodes)["max_nodes"]
+        return pack(drafts, drafts.count_A, np.arange(B), B, num_nodes, max_nodes)
+
+    def verify(self, slots: Slots, nodes_5M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Run a verifying round; returns tokens [B, N] and counts [B]."""
+        options = self.engine.verify_options("cdf", self.num_slots, nodes_5M.shape[1])
+        *self.state, _, drawn, _ = verify_round(
+            self.params, *self.state, slots, nodes_5M, NO_STOP_E, None, **options
+        )
+        tokens_BN, _, count_B, _ = by_slot(*unpack(drawn), nodes_5M[1], self.num_slots)
+        return tokens_BN, count_B
 
 
-def projected_halves(num_slots: int, num_positions: int, num_nodes: int) -> float:
-    """Seconds of two rounds of half the slots and nodes, to those of one of all, by the roofline.
-
-    Nothing of the host is in either.
-    """
-    slots = num_slots // 2, num_slots
-    half_s, whole_s = (
-        PROJECTED.round_seconds(b, b * num_positions / 2, num_nodes / num_slots) for b in slots
-    )
-    return 2 * half_s / whole_s
-
-
-def measure(shape: Shape, num_slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     """Return a row for each number of nodes and way to spread them, plain rounds first."""
-    rounds = Rounds(shape, num_slots, max(sizes))
-    plain: dict[str, Any] = {"slots": num_slots, "nodes": num_slots}
-    kinds = [(plain, rounds.plain())]
-    for size in sizes:
-        for drafting in (num_slots, num_slots // 2):
-            row = {"slots": num_slots, "nodes": size, "slots_with_drafts": drafting}
-            kinds.append((row, rounds.drafted(size, drafting)))
-        row = {"slots": num_slots, "nodes": size, "halves": True}
-        row["projected_to_whole"] = round(projected_halves(num_slots, shape.cache, size), 3)
-        kinds.append((row, rounds.halves(size)))
-    for size in (num_slots, *sizes):
-        row = {"slots": num_slots, "nodes": size, "products": True}
-        kinds.append((row, rounds.products(size)))
-    seconds = [[run() for _, run in kinds] for _ in range(repeats + 2)][2:]  # two warm up
-    taken_KT = np.array(seconds).T
-    for (row, _), taken_T in zip(kinds, taken_KT, strict=True):
-        ratios_T = taken_T / taken_KT[0]
-        row["ms"] = round(1e3 * float(np.median(taken_T)), 3)
+    model, counts = model_config(shape), {"slots": slots, "min_slots": slots}
+    config = EngineConfig(
+        **counts, min_positions=shape.cache, max_nodes=MAX_NODES, rounds_per_fetch=ROUNDS
+    )
+    params = transformer.init(model, jax.random.key(0))
+    rounds = Rounds(Engine(model, config, dtype=jnp.float32), params, shape.cache // 2)
+    rows: dict[str, dict[str, Any]] = {"plain": {"slots": slots, "nodes": slots}}
+    kinds = {"plain": lambda: rounds.seconds(rounds.plain) / ROUNDS}
+
+    def drafted(size: int, drafting: int) -> float:
+        drafts_A = np.zeros(slots, int)
+        drafts_A[:drafting] = (size - slots) // drafting
+        drafts = draft(drafts_A, model.vocab_size)
+        return rounds.seconds(lambda given: rounds.verify(given, rounds.pack(drafts, size)))
+
+    def multiplied(size: int) -> float:
+        x_M1D = jnp.ones((size, 1, model.d_model))
+        return rounds.seconds(lambda _: products(model, params, x_M1D))
+
+    for size, drafting in ((n, d) for n in sizes for d in (slots, slots // 2)):
+        name = f"{size} nodes, drafts in {drafting}"
+        rows[name] = {"slots": slots, "nodes": size, "slots_with_drafts": drafting}
+        kinds[name] = partial(drafted, size, drafting)
+    for size in (slots, *sizes):
+        rows[f"products of {size}"] = {"slots": slots, "nodes": size, "products": True}
+        kinds[f"products of {size}"] = partial(multiplied, size)
+    seconds = in_turns(kinds, repeats)
+    for name, row in rows.items():
+        ratios_T = seconds[name] / seconds["plain"]
+        row["ms"] = round(1e3 * float(np.median(seconds[name])), 3)
         row["to_plain"] = round(float(np.median(ratios_T)), 3)
         row["to_plain_quartiles"] = np.quantile(ratios_T, [0.25, 0.75]).round(3).tolist()
-        if row.get("slots_with_drafts") == num_slots:
-            whole_T = taken_T
-        if "halves" in row:  # of the size before it
-            row["to_whole"] = round(float(np.median(taken_T / whole_T)), 3)
-    return [row for row, _ in kinds]
+    return list(rows.values())
 
 
-def _name(row: dict[str, Any]) -> str:
-    kind = f"drafts in {row.get('slots_with_drafts', 0)}"
-    if "halves" in row:
-        kind = "two halves in turns"
-    if "products" in row:
-        kind = "products alone"
-    return f"{row['slots']} slots, {row['nodes']} nodes, {kind}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--slots", type=int, nargs="+", default=[64, 16, 4])
-    parser.add_argument("--positions", type=int, default=192, help="of the cache")
-    parser.add_argument("--repeats", type=int, default=21, help="turns; the medians count")
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     shape, rows = Shape(cache=arguments.positions), list[dict[str, Any]]()
     for slots in arguments.slots:
         sizes = [slots * n for n in (2, 4, 8) if slots * n <= 256]
-        rows += measure(shape, slots, sizes, arguments.repeats)
-    record = environment.record("benchmarks.rounds", ("jax", "jaxlib", "numpy"))
-    result = {"benchmark": "rounds", "rows": rows, **record}
-    figures = {_name(row): f"{row['ms']} ms, {row['to_plain']}× a plain round" for row in rows}
-    environment.show(result, arguments, figures)
-    return 0
+        rows += measure_slots(shape, slots, sizes, arguments.repeats)
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    environment.run(__doc__, measure, slots=(64, 16, 4), positions=192, repeats=21)

@@ -1,23 +1,16 @@
-"""What is generated: the shape of the model and of the batch, shared by all systems.
-
-Needs the standard library only, so that baselines in environments of their own
-can read it.
-"""
+"""The shape of a model and of a batch, for all samplers; needs the standard library only."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """A Qwen3-like decoder with random weights, and a batch of equally long responses.
 
-    `cache` is how many positions each row's cache has; it must hold the prompt and
-    the new tokens.
+    `cache` are the positions of a row: those of the prompt and the new tokens at least.
     """
 
     layers: int = 4
@@ -46,27 +39,10 @@ class Shape:
         return self.batch * self.new_tokens
 
     def prompts(self) -> list[list[int]]:
-        """`batch` different random prompts, the same in every system."""
+        """Return `batch` different random prompts, the same in every system."""
         rng = random.Random(0)
         return [[rng.randrange(self.vocab) for _ in range(self.prompt)] for _ in range(self.batch)]
 
 
-def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """One flag for each field of `Shape` that is not in `without`."""
-    for field in dataclasses.fields(Shape):
-        if field.name in without:
-            continue
-        if field.name == "tied":
-            parser.add_argument(
-                "--tied", action=argparse.BooleanOptionalAction, default=True, help="tie the head"
-            )
-        elif field.name == "dtype":
-            parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-        else:
-            parser.add_argument(f"--{field.name}", type=int, default=field.default)
-
-
-def from_flags(arguments: argparse.Namespace, **changes: Any) -> Shape:
-    """The shape that the flags give; `changes` stand for flags that were left out."""
-    names = {field.name for field in dataclasses.fields(Shape)} - set(changes)
-    return Shape(**{name: getattr(arguments, name) for name in names}, **changes)
+# Flags of programs that measure a batch.
+BATCH = {name: getattr(Shape(), name) for name in ("prompt", "new_tokens", "cache", "dtype")}

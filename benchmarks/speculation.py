@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import environment, near_ties, roofline, workloads
+from benchmarks import environment, roofline, workloads
+from benchmarks.turns import in_turns
 from benchmarks.workloads import Workload
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
@@ -34,22 +35,12 @@ from rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from rl.warm_up import compile_buckets, round_times
 from rl.warm_up.rollout_programs import Reach, round_buckets
-from sched.simulator.roofline import Instance
-from spec.buckets import widest_tree
-from spec.budget.budget import Budget, DraftDecision
+from spec.budget.budget import Budget
 from spec.budget.goodput import Goodput
-from spec.drafter import Drafts, LiveSlots
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
-PACKAGES = ("jax", "jaxlib", "numpy", "numba")
-PROJECTIONS = [
-    Instance(device, shape, efficiency=roofline.PRICED)
-    for device in (roofline.H100, roofline.TPU_V5E)
-    for shape in (roofline.QWEN3_1_7B, roofline.QWEN3_8B)
-]
 KEY = step_key(0, 1)
-HEADLINE = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,98 +99,54 @@ def end_seconds(records: Sequence[RoundRecord], tail: frozenset[int]) -> tuple[f
     return last_s - began_s, last_s - others_s
 
 
-def beaten(drafts: Drafts, score_AN: np.ndarray, taken_A: np.ndarray, room: int) -> int:
-    """How many of each request's first `taken_A` draft tokens are not among the best `room`."""
-    nodes_N = np.arange(drafts.max_nodes)
-    scores = np.sort(score_AN[nodes_N < drafts.count_A[:, None]])[::-1][:room]
-    if not len(scores):
-        return 0
-    return int((score_AN[nodes_N < taken_A[:, None]] < scores[-1]).sum())
-
-
-class Audited(Goodput):
-    """Counts draft tokens that were verified though others that were not had better scores.
-
-    `beaten` by those that the round's trees had room for, `beaten_by_any` by any that were drafted.
-    """
-
-    def __init__(self, times: RoundTimes) -> None:
-        super().__init__(times)
-        self.verified = self.beaten = self.beaten_by_any = 0
-
-    def choose(
-        self,
-        live: LiveSlots,
-        drafts: Drafts,
-        sizes: Sequence[int],
-        num_slots: int,
-        num_positions: int,
-    ) -> DraftDecision:
-        scaled_AN = drafts.prob_AN * self.scale(live)[:, None]
-        tokens_AN = np.cumsum(np.insert(scaled_AN, 0, 1.0, axis=1), axis=1)
-        score_AN = (scaled_AN / tokens_AN[:, :-1]).astype(np.float32)
-        found = super().choose(live, drafts, sizes, num_slots, num_positions)
-        if found.taken_A is not None:
-            room = found.num_nodes - num_slots
-            widest = widest_tree(num_slots, found.num_nodes, drafts.max_nodes + 1) - 1
-            narrow = drafts._replace(count_A=np.minimum(drafts.count_A, widest))
-            self.verified += int(found.taken_A.sum())
-            self.beaten += beaten(narrow, score_AN, found.taken_A, room)
-            self.beaten_by_any += beaten(drafts, score_AN, found.taken_A, room)
-        return found
-
-
 def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
-    """Plain and speculative phases in turns: ratios, and whether their tokens are equal."""
+    """Return ratios of plain and speculative phases in turns, and tokens that differ."""
     make = bench.workload.drafters[name]
     plain = {t.request_id: t.response_ids for t in bench.phase()}
     tail = last_tenth(bench.records)
-    bench.phase(make(plain), audited := Audited(bench.times))
-    pairs, ends, differences, metrics, records = [], [], [], {}, []
-    for turn in range(repeats):
-        seconds, end_s = [0.0, 0.0], [(0.0, 0.0)] * 2
-        for speculative in (False, True) if turn % 2 == 0 else (True, False):
-            drafter = make(plain) if speculative else None
-            budget = Goodput(bench.times) if speculative else None
-            began_s = time.perf_counter()
-            done = bench.phase(drafter, budget)
-            seconds[speculative] = time.perf_counter() - began_s
-            end_s[speculative] = end_seconds(bench.records, tail)
-            got = {t.request_id: t.response_ids for t in done}
-            found = [near_ties.compare(bench.workload, KEY, i, plain[i], got[i]) for i in plain]
-            differences += [d for d in found if d]
-            if speculative:
-                metrics, records = speculation_metrics(bench.engine.stats), bench.records
-        pairs.append((seconds[0], seconds[1]))
-        ends.append(end_s)
+    bench.phase(make(plain), Goodput(bench.times))
+    ends: dict[str, list[tuple[float, float]]] = {"plain": [], "speculative": []}
+    differing, metrics, records = 0, dict[str, float](), list[RoundRecord]()
+
+    def phase(kind: str) -> float:
+        nonlocal differing, metrics, records
+        drafts = (make(plain), Goodput(bench.times)) if kind == "speculative" else ()
+        began_s = time.perf_counter()
+        done = bench.phase(*drafts)
+        seconds = time.perf_counter() - began_s
+        ends[kind].append(end_seconds(bench.records, tail))
+        for t in done:
+            pairs = itertools.zip_longest(plain[t.request_id].tolist(), t.response_ids.tolist())
+            differing += sum(a != b for a, b in pairs)
+        if kind == "speculative":
+            metrics, records = speculation_metrics(bench.engine.stats), bench.records
+        return seconds
+
+    seconds = in_turns({kind: partial(phase, kind) for kind in ends}, repeats, warm=0)
     tokens = sum(len(t) for t in plain.values())
-    whole_s = records[-1].ended_s - records[0].began_s
-    rounds = [r for r in records if r.drafted]
+    ratios_T = seconds["plain"] / seconds["speculative"]
+    speeds = {f"{k}_tokens_per_s": round(tokens / np.median(x), 1) for k, x in seconds.items()}
     return {
         "drafter": name,
-        "ratio": round(statistics.median(p / s for p, s in pairs), 3),
-        "ratio_quartiles": np.quantile([p / s for p, s in pairs], [0.25, 0.75]).round(3).tolist(),
-        "ratios": [round(p / s, 3) for p, s in pairs],
-        "plain_tokens_per_s": round(tokens / statistics.median(p for p, _ in pairs), 1),
-        "speculative_tokens_per_s": round(tokens / statistics.median(s for _, s in pairs), 1),
-        **tail_figures(ends),
-        "drafting_share": round(drafting_seconds(records) / whole_s, 4),
-        "nodes_verified": audited.verified,
-        "nodes_beaten": audited.beaten,
-        "nodes_beaten_by_any": audited.beaten_by_any,
-        "rounds_with_guesses": len(rounds),
+        "ratio": round(float(np.median(ratios_T)), 3),
+        "ratio_quartiles": np.quantile(ratios_T, [0.25, 0.75]).round(3).tolist(),
+        "ratios": ratios_T.round(3).tolist(),
+        **speeds,
+        **tail_figures(list(zip(ends["plain"], ends["speculative"], strict=True))),
+        "drafting_share": round(
+            drafting_seconds(records) / (records[-1].ended_s - records[0].began_s), 4
+        ),
+        "rounds_with_guesses": sum(bool(r.drafted) for r in records),
         "rounds": len(records),
         "tokens": tokens,
         "tokens_compared": 2 * repeats * tokens,
-        "differing_tokens": sum(d.tokens for d in differences),
-        "unexplained_tokens": sum(d.tokens for d in differences if not d.explained),
-        "differences": [dataclasses.asdict(d) for d in differences],
+        "differing_tokens": differing,
         **{k: round(v, 4) for k, v in metrics.items()},
     }
 
 
 def tail_figures(ends: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Medians of what `end_seconds` found in pairs of plain and speculative runs."""
+    """Return medians of `end_seconds` of pairs of plain and speculative runs."""
     (plain_end, plain_tail), (end, tail) = np.median(ends, axis=0).tolist()
     # all may end in one call
     cuts = [1 - after[1] / before[1] if before[1] else 0.0 for before, after in ends]
@@ -213,31 +160,27 @@ def tail_figures(ends: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any
     }
 
 
-def project(bench: Bench, name: str) -> list[dict[str, Any]]:
-    """Ratios of roofline seconds, the budget's table being the roofline's.
+def project(bench: Bench, name: str) -> dict[str, float]:
+    """Return the ratio of roofline seconds, the budget's table being the roofline's.
 
-    `ratio_with_host` adds the seconds that this machine's host took beside its rounds.
+    `ratio_with_host` adds the seconds of this machine's host beside its rounds.
     """
+    instance = roofline.PRICED_8B
     plain = {t.request_id: t.response_ids for t in bench.phase()}
-    plain_rounds, plain_host_s = bench.records, host_seconds(bench.records)
-    rows = []
-    for instance in PROJECTIONS:
-        times = roofline.round_times(instance, bench.buckets)
-        bench.phase(bench.workload.drafters[name](plain), Goodput(times))
-        plain_s = roofline.rounds_seconds(instance, plain_rounds)
-        tree_s = roofline.rounds_seconds(instance, bench.records)
-        host_s = host_seconds(bench.records)
-        row = {
-            "device": instance.device.name,
-            "policy": instance.model.name,
-            "ratio": round(plain_s / tree_s, 3),
-            "ratio_with_host": round((plain_s + plain_host_s) / (tree_s + host_s), 3),
-            "host_share": round(host_s / (tree_s + host_s), 4),
-            "drafting_share": round(drafting_seconds(bench.records) / (tree_s + host_s), 4),
-        }
-        metrics = speculation_metrics(bench.engine.stats)
-        rows.append(row | {"tokens_per_round": round(metrics.get("spec/tokens_per_round", 1.0), 3)})
-    return rows
+    plain_s = roofline.rounds_seconds(instance, bench.records)
+    plain_host_s = host_seconds(bench.records)
+    times = roofline.round_times(instance, bench.buckets)
+    bench.phase(bench.workload.drafters[name](plain), Goodput(times))
+    tree_s = roofline.rounds_seconds(instance, bench.records)
+    host_s = host_seconds(bench.records)
+    tokens = speculation_metrics(bench.engine.stats).get("spec/tokens_per_round", 1.0)
+    return {
+        "ratio": round(plain_s / tree_s, 3),
+        "ratio_with_host": round((plain_s + plain_host_s) / (tree_s + host_s), 3),
+        "host_share": round(host_s / (tree_s + host_s), 4),
+        "drafting_share": round(drafting_seconds(bench.records) / (tree_s + host_s), 4),
+        "tokens_per_round": round(tokens, 3),
+    }
 
 
 def drafting_seconds(rounds: Sequence[RoundRecord]) -> float:
@@ -248,56 +191,49 @@ def drafting_seconds(rounds: Sequence[RoundRecord]) -> float:
     return sum(r.drafted_s - r.ready_s for r in rounds)
 
 
-def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
-    """The slowest ratio to plain over batch sizes; draft tokens are hardly ever right."""
+def worst_batch(batches: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Return a row for each batch size; draft tokens are hardly ever right."""
     model, params = workloads.random_policy(512, 4, 128, 512, 512)
     rows = []
     for batch in batches:
         w = workloads.replay("worst", model, params, batch, 256, 0.02, prompt_tokens=8)
         # promises far more than it keeps: what a budget has to see through
-        hopeful = {"replay": workloads.promising(0.02, 0.6, 512)}
+        hopeful = {"replay": lambda known: workloads.replaying(known, 0.02, 512, promised=0.6)}
         all_long = tuple(dataclasses.replace(r, max_new_tokens=256) for r in w.requests)
         w = dataclasses.replace(w, requests=all_long, drafters=hopeful)
         config = EngineConfig(slots=batch, min_slots=batch, min_positions=96, max_nodes=8)
         # short phases need more turns: the least of noisy medians would say too little
-        row = compare(open_bench(w, config), "replay", max(repeats, 320 // batch))
+        row = compare(open_bench(w, config), "replay", repeats * max(1, 32 // batch))
         kept = ("ratio", "ratio_quartiles", "ratios", "tokens_compared", "differing_tokens")
-        kept += ("unexplained_tokens", "differences")
         rows.append({"batch": batch} | {k: row[k] for k in kept})
-    return {"worst_batch_ratio": min(r["ratio"] for r in rows), "worst_batch_rows": rows}
+    return rows
 
 
 def late_policies(steps: int, folder: Path) -> tuple[Path, Path]:
     """(after `steps` GRPO steps of the default run, ten steps before that)."""
     run = folder / "late"
     for i, count in enumerate((steps - 10, steps)):
-        command = [sys.executable, "-m", "rl.train", f"--gin.Run.directory={run}"]
-        command += [f"--gin.Run.steps={count}"] + (["--resume"] if i else [])
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        flags = [f"--gin.Run.directory={run}", f"--gin.Run.steps={count}"]
+        environment.call("rl.train", *flags, *(["--resume"] if i else []))
         (run / "policy").rename(folder / f"policy_{i}")
     return folder / "policy_1", folder / "policy_0"
 
 
-def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """All rows, and the named figures."""
-    config = EngineConfig(
-        slots=arguments.slots,
-        min_slots=2,
-        min_positions=192,
-        prefill_rows=8,
-        prefill_chunk_tokens=32,
-        max_nodes=16,
-    )
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return all rows, and the named figures."""
+    prefill = {"prefill_rows": 8, "prefill_chunk_tokens": 32}
+    sizes = {"slots": arguments.slots, "min_slots": 2, "min_positions": 192}
+    config = EngineConfig(**sizes, **prefill, max_nodes=16)
     base = workloads.BASE_POLICY
     size = (arguments.prompts, arguments.group_size)
     rows: dict[str, dict[str, Any]] = {}
     worst = worst_batch(arguments.batches, arguments.repeats)
-    print("worst batch", worst["worst_batch_rows"], file=sys.stderr, flush=True)
+    environment.progress("worst batch", worst)
 
     def add(key: str, bench: Bench, drafter: str) -> None:
         rows[key] = compare(bench, drafter, arguments.repeats)
         rows[key]["projected"] = project(bench, drafter)
-        print(key, rows[key]["ratio"], rows[key]["projected"], file=sys.stderr, flush=True)
+        environment.progress(key, rows[key]["ratio"], rows[key]["projected"])
 
     bench = open_bench(workloads.tiny("base", base, base, *size), config)
     for drafter in ("own", "group", "history"):
@@ -305,70 +241,37 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     add("first_epoch", bench, "first_epoch")
     add("history", bench, "all")
     if arguments.late_steps:
-        late, before = late_policies(arguments.late_steps, scratch)
-        bench = open_bench(workloads.tiny("late", late, before, *size), config)
+        with tempfile.TemporaryDirectory() as scratch:
+            late, before = late_policies(arguments.late_steps, Path(scratch))
+            bench = open_bench(workloads.tiny("late", late, before, *size), config)
         add("late_first_epoch", bench, "first_epoch")
         add("late_history", bench, "all")
     model, params = workloads.random_policy(4096, 4, 256, 704, 1024)
-    replay = dataclasses.replace(
-        config, slots=32, min_slots=1, prefill_chunk_tokens=32, min_positions=256
-    )
+    replay = dataclasses.replace(config, slots=32, min_slots=1, min_positions=256)
     w = workloads.replay("replay75", model, params, 32, 400, 0.75)
     add("replay75", open_bench(w, replay), "replay")
     model, params = workloads.random_policy(16384, 12, 512, 1536, 512)
     w = workloads.replay("replay75_large", model, params, 4, 200, 0.75)
     add("replay75_large", open_bench(w, dataclasses.replace(replay, slots=4)), "replay")
-    all_rows = [*rows.values(), *worst["worst_batch_rows"]]
+    all_rows = [*rows.values(), *worst]
     named = [k for k in rows if not k.startswith("base_")]
+    sums = ("differing_tokens", "tokens_compared")
     return {
         **{f"{k}_ratio": rows[k]["ratio"] for k in named},
-        **{f"projected_{k}_ratio": _headline(rows[k], "ratio") for k in named},
-        "history_end_s": [rows["history"]["plain_end_s"], rows["history"]["speculative_end_s"]],
-        "tail_reduction": rows["history"]["tail_reduction"],
-        "worst_batch_ratio": worst["worst_batch_ratio"],
+        **{f"projected_{k}_ratio": rows[k]["projected"]["ratio"] for k in named},
+        "worst_batch_ratio": min(r["ratio"] for r in worst),
         "host_share": max(rows[k].get("spec/host_share", 0.0) for k in named),
-        "projected_host_share": max(_headline(rows[k], "host_share") for k in named),
+        "projected_host_share": max(rows[k]["projected"]["host_share"] for k in named),
         "drafting_share": max(rows[k]["drafting_share"] for k in named),
-        "projected_drafting_share": max(_headline(rows[k], "drafting_share") for k in named),
-        "nodes_beaten": sum(r["nodes_beaten"] for r in rows.values()),
-        "nodes_beaten_by_any": sum(r["nodes_beaten_by_any"] for r in rows.values()),
-        "differing_tokens": sum(r["differing_tokens"] for r in all_rows),
-        "unexplained_tokens": sum(r["unexplained_tokens"] for r in all_rows),
-        "tokens_compared": sum(r["tokens_compared"] for r in all_rows),
+        "projected_drafting_share": max(rows[k]["projected"]["drafting_share"] for k in named),
+        **{name: sum(r[name] for r in all_rows) for name in sums},
         "rows": rows,
-        "worst_batch_rows": worst["worst_batch_rows"],
+        "worst_batch_rows": worst,
     }
-
-
-def _headline(row: dict[str, Any], figure: str) -> float:
-    device, shape = HEADLINE.device.name, HEADLINE.model.name
-    return next(
-        r[figure] for r in row["projected"] if (r["device"], r["policy"]) == (device, shape)
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=11, help="turns; the median counts")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group_size", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--late_steps", type=int, default=40, help="0 leaves the late policy out")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        figures = measure(arguments, Path(scratch))
-    result = {
-        "benchmark": "speculation",
-        **figures,
-        **environment.record("benchmarks.speculation", PACKAGES),
-    }
-    environment.show(
-        result, arguments, {k: v for k, v in figures.items() if not k.endswith("rows")}
-    )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sizes = {"repeats": 11, "prompts": 16, "group_size": 8, "slots": 64, "late_steps": 40}
+    environment.run(
+        __doc__, measure, (*environment.JAX, "numba"), batches=(1, 4, 16, 64, 256), **sizes
+    )

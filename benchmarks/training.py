@@ -7,7 +7,7 @@
 | evaluations | the share of a default run of 150 steps that its evaluations take | eval_cost.json |
 | start | seconds to the first reward: nothing compiled; then another folder | second_run.json |
 
-Runs are `python -m rl.train`, read from outside.
+Runs are `python -m rl.train`, read from outside; `trained` needs --run, --policy and --name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from benchmarks import environment
 from rl.loop import legs
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 
-PACKAGES = ("jax", "jaxlib", "numpy", "numba", "optax", "orbax-checkpoint", "reasoning-gym")
 UNSEEN = {"num_prompts": 100, "samples": 8, "temperature": 1.0}  # of each task
 GREEDY = {"num_prompts": 256, "samples": 1, "temperature": 0.0}
 CURVE_STEPS = 5  # whose training rewards are averaged
@@ -43,9 +42,8 @@ Rows = Sequence[dict[str, Any]]
 
 def train(run: Path, *settings: str) -> list[dict[str, Any]]:
     """Run `rl.train` to its end; return its rows of metrics."""
-    gin = [f"--gin.{x}" for x in (f"Run.directory={str(run)!r}", *settings)]
-    command = [sys.executable, "-m", "rl.train", *gin]
-    subprocess.run(command, cwd=environment.ROOT, check=True, stdout=subprocess.DEVNULL)
+    settings = (f"Run.directory={str(run)!r}", *settings)
+    environment.call("rl.train", *(f"--gin.{x}" for x in settings))
     return read_metrics(run)
 
 
@@ -54,19 +52,19 @@ def evaluate(settings: dict[str, Any], *policy: str) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "evaluation.json"
         gin = [f"--gin.Eval.{name}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-m", "rl.evaluate", *policy, *gin, "--output", str(output)]
-        subprocess.run(command, cwd=environment.ROOT, check=True, stdout=subprocess.DEVNULL)
+        environment.call("rl.evaluate", *policy, *gin, "--output", str(output))
         overall = json.loads(output.read_text())["overall"]
     return [round(overall[f"mean_reward{end}"], 4) for end in ("", "_low", "_high")]
 
 
 def learns(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train with several seeds; `gain` is on questions that training does not draw."""
-    before, runs = evaluate(UNSEEN, "--policy", "policies/tiny")[0], []
+    unseen = UNSEEN | {"num_prompts": arguments.questions}
+    before, runs = evaluate(unseen, "--policy", "policies/tiny")[0], []
     for seed in range(arguments.seeds):
         run = folder / f"seed{seed}"
-        steps = step_rows(train(run, f"Run.seed={seed}"))
-        after = evaluate(UNSEEN, "--run", str(run))[0]
+        steps = step_rows(train(run, f"Run.seed={seed}", f"Run.steps={arguments.steps}"))
+        after = evaluate(unseen, "--run", str(run))[0]
         runs.append({"seed": seed, "steps": len(steps), "unseen_reward": after})
         runs[-1] |= {"gain": round(after - before, 4), "step_time_s": median_step_s(steps)}
     gains = [run["gain"] for run in runs]
@@ -79,8 +77,10 @@ def median_step_s(steps: Rows) -> float:
 
 def trained(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Report on a finished run, and on its greedy responses before and after."""
-    run = arguments.run
-    before = evaluate(GREEDY, "--run", str(run), "--policy", arguments.policy)
+    run, policy = arguments.run, arguments.policy
+    if not (run and policy):
+        raise SystemExit("trained: expected --run and --policy")
+    before = evaluate(GREEDY, "--run", str(run), "--policy", str(policy))
     after = evaluate(GREEDY, "--run", str(run))
     samples = read_samples(run)
     kept = ("prompt", "completion", "answer", "reward")
@@ -122,7 +122,7 @@ def run_figures(rows: Rows) -> dict[str, Any]:
 
 def evaluations(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     start_s = time.perf_counter()
-    rows = train(folder / "run", "Run.steps=150")
+    rows = train(folder / "run", f"Run.steps={arguments.steps}")
     return evaluation_cost(rows, time.perf_counter() - start_s)
 
 
@@ -182,26 +182,12 @@ def first_reward_s(run: Path, cache: Path) -> float:
 PARTS = {"learns": learns, "trained": trained, "evaluations": evaluations, "start": start}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--seeds", type=int, default=3, help="of learns")
-    parser.add_argument("--run", type=Path, help="of trained: the folder of a finished run")
-    parser.add_argument("--policy", help="of trained: the policy that the run started from")
-    parser.add_argument("--name", help="of trained: the policy's name in the result")
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
-    if arguments.part == "trained" and not (arguments.run and arguments.policy):
-        parser.error("trained: expected --run and --policy")
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        figures = PARTS[arguments.part](arguments, Path(folder))
-    record = environment.record("benchmarks.training", PACKAGES, ("--run", "--policy"))
-    shown = {k: v for k, v in figures.items() if k not in ("samples", "curve", "legs", "runs")}
-    environment.show(figures | record, arguments, shown)
-    return 0
+        return PARTS[arguments.part](arguments, Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    flags: dict[str, Any] = {"run": Path, "policy": Path, "name": str}
+    flags |= {"seeds": 3, "steps": 150, "questions": 100}
+    environment.run(__doc__, dict.fromkeys(PARTS, measure), environment.TRAINING, **flags)

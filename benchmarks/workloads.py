@@ -47,7 +47,6 @@ class Workload:
     sampling: SamplingConfig
     stop_token_ids: tuple[int, ...]
     drafters: Mapping[str, Callable[[Mapping[int, np.ndarray]], Drafter]]
-    history: RolloutCache = dataclasses.field(default_factory=RolloutCache)
 
 
 def policy(folder: Path) -> tuple[ModelConfig, transformer.Params]:
@@ -103,7 +102,7 @@ def tiny(
 
     drafters = {n: union(n) for n in parts}
     drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
-    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters, store)
+    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters)
 
 
 def _accepted(trajectory: Trajectory, answer_ids: Sequence[int]) -> bool:
@@ -156,18 +155,29 @@ def replay(
     )
     sampling = SamplingConfig(max_new_tokens=longest)
 
-    def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
-        return DrafterUnion([Replay(tokens, acceptance, model.vocab_size)])
-
-    drafters = {"replay": drafter}
+    drafters = {"replay": lambda known: replaying(known, acceptance, model.vocab_size)}
     return Workload(name, model, params, requests, sampling, (), drafters)
 
 
-class Replay(Drafter):
-    """Chains that follow the known tokens; each draft token is right with `acceptance`."""
+def replaying(known: Mapping[int, np.ndarray], *given: Any, **options: Any) -> Drafter:
+    """Return a drafter that replays known tokens."""
+    return DrafterUnion([Replay(known, *given, **options)])
 
-    def __init__(self, tokens: Mapping[int, np.ndarray], acceptance: float, vocab: int) -> None:
-        self._acceptance = acceptance
+
+class Replay(Drafter):
+    """Chains that follow the known tokens; each draft token is right with `acceptance`.
+
+    It says that they are right with `promised`, if that is given.
+    """
+
+    def __init__(
+        self,
+        tokens: Mapping[int, np.ndarray],
+        acceptance: float,
+        vocab: int,
+        promised: float | None = None,
+    ) -> None:
+        self._promised = acceptance if promised is None else promised
         self.drafts: dict[int, np.ndarray] = {}
         for r, known in tokens.items():
             right = np.random.default_rng(r).random(len(known)) < acceptance
@@ -175,7 +185,7 @@ class Replay(Drafter):
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         out = no_drafts(len(live), max_nodes)
-        out.prob_AN[:] = self._acceptance ** np.arange(1, max_nodes + 1)
+        out.prob_AN[:] = self._promised ** np.arange(1, max_nodes + 1)
         out.parents_AN[:] = np.arange(-1, max_nodes - 1)
         done = (live.total_tokens_A - live.prompt_tokens_A).tolist()
         for a, request_id in enumerate(live.request_ids_A.tolist()):
@@ -186,25 +196,3 @@ class Replay(Drafter):
 
     def finished(self, live: LiveSlots) -> None:
         pass
-
-
-class Promising(Replay):
-    """As `Replay`, but it says that its draft tokens are right with `promised`."""
-
-    def __init__(
-        self, tokens: Mapping[int, np.ndarray], acceptance: float, promised: float, vocab: int
-    ) -> None:
-        super().__init__(tokens, acceptance, vocab)
-        self._promised = promised
-
-    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        out = super().propose(live, max_nodes_A, max_nodes)
-        out.prob_AN[:] = self._promised ** np.arange(1, max_nodes + 1)
-        return out
-
-
-def promising(
-    acceptance: float, promised: float, vocab: int
-) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-    """A maker of `Promising`."""
-    return lambda tokens: DrafterUnion([Promising(tokens, acceptance, promised, vocab)])

@@ -39,40 +39,25 @@ def model_config(shape: Shape) -> ModelConfig:
 def make_engine(
     shape: Shape, min_positions: int | None = None, model: ModelConfig | None = None
 ) -> Engine:
-    """An engine of one batch; its cache has the shape's size, or doubles from `min_positions`.
-
-    Without a `model` its policy is the shape's.
-    """
-    config = EngineConfig(
-        slots=shape.batch,
-        min_slots=shape.batch,
-        min_positions=min_positions or shape.cache,
-        prefill_rows=16,
-        prefill_chunk_tokens=shape.prompt,
-    )
+    """Return an engine of one batch; its cache has one size, or doubles from `min_positions`."""
+    prefill = {"prefill_rows": 16, "prefill_chunk_tokens": shape.prompt}
+    slots, positions = shape.batch, min_positions or shape.cache
+    config = EngineConfig(slots=slots, min_slots=slots, min_positions=positions, **prefill)
     return Engine(model or model_config(shape), config, dtype=jnp.dtype(shape.dtype))
 
 
 def make_requests(shape: Shape) -> list[Request]:
-    return [
-        Request(i, tuple(prompt), max_new_tokens=shape.new_tokens)
-        for i, prompt in enumerate(shape.prompts())
-    ]
+    prompts = enumerate(shape.prompts())
+    return [Request(i, tuple(p), max_new_tokens=shape.new_tokens) for i, p in prompts]
 
 
 def generate_batch(
     engine: Engine, params: Any, requests: list[Request], seed: int, greedy: bool
 ) -> list[Trajectory]:
-    """One batch; no end tokens, so that every response runs to its full length."""
-    return generate(
-        engine.model,
-        params,
-        requests,
-        SamplingConfig(temperature=0.0 if greedy else 1.0),
-        key=step_key(0, seed),
-        engine=engine,
-        stop_token_ids=(),
-    )
+    """Generate one batch without end tokens, so that every response has its full length."""
+    sampling = SamplingConfig(temperature=0.0 if greedy else 1.0)
+    options: Any = {"key": step_key(0, seed), "engine": engine, "stop_token_ids": ()}
+    return generate(engine.model, params, requests, sampling, **options)
 
 
 class Reprise:

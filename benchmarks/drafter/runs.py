@@ -11,13 +11,12 @@ import copy
 import dataclasses
 import statistics
 import time
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import environment, tiny_run
+from benchmarks import environment
 from models.transformer import Params
 from rl.config.loader import load
 from rl.drafter_training.spot_trainer import Span, SpotTrainer
@@ -32,7 +31,7 @@ from rl.loop.experiment import Inputs, TrainConfig, open_inputs
 from rl.loop.generation import System, prompts_at
 from rl.metrics.writer import Timings
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.trajectory import Request, Trajectory
+from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine
 from spec.config import SamplingConfig
@@ -41,6 +40,7 @@ from spec.eagle.config import TreeConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, EagleWeights
 from spec.sampling import step_key
+from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
 SETTINGS = (
@@ -60,23 +60,16 @@ ROUNDS = EngineConfig(slots=32, min_slots=32, min_positions=384, max_nodes=64, m
 NUM_PROMPTS, GROUP = 8, 8
 
 
-@dataclasses.dataclass(frozen=True)
-class AcceptLengths:
-    """Accept lengths of drafters with the policy after some steps of training."""
-
-    first_steps: int
-    more_steps: int
-    trained: float  # from random weights, over the first steps
-    untrained: float
-    adaptive: float  # trained over all steps
-    frozen: float  # trained over the first steps only
-
-
 def accept_lengths(
-    first_steps: int, more_steps: int, *settings: str, seed: int = 0
-) -> tuple[AcceptLengths, list[dict[str, float]]]:
-    """Train a policy and its drafter, probing twice; return also the drafter's metrics by step."""
-    overrides = [*SETTINGS, *settings, f"Run.seed={seed}", f"Run.steps={first_steps + more_steps}"]
+    first_steps: int, more_steps: int
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Train a policy and its drafter, probing twice; return also the drafter's metrics by step.
+
+    Accept lengths are those of a drafter `trained` over the first steps and `untrained`, with the
+    policy after these; and `adaptive`, trained over all steps, and `frozen` after the first ones,
+    with the last policy.
+    """
+    overrides = [*SETTINGS, f"Run.steps={first_steps + more_steps}"]
     config = load(TrainConfig, [CONFIG], overrides)
     inputs = open_inputs(config)
     with tiny_run.opened(config, inputs) as (system, state):
@@ -93,7 +86,7 @@ def accept_lengths(
         found["frozen"] = probe.accept_length(frozen)
     names = ("drafter/accuracy_top1", "drafter/accuracy_top3", "drafter/agreement", "reward")
     curve = [{n: round(float(row[n]), 4) for n in names if n in row} for row in (*rows, *more)]
-    return AcceptLengths(first_steps, more_steps, **found), curve
+    return found, curve
 
 
 def _train(
@@ -165,14 +158,9 @@ class SpotTeam:
         self.engines = [Engine(inputs.model, engine, feature_layers=()) for _ in range(workers)]
         shape = eagle.config_for(inputs.model)
         start = EagleWeights(shape, eagle.init(shape, jax.random.key(0)))
-        self.trainer = DrafterTrainer(
-            config.drafter,
-            config.drafter_training,
-            LearnedDrafter(start, config.drafter.tree),
-            DataBuffer(config.data_buffer),
-            seed=0,
-            temperature=1.0,
-        )
+        learned, buffer = LearnedDrafter(start, config.drafter.tree), DataBuffer(config.data_buffer)
+        given = config.drafter, config.drafter_training, learned, buffer
+        self.trainer = DrafterTrainer(*given, seed=0, temperature=1.0)
         self.spot = SpotTrainer(self.trainer, 1, time.perf_counter)
         sched = SchedConfig(policy="seer", workers=workers, chunk_tokens=64)
         self._team = MultiEngine(self.engines, sched, spot=self.spot)
@@ -186,15 +174,11 @@ class SpotTeam:
         examples = self._rng.integers(0, len(inputs.task), num_prompts).tolist()
         prompts = [inputs.encode(inputs.task[i], self._config.task) for i in examples]
         self.spot.prepare(self._params, number)
-        spec = RolloutSpec(
-            self._params,
-            SamplingConfig(max_new_tokens=256),
-            step_key(7, number),
-            inputs.model.eos_token_ids,
-            sink=BufferSink(self.trainer.buffer, number),
-        )
+        sampling, sink = SamplingConfig(max_new_tokens=256), BufferSink(self.trainer.buffer, number)
+        stops = inputs.model.eos_token_ids
+        spec = RolloutSpec(self._params, sampling, step_key(7, number), stops, sink=sink)
         requests = [Request(4 * g + i, p, g, i) for g, p in enumerate(prompts) for i in range(4)]
-        self._team.run(spec, requests, on_finish=partial(_note, ended_s))
+        self._team.run(spec, requests, on_finish=lambda _: ended_s.append(time.perf_counter()))
         return self.spot.take_spans(), ended_s[-1]
 
 
@@ -207,11 +191,11 @@ def preemption_waits(
         found, ended_s = team.rollout(number)
         spans += found
         waits_s.append(max([0.0, *(s.ended_s - ended_s for s in found)]))
-    taken = {
-        kind: statistics.median([s.ended_s - s.began_s for s in spans if s.kind == kind])
+    gradient_s, update_s = (
+        statistics.median([s.ended_s - s.began_s for s in spans if s.kind == kind])
         for kind in ("gradient", "update")
-    }
-    step_s = config.drafter.micro_batches * taken["gradient"] + taken["update"]
+    )
+    step_s = config.drafter.micro_batches * gradient_s + update_s
     waits = np.asarray(waits_s) / step_s
     return {
         "preemption_wait_steps": round(float(np.quantile(waits, 0.99)), 4),
@@ -234,13 +218,7 @@ def spot_rollout(
     spans, ended_s = team.rollout(1, num_prompts=8)
     rounds = [(i, r) for i, engine in enumerate(team.engines) for r in engine.stats.timeline]
     first_s = min(r.began_s for _, r in rounds)
-    moved = [
-        dataclasses.replace(s, began_s=s.began_s - first_s, ended_s=s.ended_s - first_s)
-        for s in spans
-    ]
+    ends = ({"began_s": s.began_s - first_s, "ended_s": s.ended_s - first_s} for s in spans)
+    moved = [dataclasses.replace(s, **at) for s, at in zip(spans, ends, strict=True)]
     played = [(i, r.began_s - first_s, r.ended_s - r.began_s) for i, r in rounds]
     return played, moved, ended_s - first_s
-
-
-def _note(ended_s: list[float], _: Trajectory) -> None:
-    ended_s.append(time.perf_counter())

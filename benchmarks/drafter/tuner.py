@@ -12,12 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.turns import in_turns
 from models.transformer import Params
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
@@ -51,7 +53,6 @@ TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4))
 TREE = TreeConfig(max_depth=4, top_k=2)
 SOURCES = ("history", "group", "own", "learned")
 PROMPTS, GROUP = 6, 8
-WARM_TURNS, TURNS = 3, 21
 TRAINING_STEPS = 300
 GAP_REQUESTS = 4  # the range of few requests
 
@@ -64,37 +65,22 @@ class _Ground:
         self._inputs = inputs
         self.engine = Engine(inputs.model, ENGINE, feature_layers=())
         shape = eagle.config_for(inputs.model)
-        self.learned = LearnedDrafter(
-            EagleWeights(shape, eagle.init(shape, jax.random.key(0))), TREE
-        )
+        weights = EagleWeights(shape, eagle.init(shape, jax.random.key(0)))
+        self.learned, self.cache = LearnedDrafter(weights, TREE), RolloutCache()
         self.prompts = [inputs.encode(inputs.task[i], config.task) for i in range(PROMPTS)]
         self.keys = [f"p{i}" for i in range(PROMPTS)]
-        self.cache = RolloutCache()
         options = dataclasses.replace(config.drafter, micro_batches=1, batch_rows=4)
-        trainer = DrafterTrainer(
-            options,
-            config.drafter_training,
-            self.learned,
-            DataBuffer(config.data_buffer),
-            seed=0,
-            temperature=1.0,
-        )
+        given = options, config.drafter_training, self.learned, DataBuffer(config.data_buffer)
+        trainer = DrafterTrainer(*given, seed=0, temperature=1.0)
         trainer.begin(1)
         past = self.run(step_key(50, 0), sink=BufferSink(trainer.buffer, 1))
-        remember(
-            self.cache,
-            self.keys,
-            [dataclasses.replace(t, reward=1.0) for t in past],
-            scored=False,
-        )
+        past = [dataclasses.replace(t, reward=1.0) for t in past]
+        remember(self.cache, self.keys, past, scored=False)
         trainer.run_steps(TRAINING_STEPS, trainer.context(self.engine, params))
         trainer.publish()
-        reach = Reach(
-            PROMPTS * GROUP,
-            max(map(len, self.prompts)),
-            speculative=True,
-            drafters={LEARNED: self.learned},
-        )
+        drafters: DeviceDrafters = {LEARNED: self.learned}
+        longest = max(map(len, self.prompts))
+        reach = Reach(PROMPTS * GROUP, longest, speculative=True, drafters=drafters)
         compile_buckets.warm_up(self.engine, params, self.sampling, reach)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rounds.json"
@@ -119,45 +105,36 @@ class _Ground:
         return speculation
 
 
-def tuner(inputs: Inputs, params: Params, config: TrainConfig) -> dict[str, Any]:
-    """Rollout tokens a second with all drafters under the tuner, over the best of each alone."""
+def tuner(inputs: Inputs, params: Params, config: TrainConfig, *, turns: int) -> dict[str, Any]:
+    """Return the speed with all drafters under the tuner, over the best of each alone."""
     ground = _Ground(inputs, params, config)
     ways = {name: ground.speculation((name,)) for name in SOURCES}
     ways["all"] = ground.speculation(SOURCES)
-    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "plain")}
-    tokens, same = 0, True
-    for turn in range(WARM_TURNS + TURNS):
-        key, found = step_key(51, turn), dict[str, list[Trajectory]]()
-        names = list(seconds)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            options: dict[str, Any] = {}
-            if name != "plain":
-                options = {"drafts": ways[name].drafter_factory(ground.keys, ground.prompts)}
-            began_s = time.perf_counter()
-            found[name] = ground.run(key, **options)
-            if turn >= WARM_TURNS:
-                seconds[name].append(time.perf_counter() - began_s)
-        tokens = sum(t.num_tokens for t in found["plain"])
-        same &= all(_equal(found["plain"], got) for got in found.values())
-    assert tokens
-    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    found: dict[str, list[list[int]]] = {name: [] for name in (*ways, "plain")}  # by turn
+
+    def phase(name: str) -> float:
+        options: dict[str, Any] = {}
+        if name != "plain":
+            options = {"drafts": ways[name].drafter_factory(ground.keys, ground.prompts)}
+        began_s = time.perf_counter()
+        done = ground.run(step_key(51, len(found[name])), **options)
+        seconds = time.perf_counter() - began_s
+        found[name].append([token for t in done for token in t.response_ids.tolist()])
+        return seconds
+
+    seconds = in_turns({name: partial(phase, name) for name in found}, turns)
+    medians = {name: float(np.median(s)) for name, s in seconds.items()}
     best = min(SOURCES, key=medians.__getitem__)
-    ratios = [b / a for a, b in zip(seconds["all"], seconds[best], strict=True)]
     for way in ways.values():
         way.__exit__()
     return {
-        "tuner_ratio": round(statistics.median(ratios), 4),
+        "tuner_ratio": round(float(np.median(seconds[best] / seconds["all"])), 4),
         "tuner_best_single": best,
         "tuner_over_plain": round(medians["plain"] / medians["all"], 4),
         "tuner_rollout_s": {name: round(s, 4) for name, s in medians.items()},
-        "tuner_tokens_same": same,
+        "tuner_tokens_same": all(tokens == found["plain"] for tokens in found.values()),
         **_gap(ground),
     }
-
-
-def _equal(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> bool:
-    pairs = zip(ours, theirs, strict=True)
-    return all(a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs)
 
 
 class _Forced(BanditBudget):

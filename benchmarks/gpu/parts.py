@@ -6,8 +6,10 @@ of the plain run, each correct with probability `ACCEPTANCE`.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,109 +18,149 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bf16_flips, speculation, workloads
-from benchmarks.gpu.sizes import (
-    SIZES,
-    Row,
-    Rows,
-    Size,
-    accelerator,
-    in_turns,
-    num_weights,
-    random_weights,
-    summary,
-    timed,
-)
-from benchmarks.rounds import NO_STOP_E, busy
-from models import page_attention, row_attention
+from benchmarks.rounds import Rounds, busy
+from benchmarks.turns import in_turns
+from models import page_attention, row_attention, transformer
 from models.attention import Packing
+from models.config import ModelConfig
 from models.paged_cache import PagedCache
+from models.params import leaves, param_specs
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.learner import trainer
 from rl.learner.config import TrainerConfig, TrainSpec
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.trajectory import FinishReason, Trajectory
+from sched.simulator.roofline import ACCELERATORS, Accelerator
 from spec.budget.goodput import Goodput
 from spec.config import SamplingConfig
 from spec.drafter import no_drafts
-from spec.drawn import by_slot, unpack
-from spec.nodes import pack
-from spec.verify import Slots, decode_rounds, verify_round
 
-__all__ = ["PARTS", "SIZES"]
+Row = dict[str, Any]
+Rows = Iterator[Row]
 ACCEPTANCE = 0.75  # of a draft token
 CALLS = 8  # launched without waiting, which hides the host's part of a call
 KERNEL = "mosaic_gpu"  # a Mosaic GPU kernel's name in a lowered program
 GROUP = 4  # responses to a prompt; together they fill a row
 REMATS = ("layer", "dots")
+_OPTIONS: Any = {"qk_norm": True, "tied_embeddings": True}
+# Qwen3-0.6B's published configuration; the weights are random
+QWEN3_0_6B = ModelConfig(
+    *("qwen3", 151936, 1024, 28, 16, 8, 128, 3072),
+    rope_theta=1e6,
+    max_positions=40960,
+    **_OPTIONS,
+)
+TINY_POLICY = ModelConfig(*("qwen3", 64, 32, 1, 2, 1, 16, 64), max_positions=512, **_OPTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The sizes of all parts; a gradient step has `train_rows` of `row_tokens`."""
+
+    name: str = "real"
+    model: ModelConfig = QWEN3_0_6B
+    dtype: str = "bfloat16"
+    slots: int = 64
+    live_positions: tuple[int, ...] = (2048, 8192)  # of each slot
+    page_tokens: int = 128
+    heads: tuple[int, int, int] = (32, 8, 128)  # query and key/value heads, and size, of an 8B
+    attention_rows: tuple[int, int] = (2, 8192)  # rows and tokens of a row
+    baseline: str = "cudnn"  # the implementation of `jax.nn.dot_product_attention`
+    prompt_tokens: int = 128
+    new_tokens: int = 512  # of the longest response
+    row_tokens: int = 4096
+    train_rows: int = 4
+    flip_tokens: int = 192
+    flip_seeds: int = 2
+    repeats: int = 7
+    node_count: int = 8  # of a slot
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        cache: Any = {"cache": "pages", "page_tokens": self.page_tokens}
+        slots, nodes = self.slots, self.node_count
+        return EngineConfig(slots=slots, min_slots=slots, max_nodes=nodes, **cache)
+
+
+_TINY: Any = {
+    **{"slots": 4, "live_positions": (16, 48), "page_tokens": 16, "heads": (4, 2, 16)},
+    **{"attention_rows": (1, 96), "baseline": "xla", "prompt_tokens": 6, "new_tokens": 16},
+    **{"row_tokens": 64, "train_rows": 2, "flip_tokens": 16, "flip_seeds": 1},
+    **{"repeats": 5, "node_count": 4},
+}
+SIZES = {"real": Size(), "tiny": Size("tiny", TINY_POLICY, "float32", **_TINY)}
+
+
+def accelerator(kind: str | None = None) -> Accelerator | None:
+    """Return the figures of a device by jax's name: "NVIDIA H100 80GB HBM3" is an H100."""
+    kind = kind or jax.devices()[0].device_kind
+    found = [device for name, device in ACCELERATORS.items() if re.search(rf"\b{name}\b", kind)]
+    return found[0] if found else None
+
+
+def num_weights(model: ModelConfig) -> int:
+    """Count the weights that products read, hence not embeddings that are only looked up."""
+    numbers = sum(int(np.prod(spec.shape)) for spec in leaves(param_specs(model)))
+    return numbers if model.tied_embeddings else numbers - model.vocab_size * model.d_model
+
+
+def random_weights(model: ModelConfig, dtype: str) -> transformer.Params:
+    params = transformer.init(model, jax.random.key(0))
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def timed(call: Callable[[], Any], calls: int = 1) -> float:
+    """Return the mean seconds of calls that are launched without waiting."""
+    began_s = time.perf_counter()
+    found = [call() for _ in range(calls)]
+    jax.block_until_ready(found)
+    return (time.perf_counter() - began_s) / calls
+
+
+def summary(seconds_T: np.ndarray, other_T: np.ndarray | None = None, name: str = "") -> Row:
+    """Return the median in ms with its quartiles, and the median of ratios to another kind."""
+
+    def rounded(x: Any) -> float:
+        return float(f"{float(x):.4g}")
+
+    quartiles = [rounded(x) for x in 1e3 * np.quantile(seconds_T, [0.25, 0.75])]
+    row: Row = {"ms": rounded(1e3 * np.median(seconds_T)), "ms_quartiles": quartiles}
+    row["repeats"] = len(seconds_T)
+    return row if other_T is None else row | {name: rounded(np.median(seconds_T / other_T))}
 
 
 # --- rounds -------------------------------------------------------------------------------
 
 
-class Rounds:
-    """A policy's pages of random keys and values, with plain and verifying rounds on them."""
-
-    def __init__(self, size: Size, live: int) -> None:
-        self.size, B, N = size, size.slots, size.node_count
-        config = EngineConfig(
-            slots=B,
-            min_slots=B,
-            max_nodes=N,
-            rounds_per_fetch=N,
-            cache="pages",
-            page_tokens=size.page_tokens,
-        )
-        self.live = live
-        self.engine = Engine(size.model, config, dtype=size.dtype)
-        self.engine.expect(B, live + N + 1)
-        [positions] = self.engine.round_positions(B)
-        self.params = random_weights(size.model, size.dtype)
-        cache = self.engine.full_cache(B, positions)
-        assert isinstance(cache, PagedCache)
-        self.state: list[Any] = [filled(cache), self.engine.empty_pending(B)]
-        self.plain_BN = self.plain(self.slots())
-        drafts = no_drafts(B, N - 1)
-        drafts.tokens_AN[:] = self.plain_BN[:, :-1]
-        drafts.parents_AN[:] = np.arange(-1, N - 2)
-        drafts.count_A[:] = N - 1
-        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, B * N, N)
-
-    def slots(self) -> Slots:
-        return jax.block_until_ready(busy(self.size.slots, 2 * self.live))
-
-    def seconds(self, run: Callable[[Slots], Any]) -> float:
-        slots = self.slots()  # not part of a round's seconds
-        return timed(lambda: run(slots))
-
-    def plain(self, slots: Slots) -> np.ndarray:
-        """Run the plain rounds of one fetch; returns the tokens, [B, rounds]."""
-        N, options = np.int32(self.size.node_count), self.engine.decode_options("cdf")
-        *self.state, _, drawn = decode_rounds(
-            self.params, *self.state, slots, NO_STOP_E, N, np.int32(self.size.slots), **options
-        )
-        return unpack(drawn)[0].T
-
-    def verify(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
-        """Run a round that verifies the plain tokens; returns tokens [B, N] and counts [B]."""
-        B, M = self.size.slots, self.nodes_5M.shape[1]
-        options = self.engine.verify_options("cdf", B, M)
-        *self.state, _, drawn, _ = verify_round(
-            self.params, *self.state, slots, self.nodes_5M, NO_STOP_E, None, **options
-        )
-        tokens_BN, _, count_B, _ = by_slot(*unpack(drawn), self.nodes_5M[1], B)
-        return tokens_BN, count_B
+def paged_rounds(size: Size, live: int) -> tuple[Rounds, np.ndarray, np.ndarray]:
+    """Return rounds on pages of random keys and values, plain tokens [B, N], and their nodes."""
+    B, N = size.slots, size.node_count
+    config = dataclasses.replace(size.engine_config, rounds_per_fetch=N)
+    engine, params = (
+        Engine(size.model, config, dtype=size.dtype),
+        random_weights(size.model, size.dtype),
+    )
+    bench = Rounds(engine, params, live)
+    bench.state[0] = filled(bench.state[0])
+    plain_BN, drafts = bench.plain(busy(B, live)), no_drafts(B, N - 1)
+    drafts.tokens_AN[:] = plain_BN[:, :-1]
+    drafts.parents_AN[:] = np.arange(-1, N - 2)
+    drafts.count_A[:] = N - 1
+    return bench, plain_BN, bench.pack(drafts, B * N)
 
 
 def filled(cache: PagedCache) -> PagedCache:
     """Fill all pages in place with random numbers: zeros would be faster than real values."""
 
-    def fill(x: jax.Array, seed: int) -> jax.Array:
-        return _repeat(jax.random.normal(jax.random.key(seed), x.shape[1:], x.dtype), x)
+    def fill(pages: tuple[jax.Array, ...], seed: int) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), len(pages))
+        return tuple(
+            _repeat(jax.random.normal(k, x.shape[1:], x.dtype), x)
+            for k, x in zip(keys, pages, strict=True)
+        )
 
-    keys = tuple(fill(x, 2 * i) for i, x in enumerate(cache.keys))
-    values = tuple(fill(x, 2 * i + 1) for i, x in enumerate(cache.values))
-    return PagedCache(keys, values, cache.features, cache.table_BN, cache.feature_layers)
+    return dataclasses.replace(cache, keys=fill(cache.keys, 0), values=fill(cache.values, 1))
 
 
 def _broadcast(page: jax.Array, pages: jax.Array) -> jax.Array:
@@ -136,16 +178,17 @@ def rounds(size: Size) -> Rows:
     """
     device, N, model = accelerator(), size.node_count, size.model
     for live in size.live_positions:
-        bench = Rounds(size, live)
-        verified_BN, count_B = bench.verify(bench.slots())
+        bench, plain_BN, nodes_5M = paged_rounds(size, live)
+        verified_BN, count_B = bench.verify(busy(size.slots, live), nodes_5M)
         emitted_BN = np.arange(verified_BN.shape[1]) < count_B[:, None]
-        plain_BN = bench.plain_BN[:, : verified_BN.shape[1]]
-        differ = int(((verified_BN != plain_BN) & emitted_BN).sum())
+        differ = (verified_BN != plain_BN[:, : verified_BN.shape[1]]) & emitted_BN
         kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size.slots * live
-        floor_s = (num_weights(model) + kv) * size.itemsize / device.bytes_per_s if device else None
+        num_bytes = (num_weights(model) + kv) * jnp.dtype(size.dtype).itemsize
+        floor_s = num_bytes / device.bytes_per_s if device else None
+        verify = partial(bench.verify, nodes_5M=nodes_5M)
         kinds = {
             "plain": lambda bench=bench: bench.seconds(bench.plain) / N,
-            "verify": lambda bench=bench: bench.seconds(bench.verify),
+            "verify": partial(bench.seconds, verify),
         }
         seconds = in_turns(kinds, size.repeats)
         for name, seconds_T in seconds.items():
@@ -153,9 +196,9 @@ def rounds(size: Size) -> Rows:
             row: Row = {"round": name, "slots": size.slots, "live_positions": live}
             row["nodes"] = size.slots * (1 if is_plain else N)
             row |= summary(seconds_T, seconds["plain"], "to_plain") | to_floor(seconds_T, floor_s)
-            row["tokens"] = bench.plain_BN.size if is_plain else int(count_B.sum())
-            yield row if is_plain else row | {"tokens_that_differ": differ}
-        del bench, kinds  # the next pages need the memory
+            row["tokens"] = plain_BN.size if is_plain else int(count_B.sum())
+            yield row if is_plain else row | {"tokens_that_differ": int(differ.sum())}
+        del bench, kinds, verify  # the next pages need the memory
 
 
 def to_floor(seconds_T: np.ndarray, floor_s: float | None) -> Row:
@@ -284,14 +327,7 @@ def rollouts(size: Size) -> Rows:
     params = random_weights(size.model, size.dtype)
     shape = size.slots, size.new_tokens, ACCEPTANCE, size.prompt_tokens
     work = workloads.replay("synthetic", size.model, params, *shape)
-    config = EngineConfig(
-        slots=size.slots,
-        min_slots=size.slots,
-        max_nodes=size.node_count,
-        min_positions=size.prompt_tokens,
-        cache="pages",
-        page_tokens=size.page_tokens,
-    )
+    config = dataclasses.replace(size.engine_config, min_positions=size.prompt_tokens)
     bench = speculation.open_bench(work, config)
     plain = {t.request_id: t.response_ids for t in bench.phase()}
     differ = {"plain": 0, "speculative": 0}
@@ -323,20 +359,17 @@ def random_responses(size: Size) -> list[Trajectory]:
     """Return random responses; a group of `GROUP` fills a row."""
     rng, P, V = np.random.default_rng(0), size.row_tokens // 16, size.model.vocab_size
     n = (size.row_tokens - P + 1) // GROUP
-    logprobs, prompts_GP = np.full(n, -np.log(V)), rng.integers(0, V, (size.train_rows, P))
+    logprobs, zeros_T = np.full(n, -np.log(V), np.float32), np.zeros(n, np.int32)
+    prompts_GP = rng.integers(0, V, (size.train_rows, P)).astype(np.int32)
     return [
         Trajectory(
-            request_id=g * GROUP + i,
-            group_id=g,
-            sample_index=i,
-            prompt_ids=prompt_P.astype(np.int32),
-            response_ids=rng.integers(0, V, n).astype(np.int32),
-            logprobs=logprobs.astype(np.float32),
-            policy_versions=np.zeros(n, np.int32),
-            origins=np.zeros(n, np.uint8),
+            *(g * GROUP + i, g, i, prompt_P, rng.integers(0, V, n).astype(np.int32)),
+            logprobs=logprobs,
+            policy_versions=zeros_T,
+            origins=zeros_T.astype(np.uint8),
             finish_reason=FinishReason.LENGTH,
             reward=float(i % 2),
-            emission_logprobs=logprobs.astype(np.float32),
+            emission_logprobs=logprobs,
         )
         for g, prompt_P in enumerate(prompts_GP)
         for i in range(GROUP)

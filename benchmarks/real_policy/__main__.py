@@ -7,7 +7,7 @@ record is written after each part.
 from __future__ import annotations
 
 import argparse
-import sys
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from benchmarks.real_policy.ground import Ground, Sizes
 from benchmarks.real_policy.questions import KINDS
 from models.params import num_params
 
-PACKAGES = ("jax", "jaxlib", "numpy", "numba", "optax", "transformers", "reasoning-gym")
 COOLER = 0.6  # a temperature
 FLIP_SEEDS = 2
 PARTS = {
@@ -42,24 +41,14 @@ def flips(ground: Ground) -> dict[str, Any]:
     return {"responses": FLIP_SEEDS * len(requests)} | figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--policy", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--name", help="of the policy in the result; default: its folder's")
-    parser.add_argument("--questions", choices=tuple(KINDS), default="chat", help="their kind")
-    parser.add_argument("--parts", nargs="+", choices=("parity", *PARTS), default=tuple(PARTS))
-    parser.add_argument("--torch_python", help="interpreter that has torch and transformers")
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not arguments.policy:
+        raise SystemExit("expected --policy, the folder of a policy, got none")
     if "parity" in arguments.parts and not arguments.torch_python:
-        print("parity: expected --torch_python PATH, got none", file=sys.stderr)
-        return 2
-    hidden = ("--policy", "--torch_python")
-    record = environment.record("benchmarks.real_policy", PACKAGES, hidden=hidden)
-    ground = Ground(arguments.policy, arguments.questions, Sizes())
-    sizes = ground.sizes
-    result = {
-        "benchmark": "real_policy",
+        raise SystemExit("parity: expected --torch_python PATH, got none")
+    sizes = Sizes(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Sizes)})
+    ground = Ground(arguments.policy, arguments.kind, sizes)
+    result: dict[str, Any] = {
         "policy": arguments.name or ground.folder.name,
         "parameters": num_params(ground.model),
         "questions": {
@@ -69,17 +58,25 @@ def main() -> int:
             "new_tokens": sizes.new_tokens,
         },
     }
+    parts = PARTS | {"parity": lambda ground: parity.measure(ground, str(arguments.torch_python))}
     for part in arguments.parts:
         start_s = time.perf_counter()
-        if part == "parity":
-            result[part] = parity.measure(ground, arguments.torch_python)
-        else:
-            result[part] = PARTS[part](ground)
-        print(f"{part}: {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
-        environment.write(result | record, arguments)
-    environment.show(result | record, arguments, result)
-    return 0
+        result[part] = parts[part](ground)
+        environment.progress(f"{part}: {time.perf_counter() - start_s:.0f} s")
+        environment.write(result | arguments.record(), arguments)
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    environment.run(
+        __doc__,
+        measure,
+        (*environment.TRAINING, "transformers"),
+        {"parts": ("parity", *PARTS), "kind": tuple(KINDS)},
+        policy=Path,
+        torch_python=Path,
+        name=str,
+        kind="chat",
+        parts=tuple(PARTS),
+        **dataclasses.asdict(Sizes()),
+    )

@@ -7,28 +7,35 @@ accepts a path of a tree of at most `BUDGET_NODES` draft tokens, and one more to
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.draft_texts import Group
-from benchmarks.drafts import BUDGET_NODES, replay
 from benchmarks.real_policy.ground import Ground
 from rl.trajectory import Trajectory
 from spec.budget.union import DrafterUnion
-from spec.drafter import Drafter
+from spec.drafter import Drafter, LiveSlots
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, build_index
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
-DEPTHS = 8
+BUDGET_NODES, DEPTHS = 16, 8
 RATE = 1e-5  # of the update between the epochs
 RESAMPLES = 2000
 
 Makers = Mapping[str, Callable[[], Drafter]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Texts that share a prompt of `prompt_tokens`; each has the prompt, then its response."""
+
+    texts: list[np.ndarray]
+    prompt_tokens: int
 
 
 def measure(ground: Ground, temperature: float) -> dict[str, Any]:
@@ -82,7 +89,6 @@ def measure_sources(
     sets = [q.of.name for q in ground.questions]
     rows = {}
     for name in names:
-        replay(groups[0], drafters[0][name])  # compiles
         accepted = [
             accepted_tokens(group, made[name]) for group, made in zip(groups, drafters, strict=True)
         ]
@@ -93,10 +99,47 @@ def measure_sources(
 
 
 def accepted_tokens(group: Group, make: Callable[[], Drafter]) -> np.ndarray:
-    """Return the accepted draft tokens of every round of every response to one question."""
-    accepted: list[int] = []
-    replay(group, make, on_lookup=accepted.append)
+    """Return the accepted draft tokens of every round of every response to one question.
+
+    Texts grow together: each round each takes the right tokens of its draft, and one more.
+    """
+    drafter, accepted, A = make(), list[int](), len(group.texts)
+    ends_A = np.array([len(t) for t in group.texts], np.int32)
+    tokens_BL = np.zeros((A, ends_A.max()), np.int32)
+    for a, text in enumerate(group.texts):
+        tokens_BL[a, : len(text)] = text
+    totals_A = np.full(A, group.prompt_tokens + 1, np.int32)
+
+    def live(rows_A: np.ndarray) -> LiveSlots:
+        zeros_A = np.zeros(len(rows_A), np.int64)
+        ids = rows_A.astype(np.int32), rows_A.astype(np.int64), zeros_A
+        prompts_A, left_A = zeros_A.astype(np.int32) + group.prompt_tokens, ends_A - totals_A
+        return LiveSlots(*ids, prompts_A, totals_A[rows_A], left_A[rows_A], tokens_BL)
+
+    while (alive_A := np.flatnonzero(totals_A < ends_A)).size:
+        slots = live(alive_A)
+        room_A = np.minimum(slots.remaining_tokens_A, BUDGET_NODES).astype(np.int32)
+        drafts = drafter.propose(slots, room_A, BUDGET_NODES)
+        drafter.committed(slots)
+        for i, a in enumerate(alive_A.tolist()):
+            n = int(drafts.count_A[i])
+            tokens, parents = drafts.tokens_AN[i, :n].tolist(), drafts.parents_AN[i, :n].tolist()
+            accepted.append(accepted_by_walk(tokens, parents, group.texts[a][totals_A[a] :]))
+            totals_A[a] = min(totals_A[a] + accepted[-1] + 1, ends_A[a])
+        if (ended_A := alive_A[totals_A[alive_A] >= ends_A[alive_A]]).size:
+            drafter.finished(live(ended_A))
     return np.asarray(accepted, np.int64)
+
+
+def accepted_by_walk(tokens: Sequence[int], parents: Sequence[int], coming: np.ndarray) -> int:
+    """Return how many draft tokens of a tree (parents −1 at its root) equal the coming ones."""
+    at, right = -1, 0
+    for token in coming.tolist():
+        children = (i for i, t in enumerate(tokens) if parents[i] == at and t == token and i > at)
+        if (found := next(children, None)) is None:
+            break
+        at, right = found, right + 1
+    return right
 
 
 def as_group(done: Sequence[Trajectory]) -> Group:

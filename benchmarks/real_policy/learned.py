@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.drafts import BUDGET_NODES
-from benchmarks.real_policy.acceptance import summary
+from benchmarks.real_policy.acceptance import BUDGET_NODES, summary
 from benchmarks.real_policy.ground import Ground
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
@@ -76,14 +75,14 @@ def measure(ground: Ground) -> dict[str, Any]:
     after = training.evaluate(unseen)
     rows["trained"] = _drafted(ground, training.drafter, held_out)
     names = ("accuracy_top1", "accuracy_top3", "loss")
+    looks = {"before": before, "after": after}
     return {
         "steps": STEPS,
         "step_tokens": config.step_tokens,
         "learned_tokens": sum(len(r.tokens) for r in learned),
         "held_out_questions": len(held_out),
         "draft_vocabulary": start.config.draft_vocab_size or ground.model.vocab_size,
-        "before": {n: round(before[n], 4) for n in names},
-        "after": {n: round(after[n], 4) for n in names},
+        **{look: {n: round(found[n], 4) for n in names} for look, found in looks.items()},
         "rows": rows,
     }
 

@@ -9,20 +9,15 @@ of 0 shows the effect of rounding alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.bf16_flips import scores
 from benchmarks.real_policy.acceptance import ratio
 from benchmarks.real_policy.ground import Ground, cached
-from models import transformer
-from models.config import ModelConfig
 from models.transformer import Params
 from rl.trajectory import Trajectory
-from spec import sampling
 from spec.config import Draw
 from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
@@ -43,30 +38,6 @@ class Scored(NamedTuple):
     drawn: np.ndarray
 
 
-@partial(jax.jit, static_argnames=("config", "scheme"))
-def _score(
-    params: Params,
-    tokens_RT: jax.Array,
-    position_RT: jax.Array,
-    ids_R: jax.Array,
-    key: jax.Array,
-    *,
-    config: ModelConfig,
-    scheme: Draw,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (log-prob, support, own draw) of each row's next token, each [R, T]."""
-    logits_RTV = transformer.logits(config, params, tokens_RT)
-    logits_XV = logits_RTV.reshape(-1, logits_RTV.shape[-1])
-    keys_X = sampling.position_keys(sampling.request_keys(key, ids_R), position_RT).reshape(-1)
-    one_X = jnp.ones(len(logits_XV))
-    processed_XV = sampling.processed_logits(logits_XV, one_X, one_X.astype(jnp.int32) * 0, one_X)
-    mass = sampling.masses(processed_XV)
-    drawn_X, _ = sampling.draw(processed_XV, keys_X, one_X, scheme, mass)
-    targets_X = jnp.roll(tokens_RT, -1, axis=1).reshape(-1)
-    scores = *sampling.given_log_probs(logits_XV, processed_XV, mass, targets_X, one_X), drawn_X
-    return tuple(x.reshape(tokens_RT.shape) for x in scores)
-
-
 def verify(
     ground: Ground, params: Params, done: Sequence[Trajectory], draw: Draw
 ) -> dict[int, Scored]:
@@ -74,18 +45,11 @@ def verify(
     scored, key = {}, ground.rollout_spec(params, draw).key
     longest = max(len(t.prompt_ids) + t.num_tokens for t in done)
     for first in range(0, len(done), ROWS):
-        some = done[first : first + ROWS]
-        tokens_RT, position_RT = np.zeros((2, ROWS, longest), np.int32)
-        ids_R = np.zeros(ROWS, np.int32)
-        for r, t in enumerate(some):
-            tokens_RT[r, : len(t.prompt_ids) + t.num_tokens] = [*t.prompt_ids, *t.response_ids]
-            position_RT[r] = np.maximum(np.arange(longest) + 1 - len(t.prompt_ids), 0)
-            ids_R[r] = t.request_id
-        arrays = tokens_RT, position_RT, ids_R, key
-        scores = jax.device_get(_score(params, *arrays, config=ground.model, scheme=draw))
-        for r, t in enumerate(some):
-            at = slice(len(t.prompt_ids) - 1, len(t.prompt_ids) - 1 + t.num_tokens)
-            scored[t.request_id] = Scored(cached(t), *(x[r, at] for x in scores))
+        some = list(done[first : first + ROWS])
+        rows = some + [some[-1]] * (ROWS - len(some))  # one shape
+        found = scores(ground.model, params, rows, key, draw, length=longest)
+        for t, (drawn, logprobs, is_possible) in zip(some, found, strict=False):
+            scored[t.request_id] = Scored(cached(t), logprobs, is_possible, drawn)
     return scored
 
 

@@ -30,31 +30,29 @@ def _file(name: str) -> str:
     return f"jsonl:{ROOT / 'benchmarks' / 'data' / name}?answer="
 
 
+_GCD = "reasoning_gym:gcd?min_numbers=2&max_numbers=2&min_value=2&max_value="
+_SUM = "reasoning_gym:chain_sum?min_terms=2&min_digits=1&"
+_SPELL = "reasoning_gym:spell_backward?min_word_len=3&max_word_len="
 KINDS: dict[str, tuple[QuestionSet, ...]] = {
     "tiny": (
         QuestionSet(
             "arithmetic",
             (
-                "reasoning_gym:gcd?min_numbers=2&max_numbers=2&min_value=2&max_value=99",
-                "reasoning_gym:chain_sum?min_terms=2&max_terms=4&min_digits=1&max_digits=1",
+                _GCD + "99",
+                _SUM + "max_terms=4&max_digits=1",
                 "reasoning_gym:count_bits?min_n=1&max_n=127",
             ),
             "\n",
             extract="hash",
         ),
-        QuestionSet(
-            "words",
-            ("reasoning_gym:spell_backward?min_word_len=3&max_word_len=7",),
-            "\n",
-            extract="hash",
-        ),
+        QuestionSet("words", (_SPELL + "7",), "\n", extract="hash"),
     ),
     "chat": (
         QuestionSet(
             "arithmetic",
             (
-                "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2",
-                "reasoning_gym:gcd?min_numbers=2&max_numbers=2&min_value=2&max_value=30",
+                _SUM + "max_terms=2&max_digits=2",
+                _GCD + "30",
                 "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=3&min_digits=1&max_digits=2",
                 "reasoning_gym:products?min_terms=2&max_terms=2&min_digits=1&max_digits=1",
             ),
@@ -64,7 +62,7 @@ KINDS: dict[str, tuple[QuestionSet, ...]] = {
             "words",
             (
                 "reasoning_gym:letter_counting?min_words=3&max_words=6",
-                "reasoning_gym:spell_backward?min_word_len=3&max_word_len=5",
+                _SPELL + "5",
                 "reasoning_gym:word_sorting?min_words=3&max_words=4",
                 "reasoning_gym:sentence_reordering?min_words_in_sentence=3",
             ),

@@ -111,15 +111,12 @@ class Budgeted(RoundModel):
         return tuple((1 + total_L / np.maximum(counts, 1)).tolist())
 
     def _budget(self, worker_id: int) -> Budget:
-        budget = self._budgets.get(worker_id)
-        if budget is None:
+        def cost(requests: int, nodes: int) -> RoundCost:
+            return self._cost(requests, nodes, self.others(worker_id))
 
-            def cost(requests: int, nodes: int) -> RoundCost:
-                return self._cost(requests, nodes, self.others(worker_id))
-
-            budget = self._make_budget(CostTimes(cost, self._draft_s))
-            self._budgets[worker_id] = budget
-        return budget
+        if worker_id not in self._budgets:
+            self._budgets[worker_id] = self._make_budget(CostTimes(cost, self._draft_s))
+        return self._budgets[worker_id]
 
     def _make_drafts(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
         """Return placeholders for running requests: probabilities of their lanes, no tokens."""
@@ -139,13 +136,16 @@ class WindowMean:
     tokens: float
 
 
-def window_mean(p: float, found: float = 1.0) -> WindowMean:
+def window_mean(p: float, share_found: float = 1.0) -> WindowMean:
     """Return the stationary mean of `spec.budget.aimd` if draft tokens are each accepted with p.
 
-    Draft tokens are found with probability `found`; a request without any keeps its window and
-    decodes plainly.
+    Draft tokens are found with probability `share_found`; otherwise a request decodes plainly and
+    keeps its window.
     """
-    windows = np.array(_windows())
+    found = [START_TOKENS]
+    while (after := int(next_windows(*[np.array(found[-1:])] * 3)[0])) != found[-1]:
+        found.append(after)  # all windows that a request can grow to
+    windows = np.array(found)
     index = {int(w): i for i, w in enumerate(windows)}
     grown = next_windows(windows, windows, windows)
     reset = next_windows(windows, windows, np.zeros_like(windows))
@@ -162,18 +162,7 @@ def window_mean(p: float, found: float = 1.0) -> WindowMean:
             break
         share = mixed
     tokens = sum(s * sequential_tokens(p, int(w)) for s, w in zip(share, windows, strict=True))
-    return WindowMean(found * float(share @ windows), 1 + found * (float(tokens) - 1))
-
-
-def _windows() -> list[int]:
-    """Return all windows that a request can grow to, in ascending order."""
-    found = [START_TOKENS]
-    while True:
-        window = np.array([found[-1]])
-        (after,) = next_windows(window, window, window).tolist()
-        if after == found[-1]:
-            return found
-        found.append(after)
+    return WindowMean(share_found * float(share @ windows), 1 + share_found * (float(tokens) - 1))
 
 
 class Windowed(RoundModel):

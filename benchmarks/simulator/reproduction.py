@@ -22,10 +22,8 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,19 +32,12 @@ from benchmarks import environment
 from benchmarks.simulator import rhymerl, seer, specactor, tlt
 from benchmarks.simulator.experiment import Experiment, Figure
 
-PACKAGES = ("numpy",)
-PAPERS: dict[str, ModuleType] = {
-    "rhymerl": rhymerl,
-    "seer": seer,
-    "specactor": specactor,
-    "tlt": tlt,
-}
+PAPERS: dict[str, Any] = {"rhymerl": rhymerl, "seer": seer, "specactor": specactor, "tlt": tlt}
 EXPERIMENTS: dict[str, tuple[str, Experiment]] = {
     name: (paper, experiment)
     for paper, module in PAPERS.items()
     for name, experiment in module.EXPERIMENTS.items()
 }
-SEEDS = range(10)
 CALIBRATED, PREDICTED = "calibrated", "predicted"
 Nulls = Mapping[tuple[str, str], float]  # by paper and kind of figure
 
@@ -81,9 +72,8 @@ class Row:
         figure = self.figure
         row: dict[str, Any] = {"paper": self.paper, "workload": figure.workload, "row": figure.row}
         row |= {"role": self.role, "published": figure.published}
-        row |= {
-            name: round(getattr(self, name), 4) for name in ("simulated", "low", "high", "null")
-        }
+        names = ("simulated", "low", "high", "null")
+        row |= {name: round(getattr(self, name), 4) for name in names}
         return row if self.holds is None else row | {"holds": self.holds}
 
 
@@ -95,22 +85,17 @@ def gain_error(value: float, published: float) -> float:
 def figures_of(name: str) -> list[Figure]:
     """Return the published figures of an experiment."""
     paper, experiment = EXPERIMENTS[name]
-    figures: list[Figure] = PAPERS[paper].figures(experiment)
-    return figures
+    return list(PAPERS[paper].figures(experiment))
 
 
 def play(name: str, seed: int) -> dict[str, float]:
     """Return an experiment's simulated values."""
     paper, experiment = EXPERIMENTS[name]
-    values: dict[str, float] = PAPERS[paper].play(experiment, seed)
-    return values
+    return dict(PAPERS[paper].play(experiment, seed))
 
 
-def reproduce(
-    names: Iterable[str] = EXPERIMENTS, seeds: Sequence[int] = SEEDS, *, processes: int = 1
-) -> Iterator[Row]:
+def reproduce(names: Sequence[str], seeds: Sequence[int], *, processes: int = 1) -> Iterator[Row]:
     """Yield the rows of these experiments, each as soon as its seeds are played."""
-    names = list(names)
     tasks = [(name, seed) for name in names for seed in seeds]
     nulls = null_model(
         (EXPERIMENTS[name][0], figure) for name in EXPERIMENTS for figure in figures_of(name)
@@ -148,22 +133,18 @@ def rows_of(
 
 def constants() -> dict[str, dict[str, str]]:
     """Return the constants that no paper gives: {paper, or `all papers`: {name: values}}."""
-    out: dict[str, dict[str, set[str]]] = {}
+    found: dict[str, dict[str, set[str]]] = {}
     for paper, experiment in EXPERIMENTS.values():
-        physical = {
-            f"efficiency.{name}": value
-            for name, value in vars(experiment.instance.efficiency).items()
-        }
+        efficiency = vars(experiment.instance.efficiency).items()
+        physical = {f"efficiency.{name}": value for name, value in efficiency}
         physical["workload.group_share"] = experiment.workload.group_share
-        for title, values in (
-            ("all papers", physical),
-            (paper, PAPERS[paper].assumed(experiment)),
-        ):
+        assumed = PAPERS[paper].assumed(experiment)
+        for title, values in (("all papers", physical), (paper, assumed)):
             for name, value in values.items():
-                out.setdefault(title, {}).setdefault(name, set()).add(f"{value:g}")
+                found.setdefault(title, {}).setdefault(name, set()).add(f"{value:g}")
     return {
         title: {name: " / ".join(sorted(values)) for name, values in names.items()}
-        for title, names in out.items()
+        for title, names in found.items()
     }
 
 
@@ -173,41 +154,31 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     for role in (PREDICTED, CALIBRATED):
         mine = [row for row in rows if row.role == role]
         for kind, title in (("gain", "gain_error"), ("share", "share_error_points")):
-            of = [row for row in mine if row.figure.kind == kind]
-            if of:
-                for name, values in (
-                    (f"{role}_median_{title}", [row.error(row.simulated) for row in of]),
-                    (f"{role}_null_median_{title}", [row.error(row.null) for row in of]),
-                ):
-                    out[name] = round(statistics.median(values), 4)
+            if of := [row for row in mine if row.figure.kind == kind]:
+                errors = [[row.error(x) for x in (row.simulated, row.null)] for row in of]
+                median, null = np.median(errors, axis=0).round(4).tolist()
+                out |= {f"{role}_median_{title}": median, f"{role}_null_median_{title}": null}
                 out[f"{role}_rows_{title}"] = len(of)
-        orders = [row for row in mine if row.holds is not None]
-        if orders:
-            out[f"{role}_orderings"] = len(orders)
-            out[f"{role}_orderings_held"] = sum(bool(row.holds) for row in orders)
-            out[f"{role}_orderings_failed"] = [
-                f"{row.paper} {row.figure.workload}: {row.figure.row}"
-                for row in orders
-                if not row.holds
-            ]
+        if orders := [row for row in mine if row.holds is not None]:
+            failed = [row for row in orders if not row.holds]
+            names = [f"{row.paper} {row.figure.workload}: {row.figure.row}" for row in failed]
+            out |= {f"{role}_orderings": len(orders), f"{role}_orderings_failed": names}
+            out[f"{role}_orderings_held"] = len(orders) - len(failed)
     return out
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
-    record = environment.record("benchmarks.simulator.reproduction", PACKAGES)
-    start_s, rows = time.monotonic(), []
-    for row in reproduce(processes=arguments.processes):
-        rows.append(row)
-        print(row.as_json(), file=sys.stderr, flush=True)
-    shown = summary(rows) | {"wall_s": round(time.monotonic() - start_s, 1)}
-    content = {"rows": [row.as_json() for row in rows], "constants": constants()}
-    environment.show({"benchmark": "reproduction", **shown, **content, **record}, arguments, shown)
-    return 0
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    start_s, rows, names = time.monotonic(), list[dict[str, Any]](), arguments.experiments
+    found = []
+    for row in reproduce(names, range(arguments.seeds), processes=arguments.processes):
+        found.append(row)
+        rows.append(row.as_json())
+        environment.progress(rows[-1])
+    wall_s = round(time.monotonic() - start_s, 1)
+    return {**summary(found), "wall_s": wall_s, "rows": rows, "constants": constants()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    names, processes = tuple(EXPERIMENTS), os.cpu_count() or 1
+    flags = {"experiments": names, "seeds": 10, "processes": processes}
+    environment.run(__doc__, measure, ("numpy",), {"experiments": names}, **flags)

@@ -75,9 +75,8 @@ class StepSimulation(Simulation):
 
     def _steps_record(self) -> StepsRecord:
         self._run_to_end()
-        return StepsRecord(
-            **vars(self._record()), trained_s=self._trained_s, deferred=self._deferred
-        )
+        done: Any = {"trained_s": self._trained_s, "deferred": self._deferred}
+        return StepsRecord(**vars(self._record()), **done)
 
     def _advance(self, now_s: float, worker_id: int, version: int) -> None:
         if worker_id == TRAINER:
@@ -202,8 +201,8 @@ class AheadSimulation(StepSimulation):
         self._send(Submitted(tuple(self._resumed(spec) for spec in self._all[step])), now_s)
         if step + 1 < len(self._all):
             ahead = [
-                dataclasses.replace(spec, request_id=spec.request_id + AHEAD, ahead=True)
-                for spec in self._all[step + 1]
+                dataclasses.replace(x, request_id=x.request_id + AHEAD, ahead=True)
+                for x in self._all[step + 1]
             ]
             self._requests.update({spec.request_id: spec for spec in ahead})
             self._send(Submitted(tuple(ahead)), now_s)

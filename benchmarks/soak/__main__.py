@@ -10,9 +10,12 @@
 | processes | several processes of one run, resumed by fewer | processes.json |
 | saves | memory after 300 saves, and of one with 1 GiB of spilled rollouts | save_memory.json |
 | roles | memory of every program of a run on Ray over 300 steps | role_memory.json |
+| pages | 20,000 random rollouts with few pages, on a device of hashes | page_soak.json |
+| hostile | hostile configurations, folders and answers | hostile.json |
 
 Runs with a fault are compared with a run without it, bit by bit. The exit status is 1 if they
-differ. `lose`, `saves` and `roles` need Linux (/proc).
+differ. `lose`, `saves` and `roles` need Linux (/proc). `--count` is of kills, saves, steps or
+rollouts, and of hostile cases of each class.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import environment
-from benchmarks.soak import memory, processes, runs
+from benchmarks.soak import inputs, memory, processes, runs
 
 FAULTS = {
     "kill": runs.kill,
@@ -35,35 +39,27 @@ FAULTS = {
     "processes": processes.compare_processes,
     "saves": memory.saves,
     "roles": memory.roles,
+    "pages": inputs.pages,
+    "hostile": inputs.hostile,
 }
-PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "ray", "tensorstore")
+PACKAGES = (*environment.JAX, "optax", "orbax-checkpoint", "ray", "tensorstore", "transformers")
+WRONG = ("traceback", "tracebacks", "failures", "outside_writes", "executions", "hangs")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("fault", choices=FAULTS)
-    parser.add_argument("--count", type=int, help="of kills, saves or steps; for trials")
-    environment.add_output_flags(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    count = {} if arguments.count is None else {"count": arguments.count}
     with tempfile.TemporaryDirectory() as folder:
-        count = {} if arguments.count is None else {"count": arguments.count}
-        figures = FAULTS[arguments.fault](Path(folder), **count)
-    record = environment.record("benchmarks.soak", PACKAGES)
-    shown = {k: v for k, v in figures.items() if not isinstance(v, list)}
-    environment.show(record | figures, arguments, shown)
-    rows = [figures, *figures.get("rows", [])]
-    is_wrong = any(
-        (k.endswith("_equal") and not v) or (("that_differ" in k or k == "traceback") and v)
-        for row in rows
+        return FAULTS[arguments.part](Path(folder), **count)
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    return any(
+        (k.endswith("_equal") and not v) or (("that_differ" in k or k in WRONG) and v)
         for k, v in row.items()
     )
-    return int(is_wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    found = environment.run(__doc__, dict.fromkeys(FAULTS, measure), PACKAGES, count=int)
+    sys.exit(int(any(map(is_wrong, [found, *found.get("rows", [])]))))

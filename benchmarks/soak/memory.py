@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import tiny_run
 from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, started
 from benchmarks.workloads import BASE_POLICY
 from models import hf
@@ -23,6 +22,7 @@ from rl.learner.config import OptimizerConfig
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.runtime import host_memory
 from spec.reuse.rollout_cache import RolloutCache, of_group
+from tests.support import tiny_run
 
 MIB = 2**20
 LOOK_EVERY_STEPS = 25
@@ -33,7 +33,7 @@ ROLES = {
     "rollout worker": "ray::WorkerActor",
     "scorer": "ray::ScoringActor",
     "history worker": "ray::HistoryActor",
-    "draft server": "ray::DraftActor",
+    "draft server": "ray::GroupDrafts",
 }
 SETTINGS = (
     *("Cluster.kind='ray'", "Cluster.scorers=1", "Cluster.history_workers=1", "Sched.workers=2"),
@@ -136,6 +136,13 @@ def roles(folder: Path, count: int = 300) -> dict[str, Any]:
 # --- checkpoints --------------------------------------------------------------------------
 
 
+def settled_mib() -> float:
+    gc.collect()
+    mib = status_mib("VmRSS")
+    assert mib is not None, "this process runs"
+    return mib
+
+
 def saves(folder: Path, count: int = 300, spilled_mib: int = 1024) -> dict[str, Any]:
     """Memory that `count` saves leave behind, and that one save with spilled rollouts takes."""
     host_memory.bound_arenas()  # as rl.train does
@@ -144,22 +151,15 @@ def saves(folder: Path, count: int = 300, spilled_mib: int = 1024) -> dict[str, 
     return _kept(folder / "kept", state, count) | _spilled(folder / "spilled", state, spilled_mib)
 
 
-def _settled_mib() -> float:
-    gc.collect()
-    mib = status_mib("VmRSS")
-    assert mib is not None, "this process runs"
-    return mib
-
-
 def _kept(folder: Path, state: TrainState, count: int) -> dict[str, Any]:
     with Checkpointer(folder, CheckpointConfig(keep=2)) as saver:
         for step in range(WARM_UP_SAVES + count):
             if step == WARM_UP_SAVES:
                 saver.wait()
-                before, start_s = _settled_mib(), time.perf_counter()
+                before, start_s = settled_mib(), time.perf_counter()
             saver.save(step, state, {"step": step})
         saver.wait()
-        after = _settled_mib()
+        after = settled_mib()
     save_s = (time.perf_counter() - start_s) / count
     return {"saves": count, "kept_mib": after - before, "save_s": save_s, "rss_mib": after}
 
@@ -175,7 +175,7 @@ def _spilled(folder: Path, state: TrainState, spilled_mib: int) -> dict[str, Any
     with Checkpointer(folder / "checkpoints") as saver:
         saver.save(0, state, {})  # the first save allocates more
         saver.wait()
-        before = _settled_mib()
+        before = settled_mib()
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         start_s = time.perf_counter()
         files = {f.name: Content(f.num_bytes, f.sha256) for f in cache.spilled().values()}

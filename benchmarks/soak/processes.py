@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks import tiny_run
+from benchmarks.soak import runs
 from benchmarks.soak.memory import growth, programs_of, watch
-from benchmarks.soak.runs import (
-    TIMEOUT_S,
-    RunFailed,
-    final_state,
-    output_of,
-    run_until,
-    started,
-)
+from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, run_until, started
 from models import tokenizer
 from rl.metrics.writer import read_samples
+from tests.support import tiny_run
 
 # --- workers on Ray -----------------------------------------------------------------------
 
@@ -91,7 +84,7 @@ def lose(folder: Path, count: int = 20) -> dict[str, Any]:
         "steps": steps,
         "tokens_compared": num_tokens(reference),
         "tokens_that_differ_with_losses": differing_tokens(run, reference),
-        "parameters_equal": final_state(run) == final_state(reference),
+        "parameters_equal": runs.final_state(run) == runs.final_state(reference),
     }
 
 
@@ -104,12 +97,13 @@ def num_tokens(run: Path) -> int:
     return sum(sample["num_tokens"] for sample in read_samples(run))
 
 
+def name_of(sample: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(sample[name] for name in ("step", "example_id", "sample_index"))
+
+
 def differing_tokens(run: Path, reference: Path) -> int:
     """Return how many tokens differ; all tokens of a response that only one run has do."""
-    responses = [
-        {(s["step"], s["example_id"], s["sample_index"]): s["completion"] for s in read_samples(x)}
-        for x in (run, reference)
-    ]
+    responses = [{name_of(s): s["completion"] for s in read_samples(x)} for x in (run, reference)]
     total = 0
     for name in responses[0].keys() | responses[1].keys():
         a, b = (found.get(name, "") for found in responses)
@@ -179,10 +173,8 @@ def compare_processes(folder: Path, count: int = 300) -> dict[str, Any]:
     """Compare with one process of as many devices; resume with fewer; watch memory."""
     config = tiny_run.make_inputs(folder, model=MODEL)
     _show_all_ids(folder)
-    rows = [
-        {"prompt": p, "answer": str(i)} for i, p in enumerate((*tiny_run.PROMPTS, "9+9=", "4="))
-    ]
-    (folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (folder / "task.jsonl").open("a") as file:
+        file.write('{"prompt": "9+9=", "answer": "6"}\n{"prompt": "4=", "answer": "7"}\n')
     config.write_text(config.read_text() + SETTINGS)
     same = [_same(folder, config, *configuration) for configuration in CONFIGURATIONS]
     one_engine = [row for row in same if row["rollouts"] == "mesh"]
@@ -245,16 +237,7 @@ def _resumed(folder: Path, config: Path) -> list[dict[str, Any]]:
         run = folder / f"resumed in {count}"
         shutil.copytree(half, run)
         launch(config, run, count, 4 // count, *settings, resume=True)
-        rows.append(
-            {
-                "processes": count,
-                "tokens_that_differ": differing_tokens(run, whole),
-                "order_is_the_same": _order(run) == _order(whole),
-                **_weights(run, whole),
-            }
-        )
+        orders = [[name_of(s) for s in read_samples(x)] for x in (run, whole)]
+        row = {"processes": count, "tokens_that_differ": differing_tokens(run, whole)}
+        rows.append(row | {"order_is_the_same": orders[0] == orders[1]} | _weights(run, whole))
     return rows
-
-
-def _order(run: Path) -> Sequence[Any]:
-    return [(s["step"], s["example_id"], s["sample_index"]) for s in read_samples(run)]

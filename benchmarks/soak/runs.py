@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import tiny_run
 from models import transformer
 from rl.checkpoint import reader
 from rl.learner.config import OptimizerConfig
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.metrics.writer import Row, deterministic_view, read_metrics, read_samples, step_rows
+from tests.support import tiny_run
 
 AHEAD = """
 Sched.mode = "ahead"
@@ -117,10 +117,10 @@ def compare(run: Path, reference: Path, *, has_workers: bool = False) -> dict[st
         return [{k: x for k, x in s.items() if k != "logprob"} for s in read_samples(folder)]
 
     policies = [(folder / "policy/model.safetensors").read_bytes() for folder in (run, reference)]
+    differs = {path for path in expected if ours[path] != expected[path]}
     return {
-        "parameters_equal": all(ours[path] == expected[path] for path in params),
-        "optimizer_equal": step == expected_step
-        and all(ours[path] == expected[path] for path in expected.keys() - params),
+        "parameters_equal": not differs & params,
+        "optimizer_equal": step == expected_step and not differs - params,
         "metrics_equal": metrics(run) == metrics(reference),
         "samples_equal": samples(run) == samples(reference),
         "policy_equal": policies[0] == policies[1],
@@ -185,12 +185,9 @@ def _num_steps(log: Path) -> int:
 
 def draw_points(count: int, rng: random.Random, startup_s: float) -> list[KillPoint]:
     """Every fourth point is in start-up; others are within 0.5 s after 0 to 2 steps."""
-    return [
-        KillPoint(None, rng.uniform(0, startup_s))
-        if i % 4 == 3
-        else KillPoint(rng.randrange(3), rng.uniform(0, 0.5))
-        for i in range(count)
-    ]
+    startup, running = (None, startup_s), (3, 0.5)
+    ends = [startup if i % 4 == 3 else running for i in range(count)]
+    return [KillPoint(n and rng.randrange(n), rng.uniform(0, s)) for n, s in ends]
 
 
 def kill(folder: Path, count: int = 20, settings: str = "") -> dict[str, Any]:
@@ -276,17 +273,11 @@ def stop(folder: Path) -> dict[str, Any]:
             raise RunFailed(f"it ended by itself:\n{output_of(log)}")
         lines = output_of(log).splitlines()
         run_until(config, run, env, None)
-        rows.append(
-            {
-                "part": part,
-                "signal": (number or signal.SIGTERM).name,
-                "seconds_to_exit": end_s - float(sent.read_text()),
-                "exit_status": status,
-                "last_words": lines[-1].replace(str(folder), "FOLDER"),
-                "traceback": any("Traceback" in line for line in lines),
-                **compare(run, reference),
-            }
-        )
+        row = {"part": part, "signal": (number or signal.SIGTERM).name, "exit_status": status}
+        row["seconds_to_exit"] = end_s - float(sent.read_text())
+        row["last_words"] = lines[-1].replace(str(folder), "FOLDER")
+        row["traceback"] = any("Traceback" in line for line in lines)
+        rows.append(row | compare(run, reference))
     return {"longest_s": max(row["seconds_to_exit"] for row in rows), "rows": rows}
 
 
@@ -311,7 +302,12 @@ def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
             # A save continues during the following steps, which take no time.
             threading.Timer(0.0 if part == "checkpoint" else 0.3, send).start()
 
-    def slow(owner: Any, name: str, seconds: float) -> None:
+    owner, name, seconds = {
+        "rollout": (Engine, "_round", 0.4),
+        "update": (logprobs, "keep_pace", 1.0),
+        "checkpoint": (checkpointer.Checkpointer, "_commit", 2.0),
+    }.get(part, (None, "", 0.0))
+    if owner is not None:  # a reward is slow by itself
         function: Callable[..., Any] = getattr(owner, name)
 
         def slowed(*args: Any, **options: Any) -> Any:
@@ -320,14 +316,7 @@ def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
             return function(*args, **options)
 
         setattr(owner, name, slowed)
-
     train_loop._begins = watched
-    if part == "rollout":
-        slow(Engine, "_round", 0.4)
-    elif part == "update":
-        slow(logprobs, "keep_pace", 1.0)
-    elif part == "checkpoint":
-        slow(checkpointer.Checkpointer, "_commit", 2.0)
     return train.main(argv)
 
 

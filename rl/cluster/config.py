@@ -62,19 +62,17 @@ class ClusterConfig:
                     f"with it, got {self.kind!r}"
                 )
             _parse_address(self.address, "address")
-        for field in ("scorers", "history_workers"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} must be 0 or more, got {getattr(self, field)}")
-        if self.history_workers and self.kind != "ray":
-            raise ValueError(
-                f"history_workers={self.history_workers} are actors of Ray: expected kind = "
-                f'"ray" with them, got {self.kind!r}; elsewhere the run indexes history itself'
-            )
-        if self.scorers and self.kind != "ray":
-            raise ValueError(
-                f'scorers={self.scorers} are actors of Ray: expected kind = "ray" with them, got '
-                f"{self.kind!r}; Reward.workers sets the processes of this host"
-            )
+        for field, instead in (
+            ("scorers", "Reward.workers sets the processes of this host"),
+            ("history_workers", "elsewhere the run indexes history itself"),
+        ):
+            if (count := getattr(self, field)) < 0:
+                raise ValueError(f"{field} must be 0 or more, got {count}")
+            if count and self.kind != "ray":
+                raise ValueError(
+                    f'{field}={count} are actors of Ray: expected kind = "ray" with them, got '
+                    f"{self.kind!r}; {instead}"
+                )
         if not 1 <= self.deadline_s < math.inf:
             raise ValueError(f"deadline_s must be at least 1 and finite, got {self.deadline_s}")
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rl.cluster.rendezvous import meet
 HERE = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"
 LEAST_INITIALIZATION_S = 30  # for jax, once all processes have met
-DRAFT_MODEL = "contents of DraftModel.directory"
+POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 SAMPLED_BYTES = 2**20  # of a large file: its first and last ones
 
 
@@ -70,7 +70,7 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     check(config)
     identity = identify()
     if config.coordinator != AUTO and config.num_processes != 1:
-        meet(config, identity, mismatch)
+        meet(config)
     _initialize(config)
     import jax
 
@@ -97,10 +97,14 @@ def leave() -> None:
         jax.distributed.shutdown()
 
 
-def mismatch(identities: list[dict[str, str]]) -> str | None:
-    """Return a sentence on the first process that is not like process 0; None where all are."""
+def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ()) -> str | None:
+    """Return a sentence on the first program that is not like the first one; None if all are.
+
+    `names` are those of the programs, if they are not the processes of a run.
+    """
+    names = names or [f"process {i}" for i in range(len(identities))]
     first = identities[0]
-    for index, other in enumerate(identities):
+    for program, other in zip(names, identities, strict=True):
         for name in dict.fromkeys((*first, *other)):
             here, there = first.get(name, ""), other.get(name, "")
             if here == there:
@@ -110,8 +114,8 @@ def mismatch(identities: list[dict[str, str]]) -> str | None:
                 here = "; ".join(sorted(lines[0] - lines[1])[:2]) or "nothing more"
                 there = "; ".join(sorted(lines[1] - lines[0])[:2]) or "nothing more"
             return (
-                f"expected the same {name} in all processes, got {there} in process {index} and "
-                f"{here} in process 0: start all of them alike"
+                f"expected the same {name} in all processes, got {there} in {program} and "
+                f"{here} in {names[0]}: start all of them alike"
             )
     return None
 
@@ -121,19 +125,25 @@ def identity_of(config_text: str, policy: Path, draft_model: Path | None = None)
 
     `draft_model` is the folder or file of a draft model, if one drafts.
     """
+    files = {POLICY: str(policy)}
+    if draft_model is not None:
+        files[DRAFT_MODEL] = str(draft_model)
+    return {"configuration": config_text} | program_identity(files)
+
+
+def program_identity(files: Mapping[str, str]) -> dict[str, str]:
+    """Return the code, the versions, and the contents of the files that this host has, by name."""
     import importlib.metadata
 
     versions = {
         f"version of {p}": importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")
     }
-    drafts = {} if draft_model is None else {DRAFT_MODEL: _folder_digest(draft_model)}
+    contents = {k: _folder_digest(Path(x)) for k, x in files.items() if Path(x).exists()}
     return {
-        "configuration": config_text,
         "code of Reprise": _code_digest(HERE),
         **versions,
         "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "contents of Policy.directory": _folder_digest(policy),
-        **drafts,
+        **contents,
     }
 
 
@@ -174,17 +184,11 @@ def _initialize(config: ClusterConfig) -> None:
         "heartbeat_timeout_seconds": 4 * limit_s,
         "shutdown_timeout_seconds": limit_s,
     }
-    if config.coordinator == AUTO:
-        given = {"num_processes": config.num_processes, "process_id": config.process_id}
-        options |= {name: value for name, value in given.items() if value is not None}
-    else:
-        options |= {
-            "coordinator_address": config.coordinator,
-            "num_processes": config.num_processes,
-            "process_id": config.process_id,
-            # by default it would listen on every interface
-            "coordinator_bind_address": config.coordinator,
-        }
+    numbers = {"num_processes": config.num_processes, "process_id": config.process_id}
+    options |= {name: value for name, value in numbers.items() if value is not None}
+    if (address := config.coordinator) != AUTO:
+        # by default it would listen on every interface
+        options |= {"coordinator_address": address, "coordinator_bind_address": address}
     if "cpu" in (jax.config.jax_platforms or ""):
         # What one process loads from the cache hangs in its collectives with what others compile:
         # only process 0 writes it, and on a CPU the others find nothing. Accelerators are not

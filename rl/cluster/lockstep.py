@@ -1,13 +1,12 @@
 """Processes of one mesh that launch different programs are named, instead of hanging together.
 
-Each process tells what its engine is about to launch (`rl.engine.lockstep`); a thread compares that
-with what process 0 launched, through the store that all processes reach: once a collective hangs,
-nothing else of a process goes on.
+The engine of each process reports its launches (`rl.engine.lockstep`). A thread compares them with
+the launches of process 0, through the store that all processes reach: once a collective hangs,
+nothing else of a process runs.
 """
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
 import itertools
@@ -19,20 +18,20 @@ from typing import Self
 from rl.cluster.processes import Processes
 
 PREFIX = "reprise/lockstep/"
-DIGESTS, ASKED, TOLD = f"{PREFIX}digests/", f"{PREFIX}asked/", f"{PREFIX}told/"
+LAUNCHES, LINES = f"{PREFIX}launches/", f"{PREFIX}lines/"
 BEAT_S = 0.5  # between two comparisons
-KEPT = 4096  # launches that are remembered
-SHOWN = 2048  # of which process 0 shows the digests
-SHOWN_CHARACTERS = 400  # of a launch
-ANSWER_S = 5.0  # that process 0 has to say what it launched
+KEPT = 4096  # launches that a process remembers
+SHOWN = 256  # last launches of process 0 in the store
+MAX_CHARACTERS = 400  # of a launch
+LEAVING_S = 5.0  # for the thread to end
 
 
 class LockstepWatch:
     """The `Lockstep` observer of a process's engines; a context manager.
 
-    All processes launch alike, in one thread. Where this process and process 0 do not, `differs` is
+    All processes launch alike, in one thread. If this process and process 0 do not, `differs` is
     called in the watching thread, once in every process, with one line that names the process, the
-    launch, and what the two decided. The thread is started by entering, and does nothing alone.
+    launch, and the decisions of both. Entering starts the thread, unless the process is alone.
     """
 
     def __init__(
@@ -45,14 +44,15 @@ class LockstepWatch:
         self._processes, self._differs, self._beat_s = processes, differs, beat_s
         self._number = itertools.count(1)
         # appended to by the engine's thread, copied by the other
-        self._heard: collections.deque[tuple[int, int, object]] = collections.deque(maxlen=KEPT)
+        self._launches: collections.deque[tuple[int, int, object]]
+        self._launches = collections.deque(maxlen=KEPT)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lockstep", daemon=True)
 
     def launched(self, digest: int, what: object) -> None:
-        """Hear of a launch, as of `rl.engine.lockstep.Lockstep`."""
+        """Record a launch, as of `rl.engine.lockstep.Lockstep`."""
         if not self._processes.alone:
-            self._heard.append((next(self._number), digest, what))
+            self._launches.append((next(self._number), digest, what))
 
     def __enter__(self) -> Self:
         if not self._processes.alone:
@@ -63,64 +63,43 @@ class LockstepWatch:
         """End the thread, after a last comparison."""
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(ANSWER_S)
-
-    # -- the thread ---------------------------------------------------------------------
+            self._thread.join(LEAVING_S)
 
     def _watch(self) -> None:
         # that the store is gone is for `Processes` to say
         with contextlib.suppress(ConnectionError, TimeoutError):
-            going_on = True
-            while going_on:
-                going_on = not self._over.wait(self._beat_s)
-                if (line := self._found()) is not None:
+            is_over = False
+            while not is_over:
+                is_over = self._over.wait(self._beat_s)
+                if (line := self._compare()) is not None:
                     self._differs(line)
                     return
 
-    def _found(self) -> str | None:
+    def _compare(self) -> str | None:
         """Compare once; return the line of a difference, this process's or another's."""
-        processes, store = self._processes, self._processes.store
-        if processes.is_first:
-            self._show()
-            for key, asked in store.entries(ASKED).items():
-                index = int(key.rpartition("/")[2])
-                line = self._line(index, *json.loads(asked))
-                store.set(f"{TOLD}{index}", line.encode())
-        elif (own := self._difference()) is not None:
-            number, what = own
-            store.set(f"{ASKED}{processes.index}", json.dumps([number, what]).encode())
-            with contextlib.suppress(TimeoutError):
-                return store.get(f"{TOLD}{processes.index}", ANSWER_S).decode()
-            return self._line(processes.index, number, what, first="something else")
-        told = store.entries(TOLD)
-        return told[min(told)].decode() if told else None
+        store, index = self._processes.store, self._processes.index
+        if index == 0:
+            last = list(self._launches.copy())[-SHOWN:]
+            store.set(f"{LAUNCHES}0", json.dumps([[n, d, _text(w)] for n, d, w in last]).encode())
+        elif shown := store.entries(LAUNCHES):
+            if (line := self._difference(next(iter(shown.values())))) is not None:
+                store.set(f"{LINES}{index}", line.encode())
+        lines = store.entries(LINES)
+        return lines[min(lines)].decode() if lines else None
 
-    def _show(self) -> None:
-        """Let the others read the digests of the last launches, and the number of the first."""
-        heard = list(self._heard.copy())[-SHOWN:]
-        if heard:
-            table = array.array("Q", [heard[0][0], *(digest for _, digest, _ in heard)])
-            self._processes.store.set(f"{DIGESTS}0", table.tobytes())
-
-    def _difference(self) -> tuple[int, str] | None:
-        """Return this process's first launch that is not process 0's: its number, and what it is.
-
-        Of those that are still remembered: digests differ ever after.
-        """
-        shown = self._processes.store.entries(DIGESTS)
-        if not shown:
-            return None
-        [table] = shown.values()
-        first, *digests = array.array("Q", table)
-        for number, digest, what in self._heard.copy():
-            at = number - first
-            if 0 <= at < len(digests) and digests[at] != digest:
-                return number, str(what)[:SHOWN_CHARACTERS]
+    def _difference(self, shown: bytes) -> str | None:
+        """Return the line of the first launch shown that is not process 0's."""
+        first = {n: (digest, text) for n, digest, text in json.loads(shown)}
+        for n, digest, what in self._launches.copy():
+            if n in first and first[n][0] != digest:
+                own, other = _text(what), first[n][1]
+                other = "the same with other contents" if own == other else other
+                return (
+                    f"process {self._processes.index} diverged in launch {n}: {own}; process 0: "
+                    f"{other}"
+                )
         return None
 
-    def _line(self, index: int, number: int, what: str, first: str | None = None) -> str:
-        if first is None:
-            own = {n: w for n, _, w in self._heard.copy()}
-            first = str(own.get(number, "something else"))[:SHOWN_CHARACTERS]
-            first = "the same with other contents" if first == what else first
-        return f"process {index} diverged in launch {number}: {what}; process 0: {first}"
+
+def _text(what: object) -> str:
+    return str(what)[:MAX_CHARACTERS]

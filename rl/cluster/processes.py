@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -323,24 +324,18 @@ ALONE = Processes()
 
 def difference(tables: Sequence[Sequence[Sequence[str]]]) -> str:
     """Return which processes' tables of (name, digest) differ from that of process 0, and where."""
-    first, told = [tuple(row) for row in tables[0]], []
-    for index, rows in enumerate(tables):
-        table = [tuple(row) for row in rows]
-        if table == first:
-            continue
-        names = [[name for name, _ in t] for t in (first, table)]
-        if names[0] != names[1]:
-            i = next(
-                (i for i, (a, b) in enumerate(zip(*names, strict=False)) if a != b),
-                min(map(len, names)),
+    first, found = tables[0], list[str]()
+    for index, table in enumerate(tables):
+        pairs = itertools.zip_longest(first, table, fillvalue=("nothing", ""))
+        wrong = [(i, a, b) for i, (a, b) in enumerate(pairs) if list(a) != list(b)]
+        names = next(((i, a[0], b[0]) for i, a, b in wrong if a[0] != b[0]), None)
+        if names is not None:
+            i, a, b = names
+            found.append(f"process {index} has {b} in place {i} where process 0 has {a}")
+        elif wrong:
+            shown = "; ".join(
+                f"{a[0]}: {b[1][:16]} there, {a[1][:16]} on process 0" for _, a, b in wrong[:SHOWN]
             )
-            a, b = (n[i] if i < len(n) else "nothing" for n in names)
-            told.append(f"process {index} has {b} in place {i} where process 0 has {a}")
-            continue
-        wrong = [(n, x, y) for (n, x), (_, y) in zip(first, table, strict=True) if x != y]
-        shown = "; ".join(
-            f"{n}: {y[:16]} there, {x[:16]} on process 0" for n, x, y in wrong[:SHOWN]
-        )
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        told.append(f"process {index} differs in {len(wrong)} of {len(first)}: {shown}{more}")
-    return "; ".join(told)
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            found.append(f"process {index} differs in {len(wrong)} of {len(first)}: {shown}{more}")
+    return "; ".join(found)

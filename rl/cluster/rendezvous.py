@@ -1,9 +1,7 @@
 """Processes of a run find one another at process 0's address, before jax does.
 
-    process 0 listens → each other one says who it is and what it runs → all hear "go", or why not
-
-Jax ends the process, with pages of its library's stack, where one is missing or starts twice. Here
-that is a sentence, within the deadline. What comes in is JSON of a known form, or not listened to.
+Jax aborts the process, with pages of stack, if one is missing or starts twice. Here that is a
+sentence: each process sends its number to process 0, which answers all once all are there.
 """
 
 from __future__ import annotations
@@ -12,106 +10,93 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.cluster.config import ClusterConfig
 
-FORM = "reprise processes 1"
-MOST_BYTES = 2**18  # of one message: a configuration is ten thousand
+NAME = "reprise"
+MAX_BYTES = 2**16  # of a message
+HELLO_S = 2.0  # for the message of a program that connects
 RETRY_S = 0.2
-Identity = Mapping[str, str]
-Mismatch = Callable[[list[dict[str, str]]], str | None]
 
 
-def meet(config: ClusterConfig, identity: Identity, mismatch: Mismatch) -> None:
-    """Return once all processes have met; their identities are alike, as `mismatch` sees it.
-
-    Raises ValueError, in all of them if it can be told, with what is wrong and how to mend it.
-    """
-    assert config.num_processes is not None and config.process_id is not None
+def meet(config: ClusterConfig) -> None:
+    """Return once all processes have met. Raises ValueError, in all of them if possible."""
     until_s = time.monotonic() + config.deadline_s
     if config.process_id == 0:
-        _lead(config, identity, mismatch, until_s)
+        _lead(config, until_s)
     else:
-        _follow(config, identity, until_s)
+        _follow(config, until_s)
 
 
-def _lead(config: ClusterConfig, identity: Identity, mismatch: Mismatch, until_s: float) -> None:
-    """Wait for the others and tell all of them how it went."""
+def _lead(config: ClusterConfig, until_s: float) -> None:
+    """Wait for the others and send them how it went."""
     assert config.num_processes is not None
-    identities: dict[int, dict[str, str]] = {0: dict(identity)}
+    num, numbers, wrong = config.num_processes, {0}, None
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(config))
-        present: list[socket.socket] = []
-        wrong = None
-        while wrong is None and len(identities) < config.num_processes:
+        peers: list[socket.socket] = []
+        while wrong is None and len(numbers) < num:
             try:
-                guest = stack.enter_context(_accept(listener, until_s))
-                hello = _checked(_receive(guest, min(until_s, time.monotonic() + 2)))
+                listener.settimeout(_left_s(until_s))
+                peer = stack.enter_context(listener.accept()[0])
             except TimeoutError:
-                wrong = _missing(config, set(identities)) if time.monotonic() > until_s else None
+                wrong = _missing(config, numbers)
                 continue
-            except (OSError, ValueError):
-                continue  # not one of ours
-            present.append(guest)
-            index, count = hello["process_id"], hello["num_processes"]
-            if count != config.num_processes:
+            try:
+                name, index, count = _receive(peer, HELLO_S)
+                if name != NAME:
+                    continue
+            except (OSError, ValueError, TypeError):
+                continue  # another program
+            peers.append(peer)
+            if count != num:
                 wrong = (
                     f"expected the same Cluster.num_processes in all processes, got {count} in "
-                    f"process {index} and {config.num_processes} in process 0"
+                    f"process {index} and {num} in process 0"
                 )
-            elif index in identities or not 0 < index < count:
+            elif index in numbers or not 0 < index < num:
                 wrong = (
-                    f"expected one process of each Cluster.process_id from 0 to {count - 1}, got "
+                    f"expected one process of each Cluster.process_id from 0 to {num - 1}, got "
                     f"two with {index}: give each its own"
                 )
-            identities[index] = hello["identity"]
-        wrong = wrong or mismatch([identities[i] for i in sorted(identities)])
-        for guest in present:
+            numbers.add(index)
+        for peer in peers:
             with contextlib.suppress(OSError):
-                _send(guest, {"form": FORM, "error": wrong})
+                _send(peer, [NAME, wrong])
     if wrong is not None:
         raise ValueError(wrong)
 
 
-def _follow(config: ClusterConfig, identity: Identity, until_s: float) -> None:
-    """Say who this is, and hear how it went."""
+def _follow(config: ClusterConfig, until_s: float) -> None:
+    """Send this process's number, and receive how it went."""
     where, limit = f"Cluster.coordinator={config.coordinator!r}", f"{config.deadline_s:g} s"
-    why = "no time to try"
     while True:
         try:
-            host = socket.create_connection((config.host, config.port), _left_s(until_s))
+            address = config.host, config.port
+            lead = socket.create_connection(address, _left_s(until_s))
             break
         except OSError as error:
-            why = str(error.strerror or error)
-        if time.monotonic() > until_s:
-            raise ValueError(
-                f"{where} did not answer within Cluster.deadline_s={limit}: {why}; is process 0 "
-                "running there?"
-            )
+            if time.monotonic() > until_s:
+                raise ValueError(
+                    f"{where} did not answer within Cluster.deadline_s={limit}: "
+                    f"{error.strerror or error}; is process 0 running there?"
+                ) from error
         time.sleep(RETRY_S)
-    hello = {
-        "form": FORM,
-        "process_id": config.process_id,
-        "num_processes": config.num_processes,
-        "identity": dict(identity),
-    }
-    with host:
+    with lead:
         try:
-            _send(host, hello)
-            # process 0 may have begun later, and waits as long as this one
-            told = _receive(host, until_s + config.deadline_s)
-            if told.get("form") != FORM or not isinstance(told.get("error"), str | None):
-                raise ValueError("another form")
-        except (OSError, ValueError) as error:
+            _send(lead, [NAME, config.process_id, config.num_processes])
+            # process 0 may have started later, and waits as long as this one
+            name, wrong = _receive(lead, _left_s(until_s) + config.deadline_s)
+            if name != NAME:
+                raise ValueError("another name")
+        except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"{where} is no process 0 of this run: it did not say within "
-                f"Cluster.deadline_s={limit} that all are there ({error}); is the port another "
-                "program's?"
+                f"{where} is no process 0 of this run: it did not answer within "
+                f"Cluster.deadline_s={limit} ({error}); is the port another program's?"
             ) from error
-    if told["error"] is not None:
-        raise ValueError(told["error"])
+    if wrong is not None:
+        raise ValueError(wrong)
 
 
 def _missing(config: ClusterConfig, present: set[int]) -> str:
@@ -129,61 +114,24 @@ def _missing(config: ClusterConfig, present: set[int]) -> str:
 def _listen(config: ClusterConfig) -> socket.socket:
     """Listen at process 0's address, and nowhere else."""
     try:
-        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(config.num_processes or 1)
-        except OSError:
-            listener.close()
-            raise
+        family, *_, address = socket.getaddrinfo(config.host, config.port)[0]
+        return socket.create_server(address[:2], family=family, backlog=config.num_processes)
     except OSError as error:
         raise ValueError(
             f"Cluster.coordinator={config.coordinator!r}: process 0 cannot listen there: "
             f"{error.strerror or error}; is the port taken, or the host another one?"
         ) from error
-    return listener
 
 
-def _accept(listener: socket.socket, until_s: float) -> socket.socket:
-    listener.settimeout(_left_s(until_s))
-    return listener.accept()[0]
-
-
-def _send(peer: socket.socket, message: Mapping[str, Any]) -> None:
+def _send(peer: socket.socket, message: list[Any]) -> None:
     peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(peer: socket.socket, until_s: float) -> dict[str, Any]:
-    """Return one message. Raises TimeoutError, OSError, or ValueError where it is none."""
-    found = b""
-    while not found.endswith(b"\n"):
-        peer.settimeout(_left_s(until_s))
-        some = peer.recv(2**16)
-        if not some:
-            raise ValueError("it hung up")
-        found += some
-        if len(found) > MOST_BYTES:
-            raise ValueError("it says too much")
-    message = json.loads(found)
-    if not isinstance(message, dict):
-        raise ValueError("another form")
-    return message
-
-
-def _checked(hello: dict[str, Any]) -> dict[str, Any]:
-    """Return what a process says of itself. Raises ValueError where it is of another form."""
-    known = {"form", "process_id", "num_processes", "identity"}
-    whole = all(type(hello.get(name)) is int for name in ("process_id", "num_processes"))
-    identity = hello.get("identity")
-    if hello.keys() != known or hello["form"] != FORM or not whole:
-        raise ValueError("another form")
-    if not isinstance(identity, dict) or not all(isinstance(x, str) for x in identity.values()):
-        raise ValueError("another form")
-    return hello
+def _receive(peer: socket.socket, limit_s: float) -> list[Any]:
+    """Return one message. Raises OSError, or ValueError if it is none."""
+    peer.settimeout(limit_s)
+    with peer.makefile("rb") as stream:
+        return list(json.loads(stream.readline(MAX_BYTES)))
 
 
 def _left_s(until_s: float) -> float:

@@ -1,4 +1,4 @@
-"""A run's plans for drafting workers, from what it has measured: seconds of rounds, acceptance."""
+"""A run's plans for drafting workers, by the seconds and the acceptance that it has measured."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from spec.drafter import LiveSlots
 from spec.round_times import RoundTimes
 
 DECAY = 0.999  # of the counts of rounds with a draft, a round
-PRIOR_ROUNDS = 20.0  # that what is assumed weighs
+PRIOR_ROUNDS = 20.0  # weight of the assumed share
 FIRST_HITS = 0.85  # assumed before any draft was seen
-PATIENCE = 0.1  # of a round: how long drafts that are due are waited for
+PATIENCE = 0.1  # of a round, for drafts that are due
 COMMON = RequestPlan(0, True, 0.0)  # of requests that are not accepted less than the others
-FIRST_WINDOW = 4  # where no seconds are measured
+FIRST_WINDOW = 4  # if no seconds are measured
 
 
 class Observed:
-    """A profile of the drafts of drafting workers, by `method`; any thread may call it."""
+    """A profile of the drafts by `method`; any thread may call it."""
 
     def __init__(self, method: str = MODEL) -> None:
         self._lock, self._method = threading.Lock(), method
         self.profile = Profile({method: PRIOR_PROB})
-        self._requests: set[int] = set()
-        self._there, self._rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
+        self._requests = set[int]()
+        self._num_hits, self._num_rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
 
     def add(self, request_ids: Sequence[int], accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
         """Add a round: each request's draft tokens that were seen, and accepted."""
@@ -57,8 +57,8 @@ class Observed:
                 if seen:
                     self._requests.add(request_id)
                     self.profile.observe(request_id, self._method, accepted, seen)
-            self._there = DECAY * self._there + float((seen_A > 0).sum())
-            self._rounds = DECAY * self._rounds + len(seen_A)
+            self._num_hits = DECAY * self._num_hits + float((seen_A > 0).sum())
+            self._num_rounds = DECAY * self._num_rounds + len(seen_A)
 
     def forget(self, request_ids: Sequence[int]) -> None:
         with self._lock:
@@ -77,18 +77,17 @@ class Observed:
 
     @property
     def hits(self) -> float:
-        """Return the share of requests' rounds in which a draft was there."""
-        return self._there / self._rounds
+        """Return the share of requests' rounds with a draft."""
+        return self._num_hits / self._num_rounds
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSeconds:
-    """Seconds of drafting and verifying by batch, as a run has measured them.
+    """Measured seconds of drafting and verifying by batch.
 
     `costs` are those of a verifying worker, whose requests hold `positions` each on average.
-    `times` have the seconds of the draft model if workers may draft by themselves; `draft_s` are
-    those of a draft token for all requests of a drafting device, whose caches have one size.
-    `model_s` are those of putting a draft model's weights on a worker.
+    `times` have the seconds of the draft model if workers may draft by themselves; `draft_s` is a
+    draft token of all requests of a drafting worker; `model_s` puts a draft model onto a worker.
     """
 
     costs: Costs
@@ -96,6 +95,12 @@ class MeasuredSeconds:
     positions: float
     draft_s: float = 0.0
     model_s: float = 0.0
+
+    @classmethod
+    def of(cls, costs: Costs, times: RoundTimes, draft_s: float) -> MeasuredSeconds:
+        """Return seconds for requests of half the longest cache that was measured."""
+        longest = max(positions for _, _, positions in times.rounds)
+        return cls(costs, times, longest / 2, draft_s)
 
     def draft(self, requests: float) -> float:
         """Return the seconds of a draft token of each request."""
@@ -109,14 +114,15 @@ class MeasuredSeconds:
         return self.times.draft(MODEL, B, depths[-1], S) / depths[-1]
 
     def verify(self, requests: float, window: int) -> float:
-        """Return the seconds of a round with so many draft tokens of each request."""
+        """Return the seconds of a round with this many draft tokens of each request."""
         return self.costs.round_seconds(requests, requests * self.positions, window + 1)
 
 
 class Planner:
-    """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds.
+    """Plans rollouts of `num_requests` at once on `num_workers` of both kinds.
 
-    `methods` are the names of its draft models (`rl.drafting.config.methods_of`).
+    `methods` are the draft models (`rl.drafting.config.methods_of`), `method` that of the rollout
+    that began last. `seconds`, and `draft_s` of each method, are set once they are measured.
     """
 
     def __init__(
@@ -124,36 +130,34 @@ class Planner:
         config: DraftingConfig,
         num_workers: int,
         num_requests: int,
-        most_window: int,
+        max_window: int,
         methods: Sequence[str] = (MODEL,),
     ) -> None:
-        self.config, self.methods = config, tuple(methods)
-        self.method = self.methods[0]  # of the rollout that began last
-        self.forget_profile()
+        self.config, self.methods, self.method = config, tuple(methods), methods[0]
         self.num_workers, self.num_requests = num_workers, num_requests
-        self.most_window, self.drafting_workers = most_window, 0
-        self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
-        self.draft_s: dict[str, float] = {}  # and these: `MeasuredSeconds.draft_s` of each method
+        self.max_window, self.drafting_workers = max_window, 0
+        self.seconds: MeasuredSeconds | None = None
+        self.draft_s: dict[str, float] = {}
         self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
+        self.forget_profile()
 
     def forget_profile(self) -> None:
-        """Begin a profile: a warm-up's texts say nothing of a run's."""
+        """Begin a profile: the texts of a warm-up say nothing about a run's."""
         self._seen = {method: Observed(method) for method in self.methods}
 
     @property
     def observed(self) -> Observed:
-        """The profile of the method of the rollout that began last."""
+        """The profile of the present method."""
         return self._seen[self.method]
 
     @property
     def acceptance(self) -> Acceptance:
-        hits = None if self._runs_freely else self.observed.hits
-        return Acceptance(self.observed.p, hits)
+        return Acceptance(self.observed.p, None if self._runs_freely else self.observed.hits)
 
     def choose_method(self) -> str:
-        """Choose the method of a rollout that begins now (section 4.2, initial selection).
+        """Choose the method of a rollout that begins (section 4.2, initial selection).
 
-        One that was not tried yet has the acceptance that is assumed, which is high.
+        A method that was not tried yet has the assumed acceptance, which is high.
         """
         if self.draft_s and self.seconds is not None:
             self.method = self.ranked()[0]
@@ -162,88 +166,82 @@ class Planner:
         return self.method
 
     def ranked(self) -> list[str]:
-        """Return the methods, first the one with the most tokens a second (the draft ladder).
+        """Return the methods by tokens per second, best first (the draft ladder).
 
         The acceptance of each is that at which a window brings T(w): rounds without a draft count
-        as drafts that were wrong.
+        as wrong drafts.
         """
-        seconds, most = self.seconds, self.most_window
-        assert seconds is not None, "they are ranked by measured seconds"
-        w = min(FIRST_WINDOW, most)
-        tokens = {m: Acceptance(s.p, s.hits).tokens(w) for m, s in self._seen.items()}
-        found = {m: prob_of(tokens[m], w) for m in self.methods}
+        seconds, w = self._measured, min(FIRST_WINDOW, self.max_window)
+        tokens = {m: Acceptance(seen.p, seen.hits).tokens(w) for m, seen in self._seen.items()}
+        acceptance = {m: prob_of(tokens[m], w) for m in self.methods}
         drafting = {m: (lambda batch, s=self.draft_s[m]: s) for m in self.methods}
 
         def verify(window: int) -> Callable[[float], float]:
-            return lambda batch: seconds.verify(batch, window) if window <= most else math.inf
+            too_long = window > self.max_window
+            return lambda batch: math.inf if too_long else seconds.verify(batch, window)
 
-        return rank_methods(found, drafting, verify, self._each)
+        return rank_methods(acceptance, drafting, verify, self._each)
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
-        """Return the best plan of so many drafting workers, by what is known now."""
-        assert self.seconds is not None, "plans come from measured seconds"
-        fixed, most = self.config.window, self.most_window
+        """Return the best plan with one of these numbers of drafting workers."""
+        seconds, fixed = self._measured, self.config.window
         return plan_workers(
-            *(self.num_workers, self.num_requests, self.seconds.draft, self.seconds.verify),
+            *(self.num_workers, self.num_requests, seconds.draft, seconds.verify),
             self.acceptance,
             drafting_workers=drafting_workers,
-            windows=range(1, most + 1) if fixed is None else (fixed,),
+            windows=self._windows if fixed is None else (fixed,),
         )
 
     def plans(self) -> RequestPlans:
         """Return the plans of one worker's requests in a rollout that begins now."""
         fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
         if seconds is None:
-            window = min(fixed or FIRST_WINDOW, self.most_window)
-            return _OfRollout(lambda batch: DraftPlan(window), self.observed)
+            window = min(fixed or FIRST_WINDOW, self.max_window)
+            return _RolloutPlans(lambda batch: DraftPlan(window), self.observed)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
-        method = self.method
+        method, each = self.method, self._each
 
         @functools.cache
         def own(batch: int) -> Reconfiguration:
             plan_of = self._own_plans(batch, of_batch(batch).window)
             return Reconfiguration(method, COMMON, plan_of, every)
 
-        each = self._each
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0)
         if self._runs_freely:  # only a block of many cases is worth waiting for
             patience_s = 0.0
-        return _OfRollout(of_batch, self.observed, own if every else None, patience_s)
+        return _RolloutPlans(of_batch, self.observed, own if every else None, patience_s)
 
     def _window(self, batch: int) -> int:
         """Return the window with the most tokens a second for a worker's batch."""
-        seconds, acceptance = self.seconds, self.acceptance
-        assert seconds is not None, "plans come from measured seconds"
+        seconds, acceptance = self._measured, self.acceptance
 
         def rate(w: int) -> float:
             return acceptance.tokens(w) / max(w * seconds.draft(batch), seconds.verify(batch, w))
 
-        return max(range(1, self.most_window + 1), key=rate)
+        return max(self._windows, key=rate)
 
     def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
-        """Return the plan of one of a batch's requests by p, where others have this window.
+        """Return the plan of one of a batch's requests by p, if others have this window.
 
-        Its own is no longer: all requests are drafted for in steps as deep as the deepest window.
+        Its own is no longer: a step drafts as deep as the deepest window for all requests.
         """
-        assert self.seconds is not None, "plans come from measured seconds"
         acceptance, windows = self.acceptance, range(1, window + 1)
-        times = self.seconds.draft, self.seconds.verify
+        times = self._measured.draft, self._measured.verify
         prices = batch_prices(batch, window, *times, acceptance)
         return lambda p: dataclasses.replace(acceptance, p=p).own_plan(prices, windows)
 
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
-        """Return whether a copy of a request with so many tokens pays for what it costs.
+        """Return True if a copy of a request with `held_tokens` saves more than it costs.
 
-        On a worker of its own it has rounds of one request, drafted for there; against that stand
-        the seconds of its keys and values and of the draft model's weights. Half of the tokens that
-        it may have yet are expected.
+        On a worker of its own it has rounds of one request, drafted for there. It costs the seconds
+        of its keys and values and of the draft model's weights. Half of `left_tokens` are expected.
         """
         seconds = self.seconds
         if seconds is None:
             return True
-        # asked of every request whenever one ends
+        # called for every request whenever one ends
         p, hits = round(self.observed.p, 2), round(self.observed.hits, 2)
         key = id(seconds), p, hits
         if (rates := self._rates.get(key)) is None:
@@ -254,14 +252,22 @@ class Planner:
 
     def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
         """Return the tokens a second of one of a batch's requests, and of one on its own worker."""
-        window = self.config.window or FIRST_WINDOW
-        tokens, each = self.acceptance.tokens(window), self._each
-        rate = tokens / max(seconds.verify(each, window), window * seconds.draft(each))
+        window, each = self.config.window or FIRST_WINDOW, self._each
+        round_s = max(seconds.verify(each, window), window * seconds.draft(each))
         helped = max(
             sequential_tokens(p, w) / (w * seconds.draft(1) + seconds.verify(1, w))
-            for w in range(1, self.most_window + 1)
+            for w in self._windows
         )
-        return rate, helped
+        return self.acceptance.tokens(window) / round_s, helped
+
+    @property
+    def _measured(self) -> MeasuredSeconds:
+        assert self.seconds is not None, "plans come from measured seconds"
+        return self.seconds
+
+    @property
+    def _windows(self) -> range:
+        return range(1, self.max_window + 1)
 
     @property
     def _each(self) -> float:
@@ -273,8 +279,8 @@ class Planner:
         return self.config.ahead == "free_running"
 
 
-class _OfRollout(RequestPlans):
-    """Plans by the batch that is left, those of requests that have their own, and what is seen."""
+class _RolloutPlans(RequestPlans):
+    """Plans by the present batch, and those of requests that have their own."""
 
     def __init__(
         self,
@@ -285,8 +291,8 @@ class _OfRollout(RequestPlans):
     ) -> None:
         self._of_batch, self._observed, self._own = of_batch, observed, own
         self.patience_s = patience_s
-        self._plans: dict[int, DraftPlan] = {}
-        self._tokens: dict[int, int] = {}  # of a request's response, when it was looked at last
+        self._plans = dict[int, DraftPlan]()
+        self._tokens = dict[int, int]()  # of each response, when it was last observed
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plans.get(request_id) or self._of_batch(batch)
@@ -299,12 +305,12 @@ class _OfRollout(RequestPlans):
         own, tokens_A = self._own(len(live)), live.total_tokens_A - live.prompt_tokens_A
         for request_id, tokens in zip(ids, tokens_A.tolist(), strict=True):
             before, self._tokens[request_id] = self._tokens.get(request_id, 0), tokens
-            found = own.plan_when_due(request_id, before, tokens, self._observed.profile)
-            if found == COMMON:
+            plan = own.plan_when_due(request_id, before, tokens, self._observed.profile)
+            if plan == COMMON:
                 self._plans.pop(request_id, None)
-            elif found is not None:
-                window = found.window  # draft tokens that were priced, not what is beside a chain
-                self._plans[request_id] = DraftPlan(window, found.decoupled, max_nodes=window)
+            elif plan is not None:
+                window = plan.window  # priced were its draft tokens, not second choices
+                self._plans[request_id] = DraftPlan(window, plan.decoupled, max_nodes=window)
 
     def forget(self, request_ids: Sequence[int]) -> None:
         self._observed.forget(request_ids)

@@ -1,236 +1,386 @@
-"""A drafting worker: a thread that hears commits, drafts on its device, and sends blocks.
+"""A drafting worker, and the link by which a verifying worker calls it.
 
-    verifying worker ─ tell ─→ inbox ─→ hear … step … ─→ a link's blocks ─ take ─→ verifying worker
+    DecoupledDrafter ─ send: commits → DraftingLink ─ a thread → DraftingWorker.draft
+    DecoupledDrafter ← take: blocks ── DraftingLink ←── Answer ──┘
 
-It never waits for a verifying worker while there is something to draft, and none of them ever waits
-for it. It may raise, hang or be slow: what it has not sent is drafts that are missing.
+The worker is one class, in this process or as a Ray actor (rl.drafting.actors). A link makes one
+call at a time beside the rounds of its verifying worker, which never wait for it. If a call fails
+or hangs, drafts are missing until the worker answers again.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import queue
+import secrets
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import jax
+import numpy as np
+
+from rl.cluster.actors import ActorDied
+from rl.drafting.config import DraftingConfig, methods_of
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.worker_record import Span
-from spec.decoupled.ahead import DraftingAhead
-from spec.decoupled.messages import Block, Commit, DraftLink
+from rl.runtime.parallel_compile import OnCompiled, unwatched
+from rl.runtime.waits import HANG_LIMIT_S
+from rl.speculation.draft_model import DraftModel
+from rl.warm_up import compile_buckets
+from spec.config import SamplingConfig
+from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
+from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
+from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
+from spec.drafter import Program
+from spec.sampling import KEY_IMPL, step_key
 
-MOST_ROLLOUTS = 3  # whose requests are kept: that of the present step, and of those beside it
-MOST_WORDS = 64  # messages in the inbox
-MOST_SPANS = 2**14  # steps of a rollout that the picture of workers knows of
-LOOK_S = 0.5  # between two signs of life of a worker that nobody asks
+MAX_ROLLOUTS = 3  # whose requests are kept: that of the present step, and those beside it
+MAX_SPANS = 2**14  # steps of a rollout that the picture of workers shows
+MAX_RESTARTS = 3  # in a row without a block
+LEAVING_S = 5.0  # in which a step may end
+LATE_S = 1.0  # a round does not wait for a call that takes longer
+REPEATS = 3  # of a timed step
+MIN_SECONDS = 1e-7
+
+
+class Rollout(NamedTuple):
+    """The part of a rollout that its drafts depend on: draft model, noise and sampling."""
+
+    method: str
+    key_data: tuple[int, ...]
+    sampling: SamplingConfig
+
+    @classmethod
+    def of(cls, method: str, key: jax.Array, sampling: SamplingConfig) -> Rollout:
+        return cls(method, tuple(np.asarray(jax.random.key_data(key)).tolist()), sampling)
+
+    @property
+    def key(self) -> jax.Array:
+        return jax.random.wrap_key_data(np.array(self.key_data, np.uint32), impl=KEY_IMPL)
+
+
+class Answer(NamedTuple):
+    """Blocks for a link's requests; `start` changes if the worker has forgotten all requests.
+
+    `has_more`: another call without news may return more.
+    """
+
+    start: str
+    blocks: Sequence[Block]
+    has_more: bool
+
+
+Draft = Callable[[Rollout, str, Sequence[Commit], Sequence[int]], Answer]  # DraftingWorker.draft
 
 
 @dataclasses.dataclass(eq=False)
-class _Word:
-    """A message of a link: of which rollout it is, and how its drafts are made."""
-
-    rollout: Hashable
-    make: Callable[[Engine], DraftingAhead]
-    link: WorkerLink
+class _Call:
+    rollout: Rollout
+    link: str
     commits: Sequence[Commit]
     closed: Sequence[int]
+    is_served: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Drafted:
+    """A rollout's drafter, the link of each request, and blocks that no call has fetched yet."""
+
+    ahead: DraftingAhead
+    links: dict[int, str] = dataclasses.field(default_factory=dict)
+    blocks: dict[str, list[Block]] = dataclasses.field(default_factory=dict)
+
+    def update(self, call: _Call) -> None:
+        """Close requests of this link, and those that now come from it instead of another one."""
+        sent = {commit.request_id: call.link for commit in call.commits}
+        closed = [r for r in call.closed if self.links.get(r) == call.link]
+        closed += [r for r in sent if self.links.get(r, call.link) != call.link]
+        for request_id in closed:
+            del self.links[request_id]
+        self.links |= sent
+        self.ahead.update(call.commits, closed)
 
 
 class DraftingWorker:
-    """One drafting worker at a time, on an engine's device; `restart` begins another one.
+    """Drafts ahead of verifying workers on the device of `engine`; any thread may call it.
 
-    What it raises is kept in `error`. `alive_s` is its last sign of life, None while nothing is
-    asked of it. One that falls behind `MOST_WORDS` is told no more; once it has heard them it is of
-    a new `generation`, and told anew.
+    A step drafts for all requests of a rollout. So calls that wait while another one drafts share
+    the next step. No window is longer than `max_window`.
     """
-
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.generation, self.restarts, self.steps, self.busy_s = 0, 0, 0, 0.0
-        self.engine = engine
-        self._spans: collections.deque[Span] = collections.deque(maxlen=MOST_SPANS)
-        self._given_up = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._behind = False
-        self.error: BaseException | None = None
-        self.alive_s: float | None = None
-        self._inbox: queue.SimpleQueue[_Word | None] = queue.SimpleQueue()
-        args = self.engine, self._inbox
-        self._thread = threading.Thread(target=self._run, args=args, name="drafting", daemon=True)
-        self._thread.start()
-
-    def restart(self) -> None:
-        """Leave a thread that raised or hangs, and its engine, and begin anew: all is forgotten."""
-        self._inbox.put(None)
-        if self._thread.is_alive():
-            self.engine = self.engine.abandoned()
-        self.generation, self.restarts = self.generation + 1, self.restarts + 1
-        self._begin()
-
-    def give_up(self) -> None:
-        """Leave a thread as `restart` does, and begin no other: what is told is dropped."""
-        self._given_up = True
-        self._inbox.put(None)
-        self._inbox = queue.SimpleQueue()
-        self.error, self.alive_s = None, None
-        self.generation, self.restarts = self.generation + 1, self.restarts + 1
-
-    def close(self, timeout_s: float) -> None:
-        self._inbox.put(None)
-        self._thread.join(timeout_s)
-
-    @property
-    def is_busy(self) -> bool:
-        """True while something is asked of it that it may answer."""
-        return self.alive_s is not None and self.error is None
-
-    def tell(self, word: _Word) -> None:
-        if self._given_up:
-            return
-        if self.alive_s is None:
-            self.alive_s = self._clock()
-        self._behind = self._behind or self._inbox.qsize() >= MOST_WORDS
-        if not self._behind:
-            self._inbox.put(word)
-        elif word.closed:
-            self._inbox.put(dataclasses.replace(word, commits=()))
-
-    def _run(self, engine: Engine, inbox: queue.SimpleQueue[_Word | None]) -> None:
-        try:
-            with engine.mesh_context():
-                _Rollouts(self, engine, inbox).run()
-        except BaseException as error:
-            if inbox is self._inbox:
-                self.error = error
-
-    def worked(self, inbox: object, began_s: float) -> None:
-        """Note a step that ends now; one that was left behind says nothing."""
-        if inbox is self._inbox:
-            ended_s = self._clock()
-            self.steps, self.busy_s = self.steps + 1, self.busy_s + ended_s - began_s
-            self._spans.append((began_s, ended_s))
-
-    def spans(self) -> list[Span]:
-        """Return when its steps were, of those since the last call the latest."""
-        return [self._spans.popleft() for _ in range(len(self._spans))]
-
-    def caught_up(self, inbox: object) -> None:
-        """Note that all words were heard; those that were left out are to be told again."""
-        if inbox is self._inbox and self._behind:
-            self.generation, self._behind = self.generation + 1, False
-
-    def sign(self, inbox: object, waits: bool) -> None:
-        if inbox is self._inbox:
-            self.alive_s = None if waits else self._clock()
-
-    def now_s(self) -> float:
-        return self._clock()
-
-
-class _Rollouts:
-    """The thread's own part: the rollouts that it drafts for."""
-
-    def __init__(
-        self, worker: DraftingWorker, engine: Engine, inbox: queue.SimpleQueue[_Word | None]
-    ) -> None:
-        self._worker, self._engine, self._inbox = worker, engine, inbox
-        self._rollouts: collections.OrderedDict[Hashable, DraftingAhead] = collections.OrderedDict()
-        self._links: dict[tuple[Hashable, int], WorkerLink] = {}
-
-    def run(self) -> None:
-        worker, inbox, drafted = self._worker, self._inbox, False
-        while self._hear(wait=not drafted):
-            drafted = False
-            for rollout, ahead in self._rollouts.items():
-                worker.sign(inbox, waits=False)
-                began_s = worker.now_s()
-                blocks = ahead.step()
-                if blocks:
-                    worker.worked(inbox, began_s)
-                    self._send(rollout, blocks)
-                    drafted = True
-
-    def _hear(self, *, wait: bool) -> bool:
-        """Take up all that has been said; False once the worker is to end."""
-        if wait and self._inbox.empty():
-            self._worker.sign(self._inbox, waits=True)
-        while True:
-            try:
-                word = self._inbox.get(timeout=LOOK_S) if wait else self._inbox.get_nowait()
-            except queue.Empty:
-                self._worker.caught_up(self._inbox)
-                if not wait:
-                    return True
-                continue
-            if word is None:
-                return False
-            self._take(word)
-            wait = False
-
-    def _take(self, word: _Word) -> None:
-        self._worker.sign(self._inbox, waits=False)
-        ahead = self._rollouts.get(word.rollout)
-        if ahead is None:
-            if not word.commits:
-                return
-            ahead = self._rollouts[word.rollout] = word.make(self._engine)
-            while len(self._rollouts) > MOST_ROLLOUTS:
-                old, _ = self._rollouts.popitem(last=False)
-                for key in [key for key in self._links if key[0] == old]:
-                    del self._links[key]  # of requests that were never closed
-        for commit in word.commits:
-            self._links[word.rollout, commit.request_id] = word.link
-        for request_id in word.closed:
-            self._links.pop((word.rollout, request_id), None)
-        ahead.hear(word.commits, word.closed)
-
-    def _send(self, rollout: Hashable, blocks: Sequence[Block]) -> None:
-        by_link = collections.defaultdict[WorkerLink, list[Block]](list)
-        for block in blocks:
-            link = self._links.get((rollout, block.request_id))
-            if link is not None:
-                by_link[link].append(block)
-        for link, some in by_link.items():
-            link.bring(some)
-
-
-class WorkerLink(DraftLink):
-    """A verifying worker's link to a drafting worker of the same program, for one rollout."""
 
     def __init__(
         self,
-        worker: DraftingWorker,
-        rollout: Hashable,
-        make: Callable[[Engine], DraftingAhead],
-        look: Callable[[], object],
+        engine: Engine,
+        models: Sequence[DraftModel],
+        config: DraftingConfig,
+        max_window: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._worker, self._rollout, self._make, self._look = worker, rollout, make, look
-        self._blocks: collections.deque[Block] = collections.deque()
-        self._came = threading.Event()
+        self.engine, self._config, self._max_window = engine, config, max_window
+        self._models = dict(zip(methods_of(len(models)), models, strict=True))
+        self._clock, self.num_steps, self.busy_s = clock, 0, 0.0
+        self._spans = collections.deque[Span](maxlen=MAX_SPANS)
+        self._calls, self._stepping = collections.deque[_Call](), threading.Lock()
+        self._is_closed = False
+        self._forget()
 
-    @property
-    def generation(self) -> int:  # type: ignore[override]  # read only, and that is all it is for
-        return self._worker.generation
+    def draft(
+        self, rollout: Rollout, link: str, commits: Sequence[Commit], closed: Sequence[int]
+    ) -> Answer:
+        """Update requests, draft once, and return the blocks of this link's requests.
 
-    @property
-    def is_busy(self) -> bool:
-        """True if blocks may come without another word."""
-        return self._worker.is_busy
+        If drafting fails, all requests are forgotten.
+        """
+        call = _Call(rollout, link, commits, closed)
+        self._calls.append(call)
+        with self._stepping, self.engine.mesh_context():
+            if not call.is_served and not self._is_closed:
+                try:
+                    self._serve()
+                except BaseException:
+                    self._forget()
+                    raise
+            drafted = self._rollouts.get(rollout)
+            blocks = drafted.blocks.pop(link, []) if drafted else []
+        return Answer(self._start, blocks, bool(blocks) and self._config.ahead == "free_running")
 
-    def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        self._look()
-        self._worker.tell(_Word(self._rollout, self._make, self, commits, closed))
+    def prepare(self, sampling: SamplingConfig, report: OnCompiled = unwatched) -> None:
+        """Compile all that a rollout with this sampling runs, and run it once."""
+        for method in self._models:
+            rollout = Rollout.of(method, step_key(0, 0), sampling)
+            compile_buckets.prepare(self.engine, self._programs(rollout), report)
+
+    def draft_seconds(self, sampling: SamplingConfig) -> dict[str, float]:
+        """Measure the seconds of a draft token for all requests of this worker, by method.
+
+        A step of the longest window is timed: it takes as long for fewer requests.
+        """
+        found, window = dict[str, float](), self._max_window
+        prompt, none, plan = np.zeros(1, np.int32), np.zeros(0, np.int32), DraftPlan(window)
+        for method in self._models:
+            with self.engine.mesh_context():
+                ahead = self.make_ahead(Rollout.of(method, step_key(0, 0), sampling))
+                tries = list[float]()
+                for n in range(REPEATS + 1):
+                    given = 1 + n, n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0)
+                    rows = range(self.engine.config.max_slots)
+                    ahead.update([Commit(r, *given) for r in rows], ())
+                    began_s = self._clock()
+                    ahead.step()
+                    tries.append(self._clock() - began_s)
+            found[method] = max(float(np.median(tries[1:])), MIN_SECONDS) / window
+        return found
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """Return when its steps were, the latest of those since the last call."""
+        return tuple(self._spans.popleft() for _ in range(len(self._spans)))
+
+    def close(self) -> None:
+        """Draft nothing from now on; wait for the step under way, unless it hangs."""
+        self._is_closed = True
+        if self._stepping.acquire(timeout=LEAVING_S):
+            self._stepping.release()
+
+    def make_ahead(self, rollout: Rollout) -> DraftingAhead:
+        """Return the drafter of one rollout."""
+        size = self.engine.config.max_slots, self.engine.longest_tokens
+        drafter = self._drafter(rollout)
+        if isinstance(drafter, EnumeratingDraftModel):
+            window, fan_out = self._max_window, self._config.fan_out
+            return Enumerating(drafter, *size, max_window=window, fan_out=fan_out)
+        return FreeRunning(drafter, *size)
+
+    def _drafter(self, rollout: Rollout) -> AheadDraftModel:
+        enumerates = self._config.ahead == "enumeration"
+        spec = RolloutSpec((), rollout.sampling, rollout.key)  # type: ignore[arg-type]
+        context = self.engine.drafter_context(spec)  # it reads no weights of the policy
+        kind = EnumeratingDraftModel if enumerates else AheadDraftModel
+        return self._models[rollout.method].made(kind, context, self._max_window)
+
+    def _programs(self, rollout: Rollout) -> list[Program]:
+        rows, found = self.engine.config.max_slots, list[Program]()
+        with self.engine.mesh_context():
+            for S in self.engine.position_sizes(rows):
+                drafter = self._drafter(rollout)
+                if isinstance(drafter, EnumeratingDraftModel):
+                    given = rows, S, self._max_window, self._config.fan_out
+                    found += drafter.enumerating(*given)
+                else:
+                    found += drafter.programs(rows, S)
+        return found
+
+    def _forget(self) -> None:
+        self._start = secrets.token_hex(8)
+        self._rollouts = collections.OrderedDict[Rollout, _Drafted]()
+
+    def _serve(self) -> None:
+        """Update requests by all calls that wait, then draft once for each of their rollouts."""
+        calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        for call in calls:
+            call.is_served = True
+            drafted = self._rollouts.get(call.rollout)
+            if drafted is None and call.commits:
+                drafted = _Drafted(self.make_ahead(call.rollout))
+                self._rollouts[call.rollout] = drafted
+                if len(self._rollouts) > MAX_ROLLOUTS:
+                    self._rollouts.popitem(last=False)
+            if drafted is not None:
+                drafted.update(call)
+        for rollout in dict.fromkeys(call.rollout for call in calls):
+            if rollout in self._rollouts:
+                self._step(self._rollouts[rollout])
+
+    def _step(self, drafted: _Drafted) -> None:
+        began_s = self._clock()
+        blocks = drafted.ahead.step()
+        if not blocks:
+            return
+        ended_s = self._clock()
+        self.num_steps, self.busy_s = self.num_steps + 1, self.busy_s + ended_s - began_s
+        self._spans.append((began_s, ended_s))
+        for block in blocks:
+            if (link := drafted.links.get(block.request_id)) is not None:
+                drafted.blocks.setdefault(link, []).append(block)
+
+
+class Peer:
+    """A drafting worker as the links of this process call it; `draft` is None if it is given up.
+
+    `report` is called with a line about each failure. `replace` returns the method of a worker in
+    place of one that hangs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        draft: Draft | None,
+        report: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        hang_limit_s: float = HANG_LIMIT_S,
+        replace: Callable[[], Draft] | None = None,
+    ) -> None:
+        self.draft, self.clock, self.hang_limit_s = draft, clock, hang_limit_s
+        self.failures = 0  # in a row, without a block
+        self._name, self._report, self._replace = name, report, replace
+        self._lock = threading.Lock()
+
+    def fail(self, draft: Draft, error: BaseException) -> None:
+        """Count a failure of this method; give the worker up after too many."""
+        with self._lock:
+            if draft is not self.draft:
+                return  # another link has noticed
+            self.failures += 1
+            is_given_up = self.failures > MAX_RESTARTS or isinstance(error, ActorDied)
+            if is_given_up:
+                self.draft = None
+            elif isinstance(error, TimeoutError) and self._replace is not None:
+                self.draft = self._replace()
+            line = str(error).strip().partition("\n")[0][:300]
+            end = "verifying workers go on without it" if is_given_up else "it starts again"
+            self._report(f"warning: {self._name} failed: {type(error).__name__}: {line}; {end}")
+
+
+class DraftingLink(DraftLink):
+    """A verifying worker's link to one drafting worker, for one rollout.
+
+    A thread makes one call at a time, until there is nothing to send or to fetch. If a call
+    fails `generation` grows, so that all requests are sent again from their first token.
+    """
+
+    def __init__(self, peer: Peer, rollout: Rollout) -> None:
+        self.generation = 0
+        self._peer, self._rollout, self._name = peer, rollout, secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._commits, self._closed = dict[int, Commit](), list[int]()  # no call has sent them yet
+        self._blocks, self._arrived = collections.deque[Block](), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._call: tuple[Draft, float] | None = None  # under way, and since when
+        self._start: str | None = None
+
+    def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+        with self._lock:
+            self._check_hang()
+            if self._peer.draft is None:
+                return
+            for request_id in closed:
+                self._commits.pop(request_id, None)
+            self._closed += closed
+            for commit in commits:
+                before = self._commits.get(commit.request_id)
+                self._commits[commit.request_id] = _merged(before, commit)
+            if self._thread is None and (self._commits or self._closed):
+                self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
+                self._thread.start()
 
     def take(self) -> Sequence[Block]:
-        self._came.clear()
+        self._arrived.clear()
         return [self._blocks.popleft() for _ in range(len(self._blocks))]
 
     def wait(self, timeout_s: float) -> None:
-        self._came.wait(timeout_s)
+        call = self._call
+        is_late = call is not None and self._peer.clock() - call[1] > LATE_S
+        if self._thread is not None and not is_late:
+            self._arrived.wait(timeout_s)
 
-    def bring(self, blocks: Sequence[Block]) -> None:
-        """Called by the drafting worker."""
-        self._blocks.extend(blocks)
-        self._came.set()
+    def _check_hang(self) -> None:
+        """Give up a call that hangs."""
+        if self._call is None:
+            return
+        draft, since_s = self._call
+        if (waited_s := self._peer.clock() - since_s) > self._peer.hang_limit_s:
+            self._fail(draft, TimeoutError(f"no answer for {waited_s:.1f} s"))
+
+    def _run(self) -> None:
+        me, has_more = threading.current_thread(), False
+        while True:
+            with self._lock:
+                draft = self._peer.draft
+                if self._thread is not me:
+                    return  # it hung, and was given up
+                if draft is None or not (has_more or self._commits or self._closed):
+                    self._thread = None
+                    return
+                news = list(self._commits.values()), self._closed
+                self._commits, self._closed = {}, []
+                self._call = draft, self._peer.clock()
+            answer, error = None, None
+            try:
+                answer = draft(self._rollout, self._name, *news)
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                if self._thread is not me:
+                    return
+                if answer is None:
+                    assert error is not None, "a call returns or raises"
+                    self._fail(draft, error)
+                    return
+                has_more, self._call = answer.has_more, None
+                self._receive(answer)
+
+    def _receive(self, answer: Answer) -> None:
+        if self._start not in (None, answer.start):
+            self.generation += 1
+        self._start = answer.start
+        if answer.blocks:
+            self._peer.failures = 0
+            self._blocks.extend(answer.blocks)
+            self._arrived.set()
+
+    def _fail(self, draft: Draft, error: BaseException) -> None:
+        self._thread, self._call, self._start = None, None, None
+        self._commits, self._closed = {}, []
+        self.generation += 1
+        self._peer.fail(draft, error)
+
+
+def _merged(before: Commit | None, commit: Commit) -> Commit:
+    """Return one commit in place of two of a request, so that a slow worker has no backlog."""
+    if before is None or commit.first != before.total_tokens:
+        return commit
+    tokens = np.concatenate([before.tokens, commit.tokens])
+    return commit._replace(first=before.first, tokens=tokens)

@@ -75,16 +75,6 @@ class Engine(ModelRunner):
         first, more = places[0], len(places) - 1
         return f"{first.platform}:{first.id}" + (f" and {more} more" if more else "")
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether a worker can join with it now: of one in another program it may die."""
-        return True
-
-    @property
-    def may_return(self) -> bool:
-        """Return whether it is outside of this program: lost, it may come back by itself."""
-        return False
-
     def abandoned(self) -> Engine:
         """Return what stands in for this engine, whose thread hangs: another one like it."""
         return dataclasses.replace(self)

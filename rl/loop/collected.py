@@ -9,6 +9,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import WorkerEvent
@@ -16,7 +19,9 @@ from rl.learner.advantages import informative_groups
 from rl.loop.exchange import Responses
 from rl.loop.generation import Prompts, Rollouts
 from rl.rewards.scores import Score
-from rl.trajectory import Trajectory
+from rl.speculation import reuse
+from rl.trajectory import FinishReason, Trajectory
+from spec.reuse.rollout_cache import RolloutCache
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text
 Siblings = Mapping[int, Sequence[Trajectory]]  # by group
@@ -128,3 +133,52 @@ def whole_groups(rollouts: Rollouts, group_size: int) -> list[Trajectory]:
 
 def _moved(t: Trajectory, group: int) -> Trajectory:
     return dataclasses.replace(t, group_id=group)
+
+
+# --- groups whose other requests continue in the next step, in a checkpoint -----------------
+
+
+def unfinished_state(groups: Mapping[int, Sequence[Trajectory]]) -> dict[str, Any]:
+    """Return what `load_unfinished` reads: the responses of each group that have ended."""
+    cache = RolloutCache()
+    responses = [
+        dataclasses.replace(t, group_id=g) for g, ts in enumerate(groups.values()) for t in ts
+    ]
+    reuse.remember(cache, [str(group) for group in groups], responses, scored=True)
+    return {
+        "groups": list(groups),
+        "rewards": [
+            [t.reward for t in sorted(ts, key=lambda t: t.sample_index)] for ts in groups.values()
+        ],
+        "responses": cache.state(),
+    }
+
+
+def load_unfinished(state: Mapping[str, Any]) -> dict[int, list[Trajectory]]:
+    """Return the groups of `unfinished_state`, with the parts of responses that siblings need."""
+    cache = RolloutCache()
+    cache.load_state(state["responses"])
+    groups: dict[int, list[Trajectory]] = {}
+    for group, rewards in zip(state["groups"], state["rewards"], strict=True):
+        found = cache.get(str(group)) if rewards else None
+        responses = () if found is None else found.responses
+        groups[group] = []
+        for reward, response in zip(rewards, responses, strict=True):
+            scores, tokens = response.scores, response.tokens
+            assert found is not None and scores is not None
+            groups[group].append(
+                Trajectory(
+                    request_id=-1,  # it has ended
+                    group_id=group,
+                    sample_index=response.sample_index,
+                    prompt_ids=found.prompt_ids,
+                    response_ids=tokens,
+                    logprobs=scores.logprobs,
+                    policy_versions=scores.policy_versions,
+                    origins=np.zeros(len(tokens), np.uint8),
+                    finish_reason=FinishReason.STOP,
+                    reward=reward,
+                    emission_logprobs=scores.emission_logprobs,
+                )
+            )
+    return groups

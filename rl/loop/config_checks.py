@@ -146,7 +146,7 @@ def _check_drafting_workers(config: TrainConfig) -> None:
         )
     if further := config.draft_model.directories:
         raise ValueError(
-            'Cluster.kind="ray" has drafting programs that read one draft model: expected no '
+            'Cluster.kind="ray" has drafting workers that read one draft model: expected no '
             f"DraftModel.directories there, got {further}: leave them out, or set "
             'Cluster.kind = "local"'
         )

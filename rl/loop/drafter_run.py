@@ -22,10 +22,8 @@ from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from rl.engine.engine import Engine, RolloutEngine
-from rl.engine.model_runner import ModelRunner
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.remote.remote_engine import RemoteEngine
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -238,9 +236,8 @@ def idle_workers_train(config: TrainConfig) -> bool:
     return config.drafter.spot and several
 
 
-def _elsewhere(home: Engine, worker: ModelRunner, weights: Params) -> TrainContext:
+def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
     """Return what units of a worker in another program need."""
-    assert isinstance(worker, RemoteEngine), "all workers of a run are alike"
     return TrainContext(home, None, partial(worker.gradients, weights))
 
 

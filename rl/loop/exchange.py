@@ -1,12 +1,11 @@
-"""Responses between the processes of a run: who answers what, and how all come to have it all.
+"""Responses between the processes of a run: who answers, and how all get all of them.
 
-    requests of the step, the same on all → own ones answered and scored → gathered → compared
+    requests of the step, the same on all → one part answered and scored → gathered → compared
 
-Where each process has an engine of its own (`Cluster.rollouts = "local"`) it answers the groups g
-with g mod processes = its number. Where one engine spans all processes each of them has all
-responses, and scores those groups. With rollout workers on Ray process 0 answers and scores all.
-Afterwards all have the same trajectories, scores and texts, in the same order; a digest of each
-request shows it.
+If each process has an engine (`Cluster.rollouts = "local"`) it answers the groups g with g mod
+processes = its number. If one engine spans all processes, each of them has all responses, and
+scores those groups. With rollout workers on Ray process 0 answers and scores all. Afterwards all
+have the same trajectories, scores and texts, in the same order; a digest of each request shows it.
 """
 
 from __future__ import annotations
@@ -15,36 +14,28 @@ import dataclasses
 import hashlib
 import itertools
 import os
+import pickle
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
 from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.engine.stats import EngineStats, joined
-from rl.engine.worker_record import (
-    MOST_SPANS_EACH,
-    MOST_TEXT,
-    WorkerEvent,
-    WorkerPart,
-    merged,
-    moved,
-)
-from rl.remote import records
-from rl.remote.records import OF_TOKENS, Stats, enter_stats, of_stats
-from rl.remote.wire import Codec
+from rl.engine.stats import EngineStats, RoundRecord, joined
+from rl.engine.worker_record import WorkerPart, moved
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
-from rl.workers.messages import WorkerError
+from rl.workers.results import WorkerError
 
 UNSCORED = Score({}, None)
+TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
+SECONDS = tuple(f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s"))
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
-# of these all processes hear, and all end alike: the last whole step can still be saved
+# all processes end alike after these: the last whole step can still be saved
 AGREED = (Stopped, RewardWorkerError, WorkerError, Hang)
 
 
@@ -63,36 +54,23 @@ class Responses:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Row:
-    """A response with its score and text, as a message has it."""
-
-    trajectory: Trajectory
-    score: Score
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """One process's outcome of a rollout, for the others; `began_s` is by its own clock."""
+    """One process's outcome of a rollout; without responses or an error it was stopped.
 
-    told: Literal["done", "stopped", "failed"]
-    error: str
+    `began_s` is by the clock of that process.
+    """
+
     began_s: float
-    rows: tuple[Row, ...] = ()
-    stats: Stats | None = None
-    workers: tuple[WorkerPart, ...] = ()
-    events: tuple[WorkerEvent, ...] = ()
-
-
-CODEC = Codec((Part,), records.ARRAYS, records.CHECKS)
+    responses: Responses | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shares:
-    """The way in which the requests of a rollout are shared out between processes.
+    """The partition of a rollout's requests between processes.
 
-    `splits`: each process answers its own share; else all answer all, with one engine. With
-    `by_first` the share of process 0, which speaks for workers in other programs, is everything.
+    `splits`: each process answers one part; else all answer all, with one engine. With `by_first`
+    process 0, which has the workers in other programs, answers all.
     """
 
     processes: Processes
@@ -108,7 +86,7 @@ class Shares:
 
     @property
     def scores_any(self) -> bool:
-        """True where this process ever scores a response."""
+        """True if this process ever scores a response."""
         return self.processes.is_first or not self.by_first
 
     def answers(self, group_id: int) -> bool:
@@ -133,36 +111,37 @@ class Shares:
         *,
         may_go_on: Collection[int] = (),
     ) -> Responses:
-        """Return the responses to all requests, of which `answer` gives this process's.
+        """Return the responses to all requests; `answer` returns this process's.
 
-        Those whose ids `may_go_on` need not be answered yet. What `answer` raises of AGREED is
-        raised here, on the others as PeerFailed or Stopped. Raises Diverged where processes do not
-        have the same.
+        Requests whose ids `may_go_on` need not be answered yet. An error of AGREED is raised again
+        here, and in the others as PeerFailed or Stopped. Raises Diverged unless all processes have
+        the same.
         """
         if self.processes.alone:
             return answer()
         began_s, error, own = time.perf_counter(), None, None
-        part = Part("stopped", "", began_s)
+        part = Part(began_s)
         try:
             own = answer()
         except AGREED as raised:
             error = raised
             if not isinstance(raised, Stopped):
-                part = Part("failed", str(raised), began_s)
+                part = Part(began_s, error=str(raised))
         else:
             self._name_workers(own.stats, own.trajectories)
-            part = part_of(self._scored(own), began_s)
-        given = self.processes.gather_large(what, CODEC.encode(part), waiting)
+            part = Part(began_s, self._scored(own))
+        # processes of one job trust one another
+        given = self.processes.gather_large(what, pickle.dumps(part), waiting)
         if error is not None:
             raise error
-        parts: list[Part] = [CODEC.decode(value) for value in given]
+        parts: list[Part] = [pickle.loads(value) for value in given]
         for index, part in enumerate(parts):
-            if part.told == "failed":
+            if part.error is not None:
                 raise PeerFailed(f"process {index} failed: {part.error}")
-        if any(part.told == "stopped" for part in parts):
+        if any(part.responses is None for part in parts):
             raise Stopped
         assert own is not None
-        found = self._merged(own, [received(p, requests, began_s - p.began_s) for p in parts])
+        found = self._merged(own, [_by_clock(p, began_s) for p in parts])
         self._compare(what, requests, found, may_go_on)
         return found
 
@@ -238,42 +217,22 @@ def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
     """Return a digest of what training learns from a response."""
     found = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
     found.update(prompt_ids.tobytes())
-    for name in OF_TOKENS:
+    for name in TOKEN_FIELDS:
         found.update(getattr(t, name).tobytes())
     return found.hexdigest()[:16]
 
 
-def part_of(own: Responses, began_s: float) -> Part:
-    """Return what a process tells of the responses that it has scored."""
-    rows = zip(own.trajectories, own.scores, own.texts, strict=True)
-    stats = own.stats
-    return Part(
-        "done",
-        "",
-        began_s,
-        tuple(Row(t, score, text) for t, score, text in rows),
-        of_stats(stats),
-        tuple(
-            dataclasses.replace(p, busy_s=merged(p.busy_s, MOST_SPANS_EACH)) for p in stats.parts
-        ),
-        tuple(dataclasses.replace(e, why=e.why[:MOST_TEXT]) for e in stats.events),
+def _by_clock(part: Part, began_s: float) -> Responses:
+    """Return a part's responses by the clock on which the rollout began at `began_s`."""
+    assert part.responses is not None
+    stats, by_s = part.responses.stats, began_s - part.began_s
+    stats = dataclasses.replace(
+        stats,
+        timeline=[
+            dataclasses.replace(r, **{name: getattr(r, name) + by_s for name in SECONDS})
+            for r in stats.timeline
+        ],
+        parts=[moved(p, by_s) for p in stats.parts],
+        events=[dataclasses.replace(e, at_s=e.at_s + by_s) for e in stats.events],
     )
-
-
-def received(part: Part, requests: Sequence[Request], later_s: float) -> Responses:
-    """Return the responses of a part to these requests, by a clock that is so much later."""
-    asked, stats = {r.request_id for r in requests}, EngineStats()
-    assert part.stats is not None
-    for row in part.rows:
-        if row.trajectory.request_id not in asked:
-            raise Diverged(
-                f"a response came to request {row.trajectory.request_id}, which this process has "
-                "not"
-            )
-    enter_stats(stats, part.stats, later_s=later_s)
-    stats.parts = [moved(p, later_s) for p in part.workers]
-    stats.events = [dataclasses.replace(e, at_s=e.at_s + later_s) for e in part.events]
-    rows = part.rows
-    return Responses(
-        [r.trajectory for r in rows], [r.score for r in rows], [r.text for r in rows], stats
-    )
+    return dataclasses.replace(part.responses, stats=stats)

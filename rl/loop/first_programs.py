@@ -16,7 +16,6 @@ import jax
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
-from rl.drafting.ahead_maker import DraftedRollout
 from rl.drafting.plans import MeasuredSeconds
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
@@ -227,22 +226,10 @@ def warm_up_drafting(
         speculation.times = times = times.without_drafts(MODEL)
     draft_s = 0.0
     if drafting.workers:
-        planner.draft_s = _prepare_drafting(sampling, drafting, told)
+        planner.draft_s = drafting.prepare(sampling, told)
         draft_s = planner.draft_s[planner.method]
     model_s = drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
-
-
-def _prepare_drafting(
-    sampling: SamplingConfig, drafting: DraftingWorkers, told: OnCompiled
-) -> dict[str, float]:
-    """Compile the programs of drafting workers; return the seconds of a draft token by method."""
-    found, rollout = dict[str, float](), DraftedRollout(step_key(0, 0), sampling)
-    for method in drafting.makers:
-        for runner, programs in drafting.programs(method, rollout):
-            compile_buckets.prepare(runner, programs, told)
-        found[method] = drafting.draft_seconds(method, rollout)
-    return found
 
 
 def warm_up_evaluation(

@@ -18,12 +18,12 @@ from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.learner import critic, trainer
 from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
 from rl.loop import experiment
-from rl.loop.async_rollouts import AsyncRollouts
 from rl.loop.evaluation import RunEvaluation
 from rl.loop.exchange import AGREED, PeerFailed
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System
-from rl.loop.rollout_source import SyncRollouts
+from rl.loop.pipeline import PipelineRollouts
+from rl.loop.step_rollouts import StepRollouts
 from rl.runtime.run_files import NEWEST_FILE
 from rl.runtime.signals import SAVING
 from spec.eagle import model as eagle
@@ -52,7 +52,7 @@ class Keeper:
         self,
         system: System,
         checkpoints: Checkpointer,
-        source: SyncRollouts | AsyncRollouts,
+        source: StepRollouts | PipelineRollouts,
         state: TrainState,
         position: RunPosition,
     ) -> None:

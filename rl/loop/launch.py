@@ -1,6 +1,6 @@
 """A run whose trainer processes are actors of Ray, as the user's program sees it.
 
-    this program → Ray: one actor a trainer process → a child of it: rl/loop/trainer_process.py
+    this program → Ray: an actor for each trainer → its child: rl/loop/trainer_process.py
 
 Process 0 has the rollout workers, their schedulers and the coordinator, and writes the run folder.
 """
@@ -15,13 +15,12 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from rl.cluster.actors import Actor, ActorSettings
 from rl.config.loader import dump
 from rl.loop import ray_workers, run_folder
 from rl.loop.config_checks import trainer_devices
 from rl.loop.experiment import TrainConfig
-from rl.remote.link import Link
-from rl.remote.trainer_group import Shared, StoppedAtOnce, TrainerGroup
-from rl.remote.trainer_messages import CODEC, Line
+from rl.loop.ray_trainers import COMMAND, Start, StoppedAtOnce, Trainer, run_trainers
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from rl.runtime.progress import say
 from rl.runtime.waits import ProgramLost
@@ -30,31 +29,34 @@ LAST_LINES = 40  # of a process that fails without an error of its own
 
 
 def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
-    """Start the trainer processes and show what they say; returns the run's exit status.
+    """Start the trainer processes and show what they print; returns the run's exit status.
 
     SIGTERM and Ctrl-C stop them as they would stop one process, at the last whole step.
     """
-    from rl.ray_roles.session import open_ray
-    from rl.ray_roles.trainers import open_trainers
+    from rl.cluster.ray_session import open_ray, reserve
 
     cluster, limit_s = config.cluster, config.cluster.deadline_s
-    count, start_s = cluster.num_trainers, 2 * limit_s
-    cpus = count + ray_workers.num_cpus(config)
+    count = cluster.num_trainers
     screen = Screen(sys.stdout, sys.stderr)
+    settings = ActorSettings({}, limit_s, 2 * limit_s)
+    target = f"{Trainer.__module__}:{Trainer.__name__}"
+    setting, devices = f"Cluster.num_processes={count}", trainer_devices(config)
     try:
         with (
-            open_ray(cluster.address, cpus, limit_s) as address,
-            open_trainers(count, trainer_devices(config), start_s) as channels,
+            open_ray(cluster.address, count + ray_workers.num_cpus(config), limit_s) as address,
+            reserve(count, setting, 2 * limit_s, devices=devices) as room,
+            StopSignals() as signals,
         ):
-            links = [
-                Link(f"program {i}", channel, limit_s, CODEC) for i, channel in enumerate(channels)
+            names = [f"trainer process {i} of {count}" for i in range(count)]
+            actors = [
+                Actor(name, target, (COMMAND,), settings, room, i, restarts=False)
+                for i, name in enumerate(names)
             ]
-            with StopSignals() as signals, TrainerGroup(links, limit_s, screen.show) as group:
-                shared = Shared(dump(config), resume, os.getcwd(), address)
-                group.start(shared, loopback=cluster.address is None, start_s=start_s)
-                status = group.follow(lambda: signals.count)
-                if status == EXIT_FAILED and group.first_to_fail is not None:
-                    screen.explain(group.first_to_fail)
+            start = Start(dump(config), resume, os.getcwd(), "", 0, address)
+            host = "127.0.0.1" if cluster.address is None else None
+            statuses = run_trainers(
+                actors, start, host, limit_s, screen.show, lambda: signals.count
+            )
     except StoppedAtOnce:
         step, standing = run_folder.standing(folder)
         say(f"stopped at once; {standing}", sys.stderr)
@@ -62,7 +64,10 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
     except ProgramLost as error:
         say(f"error: {error}; {run_folder.standing(folder)[1]}", sys.stderr)
         return EXIT_FAILED
-    if status == 128 + signal.SIGTERM and signals.count:  # which is what they are told to stop by
+    failed, status = next(((i, s) for i, s in statuses.items() if s), (0, 0))
+    if status == EXIT_FAILED:
+        screen.explain(failed)
+    if status == 128 + signal.SIGTERM and signals.count:  # the signal that stops processes
         return 128 + signals.last
     return status
 
@@ -98,9 +103,9 @@ class Screen:
         self._explained: set[int] = set()  # processes that have named an error
         self._hidden: dict[int, collections.deque[str]] = {}
 
-    def show(self, index: int, line: Line) -> None:
+    def show(self, index: int, is_error: bool, text: str) -> None:
         """Show a line of a process, or not."""
-        text = line.text.removeprefix(f"process {index}: ")
+        text = text.removeprefix(f"process {index}: ")
         if text.startswith("error"):
             self._explained.add(index)
             if text in self._errors:
@@ -110,7 +115,7 @@ class Screen:
             hidden = self._hidden.setdefault(index, collections.deque(maxlen=LAST_LINES))
             hidden.append(text)
             return
-        self._print(index, text, self._err if line.is_error else self._out)
+        self._print(index, text, self._err if is_error else self._out)
 
     def explain(self, index: int) -> None:
         """Show the last that a process said which has failed without naming an error."""

@@ -8,21 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from models.tokenizer import Tokenizer
-from rl.cluster.config import ClusterConfig
-from rl.config.loader import dump
+from rl.cluster.actors import ActorSettings
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats
 from rl.loop.exchange import UNSCORED, WHOLE, Responses, Shares
 from rl.loop.experiment import TrainConfig
-from rl.remote.scorers import Scorers
-from rl.remote.service import ServiceDeadlines
 from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scorers import Scorers
 from rl.rewards.scores import Rewards, Score, ScoreJob
 from rl.runtime.progress import Progress
 from rl.trajectory import Trajectory
-
-SILENCE = 5  # deadlines that nobody speaks to a scorer for, until it ends by itself
 
 
 @contextlib.contextmanager
@@ -35,29 +31,19 @@ def open_rewards(
     """
     with contextlib.ExitStack() as stack:
         rewards: Rewards
-        if config.cluster.scorers:
-            rewards = _scorers(config, tasks, say, stack)
+        if count := config.cluster.scorers:
+            from rl.cluster.ray_session import reserve
+
+            limit_s, cpus = config.cluster.deadline_s, config.reward.workers
+            setting = f"Cluster.scorers={count} of Reward.workers={cpus}"
+            room = stack.enter_context(reserve(count, setting, 2 * limit_s, cpus=cpus))
+            settings = ActorSettings({}, limit_s, 2 * limit_s, say)
+            rewards = Scorers(config.reward, tasks, count, room, settings)
         else:
             rewards = RewardPool(config.reward, tasks)
         stack.callback(rewards.close)
         rewards.start()  # their processes start while training is traced
         yield rewards
-
-
-def _scorers(
-    config: TrainConfig,
-    tasks: Sequence[str],
-    say: Callable[[str], None],
-    stack: contextlib.ExitStack,
-) -> Scorers:
-    from rl.ray_roles.services import ScorerActors
-
-    text = dump(dataclasses.replace(config, cluster=ClusterConfig()))
-    limit_s, count = config.cluster.deadline_s, config.cluster.scorers
-    actors = ScorerActors(text, count, config.reward.workers, start_s=2 * limit_s)
-    stack.callback(actors.close)
-    deadlines = ServiceDeadlines(limit_s, 2 * limit_s, SILENCE * limit_s)
-    return Scorers(config.reward, tasks, count, actors.connect, text, deadlines, say)
 
 
 class Scorer:

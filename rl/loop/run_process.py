@@ -205,7 +205,7 @@ def _train(
     from rl.rewards.process import RewardWorkerError
     from rl.runtime.parallel_compile import TooManyMappings
     from rl.runtime.waits import Hang, ProgramLost
-    from rl.workers.messages import WorkerError
+    from rl.workers.results import WorkerError
 
     options: dict[str, Any] = {"show": show, "watch": watch, "processes": processes}
     try:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,12 @@ from rl.learner.config import TrainSpec
 from rl.learner.gathering import own_devices
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
-from rl.loop import drafter_run, drafting, experiment, first_programs, ray_workers
+from rl.loop import drafter_run, drafting, experiment, first_programs
 from rl.loop.drafter_elsewhere import AnyDrafter, open_elsewhere
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System
-from rl.loop.history import open_history
-from rl.loop.ray_workers import RayWorkers
 from rl.loop.rewards import open_rewards
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Rewards
@@ -52,9 +50,11 @@ from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
-from rl.workers.no_workers import NoWorkers
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from rl.loop.ray_workers import RayWorkers
 
 
 def remove_other_spills(run: Folder, num_processes: int) -> None:
@@ -128,10 +128,12 @@ def build(
             if config.drafting.workers:
                 speculation.apart_elsewhere = frozenset({MODEL})
         if on_ray and processes.is_first:
+            from rl.loop import ray_workers
+
             ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
-            builder = open_history(config, cache, show.message)
-            speculation.index_builder = stack.enter_context(builder)
+            builder = ray_workers.open_history(config, cache, show.message)
+            speculation.history_workers = stack.enter_context(builder)
         if rewards is None:
             rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
         if on_ray:
@@ -170,6 +172,8 @@ def _compile(
     heard = partial(told, "training and rollouts")
     reach = first_programs.rollout_reach(config, shares)
     longer, on_ray = None, config.cluster.kind == "ray"
+    if on_ray:
+        from rl.loop import ray_workers
     if workers is not None:
         bounds = ray_workers.bounds(config, inputs, reach, system.drafter)
         workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
@@ -279,7 +283,7 @@ def _engine(
         return workers.engine
     if not shares.scores_any:  # another process speaks with the workers
         shapes = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype)
-        return NoWorkers(shapes, config.sched)
+        return MultiEngine([shapes], config.sched, places=())
     options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.learned.config.feature_layers

@@ -27,7 +27,6 @@ from rl.learner.advantages import overlong_penalties, response_advantages, rewar
 from rl.learner.gathering import host_copy
 from rl.learner.optimizer import TrainState
 from rl.loop import setup as run_setup
-from rl.loop.async_rollouts import AsyncRollouts
 from rl.loop.evaluation import RunEvaluation
 from rl.loop.experiment import Inputs, RunConfig, TrainConfig
 from rl.loop.generation import (
@@ -38,8 +37,9 @@ from rl.loop.generation import (
     leave_update_if_asked,
 )
 from rl.loop.keeper import Keeper, RunPosition, committed, resume
+from rl.loop.pipeline import PipelineRollouts
 from rl.loop.rewards import tell_failures
-from rl.loop.rollout_source import SyncRollouts, open_source
+from rl.loop.step_rollouts import StepRollouts, open_rollouts
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, read_metrics
 from rl.runtime.progress import Progress
@@ -108,7 +108,7 @@ class _Run:
     system: System
     metrics: MetricsWriter | RowsOnly
     evaluation: RunEvaluation
-    source: SyncRollouts | AsyncRollouts
+    source: StepRollouts | PipelineRollouts
     seconds: SecondsRecord
     keeper: Keeper
     state: TrainState
@@ -159,7 +159,7 @@ def _opened(
         seconds = SecondsRecord(files, processes)
         go_on(system.speculation, seconds, position.step)
         source = stack.enter_context(
-            open_source(system, position.step + 1, stale_params, host.get("source", {}))
+            open_rollouts(system, position.step + 1, stale_params, host.get("source", {}))
         )
         keeper = stack.enter_context(Keeper(system, checkpoints, source, state, position))
         yield _Run(system, metrics, evaluation, source, seconds, keeper, state, position)

@@ -1,11 +1,12 @@
 """`python -m rl.loop.trainer_process`: one trainer process of a run on Ray.
 
-`rl.loop.launch` has it started, and says on its standard input what it is to do. Where that closes,
-the launcher is gone: the process stops as if it had been asked to.
+Its standard input has a `rl.loop.ray_trainers.Start`, and is open while its actor lives: at its end
+the process stops as if it were signalled.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import BinaryIO
 from rl.config.loader import load
 from rl.loop import run_process
 from rl.loop.experiment import TrainConfig, open_inputs
-from rl.remote.trainer_messages import Start, read_start
+from rl.loop.ray_trainers import Start
 from rl.runtime import host_memory
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
@@ -27,7 +28,7 @@ from rl.runtime.signals import leave
 def main(orders: BinaryIO) -> int:
     """Do what is read from `orders`; returns the exit status."""
     host_memory.bound_arenas()
-    start = read_start(orders)
+    start = Start(**json.loads(orders.readline()))
     threading.Thread(target=_stop_at_end, args=(orders,), name="launcher", daemon=True).start()
     try:
         config = _config(start)
@@ -49,8 +50,7 @@ def _config(start: Start) -> TrainConfig:
 
 def _stop_at_end(orders: BinaryIO) -> None:
     """A thread: wait until the launcher's program has closed what it wrote to."""
-    while orders.read1(1):  # type: ignore[attr-defined]
-        pass
+    orders.read()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -28,13 +28,14 @@ from rl.rewards.scores import (
 )
 
 T = TypeVar("T")
+STARTUP_S = 120.0  # of a worker, imports included
 
 
 class RewardPool(Rewards):
     """Worker processes that share a queue, each with a thread. Use as a context manager."""
 
     def __init__(
-        self, config: RewardConfig, tasks: Sequence[str] = (), startup_s: float = 120.0
+        self, config: RewardConfig, tasks: Sequence[str] = (), startup_s: float = STARTUP_S
     ) -> None:
         """Raises the errors of `validate(config)`, before any process is started.
 
@@ -42,8 +43,7 @@ class RewardPool(Rewards):
         `startup_s` limits that, imports included.
         """
         validate(config)
-        limits = 2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S
-        super().__init__(config, MOST_ATTEMPTS * limits)
+        super().__init__(config, sample_limit_s(config, startup_s))
         self._tasks, self._startup_s = tuple(tasks), startup_s
         # A sample, its future, and a function that makes the result of its outcomes.
         self._queue = queue.SimpleQueue[
@@ -85,14 +85,14 @@ class RewardPool(Rewards):
         Raises RuntimeError on a closed pool, TypeError for columns that are not JSON. The future
         raises RewardWorkerError if workers can no longer be started.
         """
-        return self._put(job, self._to_score)
+        return self._put(job_body(job), self._to_score)
 
-    def outcomes(self, job: ScoreJob) -> Future[Outcomes]:
-        """As `submit`, but another program combines and counts the outcomes."""
-        return self._put(job, lambda outcomes: outcomes)
+    def outcomes(self, body: bytes) -> Future[Outcomes]:
+        """As `submit` of a `job_body`, but another program combines and counts the outcomes."""
+        return self._put(body, lambda outcomes: outcomes)
 
-    def _put(self, job: ScoreJob, finish: Callable[[Outcomes], T]) -> Future[T]:
-        body, future = _job_body(job), Future[T]()
+    def _put(self, body: bytes, finish: Callable[[Outcomes], T]) -> Future[T]:
+        future = Future[T]()
         with self._lock:
             if self._closed or not self._threads:
                 raise RuntimeError(
@@ -212,7 +212,13 @@ class RewardPool(Rewards):
         return outcomes
 
 
-def _job_body(job: ScoreJob) -> bytes:
+def sample_limit_s(config: RewardConfig, startup_s: float = STARTUP_S) -> float:
+    """All limits of one sample together."""
+    return MOST_ATTEMPTS * (2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S)
+
+
+def job_body(job: ScoreJob) -> bytes:
+    """Return a job as workers read it. Raises TypeError for columns that are not JSON."""
     example = job.example
     message = {
         "prompt": example.prompt,

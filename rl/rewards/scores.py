@@ -1,7 +1,7 @@
 """Scores of responses, and the interface of their scorers, which count failures.
 
 `Rewards` has its workers in this program (`rl.rewards.pool.RewardPool`) or in others
-(`rl.remote.scorers.Scorers`).
+(`rl.rewards.scorers.Scorers`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
-from rl.speculation.history_elsewhere import IndexBuilder, Indexed, Shard
+from rl.speculation.history_workers import HistoryWorkers, Shard
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Prompt
 from sched.request import copy_of
@@ -63,14 +63,13 @@ def history_rule(config: SpeculationConfig) -> ProposalRule:
 class _Built:
     """The history of a step's prompts: indexed, or as it is (`Speculation.for_others`).
 
-    `shards` of an index `name` lie in other programs (`Speculation.index_builder`).
+    `Speculation.history_workers` have built the `shards`.
     """
 
     index: HistoryIndex | None
     keys: frozenset[str]
     seconds: float
     groups: Mapping[str, CachedGroup] = dataclasses.field(default_factory=dict)
-    name: str = ""
     shards: tuple[Shard, ...] = ()
 
     @property
@@ -80,20 +79,14 @@ class _Built:
         groups = sum(group.num_tokens for group in self.groups.values())
         return groups + sum(shard.num_tokens for shard in self.shards)
 
-    @property
-    def indexed(self) -> Indexed | None:
-        """Where the shards are; None where there are none."""
-        addresses = tuple(shard.address for shard in self.shards)
-        return Indexed(self.name, addresses) if addresses else None
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepDrafts:
     """Makes the drafters and the budget of a rollout, for each worker its own.
 
     `keys`, `prompts`, `last`, `first_group` and `group_size` are those of
-    `Speculation.drafter_factory`, from which, with the prompts' `history`, what is `indexed`
-    elsewhere and the `methods` of copies, another program can make the same drafters.
+    `Speculation.drafter_factory`, from which, with the prompts' `history`, references to `shards`
+    of its index and the `methods` of copies, another program can make the same drafters.
     """
 
     make: DrafterFactory
@@ -103,7 +96,7 @@ class StepDrafts:
     first_group: int
     group_size: int
     history: Mapping[str, CachedGroup]
-    indexed: Indexed | None = None
+    shards: tuple[Any, ...] = ()
     methods: tuple[str, ...] = ()
 
     def __call__(self, context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
@@ -136,7 +129,7 @@ class Speculation:
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
         self.for_others = False  # workers of other programs, which index the history themselves
-        self.index_builder: IndexBuilder | None = None  # or others, for them
+        self.history_workers: HistoryWorkers | None = None  # or these, for them
         # sources that drafting workers draft by, in place of the workers themselves
         self.apart: Mapping[str, DrafterSource] = {}
         self.apart_elsewhere = frozenset[str]()  # those of workers in other programs
@@ -172,9 +165,10 @@ class Speculation:
         names, index = dict(enumerate(keys, first_group)), built.index if built else index
         shared = server or DraftServer(group_size), Progress()
         make = partial(self._drafts, names, last or {}, index, *shared, self.times_now)
-        given = (built.groups, built.indexed) if built else ({}, None)
-        told = last or {}, first_group, group_size, *given, self.methods_of_copies
-        return StepDrafts(make, keys, prompts, *told)
+        groups, shards = (built.groups, built.shards) if built else ({}, ())
+        trees = tuple(shard.trees for shard in shards)
+        settings = last or {}, first_group, group_size, groups, trees, self.methods_of_copies
+        return StepDrafts(make, keys, prompts, *settings)
 
     def _drafts(
         self,
@@ -319,8 +313,8 @@ class Speculation:
 
     def _without_lost(self, built: _Built) -> _Built:
         """Read the groups of shards that were lost since they were built."""
-        builder = self.index_builder
-        lost = [s for s in built.shards if builder is None or not builder.has(s)]
+        workers = self.history_workers
+        lost = [s for s in built.shards if workers is None or not workers.has(s)]
         groups = self._groups([key for shard in lost for key in shard.keys])
         shards = tuple(shard for shard in built.shards if shard not in lost)
         return dataclasses.replace(built, groups={**built.groups, **groups}, shards=shards)
@@ -342,12 +336,11 @@ class Speculation:
         began_s, source = time.perf_counter(), self.config.history_source
         assert source is not None
         if self.for_others:
-            name, shards = "", tuple[Shard, ...]()
-            if self.index_builder is not None:
-                name, shards = self.index_builder.build(prompts, self._cache)
+            workers = self.history_workers
+            shards = () if workers is None else workers.build(prompts, self._cache)
             there = {key for shard in shards for key in shard.keys if key not in shard.damaged}
             groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - began_s
-            return _Built(None, frozenset(prompts), seconds, groups, name, shards)
+            return _Built(None, frozenset(prompts), seconds, groups, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, history_rule(self.config))
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +23,10 @@ import numpy as np
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.worker_record import WorkerPart
-from rl.runtime.signals import Stopped
-from rl.runtime.waits import POLL_S, Hang
+from rl.runtime.waits import POLL_S
 from rl.trajectory import Request, Trajectory
-from rl.workers.messages import Deferred, Returned
 from rl.workers.multi_engine import MultiEngine, collected
-from rl.workers.worker_group import LEAVING_S, OWNER_PATIENCE, WorkerGroup
+from rl.workers.results import Returned
 from sched.policies.steps import Ahead
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
@@ -73,45 +70,6 @@ class Begun:
         ]
 
 
-class _Results:
-    """Takes what the workers give back in a thread, also while an update runs.
-
-    So losses are seen at once, and no worker finds its owner silent.
-    """
-
-    def __init__(self, session: WorkerGroup) -> None:
-        self._session, self._closed = session, False
-        self._taken: queue.SimpleQueue[Trajectory | Deferred | Returned | BaseException] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._take, name="results", daemon=True)
-        self._thread.start()
-
-    def next(self) -> Trajectory | Deferred | Returned | None:
-        """Return the next result, None where none comes soon; raise what the session raised."""
-        try:
-            result = self._taken.get(timeout=POLL_S)
-        except queue.Empty:
-            return None
-        if isinstance(result, BaseException):
-            self._taken.put(result)  # whoever asks again hears it again
-            raise result
-        return result
-
-    def close(self) -> None:
-        self._closed = True
-        self._thread.join(LEAVING_S)
-
-    def _take(self) -> None:
-        try:
-            while not self._closed:
-                result = self._session.next_result(POLL_S)
-                if result is not None:
-                    self._taken.put(result)
-        except BaseException as error:
-            self._taken.put(error)
-
-
 class AheadEngine(MultiEngine):
     """Engines whose workers live as long as it is open, from one rollout to the next."""
 
@@ -119,20 +77,14 @@ class AheadEngine(MultiEngine):
     def open(self, max_requests: int, longest_tokens: int) -> Iterator[AheadEngine]:
         """Start the workers, for rollouts of up to so many requests and tokens of one."""
         scheduler = Ahead(self.make_scheduler(), chunk_tokens=self.config.chunk_tokens)
-        session = self._session(
-            scheduler, max_requests, longest_tokens, self.spot, steps_apart=True
-        )
-        with contextlib.ExitStack() as stack:
-            # what runs ahead of the last step is given up
-            stack.push(lambda *_: session.__exit__(Stopped, None, None))
-            session.__enter__()
-            self._workers, self._results = session, _Results(session)
-            stack.callback(self._results.close)
-            self._place = -2
-            self._spec: RolloutSpec | None = None  # of the last rollout
-            self._coming: ComingStep | None = None
-            self._begun_parts: list[WorkerPart] = []
-            self._forget_begun()
+        options: dict[str, Any] = {"spot": self.spot, "has_steps_apart": True}
+        self._session = self.session(scheduler, max_requests, longest_tokens, **options)
+        self._place = -2
+        self._spec: RolloutSpec | None = None  # of the last rollout
+        self._coming: ComingStep | None = None
+        self._begun_parts: list[WorkerPart] = []
+        self._forget_begun()
+        with self._session.aborted_at_end():
             yield self
 
     def _forget_begun(self) -> None:
@@ -153,19 +105,18 @@ class AheadEngine(MultiEngine):
 
         `spec.params` stay in use until the next rollout begins.
         """
-        self.engines[0].check(requests, spec.sampling)
-        spec.endings(requests)  # what it raises, it raises here and not in a worker
+        self.check(spec, requests)
         self._spec = spec = dataclasses.replace(spec, begun=True)
         self._place = place = self._place + 2
         oldest = place if self._begun_place is None else self._begun_place
-        self._workers.submit(place, spec, requests, oldest=oldest)
+        self._session.submit(place, spec, requests, oldest=oldest)
         self.begin()
         try:
-            emitted = partial(self._workers.num_tokens, place)
+            emitted = partial(self._session.num_tokens, place)
             return collected(requests, self._next, emitted, on_finish, on_round)
         finally:
-            self.stats = self._workers.stats(place)
-            self.stats.events = self._workers.new_events()
+            self.stats = self._session.stats(place)
+            self.stats.events = self._session.new_events()
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
 
     def plan(self, coming: ComingStep) -> None:
@@ -183,54 +134,43 @@ class AheadEngine(MultiEngine):
         self._begun_requests = coming.requests
         self._open = {r.request_id for r in ahead}
         own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
-        self._workers.submit(
+        self._session.submit(
             self._begun_place,
             dataclasses.replace(spec, **own),
             ahead,
             coming.past_tokens,
-            ahead=True,
+            is_ahead=True,
             oldest=self._place,
         )
 
     def recall(self, check: Callable[[], object] = lambda: None) -> Begun:
-        """Return what was begun, once workers have let go of it; `check` is called meanwhile.
-
-        Raises Hang where nothing comes back for as long as a worker may be silent.
-        """
+        """Return what was begun, once workers have let go of it; `check` is called meanwhile."""
         if self._begun_place is None:
             return Begun()
-        self._workers.recall()
-        heard_s, left = self._clock(), len(self._open)
+        self._session.recall()
         while self._open:
             check()
             finished = self._next()
             assert finished is None, "the step's own requests are all answered"
-            if len(self._open) < left:
-                heard_s, left = self._clock(), len(self._open)
-            elif (silent_s := self._clock() - heard_s) > OWNER_PATIENCE * self._hang_limit_s:
-                raise Hang(f"{left} requests that were begun do not come back: {silent_s:.1f} s")
         # what was begun of a step is a part of it, with older weights
-        self._begun_parts += self._workers.stats(self._begun_place).parts
+        self._begun_parts += self._session.stats(self._begun_place).parts
         begun = Begun(self._begun_requests, self._begun_tokens)
         self._forget_begun()
         return begun
 
     def _next(self) -> Trajectory | None:
         """Return the next response of a step; what was begun of the next one is kept here."""
-        result = self._results.next()
-        assert not isinstance(result, Deferred), "steps are apart: none is deferred"
-        if isinstance(result, Returned):
-            left = self._workers.returned(result.request_id)
-            if left.prefix is not None:
-                self._keep(result.request_id, left.prefix.response_ids)
-            self._open.discard(result.request_id)
-            return None
-        if result is not None and result.request_id >= AHEAD:
-            self._keep(result.request_id, result.response_ids)
-            self._open.discard(result.request_id)
-            return None
-        return result
+        match self._session.next_result(POLL_S):
+            case Returned(partial=state):
+                tokens = None if state.prefix is None else state.prefix.response_ids
+                self._keep(state.request.request_id, tokens)
+            case Trajectory() as t if t.request_id >= AHEAD:
+                self._keep(t.request_id, t.response_ids)
+            case Trajectory() as t:
+                return t
+        return None
 
-    def _keep(self, request_id: int, tokens: np.ndarray) -> None:
-        if len(tokens):
+    def _keep(self, request_id: int, tokens: np.ndarray | None) -> None:
+        self._open.discard(request_id)
+        if tokens is not None and len(tokens):
             self._begun_tokens[request_id - AHEAD] = tuple(tokens.tolist())

@@ -1,8 +1,6 @@
-"""Several engines under one scheduler, which decides where and when requests run.
+"""Several workers under one scheduler, which decides where and when requests run.
 
-Each worker is a thread with an engine on devices of its own. One coordinator tells the scheduler
-what happens and when, under a lock, and passes its actions on. Tokens depend on none of it: those
-of a request are a function of its seed.
+Tokens depend on none of it: those of a request are a function of its seed.
 """
 
 from __future__ import annotations
@@ -25,9 +23,11 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
+from rl.workers.driver import Driver
+from rl.workers.pool import IdleWork, Place, ThreadPlace
+from rl.workers.results import Result
 from rl.workers.session import Session
-from rl.workers.worker_group import WorkerGroup
-from rl.workers.worker_source import IdleWork, WorkerLimits
+from rl.workers.worker import WorkerLimits
 from sched.policies.divided import PreferPool, make_scheduler
 from sched.policies.fastest_of_n import FastestOfN, Worth
 from sched.protocol import Scheduler, SchedulerDecision
@@ -50,9 +50,11 @@ class Helpers:
 
 
 class MultiEngine:
-    """Engines on devices of their own; each rollout runs under a new scheduler.
+    """A run's workers; each rollout runs under a new scheduler.
 
-    `seed` is the scheduler's. A worker that shows no sign of life for `hang_limit_s` has failed.
+    `engines` are those of workers in this process. Workers elsewhere have `places`, which may be
+    none, and the first engine has their shapes.
+    `seed` is the scheduler's. A worker that does not return for `hang_limit_s` has failed.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class MultiEngine:
         engines: Sequence[Engine],
         config: SchedConfig,
         *,
+        places: Sequence[Place] | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         prefer_pool: PreferPool = lambda tokens: True,
@@ -68,6 +71,7 @@ class MultiEngine:
         keeps_decisions: bool = False,
     ) -> None:
         self.engines: list[Engine] = list(engines)
+        self.places, self._in_threads = list(places or ()), places is None
         self.config, self._seed = config, seed
         self.spot = spot  # what idle workers train
         self.prefer_pool = prefer_pool  # True: copy this many tokens rather than recompute them
@@ -98,12 +102,10 @@ class MultiEngine:
 
         Idle workers train only in rollouts that are learnt from: those with a sink.
         """
-        sampling = spec.sampling
-        self.engines[0].check(requests, sampling)
-        spec.endings(requests)  # what it raises, it raises here and not in a worker
-        longest = longest_tokens(requests, sampling)
+        self.check(spec, requests)
+        longest = longest_tokens(requests, spec.sampling)
         spot = None if spec.sink is None else self.spot
-        session = self._session(self.make_scheduler(), len(requests), longest, spot)
+        session = self.session(self.make_scheduler(), len(requests), longest, spot=spot)
         try:
             with session:
                 session.submit(0, spec, requests)
@@ -112,6 +114,11 @@ class MultiEngine:
         finally:
             self.decisions, self.stats = session.decisions, session.stats(0)
             self.stats.events = session.new_events()
+
+    def check(self, spec: RolloutSpec, requests: Sequence[Request]) -> None:
+        """Raise ValueError for requests that cannot run, before a worker has them."""
+        self.engines[0].check(requests, spec.sampling)
+        spec.endings(requests)
 
     def make_scheduler(self) -> Scheduler:
         """Return a new scheduler of the configured policy, for one rollout."""
@@ -131,40 +138,40 @@ class MultiEngine:
         self,
         scheduler: Scheduler,
         max_requests: int,
-        longest_tokens: int,
+        max_tokens: int,
+        *,
+        spot: IdleWork | None = None,
+        deliver: Callable[[Result], None] | None = None,
+        has_steps_apart: bool = False,
     ) -> Session:
-        """Return the workers under a scheduler, for rollouts of up to `max_requests` requests."""
-        return self._session(scheduler, max_requests, longest_tokens, self.spot)
-
-    def _session(
-        self,
-        scheduler: Scheduler,
-        max_requests: int,
-        longest_tokens: int,
-        spot: IdleWork | None,
-        steps_apart: bool = False,
-    ) -> WorkerGroup:
-        config, slots = self.config, min(self.engines[0].config.max_slots, max_requests)
-        if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
+        """Return a session of the workers, for rollouts of up to `max_requests` requests."""
+        config, first = self.config, self.engines[0]
+        slots = min(first.config.max_slots, max_requests)
+        if config.kv_tokens is not None and config.kv_tokens < max_tokens:
             raise ValueError(
-                f"a request may come to {longest_tokens} positions, prompt and response, and a "
+                f"a request may come to {max_tokens} positions, prompt and response, and a "
                 f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
             )
-        held, first = slots * longest_tokens, self.engines[0]
+        held = slots * max_tokens
         if first.config.pages:  # a cache may hold less
-            held = first.kv_tokens(slots, longest_tokens)
-        size = WorkerLimits(
-            kv_tokens=config.kv_tokens or held,
-            max_requests=slots,
-            longest_tokens=longest_tokens,
+            held = first.kv_tokens(slots, max_tokens)
+        if self._in_threads:
+            numbers = range(len(self.engines))
+            self.places = [ThreadPlace(self.engines, i, self._hang_limit_s) for i in numbers]
+        make_driver = partial(
+            Driver,
+            self.places,
+            scheduler,
+            WorkerLimits(config.kv_tokens or held, slots, max_tokens, has_steps_apart),
+            self._clock,
             pool_bytes=config.pool_bytes,
-            hang_limit_s=self._hang_limit_s,
-            restart=config.on_error == "restart",
+            can_restart=config.on_error == "restart",
             keeps_decisions=self._keeps_decisions,
-            steps_apart=steps_apart,
+            idle_work=spot,
+            acceptance=None if self.helpers is None else self.helpers.acceptance,
         )
-        acceptance = None if self.helpers is None else self.helpers.acceptance
-        return WorkerGroup(self.engines, scheduler, size, self._clock, spot, acceptance)
+        limit_s = self._hang_limit_s
+        return Session(make_driver, self._clock, hang_limit_s=limit_s, deliver=deliver)
 
 
 def collected(

@@ -1,58 +1,199 @@
-"""The workers that run ahead of a pipeline, as its steps are submitted to them; or none."""
+"""A session of workers as its owner sees it: a thread that runs their driver, its mail and results.
+
+owner ──submit, trained, recall──→ mail ←──reports, errors── calls of workers
+                                    │
+                          `rl.workers.driver.Driver`
+                                    │
+owner ←──trajectories, deferred and returned requests, errors
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import WorkerEvent
-from rl.trajectory import Request
-from rl.workers.worker_group import WorkerGroup
+from rl.runtime.waits import POLL_S, Hang, code_line
+from rl.trajectory import Request, Trajectory
+from rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
+from rl.workers.results import Deferred, Result, Returned
+from sched import protocol
+from sched.protocol import SchedulerDecision
+from sched.request import RequestSpec
+from spec.config import SamplingConfig
 
 
-class NoSession:
-    """The session of a process for which another one speaks with the workers: nothing comes."""
+class Session:
+    """A driver and its thread; a context manager, which starts and ends them.
 
-    def __enter__(self) -> NoSession:
+    `make_driver` returns the driver from where it is to `deliver` results and to send `later` mail.
+    Any thread may call its methods. `deliver` receives results in the thread instead of
+    `next_result`. The thread hangs if it shows no sign of life for `hang_limit_s`.
+    """
+
+    def __init__(
+        self,
+        make_driver: Callable[..., Driver],
+        clock: Callable[[], float],
+        *,
+        hang_limit_s: float,
+        deliver: Callable[[Result], None] | None = None,
+    ) -> None:
+        self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._deliver = deliver or self._results.put
+        self._driver = make_driver(deliver=self._deliver, later=self._mail.put)
+        self._clock, self._hang_limit_s, self._alive_s = clock, hang_limit_s, clock()
+        self._samplings: dict[int, SamplingConfig] = {}
+        self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+
+    def __enter__(self) -> Session:
+        self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Nothing runs."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._mail.put(partial(self._driver.close, abort=kind is not None))
+        while self._thread.is_alive() and (kind is None or self._silent_s < LEAVING_S):
+            self._thread.join(POLL_S)
+            if kind is None:
+                self.look_for_hang()
+        if kind is None and self._driver.error is not None:
+            raise self._driver.error
+
+    @contextlib.contextmanager
+    def aborted_at_end(self) -> Iterator[None]:
+        """Enter; requests that still run at the end are given up."""
+        self.__enter__()
+        try:
+            yield
+        finally:
+            self.__exit__(KeyboardInterrupt)
 
     def submit(
         self,
         step: int,
-        spec: RolloutSpec,
+        spec: RolloutSpec | None,
         requests: Sequence[Request],
         past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+        *,
+        is_ahead: bool = False,
+        oldest: int | None = None,
     ) -> None:
-        """Begin a step, of which this process has no request."""
-        assert not requests, "another process has the workers"
+        """Submit a step's requests; without `spec` further ones, for which an earlier step waits.
 
-    def add(
-        self,
-        step: int,
-        requests: Sequence[Request],
-        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> None:
-        assert not requests, "another process has the workers"
+        Ids are unique among requests that have not ended. `past_tokens` are the lengths of last
+        epoch's responses, by group. Requests `ahead` of their step run on workers that have no
+        others. Of steps before `oldest`, by default the one before, nothing is kept.
+        """
+        past, is_urgent = past_tokens or {}, spec is None
+        oldest = step - 1 if oldest is None else oldest
+        if spec is not None:
+            self._samplings = {s: x for s, x in self._samplings.items() if s >= oldest}
+            self._samplings[step] = spec.sampling
+            for place in self._driver.places:
+                place.announce(spec)
+        specs = tuple(
+            RequestSpec(
+                r.request_id,
+                r.group_id,
+                len(r.prompt_ids),
+                r.limit(self._samplings[step]),
+                past_tokens=past.get(r.group_id, ()),
+                step=step,
+                prefix_tokens=_prefix_tokens(r),
+                urgent=is_urgent,
+                ahead=is_ahead,
+            )
+            for r in requests
+        )
+        event = protocol.Submitted(specs, step)
+        self._mail.put(partial(self._driver.submit, event, spec, requests, oldest))
 
     def trained(self, step: int, train_s: float | None = None) -> None:
-        """Nobody waits for it."""
+        """Report that the update of a step is done, and how long it took."""
+        self._mail.put(partial(self._driver.handle, protocol.Trained(step, train_s)))
 
-    def next_result(self, timeout_s: float) -> None:
-        time.sleep(timeout_s)
+    def recall(self) -> None:
+        """Have requests that were begun ahead returned: each is a result, whole or `Returned`."""
+        self._mail.put(partial(self._driver.handle, protocol.Recalled()))
+
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
+        """Return the next result, None after `timeout_s`.
+
+        Raises WorkerError if a worker raised, or hangs, and is not replaced, and Hang.
+        """
+        try:
+            result = self._results.get(timeout=timeout_s)
+        except queue.Empty:
+            self.look_for_hang()
+            return None
+        if isinstance(result, BaseException):
+            self._results.put(result)  # for the next call
+            raise result
+        return result
+
+    def look_for_hang(self) -> None:
+        """Raise Hang if the driver's thread shows no sign of life."""
+        if (silent_s := self._silent_s) > self._hang_limit_s:
+            where = code_line(self._thread.ident or 0)
+            raise Hang(f"no sign of life for {silent_s:.1f} s from the driver's thread ({where})")
+
+    @property
+    def _silent_s(self) -> float:
+        return self._clock() - self._alive_s
 
     def num_tokens(self, step: int) -> int:
-        return 0
+        """Return the tokens that all workers emitted in a step so far."""
+        return self._driver.counts.num_tokens(step)
 
     def stats(self, step: int) -> EngineStats:
-        return EngineStats()
+        """Return the counts of all workers in a step so far."""
+        return self._driver.counts.stats(step)
 
     def new_events(self) -> list[WorkerEvent]:
-        return []
+        """Return which workers joined and were lost since the last call."""
+        events = self._driver.events
+        return [events.popleft() for _ in range(len(events))]
+
+    @property
+    def decisions(self) -> list[SchedulerDecision]:
+        return self._driver.decisions
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        driver = self._driver
+        while not driver.has_ended:
+            try:
+                self.run_once(SPARE_POLL_S if driver.has_idle_workers else POLL_S)
+            except BaseException as error:
+                self._deliver(error)
+                if driver.ends_s is not None:
+                    driver.error = driver.error or error
+                    break
+                driver.close(abort=True)
+        driver.end()
+
+    def run_once(self, timeout_s: float) -> None:
+        """Handle the mail that is there, or comes within `timeout_s`; then call workers."""
+        self._alive_s = self._clock()
+        self._driver.begin_turn()
+        try:
+            self._mail.get(timeout=timeout_s)()
+            while True:
+                self._mail.get_nowait()()
+        except queue.Empty:
+            pass
+        self._driver.end_turn()
 
 
-Session = WorkerGroup | NoSession
+def _prefix_tokens(request: Request) -> int:
+    """Return how many tokens a request's first start may add at once."""
+    cached = 0 if request.cached is None else len(request.cached.tokens)
+    known = max(cached, len(request.begun))
+    return known + 1 if known else 0

@@ -178,6 +178,8 @@ class Ahead:
     def _reported(self, event: Finished | ChunkDone) -> list[Action]:
         waiting = self._begun.apply(event)
         worker = self._begun.workers.get(event.worker_id)
+        if event.worker_id in self._leaving:
+            self._begun.nothing_held()  # it frees all rows
         if worker is not None and not worker.running:
             self._leaving.discard(event.worker_id)
         return self._set_waiting(waiting)

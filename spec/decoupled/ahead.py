@@ -29,7 +29,7 @@ class DraftingAhead(abc.ABC):
         self.texts, self.depth = RequestTexts(num_rows, longest_tokens), 0
         self._drafter = drafter
 
-    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+    def update(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         """Update requests by messages of verifying workers."""
         gone = self.texts.close(closed)
         if len(gone):
@@ -101,11 +101,11 @@ class Enumerating(DraftingAhead):
         num_rows: int,
         longest_tokens: int,
         *,
-        most_window: int,
+        max_window: int,
         fan_out: int,
     ) -> None:
         super().__init__(drafter, num_rows, longest_tokens)
-        self._most_window, self._fan_out = most_window, fan_out
+        self._max_window, self._fan_out = max_window, fan_out
         self._right, self._seen = PRIOR_DRAFTS * PRIOR_PROB, float(PRIOR_DRAFTS)
 
     def step(self) -> list[Block]:
@@ -114,9 +114,9 @@ class Enumerating(DraftingAhead):
         if not wanting:
             return []
         requests = [self.texts.requests[r] for r in wanting]
-        chain_AK = np.full((len(requests), self._most_window), -1, np.int32)
+        chain_AK = np.full((len(requests), self._max_window), -1, np.int32)
         for a, request in enumerate(requests):
-            chain = request.chain[: self._most_window]
+            chain = request.chain[: self._max_window]
             chain_AK[a, : len(chain)] = chain
             request.wants = False
         self.depth = depth = max(_window(request) for request in requests)
@@ -132,10 +132,10 @@ class Enumerating(DraftingAhead):
             blocks.append(Block(r, request.round, request.committed, *tree))
         return blocks
 
-    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+    def update(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         for commit in commits:
             self._count(commit)
-        super().hear(commits, closed)
+        super().update(commits, closed)
 
     def _count(self, commit: Commit) -> None:
         """Count the draft tokens of a verified chain that were right, and those that were known."""

@@ -12,25 +12,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spec.drafter import (
-    Acceptance,
-    Drafter,
-    Drafts,
-    LiveSlots,
-    RoundsDrafter,
-    Source,
-    no_drafts,
-)
+from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, RoundsDrafter, Source, no_drafts
 
 SURE = 0.999  # the probability of a token that another copy has verified
 OfCopy = Callable[[int], tuple[int, int]]  # request id → (its original's id, copy number)
 
 
 class Progress:
-    """The longest responses of requests that have copies; any thread may call it.
-
-    Workers in other programs are not known to it.
-    """
+    """The longest responses of requests with copies in this process; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,20 +66,18 @@ class CopiesDrafter(Drafter):
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         drafts = no_drafts(len(live), max_nodes)
         behind_A = np.zeros(len(live), bool)
-        pairs = [self._of_copy(r) for r in live.request_ids_A.tolist()]
-        for a, (original, number) in enumerate(pairs):
+        for a, request_id in enumerate(live.request_ids_A.tolist()):
+            original, number = self._of_copy(request_id)
             if number:
                 self._progress.watch(original)
             if self._progress.is_watched(original):
-                known_T = self._progress.ahead_of(original, live.response(a))
-                behind_A[a] = _put_chain(drafts, a, known_T[: max_nodes_A[a]])
+                ahead_T = self._progress.ahead_of(original, live.response(a))
+                behind_A[a] = _put_chain(drafts, a, ahead_T[: max_nodes_A[a]])
         self._last = []
-        method_A = np.array([min(n, len(self._drafters) - 1) for _, n in pairs], np.int64)
-        for method in np.unique(method_A).tolist():
-            (some,) = np.nonzero((method_A == method) & ~behind_A)
+        for drafter, places in self._by_method(live):
+            some = places[~behind_A[places]]
             if len(some):
-                drafter = self._drafters[method]
-                drafter.skipped = self.skipped if not method else frozenset()
+                drafter.skipped = self.skipped if drafter is self._drafters[0] else frozenset()
                 drafts.put(some, drafter.propose(live.take(some), max_nodes_A[some], max_nodes))
                 self._last.append((some, drafter))
         return drafts
@@ -104,26 +91,25 @@ class CopiesDrafter(Drafter):
 
     def committed(self, live: LiveSlots) -> None:
         for drafter, some in self._by_method(live):
-            drafter.committed(some)
+            drafter.committed(live.take(some))
 
     def finished(self, live: LiveSlots) -> None:
         for drafter, some in self._by_method(live):
-            drafter.finished(some)
+            drafter.finished(live.take(some))
         for request_id in live.request_ids_A.tolist():
             self._progress.forget(self._of_copy(request_id)[0])
 
     def left(self, live: LiveSlots) -> None:
         for drafter, some in self._by_method(live):
-            drafter.left(some)
+            drafter.left(live.take(some))
 
-    def _by_method(self, live: LiveSlots) -> list[tuple[Drafter, LiveSlots]]:
+    def _by_method(self, live: LiveSlots) -> list[tuple[Drafter, np.ndarray]]:
+        """Return the drafters of these requests, each with its places among them."""
         last = len(self._drafters) - 1
-        ids = live.request_ids_A.tolist()
-        method_A = np.array([min(self._of_copy(r)[1], last) for r in ids], np.int64)
-        return [
-            (self._drafters[m], live.take(np.nonzero(method_A == m)[0]))
-            for m in np.unique(method_A).tolist()
-        ]
+        numbers = [self._of_copy(r)[1] for r in live.request_ids_A.tolist()]
+        method_A = np.minimum(np.array(numbers, np.int64), last)
+        used = np.unique(method_A).tolist()
+        return [(self._drafters[m], np.flatnonzero(method_A == m)) for m in used]
 
 
 def _put_chain(drafts: Drafts, a: int, tokens_T: np.ndarray) -> bool:

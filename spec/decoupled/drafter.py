@@ -17,7 +17,7 @@ from spec.decoupled.messages import Commit, DraftLink, DraftPlan
 from spec.decoupled.received import ReceivedBlocks
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
 
-MOST_LACKING = 0.5  # share of requests without a draft above which a round waits
+LACKING_SHARE = 0.5  # share of requests without a draft above which a round waits
 
 
 class RequestPlans(Protocol):
@@ -26,14 +26,14 @@ class RequestPlans(Protocol):
     patience_s: float
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
-        """Return the plan of a request in a batch of so many on its worker."""
-        ...
+        """Return the plan of a request on a worker with a batch of this many."""
 
     def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
         """Observe how many draft tokens were accepted, and how many were decided."""
-        ...
+        return
 
-    def forget(self, request_ids: Sequence[int]) -> None: ...
+    def forget(self, request_ids: Sequence[int]) -> None:
+        return
 
 
 class OnePlan(RequestPlans):
@@ -45,34 +45,24 @@ class OnePlan(RequestPlans):
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plan
 
-    def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
-        return
-
-    def forget(self, request_ids: Sequence[int]) -> None:
-        return
-
 
 class DecoupledDrafter(Drafter):
     """Drafts of one draft model, by drafting workers at the other ends of `links`.
 
-    A request is drafted for by one of them. If a link has a new `generation`, its requests are
+    A request is drafted for by one of them. If the `generation` of a link changes, its requests are
     sent again from their first token.
     """
 
     arrives_later = True
 
     def __init__(
-        self,
-        links: Sequence[DraftLink],
-        plans: RequestPlans,
-        sampling: SamplingConfig,
+        self, links: Sequence[DraftLink], plans: RequestPlans, sampling: SamplingConfig
     ) -> None:
         assert links, "one drafting worker or more"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
         self.received = ReceivedBlocks()
         # of each request: generation of its link, number of tokens sent, number of commits
-        self._told: dict[int, tuple[int, int, int]] = {}
-        self._closed: list[int] = []
+        self._sent = dict[int, tuple[int, int, int]]()
         self._last: LiveSlots | None = None  # of the last drafts
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
@@ -87,13 +77,13 @@ class DecoupledDrafter(Drafter):
                 link.wait(self._plans.patience_s / len(self._links))
             self._take(live)
             drafts = self.received.drafts(*given)
-        self._tell(live, drafts)
+        self._send(live, drafts)
         self._last = live
         return drafts
 
     def committed(self, live: LiveSlots) -> None:
         """Send the tokens of rounds without a proposal too."""
-        self._tell(live, None)
+        self._send(live, None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         assert self._last is not None, "it has proposed"
@@ -106,32 +96,39 @@ class DecoupledDrafter(Drafter):
 
     def finished(self, live: LiveSlots) -> None:
         ids = live.request_ids_A.tolist()
-        self._closed += [r for r in ids if self._told.pop(r, None) is not None]
+        closed = [r for r in ids if self._sent.pop(r, None) is not None]
         self.received.forget(ids)
         self._plans.forget(ids)
-        self._say([[] for _ in self._links])
+        for k, link in enumerate(self._links):
+            if mine := [r for r in closed if r % len(self._links) == k]:
+                link.send((), mine)
 
     def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
         """Return True if most requests lack both a draft and a block of their last commit."""
-        told = [self._told.get(r, (-1, 0, -1))[2] for r in live.request_ids_A.tolist()]
-        lacking_A = (drafts.count_A == 0) & (np.array(told) > self.received.rounds(live))
-        return lacking_A.sum() >= MOST_LACKING * len(live)
+        sent = [self._sent.get(r, (-1, 0, -1))[2] for r in live.request_ids_A.tolist()]
+        lacking_A = (drafts.count_A == 0) & (np.array(sent) > self.received.rounds(live))
+        return lacking_A.sum() >= LACKING_SHARE * len(live)
 
     def _take(self, live: LiveSlots) -> None:
         for link in self._links:
             self.received.put(link.take(), live)
 
-    def _tell(self, live: LiveSlots, drafts: Drafts | None) -> None:
+    def _send(self, live: LiveSlots, drafts: Drafts | None) -> None:
         """Send the new tokens of each request to its drafting worker."""
         news: list[list[Commit]] = [[] for _ in self._links]
-        untold = self._untold(live)
         processing_A3 = live.processing(self._sampling)
-        for a, first in untold.items():
-            r, total = int(live.request_ids_A[a]), int(live.total_tokens_A[a])
-            k, (_, _, told) = r % len(self._links), self._told.get(r, (-1, 0, 0))
+        totals = live.total_tokens_A.tolist()
+        for a, (r, total) in enumerate(zip(live.request_ids_A.tolist(), totals, strict=True)):
+            k = r % len(self._links)
+            generation = self._links[k].generation
+            before, first, num_sent = self._sent.get(r, (generation, 0, 0))
+            if before != generation:
+                first = 0
+            if first >= total:
+                continue
             commit = Commit(
                 request_id=r,
-                round=told + 1,
+                round=num_sent + 1,
                 first=first,
                 tokens=live.tokens_BL[live.rows_A[a], first:total].copy(),
                 prompt_tokens=int(live.prompt_tokens_A[a]),
@@ -141,26 +138,10 @@ class DecoupledDrafter(Drafter):
                 processing=tuple(processing_A3[a].tolist()),
             )
             news[k].append(commit)
-            self._told[r] = self._links[k].generation, total, told + 1
-        self._say(news)
-
-    def _untold(self, live: LiveSlots) -> dict[int, int]:
-        """Return the places of requests with tokens not sent yet, and the first of these."""
-        found = dict[int, int]()
-        for a, r in enumerate(live.request_ids_A.tolist()):
-            generation, first, _ = self._told.get(r, (-1, 0, 0))
-            if generation != self._links[r % len(self._links)].generation:
-                first = 0
-            if first < int(live.total_tokens_A[a]):
-                found[a] = first
-        return found
-
-    def _say(self, news: Sequence[Sequence[Commit]]) -> None:
-        closed, self._closed = self._closed, []
-        for k, (link, commits) in enumerate(zip(self._links, news, strict=True)):
-            mine = [r for r in closed if r % len(self._links) == k]
-            if commits or mine:
-                link.tell(commits, mine)
+            self._sent[r] = generation, total, num_sent + 1
+        for link, commits in zip(self._links, news, strict=True):
+            if commits:
+                link.send(commits, ())
 
 
 def _chain(drafts: Drafts | None, a: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-MOST_NODES = 2**15 - 1  # no limit: budgets have smaller ones
+MAX_NODES = 2**15 - 1  # no limit: budgets have smaller ones
 
 
 class DraftPlan(NamedTuple):
@@ -28,7 +28,7 @@ class DraftPlan(NamedTuple):
 
     window: int
     decoupled: bool = True
-    max_nodes: int = MOST_NODES
+    max_nodes: int = MAX_NODES
 
 
 class Commit(NamedTuple):
@@ -72,20 +72,17 @@ class Block(NamedTuple):
 class DraftLink(Protocol):
     """A verifying worker's link to one drafting worker; only `wait` waits for a draft.
 
-    If the drafting worker is lost, `generation` changes: its successor knows no request. A link
-    without a worker drops all commits and returns no block.
+    `generation` changes if the drafting worker has forgotten all requests. A link without a worker
+    drops all commits and returns no block.
     """
 
     generation: int
 
-    def tell(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+    def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         """Send commits, and the requests that have left."""
-        ...
 
     def take(self) -> Sequence[Block]:
         """Return the received blocks."""
-        ...
 
     def wait(self, timeout_s: float) -> None:
         """Return once a block is received, or after the timeout."""
-        ...

@@ -27,10 +27,10 @@ class ReceivedBlocks:
     def __init__(self) -> None:
         self._index = RequestIndex()
         self._block_F3 = np.empty((0, 3), np.int64)
-        self._tokens_FN = np.empty((0, FIRST_NODES), np.int32)
-        self._parents_FN = np.empty((0, FIRST_NODES), np.int32)
-        self._prob_FN = np.empty((0, FIRST_NODES), np.float32)
-        self.stale = 0  # blocks that no draft came of: requests had gone another way
+        # tokens, parents and probabilities of the draft tokens
+        dtypes = np.int32, np.int32, np.float32
+        self._nodes_FN = [np.empty((0, FIRST_NODES), dtype) for dtype in dtypes]
+        self.stale = 0  # blocks without any draft: requests had gone another way
 
     def put(self, blocks: Iterable[Block], live: LiveSlots) -> None:
         """Keep these blocks of live requests, each instead of an older one."""
@@ -42,28 +42,24 @@ class ReceivedBlocks:
             f, n = which.get(block.request_id), len(block.tokens_N)
             if f is None or block.round < self._block_F3[f, ROUND]:
                 continue
-            if n > self._tokens_FN.shape[1]:
-                self._widen(n)
+            if n > (width := self._nodes_FN[0].shape[1]):
+                room = (0, 0), (0, max(n, 2 * width) - width)
+                self._nodes_FN = [np.pad(x_FN, room) for x_FN in self._nodes_FN]
             self._block_F3[f] = block.base_tokens, block.round, n
-            self._tokens_FN[f, :n] = block.tokens_N
-            self._parents_FN[f, :n] = block.parents_N
-            self._prob_FN[f, :n] = block.prob_N
+            arrays = block.tokens_N, block.parents_N, block.prob_N
+            for x_FN, new_N in zip(self._nodes_FN, arrays, strict=True):
+                x_FN[f, :n] = new_N
 
     def drafts(
-        self,
-        live: LiveSlots,
-        window_A: np.ndarray,
-        most_A: np.ndarray,
-        max_nodes: int,
+        self, live: LiveSlots, window_A: np.ndarray, most_A: np.ndarray, max_nodes: int
     ) -> Drafts:
         """Return each request's draft: at most `window_A` deep, and `most_A` draft tokens."""
         drafts = no_drafts(len(live), max_nodes)
         drafts.sources_AN[:] = Source.MODEL
         which_A = self._rows(live)  # first: it may make room
-        blocks = self._block_F3, self._tokens_FN, self._parents_FN, self._prob_FN
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A
         limits = window_A, np.minimum(most_A, max_nodes)
-        self.stale += _follow(*texts, which_A, *blocks, *limits, drafts)
+        self.stale += _follow(*texts, which_A, self._block_F3, *self._nodes_FN, *limits, drafts)
         return drafts
 
     def rounds(self, live: LiveSlots) -> np.ndarray:
@@ -76,23 +72,13 @@ class ReceivedBlocks:
             self._block_F3[f] = 0, -1, 0
 
     def _rows(self, live: LiveSlots) -> np.ndarray:
-        which_A = self._index.of(live)
-        if self._index.size > len(self._block_F3):
-            new = len(self._block_F3)
+        which_A, old = self._index.of(live), len(self._block_F3)
+        if self._index.size > old:
             self._block_F3 = with_room(self._block_F3, self._index.size, 0)
-            self._block_F3[new:, ROUND] = -1
+            self._block_F3[old:, ROUND] = -1
             size = len(self._block_F3)
-            self._tokens_FN = with_room(self._tokens_FN, size, 0)
-            self._parents_FN = with_room(self._parents_FN, size, 0)
-            self._prob_FN = with_room(self._prob_FN, size, 0)
+            self._nodes_FN = [with_room(x_FN, size, 0) for x_FN in self._nodes_FN]
         return which_A
-
-    def _widen(self, num_nodes: int) -> None:
-        more = max(num_nodes, 2 * self._tokens_FN.shape[1]) - self._tokens_FN.shape[1]
-        room = (0, 0), (0, more)
-        self._tokens_FN = np.pad(self._tokens_FN, room)
-        self._parents_FN = np.pad(self._parents_FN, room)
-        self._prob_FN = np.pad(self._prob_FN, room)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -23,7 +23,7 @@ from spec.reuse.rollout_cache import CachedGroup
 # the context grows by up to the 32 draft tokens of the longest window.
 PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
 # Trees grow by probability, which the last 16 tokens estimate as well as the whole branch does:
-# counts of longer contexts are smaller (`contexts` of benchmarks/drafts.py).
+# counts of longer contexts are smaller (benchmarks/results/drafts_contexts.json).
 RULE = ProposalRule(
     longest=16,
     shortest=1,
@@ -86,7 +86,7 @@ def part_of(index: HistoryIndex) -> IndexPart:
 
 
 def joined(parts: Sequence[IndexPart]) -> HistoryIndex:
-    """Return one index of parts of the same rule, which have been checked."""
+    """Return one index of parts of the same rule."""
     forest, ids = SuffixForest.of([part.trees for part in parts])
     pairs = zip(parts, ids, strict=True)
     trees = {key: tree for part, of in pairs for key, tree in zip(part.keys, of, strict=True)}

@@ -1,7 +1,6 @@
-"""Trees of a suffix forest as arrays that other programs can check, and read but not extend.
+"""Trees of a suffix forest as arrays, which other programs read but do not extend.
 
-What a query relies on so as to stay within its arrays and to end is checked (`check`); what can be
-made of the rest is made here: the lists of edges, and the table that finds them.
+The lists of edges, and the table that finds them, are made anew from the arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from spec.retrieval.suffix_kernels import Arena
 
 MOST = 2**31 - 1  # states and edges, which int32 numbers
 _KEPT = [k.LENGTH, k.LINK, k.COUNT, k.TOKEN, k.TARGET]
-LENGTH, LINK, COUNT, TOKEN, TARGET = range(len(_KEPT))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,58 +53,14 @@ def take(arena: Arena, rows: Sequence[int], max_context: int) -> TreeArrays:
     )
 
 
-def check(x: TreeArrays, vocab_size: int) -> None:
-    """Raise ValueError unless every query of these trees stays within them, and ends.
-
-    Links lead to shorter contexts of the same tree, down to its root; edges to longer ones; counts
-    fall along both.
-    """
-    S = len(x.states_SX)
-    shapes = (x.states_SX.shape[1:], x.edges_EX.shape[1:], x.weights_S.shape)
-    _expect(shapes == ((len(_KEPT),), (3,), (S,)), "states of 5 numbers and a weight, edges of 3")
-    _expect(x.roots_T.shape == x.grown_T.shape == (len(x.roots_T),), "a root and tokens a tree")
-    _expect(x.max_context >= 1 and max(S, len(x.edges_EX)) <= MOST, "contexts, and states in int32")
-    roots = x.roots_T
-    ordered = bool((np.diff(roots) > 0).all()) and (roots[0] == 0 if len(roots) else S == 0)
-    _expect(ordered and (not len(roots) or roots[-1] < S), "trees one after another, from 0 on")
-    _expect(bool(np.isfinite(x.weights_S).all()), "finite weights")
-    _expect(bool((x.grown_T >= 0).all()), "0 tokens of a tree or more")
-    if not S:
-        return _expect(not len(x.edges_EX), "no edges without states")
-    length_S, link_S, count_S, token_S, target_S = x.states_SX.T
-    tree_S = np.repeat(np.arange(len(roots)), np.diff([*roots, S]))
-    is_root_S = np.zeros(S, bool)
-    is_root_S[roots] = True
-    _expect(bool((count_S >= 0).all()), "counts of 0 or more")
-    _expect(bool((length_S[roots] == 0).all() and (link_S[roots] == k.NONE).all()), "empty roots")
-    below = np.nonzero(~is_root_S)[0]
-    above = link_S[below]
-    _expect(bool(((above >= 0) & (above < S)).all()), "links within the states")
-    _expect(bool((tree_S[above] == tree_S[below]).all()), "links within their tree")
-    _expect(bool((length_S[above] < length_S[below]).all()), "links to shorter contexts")
-    _expect(bool((count_S[above] >= count_S[below]).all()), "shorter contexts at least as often")
-    first = np.nonzero(token_S != k.NONE)[0]
-    source = np.concatenate([first, x.edges_EX[:, 0]])
-    label = np.concatenate([token_S[first], x.edges_EX[:, 1]])
-    goal = np.concatenate([target_S[first], x.edges_EX[:, 2]])
-    _expect(bool(((source >= 0) & (source < S)).all()), "edges from states")
-    _expect(bool(((goal >= 0) & (goal < S)).all()), "edges to states")
-    _expect(bool(((label >= 0) & (label < vocab_size)).all()), f"tokens below {vocab_size}")
-    _expect(bool((np.diff(x.edges_EX[:, 0]) >= 0).all()), "edges by their source")
-    _expect(bool((tree_S[source] == tree_S[goal]).all()), "edges within their tree")
-    _expect(bool((length_S[source] < length_S[goal]).all()), "edges to longer contexts")
-    counted = count_S[source] > 0
-    falls = count_S[goal] <= count_S[source]
-    _expect(bool((falls | ~counted).all()), "a context at least as often as with one token more")
-
-
 def join(parts: Sequence[TreeArrays]) -> tuple[Arena, list[np.ndarray]]:
     """Return an arena with the trees of all parts, which may not grow, and the rows of each part.
 
-    Raises ValueError where there are more states or edges than int32 numbers.
+    Raises ValueError for more states or edges than int32 numbers.
     """
     num_states, num_edges = (sum(len(getattr(x, n)) for x in parts) for n in _SIZES)
-    _expect(max(num_states, num_edges) <= MOST, f"at most {MOST} states and edges in all")
+    if max(num_states, num_edges) > MOST:
+        raise ValueError(f"expected at most {MOST} states and edges in all")
     states = np.full((max(num_states, 1), 8), k.NONE, np.int32)
     edges = np.full((max(num_edges, 1), 4), k.NONE, np.int32)
     trees = np.zeros((max(sum(len(x.roots_T) for x in parts), 1), 4), np.int64)
@@ -146,8 +100,3 @@ def join(parts: Sequence[TreeArrays]) -> tuple[Arena, list[np.ndarray]]:
 
 
 _SIZES = ("states_SX", "edges_EX")
-
-
-def _expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"expected {what}")

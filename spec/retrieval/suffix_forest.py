@@ -88,7 +88,7 @@ class SuffixForest:
     def of(cls, parts: Sequence[TreeArrays]) -> tuple[SuffixForest, list[list[int]]]:
         """Return a forest of the trees of all parts, which cannot grow, and their ids by part.
 
-        The parts have been checked (`suffix_arrays.check`), and have one `max_context`.
+        The parts have one `max_context`.
         """
         contexts = {x.max_context for x in parts}
         assert len(contexts) == 1, contexts

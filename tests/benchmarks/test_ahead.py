@@ -1,7 +1,5 @@
 """Shares of the workers' time in projected steps, by hand."""
 
-import json
-
 import pytest
 
 from benchmarks import ahead
@@ -65,11 +63,9 @@ def test_modes_are_played_on_the_same_steps_and_shares_have_bounds(monkeypatch):
         assert row["ahead_idle"] <= row["ahead_idle_with_ends"]
 
 
-def test_a_projection_alone_leaves_what_was_measured(tmp_path, monkeypatch):
+def test_a_projection_alone_leaves_what_was_measured(monkeypatch):
     monkeypatch.setattr(ahead, "projected", lambda kept, seeds: [kept])
-    monkeypatch.setattr(ahead, "own_record", lambda: {"commit": "after"})
     before = {"runs": 3, "kept": {"gumbel": KEPT}, "projected": [], "commit": "before"}
-    (tmp_path / "a.json").write_text(json.dumps(before))
-    after = ahead.projected_again(tmp_path / "a.json")
+    after = ahead.projected_again(before, {"commit": "after"})
     assert {**after, "projected": []} == {**before, "projection": after["projection"]}
     assert after["projected"] == [KEPT] and after["projection"]["commit"] == "after"

@@ -3,15 +3,16 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
-import jax
 import numpy as np
 import pytest
 
+from benchmarks import rounds
 from benchmarks.environment import ROOT
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import parts
-from benchmarks.gpu.sizes import SIZES, figures_of, in_turns, num_weights
+from benchmarks.gpu.parts import SIZES, accelerator, num_weights
 
 TINY = SIZES["tiny"]
 
@@ -92,17 +93,9 @@ def test_flips_are_counted_in_both_types():
 
 
 def test_devices_are_found_by_their_name():
-    found = {kind: figures_of(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
+    found = {kind: accelerator(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
     names = [device and device.name for device in found.values()]
     assert names == ["H100", "H200", None]
-
-
-def test_kinds_take_turns_and_the_first_two_do_not_count():
-    order = []
-    kinds = {name: lambda n=name: order.append(n) or float(len(order)) for name in "ab"}
-    seconds = in_turns(kinds, 5)
-    assert "".join(order) == "abba" * 3 + "ab"
-    assert seconds["a"].tolist() == [5, 8, 9, 12, 13]
 
 
 def test_all_parts_end_within_nine_minutes():
@@ -110,14 +103,10 @@ def test_all_parts_end_within_nine_minutes():
     assert set(gpu.DEADLINES_S) == set(parts.PARTS)
 
 
-def test_the_real_size_is_refused_without_a_gpu(capsys, monkeypatch):
-    assert jax.devices()[0].platform == "cpu"
-    monkeypatch.setattr(sys, "argv", ["gpu"])
+def test_the_real_size_is_refused_without_a_gpu(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert gpu.main() == 2
-    said = capsys.readouterr().err
-    assert said.startswith("expected a GPU") and "got cpu; mend: " in said
-    assert len(said.splitlines()) == 1
+    assert gpu.refusal("tiny") is None
+    assert "got cpu; mend: " in gpu.refusal("real")
 
 
 def test_the_command_writes_the_rows_of_a_part_and_says_what_was_cut(tmp_path):
@@ -150,7 +139,7 @@ def test_rows_that_came_before_a_failure_are_kept(monkeypatch):
 
 
 def test_pages_are_filled_in_place():
-    bench = parts.Rounds(TINY, 16)
+    bench, *_ = parts.paged_rounds(TINY, 16)
     cache = bench.engine.full_cache(TINY.slots, 32)
     filled = parts.filled(cache)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values)), "no room for them twice"
@@ -176,20 +165,13 @@ def test_parts_that_are_done_stay_if_the_command_is_ended(monkeypatch, tmp_path)
 
 
 def test_slots_are_made_outside_of_the_seconds_of_a_round(monkeypatch):
-    timing, made = [False], []
-
-    def timed(call):
-        timing[0] = True
-        call()
-        timing[0] = False
-        return 1.0
-
-    bench = parts.Rounds(TINY, 16)
-    busy = parts.busy
-    monkeypatch.setattr(parts, "busy", lambda *sizes: made.append(timing[0]) or busy(*sizes))
-    monkeypatch.setattr(parts, "timed", timed)
-    assert bench.seconds(bench.plain) == bench.seconds(bench.verify) == 1.0
-    assert made == [False] * 2
+    bench, _, nodes_5M = parts.paged_rounds(TINY, 16)
+    clock = iter(range(100))
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(clock))
+    busy = rounds.busy  # takes a second
+    monkeypatch.setattr(rounds, "busy", lambda *sizes: next(clock) >= 0 and busy(*sizes))
+    verify = partial(bench.verify, nodes_5M=nodes_5M)
+    assert bench.seconds(bench.plain) == bench.seconds(verify) == 1.0
 
 
 @pytest.mark.parametrize("fails", ["baseline", "ours"])

@@ -19,8 +19,9 @@ OVERHEAD_S = 100e-6
 def test_published_results_keep_their_prices():
     priced = roofline.PRICED
     assert (priced.bandwidth, priced.operations, priced.overhead_s) == (0.7, 0.7, 100e-6)
-    assert roofline.QWEN3_8B == dense("Qwen3-8B", 7.57e9, 36, 32, 8, 128)
-    assert (roofline.H100.operations_per_s, roofline.H100.bytes_per_s) == (989e12, 3.35e12)
+    device = roofline.PRICED_8B.device
+    assert roofline.PRICED_8B.model == dense("Qwen3-8B", 7.57e9, 36, 32, 8, 128)
+    assert (device.operations_per_s, device.bytes_per_s) == (989e12, 3.35e12)
 
 
 def record(num_nodes, cached, rounds):
@@ -35,8 +36,6 @@ def test_memory_bound_rounds_move_the_weights_and_what_is_live():
     weights, position = 2 * 100, 2 * 1 * 1 * 4 * 2
     moved = 3 * weights + (40 + 40 + 20) * position
     assert got == pytest.approx(moved / UTILISATION + 3 * OVERHEAD_S)
-    longer = roofline.rounds_seconds(SLOW_MEMORY, [record(1, [10, 30], [2, 3])], scale=2)
-    assert longer - got == pytest.approx(100 * position / UTILISATION)
 
 
 def test_arithmetic_bound_rounds_pay_every_node():

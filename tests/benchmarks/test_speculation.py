@@ -1,10 +1,9 @@
-"""Where a run's tail begins, and which draft tokens were beaten, on hand-made records."""
+"""Where a run's tail begins, on hand-made records."""
 
 import numpy as np
 import pytest
-from drafts_by_hand import drafts
 
-from benchmarks.speculation import beaten, end_seconds, last_tenth, tail_figures
+from benchmarks.speculation import end_seconds, last_tenth, tail_figures
 from rl.engine.stats import RoundRecord
 
 
@@ -58,14 +57,3 @@ def test_figures_of_the_tail_are_medians_of_pairs():
     assert (figures["plain_tail_s"], figures["speculative_tail_s"]) == (2.0, 1.0)
     assert figures["tail_reduction"] == 0.5
     assert figures["tail_reduction_quartiles"] == pytest.approx([0.25, 0.625])
-
-
-def test_a_draft_token_is_beaten_by_a_better_one_that_was_left_out():
-    found = drafts([(-1, 5, 0.5), (0, 6, 0.25)], [(-1, 7, 0.75), (0, 8, 0.5), (1, 9, 0.5)])
-    score_AN = found.prob_AN
-    assert beaten(found, score_AN, np.array([1, 3]), 4) == 0
-    assert beaten(found, score_AN, np.array([1, 2]), 3) == 0  # of equals any
-    assert beaten(found, score_AN, np.array([2, 2]), 4) == 1
-    assert beaten(found, score_AN, np.array([2, 0]), 2) == 1
-    assert beaten(found, score_AN * np.array([[4.0], [1.0]]), np.array([2, 0]), 2) == 0
-    assert beaten(found, score_AN, np.array([0, 0]), 0) == 0

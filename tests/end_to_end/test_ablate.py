@@ -10,8 +10,8 @@ import time
 import pytest
 from command_runs import call_main
 
-from benchmarks import tiny_run
 from rl import ablate
+from tests.support import tiny_run
 
 GRID = """
 Ablation.variants = (

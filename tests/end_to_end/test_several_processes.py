@@ -24,10 +24,10 @@ from pipelines import DAPO, PIPELINE, rewarded, with_rewards
 from processes import child_environment, descendants, free_port, run_commands, runs
 from safetensors.numpy import load_file
 
-from benchmarks import tiny_run
 from models import hf
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from tests.support import tiny_run
 
 DEVICES = 4
 STEPS = 12

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from command_runs import call_main
 
-from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl import evaluate, export, report, train
 from rl.loop import memory, train_loop
@@ -25,6 +24,7 @@ from rl.speculation import draft_model
 from rl.speculation.config import DraftModelConfig
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
+from tests.support import tiny_run
 
 # What every row of a plain GRPO run has; the names are TRL's where TRL has one.
 METRICS = {

@@ -489,7 +489,7 @@ def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[s
 
 def test_kill_minus_nine_at_random_moments_loses_nothing_that_was_saved(tmp_path):
     seed = random.randrange(10**6)
-    done = run_python(KILL_LOOP, Path(__file__).parent, tmp_path, seed, 10)
+    done = run_python(KILL_LOOP, Path(__file__).parent, tmp_path, seed, 6)
     assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
     last = int(done.stdout.split()[-1])
     restored = reader.restore(tmp_path, TEMPLATE)

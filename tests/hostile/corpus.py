@@ -9,11 +9,11 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import tiny_run
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from tests.hostile import config_cases, folder_cases
 from tests.hostile.watch import Case
+from tests.support import tiny_run
 
 CLASSES = ("configs", "policies", "drafters")
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

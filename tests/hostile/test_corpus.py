@@ -1,6 +1,6 @@
 """A draw of the hostile corpus: nothing written outside, executed, hung or raised as a traceback.
 
-The whole of it is `python -m benchmarks.hostile`.
+The whole of it is `python -m benchmarks.soak hostile`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tiny_run
 from rl import report, train
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.runtime.run_files import OWN_NAMES
+from tests.support import tiny_run
 
 SPILLS = ("Speculation.budget='fixed:1'", "Speculation.sources=('history',)")
 # What a run writes, beyond the names of its own at the top: (place, whether it is a folder).

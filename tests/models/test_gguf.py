@@ -64,12 +64,6 @@ def test_a_file_equals_the_folder_it_was_made_of(name, tmp_path):
         assert np.abs(np.asarray(got) - golden["logits"]).max() <= 1e-4
 
 
-def test_a_type_may_be_asked_for(tmp_path):
-    by_hand.write(tmp_path / "a.gguf", QWEN2, by_hand.random_weights(QWEN2), KINDS.Q8_0)
-    _, params = hf.load_pretrained(tmp_path / "a.gguf", dtype="bfloat16")
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
-
-
 # Metadata without the architecture's name before it, what becomes of it, and what is said.
 REFUSED = {
     "a mixture of experts": ({"expert_count": 8}, "llama.expert_count=8 .expected 0."),
@@ -160,11 +154,6 @@ def test_tensors_are_those_of_the_config(case, tmp_path):
     path = written(tmp_path, tensors=tensors)
     with pytest.raises(ValueError, match=message):
         hf.check(path)
-
-
-def test_factors_of_one_are_no_scaling(tmp_path):
-    ones = (np.ones(8, np.float32), KINDS.F32)
-    assert hf.check(written(tmp_path, tensors={"rope_freqs.weight": ones})) == LLAMA
 
 
 @pytest.mark.parametrize("scaling", [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192)])

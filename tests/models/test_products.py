@@ -40,7 +40,7 @@ def test_few_rows_are_computed_as_many():
     want = y_RF / (1 + np.exp(-y_RF)) * np.asarray(x_RD @ up_FD.T) @ np.asarray(down_DF.T)
     for rows in (1, 2, 17, 80):
         x = x_RD[:rows]
-        got = feed_forward(x, gate_FD, up_FD, down_DF)
+        got = jax.jit(feed_forward)(x, gate_FD, up_FD, down_DF)
         np.testing.assert_allclose(got, want[:rows], rtol=1e-4, atol=1e-3)
         np.testing.assert_allclose(linear(x, gate_FD), y_RF[:rows], atol=1e-4)
 
@@ -53,8 +53,8 @@ def test_parts_of_features_add_up(parts):
         return (product(x, *weights) ** 2).sum()
 
     in_parts = lambda x, *weights: products._feed_forward_in_parts(x, *weights, parts)  # noqa: E731
-    want = jax.value_and_grad(loss, argnums=(1, 2))(feed_forward, x_RD, weights)
-    got = jax.value_and_grad(loss, argnums=(1, 2))(in_parts, x_RD, weights)
+    both = jax.jit(jax.value_and_grad(loss, argnums=(1, 2)), static_argnums=0)
+    want, got = (both(product, x_RD, weights) for product in (feed_forward, in_parts))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-2)
 

@@ -31,7 +31,7 @@ def found(params, tokens, *, name):
     return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", ["dots", "layer", "layer:2", "layer:9"])
 def test_values_and_gradients_are_the_same(given, name):
     for one, other in zip(
         jax.tree.leaves(found(*given, name=name)),
@@ -100,7 +100,7 @@ def test_names():
     assert all(f"| {name} |" in remat.__doc__ for name in ("none", "dots", "layer", "layer:N"))
 
 
-@pytest.mark.parametrize("name", ["none", "layer", "layer:2"])
+@pytest.mark.parametrize("name", ["none", "layer:2"])
 def test_gradients_are_added_to_totals_as_they_come(given, name):
     params, tokens = given
     totals = jax.tree.map(lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), params)

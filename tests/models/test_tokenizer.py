@@ -44,13 +44,6 @@ def chatml_folder(tmp_path_factory):
     return folder
 
 
-def test_character_ids_are_specials_then_characters(characters):
-    assert characters.vocab_size == 3 + len(CHARACTERS)
-    assert characters.pad_token_id == 0
-    assert characters.eos_token_ids == (1,)
-    assert characters.encode("ab a") == [3, 4, 13, 3]
-
-
 def test_character_text_round_trips(characters):
     rng = random.Random(0)
     texts = ["", " ", "  a  b ", "\n\n\t ", "1 + 2 = 3 , no"[:9], CHARACTERS]
@@ -59,12 +52,6 @@ def test_character_text_round_trips(characters):
         ids = characters.encode(text)
         assert len(ids) == len(text)
         assert characters.decode(ids) == text
-
-
-def test_character_outside_the_vocabulary_is_unk(characters):
-    assert characters.encode("aZ?") == [3, 2, 2]
-    assert characters.decode([3, 2, 1], skip_special=False) == "a<unk><eos>"
-    assert characters.decode([3, 2, 1]) == "a"
 
 
 def test_character_tokenizer_reads_beside_a_policy_config(characters, tmp_path):

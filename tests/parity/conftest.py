@@ -43,11 +43,12 @@ def golden(params, requests, full_precision):
 
 @pytest.fixture(scope="session")
 def engine():
-    from parity_model import BASE, MODEL
+    from parity_model import MODEL
+    from shapes import SPEC
 
     from rl.engine.engine import Engine
 
-    return Engine(MODEL, BASE)
+    return Engine(MODEL, SPEC)
 
 
 @pytest.fixture(scope="session")

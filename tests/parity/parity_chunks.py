@@ -9,14 +9,15 @@ import dataclasses
 
 import numpy as np
 import rollouts
-from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
+from drive import RequestSource
+from parity_model import MODEL, SAMPLINGS, STEP_KEY, STOP
+from shapes import SPEC
 
 from rl.trajectory import PartialRequest, Request
-from rl.workers.drive import RequestSource
 
 # one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
 CONFIG = dataclasses.replace(
-    BASE,
+    SPEC,
     min_positions=32,
     max_nodes=4,
     rounds_per_fetch=6,

@@ -14,10 +14,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shapes import SPEC, one_size
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine.config import EngineConfig
 from rl.trajectory import FinishReason, Request
 from spec import sampling
 from spec.config import SamplingConfig
@@ -41,29 +41,7 @@ OVERRUN = 8  # how far the naive reference looks beyond an end, for drafts that 
 TOLERANCE = 1e-4
 STEP_KEY = sampling.step_key(5, 2)
 
-# 8 slots and 64 positions: one compiled bucket serves most tests
-BASE = EngineConfig(
-    slots=8,
-    min_slots=8,
-    min_positions=64,
-    rounds_per_fetch=8,
-    max_nodes=8,
-    prefill_rows=4,
-    prefill_chunk_tokens=8,
-)
-
-
-class OneSize(EngineConfig):
-    """Rounds with draft tokens have as many nodes as they can, and none compute prompts.
-
-    A program, instead of five: for tests that compile a policy of their own.
-    """
-
-    def node_sizes(self, num_slots):
-        return super().node_sizes(num_slots)[-1:]
-
-
-ONE_SIZE = OneSize(**dataclasses.asdict(BASE))
+ONE_SIZE = one_size(SPEC)  # for tests that compile a policy of their own
 
 # a round of half as many nodes as all trees may have is the best
 HALF_TREES = RoundTimes({(8, 8 * n, s): 1.0 + (n > 4) for n in (1, 2, 4, 8) for s in (32, 64)})

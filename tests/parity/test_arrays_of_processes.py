@@ -1,8 +1,8 @@
 """Arrays of one mesh over several processes: what they train, save and hand out is the same.
 
 Two processes of a device equal one of two, bit for bit. With four devices sums of four numbers
-depend on the order of addition: gloo's is another than that inside a process. So four are compared
-with one process that uses gloo as well.
+depend on the order of addition: gloo's is another than that inside a process. So two of two devices
+are compared with one process that uses gloo as well.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ POLICY = Path(__file__).parents[2] / "policies" / "tiny"
 TRAIN, LIMIT_S = "array_tasks:train_and_save", 250.0  # of a busy machine
 OF_TWO = {
     "data": ("ppo", {"data": 2}),
-    "fsdp": ("grpo", {"data": 1, "fsdp": 2}),
     "tensor": ("grpo", {"data": 1, "tensor": 2}),
 }
-OF_FOUR = {"data and tensor": ("grpo", {"data": 2, "tensor": 2})}
+OF_FOUR = {"fsdp and tensor": ("grpo", {"data": 1, "fsdp": 2, "tensor": 2})}
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Four processes: what they trained, and the folder that they saved it in."""
+    """Two processes of two devices: what they trained and shared, and where they saved it."""
     folder = tmp_path_factory.mktemp("four")
-    arguments = {"runs": OF_FOUR, "save": str(folder / "saved")}
-    found = launch(TRAIN, 4, folder, arguments=arguments, limit_s=LIMIT_S)
+    arguments = {"runs": OF_FOUR, "save": str(folder / "saved"), "policy": str(POLICY)}
+    found = launch(TRAIN, 2, folder, devices=2, arguments=arguments, limit_s=LIMIT_S)
     return [outcome.result for outcome in found], folder / "saved"
 
 
@@ -54,7 +53,7 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, four, one):
-    """Two processes, which also read what four and what one have saved."""
+    """Two processes of a device, which also read what the others have saved."""
     folder = tmp_path_factory.mktemp("two")
     others = [str(four[1]), str(one[1])]
     arguments = {"runs": OF_TWO, "save": str(folder / "saved"), "others": others}
@@ -73,18 +72,18 @@ def test_two_processes_train_what_one_with_two_devices_does(one, two):
         assert_same(result, one[0])
 
 
-def test_four_processes_train_what_one_with_four_devices_does(four, tmp_path):
+def test_two_processes_of_two_devices_train_what_one_with_four_does(four, tmp_path):
     arguments = {"runs": OF_FOUR, "others": [str(four[1])]}
     (alone,) = launch(TRAIN, 1, tmp_path, devices=4, arguments=arguments, limit_s=LIMIT_S)
-    wanted = {k: v for k, v in alone.result.items() if k != str(four[1])}
+    wanted = {k: v for k, v in alone.result.items() if k.startswith("fsdp and tensor")}
     assert wanted
     for result in four[0]:
         assert_same(result, wanted)
-    np.testing.assert_array_equal(alone.result[str(four[1])], wanted["data and tensor: state"])
+    np.testing.assert_array_equal(alone.result[str(four[1])], wanted["fsdp and tensor: state"])
 
 
 def test_any_number_of_processes_restores_what_another_saved(four, one, two):
-    saved_by_four = four[0][0]["data and tensor: state"]
+    saved_by_four = four[0][0]["fsdp and tensor: state"]
     for result in two[0]:
         np.testing.assert_array_equal(result[str(four[1])], saved_by_four)
         np.testing.assert_array_equal(result[str(one[1])], one[0]["tensor: state"])
@@ -100,23 +99,21 @@ def test_what_each_process_has_for_itself_is_saved_of_the_first(four, two):
             np.testing.assert_array_equal(result["of process 0"], [0, 1, 1, 1, 1])
 
 
-def test_each_process_has_the_weights_for_its_own_devices(tmp_path):
-    found = launch(
-        "array_tasks:share_weights", 2, tmp_path, devices=2, arguments={"policy": str(POLICY)}
-    )
+def test_each_process_has_the_weights_for_its_own_devices(four):
     whole = [
         np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(hf.load_pretrained(POLICY)[1])
     ]
     exact = np.concatenate(whole)
     rounded = exact.astype(jax.numpy.bfloat16).astype(np.float32)
     assert np.any(rounded != exact)
-    for index, outcome in enumerate(found):
-        for name, x in outcome.result.items():
+    for index, result in enumerate(four[0]):
+        shared = {name: x for name, x in result.items() if name.startswith("shared: ")}
+        for name, x in shared.items():
             if name.endswith("disk"):
                 assert len(x) == (len(whole) if index == 0 else 0) and all(x)
             else:
                 np.testing.assert_array_equal(x, rounded if name.endswith("device") else exact)
-        assert len(outcome.result) == 3 * 4 + 1
+        assert len(shared) == 3 * 4 + 1
 
 
 @pytest.mark.fault

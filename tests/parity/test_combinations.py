@@ -5,22 +5,31 @@ import itertools
 import jax
 import pytest
 
-from benchmarks import combinations, tiny_run
+from benchmarks import combinations
 from benchmarks.combinations import FACTORS, covering, pairs, rejected, rejection
+from tests.support import tiny_run
 
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (virtual) devices"),
 ]
-# Each source once or twice; other values as in the whole table.
-SOURCES = ("model", "learned", "last+histospec", "history+group", "own+model", "learned+group")
-FEW = FACTORS | {"sources": SOURCES, "reuse": ("off", "lenient:e^0.5", "coupled")}
-ROWS = covering(FEW)[::4]
+# Each value once in three rows; every pair is `make soak`.
+ROWS = [
+    dict(zip(FACTORS, values.split(), strict=True))
+    for values in (
+        "learned+group bandit coupled pages two 4 pipeline",
+        "history+model goodput lenient:e^0.5 rows helpers 1 sync",
+        "last+own aimd off rows two 1 ahead",
+    )
+]
+# One bucket of slots and of positions: a quarter of the programs.
+FEW_SIZES = ("Engine.min_slots=8", "Engine.min_positions=64")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    with tiny_run.keep_every_program():
+    with pytest.MonkeyPatch.context() as patch, tiny_run.keep_every_program():
+        patch.setattr(combinations, "SIZES", combinations.SIZES + FEW_SIZES)
         yield combinations.Runs(tmp_path_factory.mktemp("combinations"))
 
 
@@ -52,7 +61,7 @@ def test_the_table_has_every_pair_that_may_be_combined():
 
 def test_crashes_hangs_and_responses_that_differ_are_counted_apart():
     row, other, cannot = ROWS[0], ROWS[1], rejected()[0]
-    hang = "rl.workers.messages.WorkerError: worker 0 failed on requests 1: Hang: no sign of life"
+    hang = "rl.workers.results.WorkerError: worker 0 failed on requests 1: Hang: no sign of life"
     found = [
         {"row": row, "differing": 0, "responses": 60},
         {"row": row, "differing": 2, "responses": 60},

@@ -9,15 +9,16 @@ import pytest
 from noted_drafts import Noted, NotedGoodput, share_of_same
 from parity_drafters import drafted, origins_if_all_accepted
 from parity_model import (
-    BASE,
     HALF_TREES,
     MODEL,
+    ONE_SIZE,
     SAMPLINGS,
     STEP_KEY,
     TOLERANCE,
     differences,
     misscored,
 )
+from shapes import SPEC
 
 from rl.engine.engine import Engine
 from spec.budget.budget import FixedBudget, SeeingBudget
@@ -66,7 +67,7 @@ def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, pa
     got = rollout(name, drafter=drafter(engine, params, name, MODEL, proposal="shared_noise"))
     assert not differences(golden(name), got)
     for t in got:
-        assert drafted(t) == origins_if_all_accepted(len(drafted(t)), BASE.max_nodes)
+        assert drafted(t) == origins_if_all_accepted(len(drafted(t)), SPEC.max_nodes)
     assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
 
 
@@ -107,7 +108,7 @@ def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
     config = dataclasses.replace(CONFIG, max_draft_tokens=3)
-    engine = Engine(MODEL, dataclasses.replace(BASE, slots=2, min_slots=1, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=2, min_slots=2, min_positions=32))
     asked = drafter(engine, small_params, "cool", config=config)
     got = rollout("cool", requests[::3], drafter=asked, engine=engine)
     assert not differences(golden("cool"), got)

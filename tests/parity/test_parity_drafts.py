@@ -14,7 +14,8 @@ from parity_drafters import (
     drafted,
     origins_if_all_accepted,
 )
-from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
+from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
+from shapes import SPEC
 
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
@@ -31,7 +32,7 @@ def test_right_chains_are_accepted_whole(golden, rollout, engine, kind, name):
     assert not differences(golden(name), got)
     for t in got:
         origins = drafted(t)
-        assert origins == origins_if_all_accepted(len(origins), BASE.max_nodes)
+        assert origins == origins_if_all_accepted(len(origins), SPEC.max_nodes)
     assert sum(len(drafted(t)) for t in got) > engine.stats.tokens / 2
     accepted = sum((t.origins == Origin.ACCEPTED).sum() for t in got)
     assert engine.stats.accepted_tokens == accepted
@@ -41,7 +42,7 @@ def test_right_chains_are_accepted_whole(golden, rollout, engine, kind, name):
 def test_runs_end_inside_accepted_tokens_by_both_reasons(golden):
     """What the test above needs of its data."""
     inside = {
-        g.finish_reason for g in golden("plain").values() if len(g.response_ids) % BASE.max_nodes
+        g.finish_reason for g in golden("plain").values() if len(g.response_ids) % SPEC.max_nodes
     }
     assert inside == set(FinishReason)
 
@@ -75,7 +76,7 @@ def test_random_trees(golden, rollout, engine, seed):
 
 def test_bushes_of_any_size_across_a_growing_cache(golden, rollout):
     """24 nodes, no power of two; the cache doubles while drafts are in it."""
-    engine = Engine(MODEL, dataclasses.replace(BASE, max_nodes=24, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, max_nodes=24, min_positions=32))
     got = rollout("cool", drafter=Bushy(golden("cool")), engine=engine)
     assert not differences(golden("cool"), got)
     assert max(nodes / slots for slots, nodes, _ in engine.stats.rounds) == 24
@@ -93,7 +94,7 @@ def test_drafts_now_and_then_in_few_slots(golden, rollout, params):
 
 
 def test_one_slot_with_drafts(golden, rollout, requests):
-    engine = Engine(MODEL, dataclasses.replace(BASE, slots=1, min_slots=1))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=1, min_slots=1))
     some = requests[::3]
     got = rollout("cool", some, drafter=Bushy(golden("cool")), engine=engine)
     assert not differences(golden("cool"), got)

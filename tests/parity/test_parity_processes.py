@@ -10,17 +10,17 @@ from processes import launch
 
 pytestmark = pytest.mark.parity
 
-MESHES = [{"data": 2}, {"data": 1, "tensor": 2}]
+TWO = {"data": 2}
 FOUR = {"data": 2, "tensor": 2}
 LIMIT_S = 400  # on a busy machine
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two processes of a device each return, whose launch serves most tests."""
+    """What two processes of two devices each return."""
     folder = tmp_path_factory.mktemp("two")
-    arguments = {"meshes": MESHES}
-    outcomes = launch("mesh_rollouts:everything", 2, folder, arguments=arguments, limit_s=LIMIT_S)
+    given = {"devices": 2, "arguments": {"mesh": TWO, "wide": FOUR}, "limit_s": LIMIT_S}
+    outcomes = launch("mesh_rollouts:everything", 2, folder, **given)
     return [outcome.result for outcome in outcomes]
 
 
@@ -33,27 +33,24 @@ def assert_alike(expected, results):
 
 
 def test_two_processes_have_the_bits_and_the_launches_of_one(two):
-    alone = mesh_rollouts.on_meshes(MESHES, jax.devices()[:2])
+    mesh = mesh_rollouts.title(TWO)
+    alone = mesh_rollouts.all_rollouts(mesh_rollouts.Worker(jax.devices()[:2], TWO), mesh)
     assert_alike(alone, two)
-    for mesh in map(mesh_rollouts.title, MESHES):
-        plain, drafts = (alone[f"{mesh}/{name}/tokens"] for name in ("plain", "drafts"))
-        np.testing.assert_array_equal(plain, drafts)
-        assert alone[f"{mesh}/drafts/counts"][1] > 20 and len(alone[f"{mesh}/digests"]) > 40
-    first = mesh_rollouts.title(MESHES[0])
-    np.testing.assert_array_equal(alone[f"{first}/coupled/tokens"], [*plain, *plain])
-    np.testing.assert_array_equal(alone[f"{first}/learned/tokens"], [*plain, *plain])
-    _, accepted, kept = alone[f"{first}/coupled/counts"].tolist()
-    assert accepted and kept and alone[f"{first}/learned/counts"][1]
-    assert len(alone[f"{first}/hidden"]) == 5
+    plain = alone[f"{mesh}/plain/tokens"]
+    np.testing.assert_array_equal(alone[f"{mesh}/drafts/tokens"], plain)
+    np.testing.assert_array_equal(alone[f"{mesh}/coupled/tokens"], [*plain, *plain])
+    np.testing.assert_array_equal(alone[f"{mesh}/learned/tokens"], [*plain, *plain])
+    _, accepted, kept = alone[f"{mesh}/coupled/counts"].tolist()
+    assert accepted and kept and alone[f"{mesh}/learned/counts"][1]
+    assert alone[f"{mesh}/drafts/counts"][1] > 20 and len(alone[f"{mesh}/digests"]) > 40
+    assert len(alone[f"{mesh}/hidden"]) == 5
 
 
-def test_four_processes_have_the_bits_of_one(tmp_path):
-    arguments = {"mesh": FOUR}
-    outcomes = launch("mesh_rollouts:few", 4, tmp_path, arguments=arguments, limit_s=LIMIT_S)
+def test_two_processes_of_two_devices_have_the_bits_of_one(two):
     worker = mesh_rollouts.Worker(jax.devices()[:4], FOUR)
     names = mesh_rollouts.NAMES[:2]
     alone = mesh_rollouts.all_rollouts(worker, mesh_rollouts.title(FOUR), names)
-    assert_alike(alone, [outcome.result for outcome in outcomes])
+    assert_alike(alone, two)
 
 
 def test_nothing_is_compiled_after_the_warm_up(two):

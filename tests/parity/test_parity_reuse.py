@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from noted_drafts import Asked
 from parity_model import (
-    BASE,
     MODEL,
     SAMPLINGS,
     STOP,
@@ -18,6 +17,7 @@ from parity_model import (
     misscored,
     naive_rollout,
 )
+from shapes import SPEC
 from test_parity_speculation import TIMES, make
 
 from models import transformer
@@ -296,7 +296,7 @@ class NotedBudget(SeeingBudget):
     ],
 )
 def test_few_slots_small_rounds_and_caches_that_grow(golden, rollout, requests, change):
-    engine = Engine(MODEL, dataclasses.replace(BASE, **change))
+    engine = Engine(MODEL, dataclasses.replace(SPEC, **change))
     want = golden("cool")
     given = with_cached(requests, lambda r: changed(want, r))
     got = rollout("cool", given, engine=engine, rule=rule("coupled"))

@@ -9,7 +9,6 @@ import pytest
 from loop_runs import counted_compilations
 from parity_drafters import Bushy
 from parity_model import (
-    BASE,
     MODEL,
     ONE_SIZE,
     SAMPLINGS,
@@ -19,6 +18,7 @@ from parity_model import (
     differences,
     misscored,
 )
+from shapes import SPEC
 
 from models import transformer
 from models.config import MeshConfig
@@ -75,7 +75,7 @@ def test_engine_equals_the_naive_reference(golden, rollout, name):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_setting(golden, rollout, setting):
-    engine = Engine(MODEL, dataclasses.replace(BASE, **SETTINGS[setting]))
+    engine = Engine(MODEL, dataclasses.replace(SPEC, **SETTINGS[setting]))
     for name in ("plain", "cool"):
         assert not differences(golden(name), rollout(name, engine=engine)), name
 
@@ -142,7 +142,8 @@ def on_rollout_mesh(params, config):
 @pytest.mark.parametrize("layout", ["trainer", "rollouts"])
 def test_split_weights_equal_one_device(golden, params, rollout, layout):
     on_layout = {"trainer": partial(on_mesh, fsdp=4, tensor=2), "rollouts": on_rollout_mesh}
-    split = on_layout[layout](params, BASE)  # rounds with drafts compute prompts too
+    # of one of them rounds with drafts compute prompts too
+    split = on_layout[layout](params, SPEC if layout == "rollouts" else ONE_SIZE)
     assert not differences(golden("cool"), rollout("cool", **split))
     got = rollout("cool", drafter=Bushy(golden("cool")), **split)
     assert not differences(golden("cool"), got)

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 from parity_drafters import Oracle, drafted
-from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
+from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored
+from shapes import SPEC
 
 from rl.engine.engine import Engine
 from rl.trajectory import Origin
@@ -98,7 +99,7 @@ def test_history_is_worth_having(golden, rollout, requests, engine):
 
 def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
     for change in ({"slots": 1, "min_slots": 1}, {"min_positions": 32}):
-        engine = Engine(MODEL, dataclasses.replace(BASE, **change))
+        engine = Engine(MODEL, dataclasses.replace(SPEC, **change))
         some = requests[::3]
         got = rollout(
             "cool",
@@ -112,7 +113,7 @@ def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
 
 def test_drafts_continue_where_the_cache_has_to_grow(golden, rollout, requests):
     """Rounds without draft tokens bring a last token, no more."""
-    engine = Engine(MODEL, dataclasses.replace(BASE, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(SPEC, min_positions=32))
     got = rollout("plain", requests, drafter=Oracle(golden("plain")), engine=engine)
     assert not differences(golden("plain"), got)
     records = engine.stats.timeline

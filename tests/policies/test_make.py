@@ -106,16 +106,6 @@ def test_a_stream_is_a_function_of_its_number_and_mixes_tasks_and_styles():
     assert all(e.response.startswith("####") for e in take(0, 1.0))
 
 
-def test_stems_are_the_problems_alone():
-    patterns = {
-        "gcd": r"\d+, \d+\.\n",
-        "chain_sum": r"\d+( [+-] \d+)+ =\n",
-        "count_bits": r"\d+\?\n",
-        "spell_backward": r"\w+\n",
-    }
-    assert all(re.fullmatch(patterns[e.task.name], e.stem) for e in take(0, 0.0))
-
-
 def test_seeds_of_rl_evaluation_and_training_are_disjoint(monkeypatch):
     opened = set()
     real = solutions.WorkedTask.dataset
@@ -141,13 +131,6 @@ def test_every_prompt_and_response_is_in_the_vocabulary(tok):
         assert len(tok.encode(text)) == len(text) and tok.decode(tok.encode(text)) == text
 
 
-def test_pack_counts_the_response_alone():
-    batch = policy.pack(PAIRS[:2])
-    assert batch.tokens_BT.shape == (2, policy.WIDTHS_TOKENS[0])
-    assert batch.tokens_BT[0, :6].tolist() == [5, 6, 7, 8, 1, 0]
-    assert batch.target[batch.in_loss_BT].tolist() == [8, 1, 1]
-
-
 def test_losses_are_means_over_the_response_end_token_included(shipped):
     model, params = shipped
     pupil = draft.draft_config(draft.Settings(), model)
@@ -162,33 +145,6 @@ def test_losses_are_means_over_the_response_end_token_included(shipped):
     for batch, expected in ((hard, nll), (soft, kl)):
         loss, _ = policy.loss_and_grads(pupil, weights, batch, 3.0)
         np.testing.assert_allclose(loss, expected, rtol=1e-3)
-
-
-def test_a_step_in_parts_is_the_step_in_one(tok):
-    model = policy.model_config(TINY, tok)
-    update = policy.make_optimizer(1e-2, 4)
-    results = []
-    for parts in ([PAIRS], [PAIRS[:1], PAIRS[1:]]):
-        params = transformer.init(model, jax.random.key(0))
-        step = [policy.pack(part) for part in parts]
-        results.append(policy.train_step(model, update.update, params, update.init(params), step))
-    (one, _, loss), (two, _, loss_in_parts) = results
-    assert loss == pytest.approx(loss_in_parts, rel=1e-5)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_the_drill_comes_first_and_is_all_worked(tok):
-    settings = dataclasses.replace(TINY, drill_steps=2, step_examples=16)
-    drill, _, questions = itertools.islice(policy.step_batches(settings, tok), 3)
-    drill_texts, texts = (
-        [tok.decode(row) for batch in step for row in batch.tokens_BT]
-        for step in (drill, questions)
-    )
-    assert len(drill_texts) == len(texts) == 16
-    assert max(len(text.split("\n")[0]) for text in drill_texts) < 25
-    assert min(len(text.split("\n")[0]) for text in texts) > 45
-    assert any(text.count("\n") == 1 for text in texts)  # a direct answer
 
 
 def test_a_score_needs_an_end_token_and_an_answer(tok):
@@ -238,10 +194,6 @@ def test_distilling_reduces_the_divergence_and_repeats_bit_for_bit(shipped):
     )
     assert losses[-1] < losses[0]
     assert losses == losses_again and equal(params, again)
-
-
-def test_batches_leave_out_the_shortest(shipped):
-    assert [batch.in_loss_BT.sum() for batch in draft.teach(shipped, PAIRS, 3)] == [7]
 
 
 def test_the_recipe_of_the_draft_model_writes_a_folder_that_loads(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The configuration's path; until the module's end every program is kept on disk."""
-    from benchmarks import tiny_run
+    from tests.support import tiny_run
 
     with tiny_run.keep_every_program():
         yield tiny_run.make_inputs(tmp_path_factory.mktemp("tiny"))

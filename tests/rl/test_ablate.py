@@ -1,11 +1,9 @@
 """Grids of runs: which there are, what is read from them, what their table says."""
 
-import json
 import math
 
 import pytest
 
-from benchmarks import tiny_run
 from rl.ablate import (
     COLUMNS,
     AblationConfig,
@@ -15,10 +13,10 @@ from rl.ablate import (
     folder_name,
     markdown,
     read_cell,
-    reward_curves,
 )
 from rl.config.loader import ConfigError, dump
 from rl.metrics.writer import MetricsConfig, MetricsWriter
+from tests.support import tiny_run
 
 GRID = """
 Ablation.variants = (
@@ -155,6 +153,13 @@ def test_the_table_and_the_figure(tmp_path):
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_async_rollouts_have_no_rollout_seconds_to_compare():
+    ahead = row("ahead", 0, 90.0, 0.5) | {"rollout_s": math.nan}
+    (line,) = [x for x in markdown(by_variant([*ROWS, ahead])).splitlines() if "ahead" in x]
+    assert line.split(" | ")[:3] == ["| ahead", "0.90", ""]
+    assert "nan" not in line
+
+
 def test_columns_without_values_are_left_out():
     bare = [r | {"reused_fraction": math.nan, "verify_s": 0.0, "epochs": 0.01} for r in ROWS]
     text = markdown(by_variant(bare))
@@ -162,20 +167,3 @@ def test_columns_without_values_are_left_out():
     assert not any(name in text for name in ("reused_fraction", "verify_s", "epochs", "kl"))
     assert "final_reward" in head and "entropy" in head
     assert "verify_s" in markdown(by_variant(ROWS))
-
-
-def test_rewards_by_step_are_means_over_the_seeds_that_have_one(grid, tmp_path):
-    found = cells([grid], [], tmp_path / "runs")
-    for cell, rewards in zip(found[::2], ([0.0, 1.0], [1.0, None]), strict=True):
-        cell.folder.mkdir(parents=True)
-        rows = [{"step": i, "reward": reward} for i, reward in enumerate(rewards, 1)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (cell.folder / "metrics.jsonl").write_text(text)
-    assert reward_curves(found[::2]) == {"plain": {1: 0.5, 2: 1.0}}
-
-
-def test_async_rollouts_have_no_rollout_seconds_to_compare():
-    ahead = row("ahead", 0, 90.0, 0.5) | {"rollout_s": math.nan}
-    (line,) = [x for x in markdown(by_variant([*ROWS, ahead])).splitlines() if "ahead" in x]
-    assert line.split(" | ")[:3] == ["| ahead", "0.90", ""]
-    assert "nan" not in line

@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
-from benchmarks import tiny_run
 from models import hf, tokenizer
 from rl import evaluate
 from rl.checkpoint.best import read_best
 from rl.loop.train_loop import policy_params
 from rl.metrics.writer import read_metrics
+from tests.support import tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from benchmarks import tiny_run
 from models import hf, hf_files, tokenizer, transformer
 from models.config import ModelConfig
 from rl import export
@@ -23,6 +21,7 @@ from rl.config.loader import dump, load
 from rl.learner.optimizer import SavedArrays
 from rl.loop import evaluation
 from rl.loop.experiment import TrainConfig
+from tests.support import tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -94,17 +93,6 @@ def test_the_newest_checkpoint_rounded_to_bfloat16(run, capsys):
     assert entries(run.folder.parent) == ["out", "run"]  # nothing else was written
 
 
-def test_rounding_is_to_the_nearest_and_ties_to_even(run):
-    exact = np.array([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8], np.float32)
-    norm_D = np.tile(exact, 4)
-    params = dataclasses.replace(run.params[4], final_norm_D=jnp.asarray(norm_D))
-    assert params.final_norm_D.shape == run.params[4].final_norm_D.shape
-    hf.write_into(run.folder, tiny_run.MODEL, params, dtype="bfloat16")
-    got = load_file(run.folder / "model.safetensors")["model.norm.weight"]
-    wanted = [1, 1 + 2**-6, 1 + 2**-7, -1]
-    np.testing.assert_array_equal(got.astype(np.float32), np.tile(wanted, 4))
-
-
 def test_a_step_by_its_number_as_it_is(run):
     assert run.export("--step", "2", "--dtype", "float32") == 0
     assert_holds(run.out, run.params[2], np.float32)
@@ -127,12 +115,6 @@ def test_shards_and_their_index(run, capsys):
     weights = jax.tree.leaves(run.params[4])
     assert index["metadata"]["total_size"] == 2 * sum(x.size for x in weights)
     assert_holds(run.out, run.params[4], ml_dtypes.bfloat16)
-
-
-def test_tied_heads_stay_tied(run):
-    assert run.export() == 0
-    assert "lm_head.weight" not in load_file(run.out / "model.safetensors")
-    assert json.loads((run.out / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 def test_transformers_reads_its_settings_tokenizer_and_template(run):

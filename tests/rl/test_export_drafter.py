@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import tiny_run
 from models import hf, hf_files, tokenizer, transformer
 from rl import export, train
 from rl.checkpoint.checkpointer import Checkpointer
@@ -22,6 +21,7 @@ from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
+from tests.support import tiny_run
 
 LEARNS = (
     "Speculation.budget='fixed:1'",

@@ -17,7 +17,6 @@ from rl.engine.stats import RoundRecord, save_timeline
 from rl.report import pick_samples
 from rl.reports import page as report_page
 from rl.reports import plots as report_plots
-from rl.reports import style as report_style
 from rl.reports import timeline_plot
 from rl.reports.runs import Run, load_runs, run_labels, summary_table
 
@@ -107,12 +106,6 @@ def test_time_no_part_covers_is_other_and_the_compiling_step_is_left_out():
     assert "other" not in report_plots.split(covered, ["time/rollout"])
 
 
-def test_numbers_read_well():
-    assert [report_style.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
-        "0.4125", "15,320", "1.234e-06", "-2", "1e+20"
-    ]  # fmt: skip
-
-
 # --- the command ------------------------------------------------------------------------
 
 
@@ -176,13 +169,6 @@ def test_the_last_rollout_is_drawn_for_one_run_and_for_several(tmp_path):
         report.write_report(load_runs(runs), tmp_path / "out")
         assert (tmp_path / "out" / "rollout.png").read_bytes().startswith(PNG)
     assert not timeline_plot.RolloutTimeline().shown(load_runs(folders[2:]))
-
-
-def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):
-    folder = make_run(tmp_path / "run", [0.5])
-    (folder / "timeline.json").write_text("{}")
-    assert report.main([str(folder)]) == 2
-    assert "is not a timeline that a run wrote" in capsys.readouterr().err
 
 
 GOOD_ROUND = json.dumps(
@@ -277,14 +263,6 @@ def test_what_drafts_brought_is_said_and_drawn(tmp_path):
     assert "spec/seconds_saved" in text and "2.5 (step 2)" in text
 
 
-def test_drafting_workers_have_plots_of_their_own(tmp_path):
-    names = {"rounds_with_draft": "rounds", "accept_probability": "accept", "busy_fraction": "busy"}
-    folder = make_run(tmp_path / "run", [0.0, 0.5], **{f"drafting/{n}": [0.2, 0.5] for n in names})
-    assert report.main([str(folder)]) == 0
-    found = {path.name for path in (folder / "report").glob("drafting_*.png")}
-    assert found == {f"drafting_{short}.png" for short in names.values()}
-
-
 def test_every_plot_has_a_caption_of_one_sentence(tmp_path):
     folder = make_run(tmp_path / "run", [0.0, 0.0], entropy=[1.0, 2.0])
     assert report.main([str(folder)]) == 0
@@ -371,14 +349,6 @@ def test_evaluations_have_a_plot_a_table_and_their_samples(tmp_path):
     assert run.steps.tolist() == [1, 2] and run.eval_series("step").tolist() == [0, 1, 2]
 
 
-def test_evaluations_of_several_runs_and_of_one_step_are_drawn(tmp_path):
-    folders = [evaluated(tmp_path / "a", 0.25, 0.75), evaluated(tmp_path / "b", 0.5, 0.5)]
-    folders.append(make_run(tmp_path / "c", [0.5]))
-    report.write_report(load_runs(folders), tmp_path / "out")
-    assert (tmp_path / "out" / "evaluation.png").exists()
-    assert "all sets" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$x$", "a/b", "\u202e", "x" * 5000])
 def test_names_of_sets_that_no_run_writes_are_not_shown(tmp_path, name):
     folder = evaluated(tmp_path / "run", 0.25, 0.75, name=name)
@@ -420,9 +390,3 @@ def test_a_missing_folder_and_a_bad_option_exit_with_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         report.main([str(tmp_path), "--smooth", "0"])
     assert caught.value.code == 2
-
-
-def test_labels_in_pictures_are_taken_literally():
-    assert report_style.plain_text("_a$b$", 20) == "./_a$b$"
-    assert report_style.STYLE["text.parse_math"] is False  # else `$` begins a formula
-    assert report_style.plain_text("x" * 30 + "end", 10) == "…xxxxxxend"

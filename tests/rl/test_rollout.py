@@ -5,18 +5,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_engine
-from tiny_engine import make_params
+from shapes import PLAIN, TINY, make_params
 
 from models.token_text import TokenBytes
-from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
 from spec.config import SamplingConfig
 from spec.sampling import step_key
 
-MODEL = dataclasses.replace(tiny_engine.MODEL, eos_token_ids=(4, 5, 6))
+MODEL = dataclasses.replace(TINY, eos_token_ids=(4, 5, 6))
 SAMPLING = SamplingConfig(max_new_tokens=12)
 REQUESTS = [Request(i, (1, 2 + i % 2)) for i in range(4)]
 
@@ -28,7 +26,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(MODEL, EngineConfig(slots=4, min_slots=4, prefill_chunk_tokens=8))
+    return Engine(MODEL, PLAIN)
 
 
 def responses(trajectories):

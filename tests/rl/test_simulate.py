@@ -19,12 +19,10 @@ from rl.simulate import (
     grid,
     lengths_of_run,
     play,
-    positions_at,
     remarks,
     table,
 )
 from sched.policies.divided import POLICIES, make_scheduler
-from sched.simulator.cluster import WorkerSample
 
 SMALL = (
     *("Workload.num_groups=12", "Workload.group_size=4", "Workload.mean_tokens=300"),
@@ -158,13 +156,6 @@ def test_the_grid_of_a_record_is_what_ran_when():
     busy_s = np.count_nonzero(running, axis=1) * record.completion_s / COLUMNS
     wanted = [w.busy_s for w in record.workers]
     assert busy_s == pytest.approx(wanted, rel=0.02)
-
-
-def test_positions_grow_between_two_samples():
-    samples = [WorkerSample(1.0, 0, 2, 100.0, 0.0), WorkerSample(3.0, 0, 1, 60.0, 140.0)]
-    samples.append(WorkerSample(5.0, 0, 0, 0.0, 80.0))
-    found = positions_at(samples, np.array([0.0, 1.5, 2.0, 2.999999, 4.0, 6.0]))
-    assert found == pytest.approx([0, 110, 120, 140, 70, 0], abs=1e-3)
 
 
 def test_an_unknown_policy_is_refused():

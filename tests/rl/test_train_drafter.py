@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import tiny_run
 from models import hf_files, tokenizer
 from rl import train_drafter
 from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
+from tests.support import tiny_run
 
 SMALL = (
     *("--gin.Drafter.micro_batches=1", "--gin.Drafter.row_tokens=32"),

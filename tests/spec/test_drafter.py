@@ -1,18 +1,8 @@
 """Drafts on the host by hand: stacking and cutting."""
 
 import numpy as np
-from drafts_by_hand import NO_DRAFT, Draft, chain, stack
 
-from spec.drafter import PADDING, LiveSlots
-
-P = PADDING
-
-
-def test_longer_drafts_are_cut():
-    drafts = stack([chain([7, 8, 9]), NO_DRAFT, Draft([1, 2, 3], [-1, -1, 0])], 2)
-    assert drafts.count_A.tolist() == [2, 0, 2]
-    np.testing.assert_array_equal(drafts.tokens_AN, [[7, 8], [P, P], [1, 2]])
-    np.testing.assert_array_equal(drafts.parents_AN, [[-1, 0], [-1, -1], [-1, -1]])
+from spec.drafter import LiveSlots
 
 
 def test_live_slots_show_prompt_and_response_and_a_choice_of_them():

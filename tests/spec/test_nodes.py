@@ -7,7 +7,7 @@ import pytest
 from drafts_by_hand import Draft, chain, stack
 
 from spec import nodes
-from spec.drafter import PADDING, no_drafts
+from spec.drafter import PADDING
 from spec.nodes import Nodes
 
 BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])
@@ -27,14 +27,6 @@ def test_packing_by_hand():
     got[3:, 4] = 9, np.array(-1.5, np.float32).view(np.int32)
     given = nodes.unpack(jnp.asarray(got))
     assert (int(given.given_M[4]), float(given.least_logprob_M[4])) == (9, -1.5)
-
-
-def test_a_round_of_roots():
-    nothing = no_drafts(0, 1)
-    got = nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, 4, 1)
-    np.testing.assert_array_equal(got[:3], [[0, 0, 0, PADDING], [0, 1, 2, 3], [-1] * 4])
-    found = nodes.roots(jnp.asarray([4, 9]))
-    assert [np.asarray(x).tolist() for x in jax.tree.leaves(found)] == [[4, 9], [0, 1], [-1, -1]]
 
 
 @pytest.mark.parametrize(("num_nodes", "max_nodes"), [(4, 9), (8, 3)])
@@ -66,30 +58,7 @@ def test_siblings_with_one_token_are_refused_wherever_they_are(twin):
         nodes.pack(drafts, drafts.count_A + 1, np.array([0]), 1, 8, 8)
 
 
-#        0
-#      / | \
-#     1  2  5
-#     |  |
-#     3  4
-#     |
-#     6
-PARENTS = [-1, 0, 0, 1, 2, 0, 3]
-REACH = [
-    [1, 0, 0, 0, 0, 0, 0],
-    [1, 1, 0, 0, 0, 0, 0],
-    [1, 0, 1, 0, 0, 0, 0],
-    [1, 1, 0, 1, 0, 0, 0],
-    [1, 0, 1, 0, 1, 0, 0],
-    [1, 0, 0, 0, 0, 1, 0],
-    [1, 1, 0, 1, 0, 0, 1],
-]
 PATHS = jax.jit(nodes._paths)
-
-
-def test_paths_by_hand():
-    got = PATHS(jnp.asarray([PARENTS, range(-1, 6)]))
-    np.testing.assert_array_equal(got[0], np.asarray(REACH, bool))
-    np.testing.assert_array_equal(got[1], np.tril(np.ones((7, 7), bool)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 33])
@@ -103,12 +72,6 @@ def test_paths_of_random_trees(size):
             want[i, j] = True
             j = parents[j]
     np.testing.assert_array_equal(PATHS(jnp.asarray([parents]))[0], want)
-
-
-def test_roots_get_the_tokens_of_their_slots():
-    given = Nodes(*map(jnp.asarray, ([0, 5, 0, PADDING], [0, 0, 1, 2], [-1, 0, -1, -1])))
-    got = nodes.planted(given, jnp.asarray([8, 9]))
-    np.testing.assert_array_equal(got.tokens_M, [8, 5, 9, PADDING])
 
 
 OF_TREES = jax.jit(nodes.of_trees, static_argnums=3)

@@ -14,29 +14,6 @@ def table(num_slots=4, slot_pages=3, num_pages=8, ways=1):
     return PageTable(num_slots, slot_pages, num_pages, T, ways)
 
 
-def test_a_slot_has_as_many_pages_as_its_tokens_need():
-    pages = table()
-    assert pages.reserve(0, 0) and pages.held_B[0] == 0
-    assert pages.reserve(0, T) and pages.held_B[0] == 1
-    assert pages.reserve(0, T + 1) and pages.held_B[0] == 2
-    assert pages.reserve(0, 1) and pages.held_B[0] == 2  # it keeps what it has
-    assert pages.num_free(0) == 6
-    pages.release(0, kept_tokens=3)
-    assert pages.held_B[0] == 1 and pages.num_free(0) == 7
-    assert (pages.pages_BN[0, 1:] == NO_PAGE).all()
-
-
-def test_nothing_changes_where_pages_lack():
-    pages = table(num_pages=3)
-    assert pages.reserve(0, 2 * T)
-    before = pages.pages_BN.copy()
-    assert not pages.reserve(1, 2 * T)
-    assert pages.share(0, 2, 2 * T - 1) == [(before[0, 1], pages.pages_BN[2, 1])]
-    assert pages.share(0, 3, 2 * T - 1) is None  # no page for the copy of the second one
-    assert pages.num_free(0) == 0 and (pages.pages_BN[[1, 3]] == NO_PAGE).all()
-    assert pages.users_P.tolist().count(2) == 1
-
-
 def test_full_pages_are_shared_and_the_last_one_is_copied():
     pages = table()
     pages.reserve(0, 3 * T)
@@ -49,28 +26,6 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
     assert pages.users_P[first] == 2 and pages.num_free(0) == 8 - 2
     assert np.nonzero(pages.used_by([1]))[0].tolist() == sorted([first, target])
     assert pages.used_by([1, 2]).sum() == 2 and not pages.used_by([0, 3]).any()
-
-
-def test_parts_of_a_mesh_have_pages_of_their_own():
-    pages = table(num_slots=4, num_pages=8, ways=2)
-    assert [pages.part_of(b) for b in range(4)] == [0, 0, 1, 1]
-    pages.reserve(0, 2 * T)
-    pages.reserve(2, T)
-    assert set(pages.pages_BN[0, :2]) <= set(range(4)) and pages.pages_BN[2, 0] >= 4
-    copies = pages.share(0, 3, 2 * T)  # all of it is copied to the other part
-    assert [source for source, _ in copies] == pages.pages_BN[0, :2].tolist()
-    assert all(target >= 4 for _, target in copies)
-
-
-def test_rows_that_move_take_their_pages():
-    pages = table()
-    for slot in range(4):
-        pages.reserve(slot, (slot % 3 + 1) * T - 1)
-    held = pages.pages_BN.copy()
-    pages.take_rows([2, -1, 1])
-    assert len(pages) == 3
-    np.testing.assert_array_equal(pages.pages_BN, [held[2], [NO_PAGE] * 3, held[1]])
-    assert pages.num_free(0) == 8 - 3 - 2
 
 
 def test_tables_of_timed_rounds_have_pages_of_their_parts():

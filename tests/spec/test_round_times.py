@@ -11,10 +11,6 @@ TIMES = RoundTimes(
 )
 
 
-def test_each_table_by_its_bucket():
-    assert TIMES(8, 32, 64) == 2.0 and TIMES(8, 16, 64) is None
-
-
 def test_depths_between_two_are_on_their_line():
     found = [TIMES.draft("learned", 8, depth, 64) for depth in (1, 3, 5)]
     assert found == pytest.approx([0.5, 1.5, 2.5])

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chi2
 
 from spec import sampling
 from spec.config import SamplingConfig
 
-FALSE_ALARM = 1e-6  # of each statistical test; seeds are fixed, so a pass stays a pass
 PROCESSED = jax.jit(sampling.processed_logits)
 LOG_PROBS = jax.jit(sampling.log_probs)
 DRAW = jax.jit(sampling.draw, static_argnums=3)
@@ -54,7 +52,7 @@ def kinds_of_rows(rng, num_rows, V):
     return x_RV
 
 
-@pytest.mark.parametrize("V", [5, 50, 67])
+@pytest.mark.parametrize("V", [5, 67])
 def test_cuts_equal_those_by_sorting(V):
     rng = np.random.default_rng(V)
     R = 240
@@ -68,15 +66,6 @@ def test_cuts_equal_those_by_sorting(V):
         scaled_V = logits_RV[r] / temperature[r]
         want_V = np.where(want_V, scaled_V, -np.inf)
         np.testing.assert_allclose(got_RV[r], want_V, rtol=1e-6, err_msg=f"row {r}")
-
-
-def test_cuts_by_hand():
-    logits_4V = np.log(np.asarray([[0.4, 0.3, 0.2, 0.1]] * 4, np.float32))
-    one = np.ones(4, np.float32)
-    k, p = np.asarray([0, 2, 0, 3]), np.asarray([1, 1, 0.65, 0.5], np.float32)
-    kept = np.isfinite(PROCESSED(logits_4V, one, k.astype(np.int32), p))
-    # third row: 0.4 + 0.3 reaches 0.65; last row: 4/9 alone does not reach 0.5, 4/9 + 3/9 does
-    np.testing.assert_array_equal(kept, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
 
 
 def test_greedy_rows_are_neither_cut_nor_scaled():
@@ -111,7 +100,7 @@ def draw_at(monkeypatch):
     return draw
 
 
-@pytest.mark.parametrize("V", [1, 2, 5, 16, 50, 64, 67, 300])
+@pytest.mark.parametrize("V", [1, 5, 64, 67, 300])
 def test_cdf_draw_inverts_the_distribution_of_blocks_and_that_inside(draw_at, V):
     rng = np.random.default_rng(V)
     R, W = 400, sampling.block_tokens(V)
@@ -147,11 +136,6 @@ def test_rare_tokens_behind_all_others_are_drawn_at_their_rates(draw_at):
     u_K2 = np.stack([np.full_like(inside_K, first_U[in_block_U][0]), inside_K], axis=1)
     tokens_K = draw_at(np.broadcast_to(mass_V, (8 * W, V)), u_K2)
     assert np.bincount(tokens_K - (V - W), minlength=W).tolist() == [8] * W
-
-
-def test_uniforms_at_both_ends(draw_at):
-    mass_RV = np.asarray([[0, 0.5, 0, 0.5, 0]] * 2 + [[1, 0, 0, 0, 0]] * 2, np.float32)
-    assert draw_at(mass_RV, [0, 1 - 2**-24, 0, 1 - 2**-24]).tolist() == [1, 3, 0, 0]
 
 
 def test_uniforms_are_below_one_and_fine_near_zero():
@@ -209,18 +193,6 @@ def test_boundaries_of_a_large_vocabulary(draw_at):
 
 
 @pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
-def test_cut_tokens_are_never_drawn(scheme):
-    rng = np.random.default_rng(3)
-    R, V = 2000, 67
-    logits_RV = kinds_of_rows(rng, R, V)
-    one = np.ones(R, np.float32)
-    cut_RV = PROCESSED(logits_RV, one, np.full(R, 7, np.int32), one * np.float32(0.8))
-    tokens, logprobs = DRAW(cut_RV, row_keys(R), one, scheme)
-    assert np.isfinite(logprobs).all()
-    assert np.isfinite(np.asarray(cut_RV)[np.arange(R), tokens]).all()
-
-
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
 def test_recorded_log_probability_is_that_of_scoring(scheme):
     rng = np.random.default_rng(4)
     R, V = 300, 50
@@ -264,17 +236,6 @@ def test_gradient_of_log_probs_is_that_of_the_softmax():
     np.testing.assert_allclose(found, np.eye(50)[tokens] - softmax64(logits_RV), atol=1e-6)
 
 
-def test_log_probs_by_hand():
-    logits = np.log(np.asarray([[0.4, 0.3, 0.2, 0.1]] * 3, np.float32))
-    tokens, k = np.asarray([0, 1, 3]), np.asarray([0, 2, 2], np.int32)
-    got, entropy = LOG_PROBS(logits, tokens, np.ones(3, np.float32), k, np.ones(3, np.float32))
-    # 0.3 of the kept 0.7; the cut token 3 is put back: 0.1 of 0.8
-    np.testing.assert_allclose(got, np.log([0.4, 3 / 7, 1 / 8]), atol=1e-6)
-    np.testing.assert_allclose(
-        entropy[0], -sum(p * math.log(p) for p in (0.4, 0.3, 0.2, 0.1)), 1e-6
-    )
-
-
 def test_gradient_of_a_cut_token_is_finite():
     logits = jnp.asarray([[3.0, 2.0, -30.0, 0.5]])
     one, k = jnp.ones(1), jnp.ones(1, jnp.int32)
@@ -287,14 +248,6 @@ def test_gradient_of_a_cut_token_is_finite():
     assert np.isfinite(gradient).all()
     assert gradient[0, 2] > 0
     assert gradient[0, 1] == 0  # cut, and not given
-
-
-def test_bfloat16_logits_are_processed_in_float32():
-    logits = jnp.asarray([[1.0, 2.0, 3.0]], jnp.bfloat16)
-    one = np.ones(1, np.float32)
-    got = PROCESSED(logits, one * np.float32(0.7), np.zeros(1, np.int32), one)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, np.asarray([[1, 2, 3]]) / 0.7, rtol=1e-6)
 
 
 # -- keys ------------------------------------------------------------------
@@ -330,43 +283,6 @@ def test_uniforms_of_requests_and_positions_are_independent():
         )
         assert abs(moment) / math.sqrt(off) < 4.9 * 1.5  # the last sum counts each pair twice
     assert abs(z_BN.mean()) * 128 < 4.9
-
-
-def g_statistic(counts_V, probs_V):
-    """2 Σ O ln(O/E) over cells with E ≥ 5, the others pooled; and its degrees of freedom."""
-    expected_V = probs_V * counts_V.sum()
-    small_V = expected_V < 5
-    observed = np.append(counts_V[~small_V], counts_V[small_V].sum())
-    expected = np.append(expected_V[~small_V], expected_V[small_V].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(observed > 0, observed * np.log(observed / expected), 0)
-    return 2 * terms.sum(), len(expected) - 1
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
-@pytest.mark.parametrize("V", [5, 50])
-def test_frequencies_are_the_processed_distribution(scheme, V):
-    """20,000 draws with the keys of requests × positions; false-alarm rate 1e-6 by chi-square."""
-    logits_V = 2 * np.random.default_rng(V).standard_normal(V).astype(np.float32)
-    keys_BN = sampling.position_keys(
-        sampling.request_keys(sampling.step_key(1, 2), jnp.arange(200)),
-        jnp.broadcast_to(jnp.arange(100), (200, 100)),
-    )
-    fill = np.full(20_000, 1, np.float32)
-    cut_V = PROCESSED(
-        logits_V[None], fill[:1] * np.float32(0.8), np.asarray([V - 1]), fill[:1] * np.float32(0.95)
-    )
-    logits_RV = jnp.broadcast_to(cut_V, (20_000, V))
-    tokens, _ = DRAW(logits_RV, keys_BN.reshape(-1), fill, scheme)
-    counts_V = np.bincount(np.asarray(tokens), minlength=V)
-    probs_V = softmax64(cut_V)[0]
-    assert not counts_V[probs_V == 0].any()
-    statistic, freedom = g_statistic(counts_V, probs_V)
-    assert statistic < chi2.isf(FALSE_ALARM, freedom)
-    wrong_V = np.roll(probs_V, 1) * 0.1 + probs_V * 0.9  # the test can fail
-    assert g_statistic(counts_V, wrong_V)[0] > chi2.isf(FALSE_ALARM, freedom)
 
 
 def test_gumbel_draw_is_the_argmax_of_noisy_logits():

@@ -7,19 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drafts_by_hand import Draft, chain, stack
+from shapes import TINY
 
 from models import kv_cache, transformer
-from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec import nodes as packed_nodes
 from spec.config import SamplingConfig
-from spec.drafter import PADDING, no_drafts
-from spec.drawn import DRAWN, KEPT, by_slot
+from spec.drafter import no_drafts
 from spec.nodes import Nodes
 from spec.sampling import Processing
 from spec.verify import (
     Slots,
-    _advance,
     decode_beside_chunks,
     decode_rounds,
     settle,
@@ -67,46 +65,6 @@ def test_walk_by_hand(name, draft, drawn, path):
     assert walked(draft, drawn) == path, name
 
 
-def test_walk_ends_at_the_limit():
-    full = [1, 2, 3, 4]
-    assert walked(chain([1, 2, 3]), full, room=3) == [0, 1, 2]
-    assert walked(chain([1, 2, 3]), full, room=1) == [0]
-    assert walked(chain([1, 2, 3]), full, room=0) == []
-
-
-def test_any_of_several_end_tokens_ends():
-    assert walked(chain([1, 2, 3]), [1, 2, 3], stop=(EOS, 2)) == [0, 1]
-    assert walked(chain([1, 2, 3]), [1, 2, 3, 4], stop=()) == [0, 1, 2, 3]
-
-
-def test_padding_emits_nothing():
-    for token in (PADDING, *range(5)):
-        assert walked(chain([7]), [token] * N) == [0]
-
-
-def test_a_walk_through_every_node():
-    assert walked(chain(range(1, N)), [*range(1, N), 50]) == list(range(N))
-
-
-def test_slots_walk_on_their_own():
-    drafts = stack([chain([1, 2]), chain([5]), BRANCHING], N)
-    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(3), 3, 12, N)
-    drawn_M = np.asarray([1, 2, 3, 6, 0, 20, 0, 21, 0, 8, 0, 1], np.int32)
-    got = np.asarray(emitted(nodes_5M, drawn_M, np.full(3, 9), np.asarray([EOS, -1], np.int32)))
-    np.testing.assert_array_equal(np.nonzero(got)[0], [0, 1, 2, 3, 5, 7, 9])
-    kind_M = got * np.where(drawn_M == 20, KEPT, DRAWN)
-    tokens_BN, logprobs_BN, count_B, kept_B = by_slot(drawn_M, drawn_M / 2, kind_M, nodes_5M[1], 3)
-    np.testing.assert_array_equal(kept_B, [0, 0, 1])
-    np.testing.assert_array_equal(count_B, [3, 1, 3])
-    np.testing.assert_array_equal(tokens_BN, [[1, 2, 3], [6, 0, 0], [20, 21, 8]])
-    np.testing.assert_array_equal(logprobs_BN, tokens_BN / 2)
-
-
-def test_a_round_in_which_nothing_is_emitted():
-    tokens_BN, _, count_B, _ = by_slot(*np.zeros((2, 4)), np.zeros(4, int), np.arange(4), 4)
-    assert tokens_BN.shape == (4, 1) and not count_B.any()
-
-
 def make_slots(B, **columns):
     base = {
         "last_token": np.full(B, 7, np.int32),
@@ -120,18 +78,6 @@ def make_slots(B, **columns):
     return Slots(**jax.tree.map(jnp.asarray, base | columns))
 
 
-def test_commit_of_a_round():
-    #             goes on, ends at its limit, ends with a token, rests
-    slots = make_slots(4, active=np.asarray([True, True, True, False]))
-    count_B, last_B = jnp.asarray([2, 3, 2, 0]), jnp.asarray([2, 3, EOS, 8])
-    after = jax.jit(_advance)(slots, count_B, last_B, jnp.asarray([EOS]))
-    np.testing.assert_array_equal(after.last_token, [2, 3, EOS, 7])
-    np.testing.assert_array_equal(after.length, [6, 7, 6, 4])
-    np.testing.assert_array_equal(after.emitted, [4, 5, 4, 2])
-    np.testing.assert_array_equal(after.active, [True, False, False, False])
-
-
-TINY = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 S = 16
 M = 4  # nodes a slot, in rounds of trees
 

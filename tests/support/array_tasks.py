@@ -11,9 +11,10 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shapes import CHAT
 
 from models import hf, transformer
-from models.config import MeshConfig, ModelConfig
+from models.config import MeshConfig
 from models.sharding import make_mesh, param_shardings
 from rl.checkpoint.checkpointer import Checkpointer, SaveError
 from rl.checkpoint.reader import restore
@@ -27,7 +28,6 @@ from rl.learner.optimizer import init_state, make_optimizer
 from rl.trajectory import FinishReason, Trajectory
 from spec.config import SamplingConfig
 
-MODEL = ModelConfig("qwen3", 16, 16, 1, 4, 4, 8, 32, qk_norm=True, eos_token_ids=(15,))
 UPDATES = 3
 DEADLINE_S, SOON_S = 60.0, 8.0
 
@@ -36,7 +36,7 @@ def recipe_of(algorithm):
     """Settings of updates: PPO with its critic and a reference, or GRPO with neither."""
     kl = 0.05 if algorithm == "ppo" else 0.0
     return TrainSpec(
-        MODEL,
+        CHAT,
         algorithm=AlgorithmConfig(algorithm, kl_coefficient=kl),
         trainer=TrainerConfig(micro_batch_tokens=64, logprob_chunk_tokens=64),
         optimizer=OptimizerConfig(learning_rate=0.02),
@@ -60,8 +60,8 @@ def trajectories(step):
 
 def first_state(mesh, recipe):
     """A policy, its critic if it has one, and a reference, on the mesh that is set."""
-    shardings = param_shardings(mesh, transformer.param_specs(MODEL))
-    whole = transformer.init(MODEL, jax.random.key(0))
+    shardings = param_shardings(mesh, transformer.param_specs(CHAT))
+    whole = transformer.init(CHAT, jax.random.key(0))
     params = jax.tree.map(
         lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x), x.shape),
         whole,
@@ -110,8 +110,8 @@ def joined(place, deadline_s=DEADLINE_S):
     return Processes(place.index, place.count, JobStore(), deadline_s) if place.count > 1 else ALONE
 
 
-def train_and_save(place, runs, save=None, others=()):
-    """Train on each mesh; save the last state in one folder, and restore what others hold."""
+def train_and_save(place, runs, save=None, others=(), policy=None):
+    """Train on each mesh; save the last state, restore what others hold, share a policy out."""
     found, processes = {}, joined(place)
     with processes:
         large = [bytes([index]) * (LARGE_BYTES + index) for index in range(place.count)]
@@ -133,17 +133,18 @@ def train_and_save(place, runs, save=None, others=()):
                 lambda x: x.sharding, state
             )
             found[folder] = numbers(again.arrays)
-    return found
+    shared = share_weights(policy) if policy else {}
+    return found | {f"shared: {name}": x for name, x in shared.items()}
 
 
-def share_weights(place, policy):
+def share_weights(policy):
     """Lay a policy out on meshes over all devices, and give each process its own of it."""
     found = {}
     for sizes in ({"data": 4}, {"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}):
         mesh = make_mesh(MeshConfig(**sizes), jax.devices())
         model, params = hf.load_pretrained(policy, mesh, dtype=np.float32)
         here, name = jax.local_devices(), str(sizes)
-        kept = host_copy(params, keep=place.index == 0)
+        kept = host_copy(params, keep=jax.process_index() == 0)
         found[f"{name} on the disk"] = [x is not None for x in jax.tree.leaves(kept)]
         shards = own_shards(params)
         kept_bytes = sum(x.nbytes for x in jax.tree.leaves(shards))

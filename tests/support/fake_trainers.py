@@ -3,23 +3,14 @@
 import contextlib
 import json
 import signal
-import struct
 import sys
 import time
 
 COMMAND = (sys.executable, __file__)
 
 
-def told():
-    """What `rl.remote.trainer_messages.write_start` wrote."""
-    stream = sys.stdin.buffer
-    message = stream.read(struct.unpack("<I", stream.read(4))[0])
-    (header,) = struct.unpack("<I", message[4:8])
-    return json.loads(message[8 : 8 + header])[1]
-
-
 def main():
-    start = told()
+    start = json.loads(sys.stdin.readline())
     number, play = start["process_id"], start["config"]
     print(f"number {number} at {start['coordinator']}")
     if not play.startswith("one fails"):

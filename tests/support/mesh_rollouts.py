@@ -11,6 +11,7 @@ import zlib
 import jax
 import numpy as np
 from loop_runs import counted_compilations
+from shapes import PLAIN, one_size
 
 from models import sharding, transformer
 from models.config import MeshConfig, ModelConfig
@@ -18,7 +19,6 @@ from rl.cluster.join import JobStore
 from rl.cluster.lockstep import PREFIX, LockstepWatch
 from rl.cluster.processes import Processes
 from rl.engine import rounds
-from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.rollout import draft_with
@@ -42,22 +42,7 @@ from spec.sampling import step_key
 MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 8, 16, qk_norm=True, max_positions=64)
 
 
-class OneSize(EngineConfig):
-    """Rounds with draft tokens have as many nodes as they can, and none compute prompts."""
-
-    def node_sizes(self, num_slots):
-        return super().node_sizes(num_slots)[-1:]
-
-
-CONFIG = OneSize(
-    slots=4,
-    min_slots=4,
-    min_positions=32,
-    rounds_per_fetch=4,
-    max_nodes=4,
-    prefill_rows=2,
-    prefill_chunk_tokens=8,
-)
+CONFIG = one_size(PLAIN)
 SAMPLING = SamplingConfig(max_new_tokens=16)
 KEY = step_key(3, 1)
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11, 12, 13)]
@@ -204,34 +189,25 @@ def all_rollouts(worker, name, rollouts=NAMES):
     return out | {f"{name}/digests": np.array(digests, np.int64), f"{name}/hidden": hidden}
 
 
-def on_meshes(meshes, devices):
-    """Return the facts of rollouts on several meshes: all on the first, those of text on others."""
-    out, rollouts = {}, NAMES
-    for mesh in meshes:
-        out |= all_rollouts(Worker(devices, mesh), title(mesh), rollouts)
-        rollouts = NAMES[:2]
-    return out
-
-
 # -- what one of several processes does ----------------------------------------------------
 
 
-def few(place, mesh):
-    return all_rollouts(Worker(jax.devices(), mesh), title(mesh), NAMES[:2])
+def everything(place, mesh, wide):
+    """Rollouts on a mesh of a device of each process, warmed up before; then planted faults.
 
-
-def everything(place, meshes):
-    """Rollouts on each mesh, the first of which is warmed up before; then planted faults."""
+    Between them on a wide mesh, whose last axis crosses processes.
+    """
     processes = Processes(place.index, place.count, JobStore(), 60.0)
-    worker = Worker(jax.devices(), meshes[0])
+    devices = sorted(jax.devices(), key=lambda d: (d.id % jax.local_device_count(), d.id))
+    pair = devices[: place.count]
+    worker = Worker(pair, mesh)
     out = warmed_up(worker, processes, place.folder / f"times-{place.index}.json")
     with counted_compilations() as compiled:
-        out |= all_rollouts(worker, title(meshes[0]))
+        out |= all_rollouts(worker, title(mesh))
     out["compiled"] = len(compiled)
-    for mesh in meshes[1:]:
-        out |= few(place, mesh)
+    out |= all_rollouts(Worker(devices, wide), title(wide), NAMES[:2])
     for fault in (a_token, an_order, a_table):
-        out[fault.__name__] = named(fault, processes, meshes[0])
+        out[fault.__name__] = named(fault, processes, pair, mesh)
     return out
 
 
@@ -248,7 +224,7 @@ def warmed_up(worker, processes, path):
     return {"table": own.rows(), "written": path.exists(), "programs": programs}
 
 
-def named(fault, processes, mesh):
+def named(fault, processes, devices, mesh):
     """Return what the watch says of a fault in process 1: in a thread, as it may never end."""
     lines, heard = [], threading.Event()
 
@@ -257,7 +233,7 @@ def named(fault, processes, mesh):
         heard.set()
 
     with LockstepWatch(processes, differs, beat_s=0.1) as watch:
-        worker = Worker(jax.devices(), mesh, watch)
+        worker = Worker(devices, mesh, watch)
         run = threading.Thread(target=fault, args=(worker, processes.index == 1), daemon=True)
         run.start()
         assert heard.wait(60), "the fault was not found"

@@ -15,7 +15,6 @@ import time
 import jax
 import numpy as np
 
-from benchmarks import tiny_run
 from rl.config.loader import load
 from rl.engine.rollout_spec import RolloutSpec
 from rl.learner.advantages import informative_groups
@@ -27,6 +26,7 @@ from rl.metrics.writer import Timings
 from rl.speculation.reuse import remember
 from rl.trajectory import Request
 from spec.sampling import step_key
+from tests.support import tiny_run
 
 
 class OneBehind:

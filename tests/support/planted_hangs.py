@@ -23,31 +23,24 @@ from unittest import mock
 
 import jax.numpy as jnp
 import jax.random
-from fake_workers import trajectory
+import numpy as np
 
 from rl.checkpoint import checkpointer
-from rl.cluster.processes import ALONE
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec
-from rl.loop.receiving import Receiver
-from rl.loop.rewards import Scorer
 from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.parallel_compile import compile_all
-from rl.runtime.signals import EXPORTING, SAVING, STARTING, Limits, Watch
+from rl.runtime.signals import STARTING, Limits, Watch
 from rl.runtime.waits import POLL_S, Hang, Patience
 from rl.speculation import sources
-from rl.trajectory import Request
+from rl.trajectory import FinishReason, Request, Trajectory
 from rl.workers.config import SchedConfig
-from rl.workers.coordinator import Coordinator
-from rl.workers.host_kv_pool import KvPool
-from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine
-from rl.workers.worker_group import WorkerGroup
-from sched.protocol import ChunkDone, Start, Submitted
-from sched.request import Kv
+from rl.workers.results import WorkerError
+from rl.workers.session import Session
 from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -58,6 +51,14 @@ REQUESTS = [Request(i, (1, 2), 0, i) for i in range(2)]
 NOT_ENDED = "nothing has ended it"
 
 Never = threading.Event
+
+
+def trajectory(request: Request, tokens: int) -> Trajectory:
+    ints, floats = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
+    origins, prompt = ints.astype(np.uint8), np.asarray(request.prompt_ids, np.int32)
+    numbers = request.request_id, request.group_id, request.sample_index
+    own = *numbers, prompt, ints, floats, ints, origins, FinishReason.STOP
+    return Trajectory(*own, emission_logprobs=floats)
 
 
 def words_of(kind: type[BaseException], work: Callable[[], object]) -> str:
@@ -72,24 +73,12 @@ def words_of(kind: type[BaseException], work: Callable[[], object]) -> str:
 # --- the main thread ---------------------------------------------------------------------
 
 
-def main_thread(part: str, never: Never) -> str:
-    """As in a device call, a pass, a copy or a file's writing that does not come back."""
-    return _watched(part, never, lambda: never.wait(NEVER_S))
-
-
 def compilation(never: Never) -> str:
-    """XLA does not come back with a program, in a thread of its own."""
-    step = SimpleNamespace(compile=lambda: never.wait(NEVER_S))
-    return _watched(STARTING, never, lambda: compile_all([step], 1))
-
-
-def _watched(part: str, never: Never, work: Callable[[], object]) -> str:
-    said: list[str] = []
-    compiles = part in (STARTING, EXPORTING)
-    limits = Limits(*((NEVER_S, LIMIT_S) if compiles else (LIMIT_S, NEVER_S)))
-    with Watch(limits, say=said.append, end=lambda status: never.set()) as watch:
-        watch.at(part)
-        work()
+    """XLA does not come back with a program, in a thread of its own; other parts: test_signals."""
+    step, said = SimpleNamespace(compile=lambda: never.wait(NEVER_S)), list[str]()
+    with Watch(Limits(NEVER_S, LIMIT_S), say=said.append, end=lambda status: never.set()) as watch:
+        watch.at(STARTING)
+        compile_all([step], 1)
     return said[-1] if said else NOT_ENDED
 
 
@@ -105,8 +94,6 @@ class StandIn:
     number: int = 0
     config: ClassVar[EngineConfig] = EngineConfig(slots=4, min_slots=4)
     where: ClassVar[str] = "nowhere"
-    is_ready: ClassVar[bool] = True
-    may_return: ClassVar[bool] = False
     makes_shapes: ClassVar[bool] = False
     clock: ClassVar[Callable[[], float]] = time.monotonic
 
@@ -119,12 +106,23 @@ class StandIn:
     def mesh_context(self) -> Any:
         return contextlib.nullcontext()
 
-    def drive(self, spec: Any, source: Any, *, on_finish: Callable[..., None], **_: object) -> None:
-        while (requests := source.take(wait=True)) is not None:
-            self._at("rounds")
-            for partial_request in requests:
-                on_finish(trajectory(partial_request.request, 4))
+    @contextlib.contextmanager
+    def rollout(self, spec: Any, **_: object) -> Iterator[None]:
+        self.waiting: list[Any] = []
+        yield
         self._at("end")
+
+    def add(self, requests: Sequence[Any]) -> None:
+        self.waiting += requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Trajectory]:
+        self._at("rounds")
+        ended, self.waiting = self.waiting, []
+        return [trajectory(partial_request.request, 4) for partial_request in ended]
 
     def _at(self, part: str) -> None:
         if part == self.hangs:
@@ -153,39 +151,30 @@ def spare_time(never: Never) -> str:
     return words_of(WorkerError, lambda: rollout(team))
 
 
-def keys_and_values(never: Never) -> str:
-    """A worker waits for a request that another never hands over; once that is lost it goes on."""
-    begun, moved = Start(0, 0, 0, 4, 6, Kv.PREFILL), Start(0, 1, 1, 4, 6, Kv.POOL)
-    starts = {Submitted: [begun], ChunkDone: [moved]}
-    scheduler: Any = SimpleNamespace(handle=lambda event, now_s: starts.get(type(event), ()))
-    books = Coordinator(scheduler, time.monotonic, KvPool(0))
-    for worker_id in range(2):
-        books.join(worker_id, 64, 4)
-    books.submit(0, REQUESTS[:1], SamplingConfig(max_new_tokens=8), {})
-    books.chunk(0, begun)
-    books.chunk_ended(0, 0, 4)
-    books.alive(0, None)  # with the request that it has promised
-    waiting = threading.Thread(target=books.chunk, args=(1, moved), daemon=True)
-    waiting.start()
-    began_s, hung = time.monotonic(), None
-    while hung is None and time.monotonic() < began_s + ENDED_S:
-        time.sleep(POLL_S)
-        hung = books.hung(LIMIT_S, [1])
-    books.lose(0)
-    waiting.join(ENDED_S)
-    return NOT_ENDED if waiting.is_alive() else str(hung)
+def drivers_thread(never: Never) -> str:
+    """It hangs with a result, as in a copy or a score, while the main thread waits for others."""
+    team, key = team_of([StandIn("nowhere", never)]), jax.random.key(0)
+
+    def wait() -> None:
+        deliver = lambda result: never.wait(NEVER_S)  # noqa: E731
+        with team.session(team.make_scheduler(), 4, 8, deliver=deliver) as session:
+            submit(session, key)
+            while not never.is_set():
+                session.next_result(POLL_S)
+
+    return words_of(Hang, wait)
 
 
 def rollout(team: MultiEngine) -> None:
     """All requests of a step, to their end."""
     missing, key = len(REQUESTS), jax.random.key(0)  # compiled before anything waits
-    with team.session(team.make_scheduler(), 4, 8) as session:
+    with team.session(team.make_scheduler(), 4, 8, spot=team.spot) as session:
         submit(session, key)
         while missing:
             missing -= session.next_result(POLL_S) is not None
 
 
-def submit(session: WorkerGroup, key: jax.Array) -> None:
+def submit(session: Session, key: jax.Array) -> None:
     """The requests of a step."""
     session.submit(0, RolloutSpec({}, SamplingConfig(max_new_tokens=4), key), REQUESTS)
 
@@ -199,27 +188,6 @@ def team_of(
 
 
 # --- other threads -----------------------------------------------------------------------
-
-
-def pipelines_thread(never: Never) -> str:
-    """It does not come back with a response, while the main thread waits for a step."""
-    system: Any = SimpleNamespace(
-        config=SimpleNamespace(run=SimpleNamespace(hang_limit_s=LIMIT_S)),
-        watch=SimpleNamespace(asked=lambda: False),
-        show=SimpleNamespace(rollout=lambda *_: None),
-        processes=ALONE,
-    )
-    session: Any = SimpleNamespace(
-        next_result=lambda timeout_s: never.wait(NEVER_S), num_tokens=lambda place: 0
-    )
-    scorer = Scorer(None, None, lambda: None)  # type: ignore[arg-type]
-    receiver = Receiver(system, session, scorer)
-    receiver.expect(1, [Request(0, (1,), 0, 0)])
-    receiver.start()
-    try:
-        return words_of(Hang, lambda: receiver.take(1, 0))
-    finally:
-        receiver.close()
 
 
 def scores(never: Never) -> str:
@@ -282,29 +250,19 @@ def history_index(never: Never) -> str:
 
 # what hangs, and the words that name it
 PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
-    f"main thread: {part}": (
-        partial(main_thread, part),
-        f"main thread at {part} (tests/support/",
-    )
-    for part in ("rollout", "wait", "reward", "update", SAVING, STARTING, EXPORTING)
-} | {
     "main thread: compiling": (
         compilation,
         "main thread at starting (rl/runtime/parallel_compile.py",
     ),
     "worker: rounds": (partial(worker, "rounds"), "while generating"),
-    "worker: weights": (partial(worker, "weights"), "while receiving weights"),
+    "worker: weights": (partial(worker, "weights"), "while generating"),
     "worker: weights, each time": (
         partial(worker, "weights", on_error="restart"),
         "worker 3 failed on requests 0, 1: Hang: no sign of life",
     ),
     "worker: spare time": (spare_time, "while training the drafter"),
-    "worker: keys and values": (keys_and_values, "while waiting for keys and values from worker 0"),
     "worker: its end": (partial(worker, "end"), "worker 0 failed on requests none: Hang"),
-    "pipeline's thread": (
-        pipelines_thread,
-        "from the pipeline's thread (tests/support/",
-    ),
+    "driver's thread": (drivers_thread, "from the driver's thread (tests/support/"),
     "scores": (scores, "no reward worker has answered for"),
     "save: arrays": (
         partial(background_save, "wait_until_finished"),

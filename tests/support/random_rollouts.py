@@ -10,11 +10,11 @@ import signal
 from typing import NamedTuple
 
 import numpy as np
+from drive import RequestSource, drive
 
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.trajectory import FinishReason, PartialRequest, Request
-from rl.workers.drive import RequestSource, drive
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts

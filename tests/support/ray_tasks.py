@@ -1,4 +1,4 @@
-"""Rollouts of worker programs on Ray, in a process of their own: what Ray does to it, it does to no
+"""Rollouts of workers on Ray, in a process of their own: what Ray does to it, it does to no
 other test.
 """
 
@@ -7,10 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-import drafting_programs
+import drafting_actors
 import rollouts
 from processes import Place, descendants
-from remote_workers import make_team
+from ray_workers_in_threads import make_team
 from tiny_team import (
     CONFIG,
     KEY,
@@ -24,23 +24,23 @@ from tiny_team import (
     play,
 )
 
+from rl.cluster import ray_session
+from rl.cluster.actors import ActorSettings
+from rl.cluster.ray_session import open_ray, reserve
 from rl.data.tasks import Example
-from rl.drafting.config import DraftingConfig
 from rl.engine.engine import Engine
-from rl.ray_roles.services import HistoryActors, ScorerActors
-from rl.ray_roles.session import RaySession, open_ray
-from rl.remote.history_workers import HistoryWorkers
-from rl.remote.scorers import Scorers
-from rl.remote.service import ServiceDeadlines
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
+from rl.rewards.scorers import Scorers
 from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.draft_model import DraftModel
+from rl.speculation.history_workers import HistoryWorkers
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers
 from sched.protocol import Copy, WorkerLost
 from spec.budget.config import MODEL as DRAFT
+from spec.retrieval.history import RULE
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
 
@@ -62,103 +62,104 @@ def listening(pids):
     return found
 
 
+def killing(team, killed):
+    """Return an `on_finish` that kills a worker once."""
+
+    def on_finish(trajectory):
+        if not killed:
+            place = next(p for p in team.places if p.actor.pid)
+            killed.append(os.kill(place.actor.pid, signal.SIGKILL))
+
+    return on_finish
+
+
 def tokens_though_one_is_killed(place: Place):
-    """Check the tokens of two programs, of which one is killed in mid-rollout.
+    """Check the tokens of two workers, of which one is killed in mid-rollout.
 
     Whichever has nothing left to do answers copies of the other's requests.
     """
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     alone = {t.request_id: t for t in done}
     config = SpeculationConfig(budget="fixed:3", sources=("history", "group", "own"))
-    keys = [f"q{g}" for g in range(len(PROMPTS))]
+    keys = keys_of(PROMPTS)
     cache = RolloutCache(vocab_size=MODEL.vocab_size)
     for g, key in enumerate(keys):
         own = [t.response_ids for t in done if t.group_id == g]
         cache.replace(key, of_group(own, [1.0] * len(own)))
-    with open_ray(None, 6, 60.0), Speculation(config, cache) as speculation:
+    settings, killed = ActorSettings({}, 30.0, 60.0), []
+    with (
+        open_ray(None, 6, 60.0),
+        Speculation(config, cache) as speculation,
+        reserve(1, "history", 30.0) as beside,
+        reserve(2, "workers", 30.0) as room,
+    ):
         scores_though_one_is_killed()
-        actors = HistoryActors("a run", 1, start_s=30.0)
-        deadlines = ServiceDeadlines(30.0, 60.0, 120.0)
-        workers = HistoryWorkers("history", cache, 1, actors.connect, "a run", deadlines)
-        workers.start()
-        speculation.for_others, speculation.index_builder = True, workers
+        history = HistoryWorkers(RULE, cache, 1, beside, settings)
+        history.wait_started()
+        speculation.for_others, speculation.history_workers = True, history
         speculation.methods_of_copies = "own", "group"
-        session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
-        multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
-        multi.helpers = Helpers(2, 4, lambda held, left: True, dict)
-        with team:
-            team.start()
-            addresses = listening(descendants(os.getpid()))
-            loopback = "0100007F", "0" * 24 + "01000000"
-            assert addresses
-            assert addresses <= {*loopback, "0000000000000000FFFF00000100007F"}
-            # under load one of them may still be starting: its pid is 0, which is ourselves
-            victim, killed = next(i for i, engine in enumerate(multi.engines) if engine.pid), []
-
-            def on_finish(trajectory):
-                if not killed:
-                    killed.append(os.kill(multi.engines[victim].pid, signal.SIGKILL))
-
-            drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
-            assert drafts.indexed is not None and not drafts.history
-            assert_same_tokens(play(multi, drafts=drafts), alone)
-            copied = [a for d in multi.decisions for a in d.actions if isinstance(a, Copy)]
-            assert copied, "the last requests leave a worker dry"
-            assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
-            assert multi.stats.accepted_tokens > 20  # the history has the very responses
-            lost = [d.event for d in multi.decisions if isinstance(d.event, WorkerLost)]
-        workers.close()
-        actors.close()
-        session.close()
-    assert lost == [WorkerLost(victim)]
-    return {"accepted_tokens": multi.stats.accepted_tokens}
+        given = {"room": room, "settings": settings, "speculation": speculation}
+        team, _ = make_team(ray_session, 2, chunk_tokens=2, **given)
+        team.helpers = Helpers(2, 4, lambda held, left: True, dict)
+        drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
+        assert drafts.shards and not drafts.history
+        assert_same_tokens(play(team, drafts=drafts), alone)
+        addresses = listening(descendants(os.getpid()))
+        loopback = "0100007F", "0" * 24 + "01000000"
+        assert addresses
+        assert addresses <= {*loopback, "0000000000000000FFFF00000100007F"}
+        copied = [a for d in team.decisions for a in d.actions if isinstance(a, Copy)]
+        assert copied, "the last requests leave a worker dry"
+        assert_same_tokens(play(team, drafts=drafts, on_finish=killing(team, killed)), alone)
+        assert team.stats.accepted_tokens > 20  # the history has the very responses
+        lost = [d.event for d in team.decisions if isinstance(d.event, WorkerLost)]
+        history.close()
+        for one in team.places:
+            one.actor.close()
+    assert len(lost) == 1
+    return {"accepted_tokens": team.stats.accepted_tokens}
 
 
 def drafts_though_a_program_is_killed(place: Place):
-    """Check the tokens of two programs that a third one drafts for, which is killed meanwhile."""
+    """Check the tokens of two workers that a third one drafts for, which is killed meanwhile."""
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     alone = {t.request_id: t for t in done}
     config = SpeculationConfig(budget="fixed:3", sources=("model",))
     folder = place.folder / "draft"
     folder.mkdir()
-    model, said = drafting_programs.save_policy(folder), []
+    model, lines = drafting_actors.save_policy(folder), []
     drafters = {DRAFT: DraftModel.elsewhere(model)}
-    with open_ray(None, 6, 60.0), Speculation(config, RolloutCache(), drafters) as speculation:
+    with (
+        open_ray(None, 6, 60.0),
+        Speculation(config, RolloutCache(), drafters) as speculation,
+        reserve(1, "drafting", 30.0) as beside,
+        reserve(2, "workers", 30.0) as room,
+        drafting_actors.drafting_actors(model, room=beside, lines=lines) as drafting,
+    ):
         speculation.for_others = True
-        session = RaySession("", 3, 1, deadline_s=30.0, start_s=60.0)
-        made = drafting_programs.programs(
-            model,
-            lambda number, name: session.connect_drafting(2 + number, name),
-            *(DraftingConfig(workers=1, window=2), 3, said),
-            deadlines=ServiceDeadlines(30.0, 60.0, 120.0),
-        )
-        with made as drafting:
-            options = drafting_programs.told_of(model) | {"apart": drafting.apart}
-            given = {"speculation": config, "said": said, "deadline_s": 30.0}
-            multi, team = make_team(session, 2, **given, **options)
-            with team:
-                team.start()
-                drafting.wait_started()
-                (worker,) = drafting.workers
-                first, killed = worker.pid, []
+        given = {"room": room, "speculation": speculation, "apart": drafting.apart}
+        own = {"draft_model": model, "model_here": False, "model_apart": True}
+        team, _ = make_team(ray_session, 2, worker=own, **given)
+        drafting.wait_ready()
+        drafts, killed = speculation.drafter_factory(keys_of(PROMPTS), PROMPTS), []
+        assert_same_tokens(play(team, drafts=drafts), alone)
+        first = drafting.actors[0].pid
 
-                def on_finish(trajectory):
-                    if not killed:
-                        killed.append(os.kill(first, signal.SIGKILL))
+        def on_finish(trajectory):
+            if not killed:
+                killed.append(os.kill(first, signal.SIGKILL))
 
-                drafts = speculation.drafter_factory(keys_of(PROMPTS), PROMPTS)
-                until_s = time.monotonic() + 60
-                while not worker.worked:  # a rollout may be over before it has heard of it
-                    assert time.monotonic() < until_s
-                    assert_same_tokens(play(multi, drafts=drafts), alone)
-                assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
-                while worker.pid == first or worker.link is None or not worker.worked:
-                    assert time.monotonic() < until_s + 60
-                    assert_same_tokens(play(multi, drafts=drafts), alone)
-        session.close()
-    assert team.losses == []
-    assert any("go on without its drafts; it is started again" in line for line in said), said
-    return {"starts": worker.address.start}
+        assert_same_tokens(play(team, drafts=drafts, on_finish=on_finish), alone)
+        drafter = drafting.actors[0]
+        while drafter.pid == first or not drafter.is_there:
+            time.sleep(0.05)
+        drafter.call("get_ready", limit_s=300.0).result()
+        drafting.look()
+        assert_same_tokens(play(team, drafts=drafts), alone)
+        for one in team.places:
+            one.actor.close()
+    assert any("it is started again" in line for line in lines), lines
+    return {"starts": drafting.actors[0].num_starts}
 
 
 def keys_of(prompts):
@@ -174,13 +175,13 @@ def scores_though_one_is_killed():
     ]
     with RewardPool(config) as pool:
         wanted = [pool.result(f) for f in [pool.submit(job) for job in jobs]]
-    actors = ScorerActors("a run", 2, 1, start_s=30.0)
-    deadlines = ServiceDeadlines(30.0, 60.0, 120.0)
-    scorers = Scorers(config, (), 2, actors.connect, "a run", deadlines, said.append)
-    with scorers:
+    settings = ActorSettings({}, 30.0, 60.0, said.append)
+    with (
+        reserve(2, "scorers", 30.0) as room,
+        Scorers(config, (), 2, room, settings) as scorers,
+    ):
         first = [scorers.submit(job) for job in jobs[:20]]
-        os.kill(scorers.scorers[0].pid, signal.SIGKILL)
+        os.kill(scorers.actors[0].pid, signal.SIGKILL)
         futures = first + [scorers.submit(job) for job in jobs[20:]]
         assert [scorers.result(f) for f in futures] == wanted
-    actors.close()
-    assert len(said) == 1 and "scored elsewhere" in said[0], said
+    assert all("it is started again" in line for line in said), said

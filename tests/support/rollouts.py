@@ -1,7 +1,8 @@
 """Rollouts whose arguments are given one by one."""
 
+from drive import drive
+
 from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.workers.drive import drive
 
 OF_THE_RUN = ("stats", "on_finish", "on_round")
 

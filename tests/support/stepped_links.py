@@ -13,9 +13,9 @@ class SteppedLink:
         self.told = []
         self.sent = collections.deque([[] for _ in range(delay)])
 
-    def tell(self, commits, closed):
+    def send(self, commits, closed):
         self.told.append((commits, closed))
-        self.ahead.hear(commits, closed)
+        self.ahead.update(commits, closed)
 
     def take(self):
         self.sent.append([block for _ in range(self.steps) for block in self.ahead.step()])
@@ -45,10 +45,10 @@ class DeafLink(SteppedLink):
         super().__init__(ahead, **options)
         self.rng, self.lost = np.random.default_rng(seed), 0
 
-    def tell(self, commits, closed):
+    def send(self, commits, closed):
         heard = [commit for commit in commits if self.rng.random() < 0.8]
         self.lost += len(commits) - len(heard)
-        super().tell(heard, closed)
+        super().send(heard, closed)
 
 
 class ReplacedLink(SteppedLink):

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import rollouts
-import tiny_engine
-from tiny_engine import make_params
+from shapes import PLAIN, TINY, make_params
 
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
@@ -16,8 +15,8 @@ from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.sampling import step_key
 
-MODEL = dataclasses.replace(tiny_engine.MODEL, num_kv_heads=2)  # to be shared by two devices
-CONFIG = dataclasses.replace(tiny_engine.CONFIG, rounds_per_fetch=2)
+MODEL = dataclasses.replace(TINY, num_kv_heads=2)  # to be shared by two devices
+CONFIG = dataclasses.replace(PLAIN, rounds_per_fetch=2)
 SAMPLING = SamplingConfig(max_new_tokens=16)
 STOP = (3,)
 KEY = step_key(0, 0)

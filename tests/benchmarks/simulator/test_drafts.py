@@ -120,7 +120,7 @@ def test_windows_are_those_that_aimd_gives_on_the_same_outcomes(p):
 def test_windows_at_the_ends(monkeypatch):
     assert window_mean(0.0) == WindowMean(pytest.approx(2), pytest.approx(1))
     assert window_mean(1.0).drafts == pytest.approx(32)
-    half = window_mean(0.9, found=0.5)
+    half = window_mean(0.9, 0.5)
     whole = window_mean(0.9)
     assert half.tokens - 1 == pytest.approx((whole.tokens - 1) / 2)
     monkeypatch.setattr(aimd, "STEP_TOKENS", 3)

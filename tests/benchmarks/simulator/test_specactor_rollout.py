@@ -120,34 +120,6 @@ def test_plans_go_by_what_was_observed_and_not_by_acceptance(monkeypatch):
     assert misled > 1.2 * informed and misled == pytest.approx(fixed, rel=0.1)
 
 
-def test_plans_are_made_again_when_more_has_been_seen(monkeypatch):
-    """What is right at first and wrong later: a plan that is made once stays as it is."""
-    draws = iter([100] + [0] * 100)
-
-    class Later:
-        def __init__(self, seed):
-            pass
-
-        def binomial(self, seen, p):
-            return np.minimum(seen, next(draws)) if len(seen) else seen
-
-    monkeypatch.setattr(specactor_rollout.np.random, "default_rng", Later)
-    alone = dataclasses.replace(
-        MIXED, lengths_R=np.array([3000]), acceptance_RM=MIXED.acceptance_RM[1:]
-    )
-    rollout = SpecActorRollout(HARDWARE, alone, Strategy(DECOUPLED, FOUND, 100), step_s=1.0)
-    windows = []
-    plans = rollout._reconfigure
-
-    def watched(*arguments):
-        plans(*arguments)
-        windows.append(int(rollout._window_R[0]))
-
-    monkeypatch.setattr(rollout, "_reconfigure", watched)
-    rollout.seconds()
-    assert windows[0] == FOUND.window and len(set(windows)) > 2 and windows[-1] < 3
-
-
 def test_the_profile_is_told_all_that_windows_show(monkeypatch):
     """Of w = 2, p = 0.5: 2, 1 and 1 tokens are seen of 3, 2 and 1, with 1/4, 1/4 and 1/2."""
     seen = []
@@ -175,22 +147,6 @@ def test_freed_units_help_with_what_is_accepted_better():
     assert helped_seconds() < 0.6 * alone
     useless = helped_seconds(p=0.9, others=0.0)
     assert useless == pytest.approx(helped_seconds(p=0.9, helpers=0), abs=0.2)
-
-
-def test_a_helpers_window_is_that_of_the_profile():
-    hardware = dataclasses.replace(
-        HARDWARE, drafters={"small": instance(0.25), "dear": instance(0.5)}
-    )
-    # alone 1.24 / 1.5 tokens a second. One draft token would bring 1.5 / 1.5, but eight that
-    # seem to be always right bring 2 / 5
-    misled = {"others": 0.5, "profiled_M": np.array([0.2, 1.0])}
-    alone = helped_seconds(hardware, helpers=0)
-    assert helped_seconds(hardware, **misled) == alone
-    assert helped_seconds(hardware, others=0.5) < 0.9 * alone
-    # nobody asks a method that seems to be never right, though in truth it always is
-    unknown = {"others": 1.0, "profiled_M": np.array([0.2, 0.0])}
-    assert helped_seconds(hardware, **unknown) == alone
-    assert helped_seconds(hardware, others=1.0) < 0.7 * alone
 
 
 def costly(*, weight_bytes=0.0, host=math.inf, memory_bytes=1e9):
@@ -269,21 +225,6 @@ def test_helpers_have_room_for_requests_that_go_to_the_limit():
     # a drafter's weights, and its keys and values, take of the room
     assert small.helper_tokens("ngram") == small.verifier.kv_tokens
     assert small.helper_tokens("small") == (small.verifier.kv_tokens - 10) // 2
-
-
-def test_requests_that_were_observed_to_be_right_least_are_helped_first(monkeypatch):
-    """Two of them, and room for one: the profile's order counts, not that of acceptance."""
-    order = []
-    before = specactor_rollout.assign_drafters
-
-    def watched(acceptance, *arguments):
-        order.append(dict(acceptance))
-        return before(acceptance, *arguments)
-
-    monkeypatch.setattr(specactor_rollout, "assign_drafters", watched)
-    monkeypatch.setattr(Profile, "p_of_request", lambda self, request, method: 0.5 + request / 100)
-    helped_seconds(lengths=(10, 10, 200, 200))
-    assert order and all(p == 0.5 + r / 100 for found in order for r, p in found.items())
 
 
 def test_requests_without_room_wait():

@@ -60,4 +60,4 @@ def test_only_the_last_launches_are_remembered(monkeypatch):
 def test_alone_nothing_is_watched_or_kept():
     with LockstepWatch(ALONE, print) as watch:
         watch.launched(1, "a round")
-    assert not watch._heard and not watch._thread.is_alive()
+    assert not watch._launches and not watch._thread.is_alive()

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import tiny_run
 from models import transformer
 from rl.drafter_training import hidden_states
 from rl.drafter_training.hidden_states import chunks, hidden_of, num_bytes, runs
 from rl.packing import Response
 from spec.eagle import model as eagle
+from tests.support import tiny_run
 
 MODEL = dataclasses.replace(tiny_run.MODEL, num_layers=3)
 

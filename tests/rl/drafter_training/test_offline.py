@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import tiny_run
 from models import transformer
 from rl.drafter_training import offline as offline_drafter
 from rl.drafter_training.config import DrafterConfig
@@ -17,6 +16,7 @@ from rl.packing import Response
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
 from spec.eagle.packing import pad
+from tests.support import tiny_run
 
 MODEL = tiny_run.MODEL
 TRAINING = DrafterTrainingConfig(learning_rate=0.01, warmup_steps=1)

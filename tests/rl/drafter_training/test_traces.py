@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import tiny_run
 from models import tokenizer
 from rl.drafter_training.traces import hold_out, num_tokens, read
 from rl.packing import Response
+from tests.support import tiny_run
 
 MODEL = tiny_run.MODEL
 EOS = MODEL.eos_token_ids[0]

@@ -39,8 +39,8 @@ def seconds(draft_s=0.002, **options):
     return MeasuredSeconds(Costs(), RoundTimes({}), 50.0, draft_s=draft_s, **options)
 
 
-def planner(num_workers=4, num_requests=8, most_window=3, measured=None, **settings):
-    found = Planner(DraftingConfig(**settings), num_workers, num_requests, most_window)
+def planner(num_workers=4, num_requests=8, max_window=3, measured=None, **settings):
+    found = Planner(DraftingConfig(**settings), num_workers, num_requests, max_window)
     found.seconds = measured
     return found
 
@@ -153,8 +153,8 @@ def test_chains_that_run_ahead_have_hits_of_their_own():
 
 def test_without_measured_seconds_there_is_a_window_all_the_same():
     assert planner().plans().plan(5, 8 / 3) == DraftPlan(3)  # at most 3
-    assert planner(most_window=9).plans().plan(5, 8 / 3) == DraftPlan(FIRST_WINDOW)
-    assert planner(most_window=9, window=6).plans().plan(5, 8 / 3) == DraftPlan(6)
+    assert planner(max_window=9).plans().plan(5, 8 / 3) == DraftPlan(FIRST_WINDOW)
+    assert planner(max_window=9, window=6).plans().plan(5, 8 / 3) == DraftPlan(6)
     assert planner().plans().patience_s == 0.0
 
 
@@ -259,7 +259,7 @@ def test_requests_have_shorter_windows_in_a_full_batch(batch, windows):
 
     A window is as long as its last draft token's p^w is above that, and no longer than others'.
     """
-    plan_of = planner(most_window=8, measured=seconds(0.0005))._own_plans(batch, window=4)
+    plan_of = planner(max_window=8, measured=seconds(0.0005))._own_plans(batch, window=4)
     assert [plan_of(p).window for p in (0.2, 0.4, 0.6, 0.8)] == windows
 
 

@@ -1,424 +1,405 @@
-"""Drafting workers as threads: who gets whose blocks, and what becomes of one that fails."""
-
-from __future__ import annotations
+"""A drafting worker and the links that call it: whose blocks, and what a failure costs."""
 
 import contextlib
 import gc
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from fake_ahead import commit
 
+from rl.cluster.actors import ActorDied
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
-from rl.drafting.threads import MOST_RESTARTS, DraftingThreads
-from rl.drafting.worker import MOST_ROLLOUTS, MOST_WORDS, DraftingWorker, WorkerLink
+from rl.drafting.worker import (
+    LATE_S,
+    MAX_RESTARTS,
+    MAX_ROLLOUTS,
+    DraftingLink,
+    DraftingWorker,
+    Peer,
+    Rollout,
+)
 from rl.drafting.workers import DraftingWorkers, share
 from rl.engine.worker_record import WorkerPart
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.draft_model import DraftModel
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
-from spec.decoupled.messages import Block, Commit, DraftPlan
+from spec.decoupled.messages import Block
 
 LIMIT_S = 30.0  # of a wait for a thread
-TOKENS = np.arange(4, dtype=np.int32)
+NONE = np.zeros(0, np.int32)
+UNUSED = DraftModel(None, None, DraftModelConfig())  # nothing is drafted with it
+A, B, *OTHERS = (Rollout(MODEL, (n, 0), SamplingConfig()) for n in range(2 + MAX_ROLLOUTS))
 
 
 class FakeEngine:
-    """An engine for threads that compute nothing."""
+    """An engine for workers that compute nothing."""
 
-    def __init__(self, number=0):
-        self.number, self.where = number, f"device {number}"
+    number, where, is_left = 0, "a device", False
 
     def mesh_context(self):
         return contextlib.nullcontext()
 
     def abandoned(self):
-        return FakeEngine(self.number + 100)
+        engine = FakeEngine()
+        engine.is_left = True
+        return engine
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """Seconds that a test sets."""
 
-    def __init__(self):
-        self.now_s = 0.0
+    now_s = 0.0
 
     def __call__(self):
         return self.now_s
 
 
 class Echo:
-    """Answers each commit with one block that names its round; `step` may do something before."""
+    """Drafts one block for each commit; `goes_on` steps draft for nobody's commit."""
 
-    def __init__(self, before_step=lambda: None):
-        self.heard, self.closed, self.pending = [], [], []
-        self._before_step = before_step
+    def __init__(self, before_step, goes_on=0):
+        self.commits, self.closed, self.wanted = [], [], []
+        self.before_step, self.goes_on = before_step, goes_on
 
-    def hear(self, commits, closed):
-        self.heard += commits
+    def update(self, commits, closed):
+        self.commits += commits
         self.closed += closed
-        self.pending += commits
+        self.wanted += commits
 
     def step(self):
-        pending, self.pending = self.pending, []
-        if pending:
-            self._before_step()
-        return [Block(c.request_id, c.round, c.total_tokens, *3 * [TOKENS]) for c in pending]
+        wanted, self.wanted = self.wanted, []
+        if wanted:
+            self.before_step()
+        elif self.commits and self.goes_on:
+            self.goes_on, wanted = self.goes_on - 1, self.commits[-1:]
+        return [Block(c.request_id, c.round, c.total_tokens, *3 * [NONE]) for c in wanted]
 
 
-def commit(request_id, round=1, first=0):
-    return Commit(request_id, round, first, TOKENS, 1, 9, TOKENS[:0], DraftPlan(2), (1.0, 0.0, 1.0))
+class EchoWorker(DraftingWorker):
+    """A drafting worker of `Echo`, kept in `made`."""
+
+    def __init__(self, before_step=lambda: None, *, clock=None, goes_on=0, engine=None):
+        config = DraftingConfig(workers=1, ahead="free_running")
+        super().__init__(engine or FakeEngine(), [UNUSED], config, 3, clock or Clock())
+        self.made, self.before_step, self.goes_on = [], before_step, goes_on
+
+    def make_ahead(self, rollout):
+        self.made.append(Echo(lambda: self.before_step(), self.goes_on))
+        return self.made[-1]
 
 
-def blocks_of(link, count=1):
-    """The blocks that come to a link, once there are so many."""
-    found, began_s = [], time.monotonic()
-    while len(found) < count:
-        link.wait(0.05)
-        found += link.take()
-        assert time.monotonic() - began_s < LIMIT_S, f"{len(found)} of {count} blocks"
-    return [(b.request_id, b.round) for b in found]
+class Gate:
+    """Holds a step until it is opened."""
+
+    def __init__(self):
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.is_reached.set()
+        assert self.is_open.wait(LIMIT_S)
 
 
-def wait_until(condition):
-    began_s = time.monotonic()
-    while not condition():
-        time.sleep(0.002)
-        assert time.monotonic() - began_s < LIMIT_S
+def numbers(blocks):
+    return [(b.request_id, b.round) for b in blocks]
 
 
-class Made:
-    """Makes what drafts for a rollout, and keeps it."""
-
-    def __init__(self, before_step=lambda: None):
-        self.all, self._before_step = [], before_step
-
-    def __call__(self, engine):
-        self.all.append(Echo(self._before_step))
-        return self.all[-1]
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def worker(clock):
-    worker = DraftingWorker(FakeEngine(), clock)
-    yield worker
-    worker.close(LIMIT_S)
-
-
-def link_to(worker, made, rollout="a", look=lambda: None):
-    return WorkerLink(worker, rollout, made, look)
-
-
-def test_blocks_reach_the_link_that_asked(worker):
-    """Two verifying workers of one rollout share what drafts; another rollout has its own."""
-    made, other = Made(), Made()
-    links = [link_to(worker, made), link_to(worker, made), link_to(worker, other, "b")]
-    assert all(link.generation == 0 for link in links)
-    for k, link in enumerate(links):
-        link.tell([commit(10 * k), commit(10 * k + 1)], [])
-    assert [sorted(blocks_of(link, 2)) for link in links] == [
-        [(10 * k, 1), (10 * k + 1, 1)] for k in range(3)
-    ]
-    # a request that has moved is drafted for where it is
-    links[1].tell([commit(0, round=2, first=4)], [])
-    assert blocks_of(links[1]) == [(0, 2)]
-    assert not links[0].take()
-    assert len(made.all) == len(other.all) == 1, "once a rollout"
-    assert len(made.all[0].heard) == 5
-    wait_until(lambda: worker.alive_s is None)  # it waits: nothing is asked of it
-    assert 2 <= worker.steps <= 4
-    assert worker.error is None
-
-
-def test_nothing_is_sent_for_requests_that_have_left(worker):
-    made = Made()
-    link = link_to(worker, made)
-    link.tell([commit(1), commit(2)], [])
-    blocks_of(link, 2)
-    link.tell([commit(3)], [1])
-    assert blocks_of(link) == [(3, 1)]
-    assert made.all[0].closed == [1]
-    made.all[0].pending = [commit(1, round=2), commit(2, round=2)]  # a late one of its own
-    link.tell([], [9])
-    assert blocks_of(link) == [(2, 2)]
-
-
-def test_a_rollout_that_only_says_goodbye_is_not_begun(worker):
-    made = Made()
-    link = link_to(worker, made)
-    link.tell([], [1])
-    other = link_to(worker, made, "b")
-    other.tell([commit(1)], [])
-    blocks_of(other)
-    assert len(made.all) == 1
-
-
-def test_old_rollouts_are_forgotten(worker):
-    made, links = Made(), []
-    for rollout in range(MOST_ROLLOUTS + 1):
-        links.append(link_to(worker, made, rollout))
-        links[-1].tell([commit(rollout)], [])
-        blocks_of(links[-1])
-    assert len(made.all) == MOST_ROLLOUTS + 1
-    links[1].tell([commit(1, round=2)], [])
-    blocks_of(links[1])
-    assert len(made.all) == MOST_ROLLOUTS + 1, "the last ones are there"
-    links[0].tell([commit(0, round=2)], [])
-    blocks_of(links[0])
-    assert len(made.all) == MOST_ROLLOUTS + 2, "the first one is not"
-
-
-def test_what_an_old_rollout_had_is_not_kept(worker):
-    """Its requests may never be closed, as where it was aborted."""
-    first = link_to(worker, Made(), 0)
-    first.tell([commit(0)], [])
-    blocks_of(first)
-    gone = weakref.ref(first)
-    del first
-    for rollout in range(1, MOST_ROLLOUTS + 2):
-        link = link_to(worker, Made(), rollout)
-        link.tell([commit(rollout)], [])
-        blocks_of(link)
-    gc.collect()
-    assert gone() is None
-
-
-def test_one_that_falls_behind_is_told_no_more_until_it_has_heard_all(worker):
-    """What waits for it may hold hidden states of the policy; who has left is said all the same."""
-    goes_on = threading.Event()
-    made = Made(lambda: goes_on.wait(LIMIT_S))
-    link = link_to(worker, made)
-    link.tell([commit(1)], [])
-    wait_until(lambda: made.all and made.all[0].heard and worker._inbox.empty())
-    for round in range(2, MOST_WORDS + 9):
-        link.tell([commit(1, round)], [])
-    link.tell([commit(2, 99)], [1])
-    assert worker._inbox.qsize() == MOST_WORDS + 1 and link.generation == 0
-    goes_on.set()
-    wait_until(lambda: link.generation == 1)
-    (echo,) = made.all
-    assert [c.round for c in echo.heard] == [*range(1, MOST_WORDS + 2)] and echo.closed == [1]
-    link.tell([commit(2, 100)], [])
-    wait_until(lambda: (2, 100) in [(c.request_id, c.round) for c in echo.heard])
-    assert (link.generation, worker.restarts, worker.error) == (1, 0, None)
-
-
-def test_a_link_waits_no_longer_than_it_is_told(worker):
-    link = link_to(worker, Made())
-    link.wait(0.001)
-    assert list(link.take()) == []
-
-
-def test_close_ends_the_thread(clock):
-    worker = DraftingWorker(FakeEngine(), clock)
-    link = link_to(worker, Made())
-    link.tell([commit(1)], [])
-    worker.close(LIMIT_S)
-    assert not worker._thread.is_alive()
-    link.tell([commit(2)], [])  # it takes what it is told
-
-
-# --- losses -----------------------------------------------------------------------------
-
-
-class Broken(RuntimeError):
-    """A fault that was planted."""
+def drafted(worker, link, *commits, rollout=A, closed=()):
+    return numbers(worker.draft(rollout, link, commits, closed).blocks)
 
 
 def fails():
-    raise Broken("a device is gone")
+    raise RuntimeError("a device is gone")
+
+
+# --- the worker -------------------------------------------------------------------------
+
+
+def test_each_link_receives_the_blocks_of_its_requests():
+    worker = EchoWorker()
+    assert drafted(worker, "x", commit([1], request=1), commit([1], request=2)) == [(1, 1), (2, 1)]
+    assert drafted(worker, "y", commit([1], request=3)) == [(3, 1)]
+    assert drafted(worker, "z", commit([1], request=1), rollout=B) == [(1, 1)]
+    first, other = worker.made  # one for each rollout
+    assert len(first.commits) == 3 and len(other.commits) == 1
+    # a request has moved: its blocks follow it, and its last worker closes it too late
+    assert drafted(worker, "y", commit([2], request=1, round=2)) == [(1, 2)]
+    assert first.closed == [1], "what the other one said of it is forgotten"
+    assert drafted(worker, "x", closed=[1, 2, 9]) == [] and first.closed == [1, 2]
+    first.wanted = [commit([3], request=1, round=3), commit([3], request=2, round=3)]
+    assert drafted(worker, "y") == [(1, 3)], "nothing is sent for a closed request"
+
+
+def test_calls_that_wait_share_a_step():
+    gate, answers = Gate(), {}
+    worker = EchoWorker(gate)
+
+    def call(link, request):
+        answers[link] = drafted(worker, link, commit([1], request=request))
+
+    threads = [
+        threading.Thread(target=call, args=given) for given in (("x", 1), ("y", 2), ("z", 3))
+    ]
+    threads[0].start()
+    assert gate.is_reached.wait(LIMIT_S)
+    for thread in threads[1:]:
+        thread.start()
+    while len(worker._calls) < 2:
+        threading.Event().wait(0.001)
+    gate.is_open.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert answers == {"x": [(1, 1)], "y": [(2, 1)], "z": [(3, 1)]} and worker.num_steps == 2
+
+
+def test_old_rollouts_are_forgotten_and_none_begins_without_a_commit():
+    worker = EchoWorker()
+    drafted(worker, "x", rollout=B, closed=[1])
+    assert not worker.made
+    for rollout in (A, *OTHERS):
+        drafted(worker, "x", commit([1]), rollout=rollout)
+    assert len(worker.made) == 1 + MAX_ROLLOUTS
+    drafted(worker, "x", commit([2], round=2), rollout=OTHERS[0])
+    assert len(worker.made) == 1 + MAX_ROLLOUTS, "the last ones are there"
+    drafted(worker, "x", commit([2], round=2))
+    assert len(worker.made) == 2 + MAX_ROLLOUTS, "the first one is not"
+
+
+def test_a_failed_step_forgets_all_requests():
+    worker = EchoWorker()
+    start = worker.draft(A, "x", [commit([1])], ()).start
+    worker.before_step = fails
+    with pytest.raises(RuntimeError, match="a device is gone"):
+        drafted(worker, "x", commit([2], round=2))
+    worker.before_step = lambda: None
+    answer = worker.draft(A, "x", [commit([1, 2], round=3)], ())
+    assert answer.start != start and numbers(answer.blocks) == [(0, 3)] and len(worker.made) == 2
+
+
+def test_a_closed_worker_drafts_no_more():
+    worker = EchoWorker()
+    worker.close()
+    assert drafted(worker, "x", commit([1])) == [] and not worker.made
+
+
+# --- links ------------------------------------------------------------------------------
+
+
+class Linked:
+    """A worker, a peer and a link to it."""
+
+    def __init__(self, worker, **options):
+        self.clock, self.lines, self.worker = Clock(), [], worker
+        name, report = "drafting worker 0", self.lines.append
+        self.peer = Peer(name, worker.draft, report, clock=self.clock, hang_limit_s=10.0, **options)
+        self.link = DraftingLink(self.peer, A)
+
+    def send(self, *commits, closed=()):
+        """Send, and return the blocks that have come once the link is idle."""
+        self.link.send(commits, closed)
+        return self.settled()
+
+    def settled(self):
+        if (thread := self.link._thread) is not None:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        return numbers(self.link.take())
+
+
+def test_a_link_calls_until_no_block_comes():
+    linked = Linked(EchoWorker(goes_on=2))
+    assert linked.send(commit([1])) == [(0, 1)] * 3
+    assert linked.worker.num_steps == 3 and linked.link.generation == 0
+    assert linked.send() == []
+
+
+def test_a_slow_worker_has_no_backlog():
+    """What comes during a call is one commit of each request, and none of those that have left."""
+    gate = Gate()
+    linked = Linked(EchoWorker(gate))
+    linked.link.send([commit([1]), commit([7], request=2)], ())
+    assert gate.is_reached.wait(LIMIT_S)
+    for n in range(2, 100):
+        linked.link.send([commit([n], first=n - 1, round=n), commit([n], request=3)], ())
+    linked.link.send((), [2, 3])
+    gate.is_open.set()
+    assert linked.settled() == [(0, 1), (2, 1), (0, 99)]
+    (echo,) = linked.worker.made
+    *_, last = echo.commits
+    assert (len(echo.commits), last.first, last.round) == (3, 1, 99) and echo.closed == [2]
+    assert last.tokens.tolist() == list(range(2, 100))
+
+
+def test_a_commit_that_does_not_follow_replaces_the_one_before():
+    gate = Gate()
+    linked = Linked(EchoWorker(gate))
+    linked.link.send([commit([1])], ())
+    assert gate.is_reached.wait(LIMIT_S)
+    linked.link.send([commit([2], first=1, round=2)], ())
+    linked.link.send([commit([1, 2, 3], round=3)], ())  # all of it, as after a failure
+    gate.is_open.set()
+    linked.settled()
+    assert linked.worker.made[0].commits[-1].tokens.tolist() == [1, 2, 3]
+
+
+def test_a_round_waits_for_a_call_alone_and_not_for_a_late_one():
+    gate = Gate()
+    linked = Linked(EchoWorker(gate))
+    linked.link.wait(LIMIT_S)  # nothing is under way
+    linked.link.send([commit([1])], ())
+    assert gate.is_reached.wait(LIMIT_S)
+    linked.clock.now_s = LATE_S + 1
+    linked.link.wait(LIMIT_S)
+    gate.is_open.set()
+    assert linked.settled() == [(0, 1)]
+
+
+@pytest.mark.fault
+def test_after_a_failure_all_is_sent_anew():
+    linked = Linked(EchoWorker(fails))
+    assert linked.send(commit([1])) == [] and linked.link.generation == 1
+    assert linked.lines == [
+        "warning: drafting worker 0 failed: RuntimeError: a device is gone; it starts again"
+    ]
+    linked.worker.before_step = lambda: None
+    assert linked.send(commit([1, 2], round=2)) == [(0, 2)]
+    assert linked.peer.failures == 0 and len(linked.lines) == linked.link.generation == 1
+
+
+@pytest.mark.fault
+def test_another_link_notices_that_the_worker_has_forgotten_its_requests():
+    linked = Linked(EchoWorker())
+    linked.send(commit([1]))
+    linked.worker._forget()
+    linked.send(commit([2], first=1, round=2))
+    assert linked.link.generation == 1 and not linked.lines
+
+
+@pytest.mark.fault
+def test_a_worker_that_fails_in_a_row_is_given_up():
+    linked = Linked(EchoWorker(fails))
+    for n in range(MAX_RESTARTS + 1):
+        assert linked.link.generation == n
+        linked.send(commit([1], round=n + 1))
+    assert [line.rpartition("; ")[2] for line in linked.lines] == [
+        *["it starts again"] * MAX_RESTARTS,
+        "verifying workers go on without it",
+    ]
+    assert linked.peer.draft is None and linked.send(commit([1])) == []
+    DraftingLink(linked.peer, B).send([commit([1])], ())
+    assert len(linked.worker.made) == len(linked.lines), "it is called no more"
+
+
+@pytest.mark.fault
+def test_a_program_that_has_ended_is_called_no_more():
+    def ends():
+        raise ActorDied("killed")
+
+    linked = Linked(EchoWorker(ends))
+    linked.send(commit([1]))
+    assert linked.peer.draft is None and linked.lines == [
+        "warning: drafting worker 0 failed: ActorDied: killed; verifying workers go on without it"
+    ]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("fails_late", [True, False])
+def test_one_that_hangs_is_replaced_and_its_late_answer_is_dropped(fails_late):
+    gate = Gate()
+
+    def hang():
+        gate()
+        if fails_late:
+            raise RuntimeError("late")
+
+    other = EchoWorker()
+    linked = Linked(EchoWorker(hang), replace=lambda: other.draft)
+    linked.link.send([commit([1])], ())
+    assert gate.is_reached.wait(LIMIT_S)
+    hung = linked.link._thread
+    linked.clock.now_s = 9.9
+    linked.link.send([commit([2], first=1)], ())
+    assert not linked.lines, "it may take as long"
+    linked.clock.now_s = 12.5
+    linked.send()
+    assert linked.lines == [
+        "warning: drafting worker 0 failed: TimeoutError: no answer for 12.5 s; it starts again"
+    ]
+    assert linked.link.generation == 1
+    assert linked.send(commit([1, 2], round=3)) == [(0, 3)]
+    gate.is_open.set()
+    hung.join(LIMIT_S)
+    assert linked.link.take() == [] and len(linked.lines) == 1 and linked.link.generation == 1
+
+
+# --- the workers of a run ---------------------------------------------------------------
 
 
 @pytest.fixture
-def team(clock):
-    """Two drafting workers of a run, for verifying workers 0 and 1."""
-    lines = []
+def team():
+    """Two drafting workers, for verifying workers 0 and 1."""
+    clock = Clock()
     planner = Planner(DraftingConfig(workers=2), 4, 8, 3)
-    options = {"clock": clock, "told": lines.append, "hang_limit_s": 10.0}
-    model = DraftModel(None, None, DraftModelConfig())  # nothing is drafted with it
-    workers = DraftingWorkers({MODEL: model}, planner, 16, **options)
-    engines = [FakeEngine(k) for k in range(2)]
-    workers._threads = DraftingThreads(engines, **options)
-    workers._verifying, workers.lines = [0, 1], lines
-    with workers:
-        yield workers
-    assert all(not w._thread.is_alive() for w in workers.workers)
+    team = DraftingWorkers({MODEL: UNUSED}, planner, 16, report=print, clock=clock)
+    team._worker = lambda engine: EchoWorker(clock=clock, engine=engine)
+    team._verifying, team.clock = [0, 1], clock
+    team.start([FakeEngine(), FakeEngine()])
+    with team:
+        yield team
+    assert all(worker._is_closed for worker in team.workers)
 
 
-@pytest.mark.fault
-def test_a_worker_that_raises_is_replaced(team):
-    """The next who tells it something sees to that, and is told of the new one."""
-    broken, other = Made(fails), Made()
-    links = [
-        link_to(w, m, look=team._threads.look)
-        for w, m in zip(team.workers, (broken, other), strict=True)
-    ]
-    links[0].tell([commit(1)], [])
-    links[1].tell([commit(2)], [])
-    assert blocks_of(links[1]) == [(2, 1)]
-    wait_until(lambda: team.workers[0].error is not None)
-    assert links[0].generation == 0
-    links[0]._make = again = Made()
-    links[0].tell([], [])
-    assert (links[0].generation, links[1].generation) == (1, 0)
-    assert team.lines == [
-        "warning: drafting worker 0 failed: Broken: a device is gone; it is replaced"
-    ]
-    links[0].tell([commit(1, round=2)], [])
-    assert blocks_of(links[0]) == [(1, 2)]
-    assert len(again.all) == 1, "the new one knows nothing of what was said before"
-
-
-@pytest.mark.fault
-def test_so_does_one_that_cannot_make_what_drafts(team):
-    def make(engine):
-        raise Broken("no room")
-
-    link = link_to(team.workers[0], make, look=team._threads.look)
-    link.tell([commit(1)], [])
-    wait_until(lambda: team.workers[0].error is not None)
-    link.tell([], [])
-    assert "failed: Broken: no room" in team.lines[0]
-
-
-@pytest.mark.fault
-def test_one_that_always_fails_is_given_up_at_last(team):
-    link, worker = link_to(team.workers[0], Made(fails), look=team._threads.look), team.workers[0]
-    for generation in range(MOST_RESTARTS + 1):
-        assert link.generation == generation
-        link.tell([commit(1, round=generation + 1)], [])
-        wait_until(lambda: worker.error is not None)
-        link.tell([], [])
-    assert link.generation == MOST_RESTARTS + 1
-    assert [line.rpartition("; ")[2] for line in team.lines] == [
-        *["it is replaced"] * MOST_RESTARTS,
-        "verifying workers go on without it",
-    ]
-    told = list(team.lines)
-    for round in range(5):
-        link.tell([commit(1, round)], [])
-    assert team.lines == told and link.generation == MOST_RESTARTS + 1
-    assert not link.take()
-    assert worker._inbox.empty(), "nobody would read it"
-
-
-@pytest.mark.fault
-def test_one_that_hangs_is_replaced_and_says_nothing_any_more(team, clock):
-    comes_back, back = threading.Event(), threading.Event()
-    hang = [True]
-
-    def hangs():
-        if hang:
-            hang.clear()
-            assert comes_back.wait(LIMIT_S)
-            back.set()
-
-    made, worker = Made(hangs), team.workers[0]
-    link = link_to(worker, made, look=team._threads.look)
-    link.tell([commit(1)], [])
-    wait_until(lambda: not hang)
-    clock.now_s = 9.9
-    link.tell([commit(1, round=2)], [])
-    assert link.generation == 0, "it may take so long"
-    clock.now_s = 12.5
-    link.tell([], [])
-    assert link.generation == 1
-    assert team.lines == [
-        "warning: drafting worker 0 hangs: no sign of life for 12.5 s; it is replaced"
-    ]
-    assert worker.engine.number == 100, "the engine is left to it"
-    link.tell([commit(1, round=3)], [])
-    assert blocks_of(link) == [(1, 3)]
-    steps = worker.steps
-    left = [t for t in threading.enumerate() if t.name == "drafting"]
-    comes_back.set()
-    assert back.wait(LIMIT_S)
-    wait_until(lambda: sum(t.is_alive() for t in left) == 2)  # it ends: nobody asks it
-    assert (worker.steps, worker.error) == (steps, None)
-
-
-@pytest.mark.fault
-def test_what_one_left_behind_raises_is_nobodys_error(team, clock):
-    comes_back = threading.Event()
-
-    def hangs():
-        assert comes_back.wait(LIMIT_S)
-        raise Broken("late")
-
-    link = link_to(team.workers[0], Made(hangs), look=team._threads.look)
-    link.tell([commit(1)], [])
-    first = team.workers[0]._thread
-    clock.now_s = 20.0
-    link.tell([], [])
-    assert link.generation == 1
-    comes_back.set()
-    first.join(LIMIT_S)
-    assert team.workers[0].error is None
-
-
-def test_one_that_nobody_asks_does_not_hang(team, clock):
-    link = link_to(team.workers[0], Made(), look=team._threads.look)
-    link.tell([commit(1)], [])
-    blocks_of(link)
-    wait_until(lambda: team.workers[0].alive_s is None)
-    clock.now_s = 1000.0
-    link.tell([commit(1, round=2)], [])
-    assert blocks_of(link) == [(1, 2)]
-    assert link.generation == 0 and not team.lines
-
-
-def test_workers_are_shared_out(team, clock):
+def test_workers_are_shared_out():
     """More verifying workers than drafting ones share one; fewer have several each."""
-    first, second = team.workers
-    assert [share(team.workers, k, 2) for k in (0, 1)] == [[first], [second]]
-    assert [share(team.workers, k, 3) for k in range(3)] == [[first], [second], [first]]
-    assert share(team.workers, 0, 1) == [first, second]
+    assert [share("ab", k, 2) for k in (0, 1)] == ["a", "b"]
+    assert [*map(list, (share("ab", k, 3) for k in range(3)))] == [["a"], ["b"], ["a"]]
+    assert share("ab", 0, 1) == "ab"
 
 
-def test_links_keep_no_weights(team):
-    """A drafting worker keeps what it was told last; the policy's weights are not among it."""
+def drafter(team, params=None):
+    spec = SimpleNamespace(params=params, key=jax.random.key(0), sampling=SamplingConfig())
+    return team.drafter_for(SimpleNamespace(spec=spec, runner=SimpleNamespace(number=1)))
 
+
+def test_drafters_keep_no_weights(team):
     class Weights:
         pass
 
     weights = Weights()
-    spec = SimpleNamespace(params=weights, key=jax.random.key(0), sampling=SamplingConfig())
-    runner = SimpleNamespace(number=1)
-    drafter = team.drafter_for(SimpleNamespace(spec=spec, runner=runner))
-    gone = weakref.ref(weights)
-    del weights, spec
+    made, gone = drafter(team, weights), weakref.ref(weights)
+    del weights
     gc.collect()
-    assert gone() is None
-    del drafter  # it was there until now
+    assert gone() is None and made._links[0]._rollout.method == MODEL
 
 
-def test_steps_and_seconds_are_counted(team, clock):
+@pytest.mark.fault
+def test_the_engine_of_a_hung_worker_is_left_to_it(team):
+    hung = team.workers[1]
+    hung.num_steps = 7
+    assert team.peers[1]._replace() == (new := team.workers[1]).draft
+    assert new is not hung and new.engine.is_left
+    assert (new.num_steps, team.workers[0].engine.is_left) == (7, False)
+
+
+def test_steps_and_seconds_are_counted(team):
     def takes_time():
-        clock.now_s += 3.0
+        team.clock.now_s += 3.0
 
-    link = link_to(team.workers[0], Made(takes_time), look=team._threads.look)
-    link.tell([commit(1)], [])
-    blocks_of(link)
-    wait_until(lambda: team.workers[0].steps == 1)
-    clock.now_s = 6.0
+    team.workers[0].before_step = takes_time
+    drafted(team.workers[0], "x", commit([1]))
+    team.clock.now_s = 6.0
     metrics = team.metrics()
     assert (metrics["drafting/steps"], metrics["drafting/busy_fraction"]) == (1.0, 0.25)
     assert metrics["drafting/by_model"] == 1.0
     assert team.parts(7) == [
-        WorkerPart("drafting 0", "device 0", 7, ((0.0, 3.0),)),
-        WorkerPart("drafting 1", "device 1", 7, ()),
+        WorkerPart("drafting 0", "a device", 7, ((0.0, 3.0),)),
+        WorkerPart("drafting 1", "a device", 7, ()),
     ]
     assert team.parts(8)[0].busy_s == (), "once"
-    clock.now_s = 7.0
-    metrics = team.metrics()
-    assert (metrics["drafting/steps"], metrics["drafting/busy_fraction"]) == (0.0, 0.0)
+    team.clock.now_s = 7.0
+    assert team.metrics()["drafting/busy_fraction"] == 0.0

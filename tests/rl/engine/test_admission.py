@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.engine import admission
-from rl.engine.admission import PromptNumbers, assign
+from rl.engine.admission import assign
 
 A, B, C, D = range(4)
 
@@ -42,37 +42,12 @@ def fill(rows, prompts, held):
     return computed
 
 
-def test_a_group_in_an_empty_table_is_computed_once():
-    assert assign([A, A, A], [0, 1, 2, 3], [None] * 4) == [0, 1, 2]
-    assert fills({0: A, 1: A, 2: A}, [None] * 4) == ([], [0])
-    assert fills({1: A, 2: A}, [A, None, None, None]) == ([(0, 1), (0, 2)], [])
-
-
-def test_prompts_are_computed_in_the_order_of_their_first_request():
-    assert assign([B, A, B], [3, 1, 0], [None] * 4) == [0, 1, 3]
-    assert fills({0: B, 1: A, 3: B}, [None] * 4) == ([], [0, 1])
-
-
-def test_siblings_copy_from_a_busy_row():
-    assert assign([A, B], [1, 2], [A, None, C]) == [1, 2]
-    assert fills({1: A, 2: B}, [A, None, None]) == ([(0, 1)], [2])
-
-
 def test_a_prompt_is_copied_from_the_own_part_first_and_from_a_busy_row_there():
     held = [A, A, None, A, A, None]
     assert fills({2: A, 5: A}, held, [0, 0, 0, 1, 1, 1]) == ([(1, 2), (4, 5)], [])
     is_busy = [True, False, True, False, True, True]
     assert fills({2: A, 5: A}, held, [0, 0, 0, 1, 1, 1], is_busy) == ([(0, 2), (4, 5)], [])
     assert fills({5: A}, held[:3] + [None] * 3, [0, 0, 0, 1, 1, 1]) == ([(1, 5)], [])
-
-
-def test_equal_prompts_have_one_number():
-    numbers = PromptNumbers()
-    assert [numbers.of(p) for p in ((1, 2), (3,), tuple([1, 2]), (3,))] == [0, 1, 0, 1]
-
-
-def test_a_row_that_holds_its_prompt_has_the_rest_computed():
-    assert fills({1: A, 2: A}, [A, A, None]) == ([(1, 2)], [1])
 
 
 def test_a_free_row_that_holds_the_prompt_is_taken():
@@ -88,10 +63,6 @@ def test_rows_wanted_later_are_overwritten_last():
 def test_a_free_row_with_a_wanted_prompt_is_not_given_to_another():
     # row 0 holds what the second request wants; the first must not be put there
     assert assign([D, A], [0, 1], [A, None]) == [1, 0]
-
-
-def test_nothing_to_admit():
-    assert assign([], [0], [A]) == [] and fills({}, [A]) == ([], [])
 
 
 PROMPT = st.integers(0, 5)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from drafts_by_hand import chain, stack
 
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.ending import Endings
@@ -70,33 +69,6 @@ def test_chains_begin_behind_the_tokens_kept_so_far():
     assert (cached.counts.kept_tokens, cached.counts.whole, cached.counts.responses) == (3, 0, 1)
 
 
-def test_cached_tokens_end_where_a_response_would():
-    for r, kept in (
-        (request(0, [5, STOP, 7]), [5, STOP]),
-        (request(1, max_new_tokens=2), [5, 6]),
-        (request(2, [5] * 9), [5] * 8),
-    ):
-        table, cached = table_of("full", [r])
-        assert cached.end_B[0] == len(kept)
-        commit(table, {0: kept}, {0: len(kept)})
-        assert cached.counts.whole == 1 and table.ended_rows() == [0]
-    assert not table_of("full", [request(0, [])])[1].end_B.any()
-
-
-def test_given_tokens_and_their_bounds():
-    """Slot 0 has emitted one token and verifies two; slot 1 has no cached response; 2 has all."""
-    table, cached = table_of("lenient:1", [request(0), Request(1, PROMPT), request(2)])
-    commit(table, {0: [5], 1: [5]}, {0: 1})
-    drafts = stack([chain([6, 7]), chain([4]), chain([5, 6, 7, 8, 9])], 5)
-    nodes_5M = pack(drafts, drafts.count_A, np.arange(3), 4, 16, 8)
-    cached.give(nodes_5M, table.emitted_B)
-    none = NOT_GIVEN
-    assert nodes_5M[3].tolist() == [6, 7, 8, none, none, 5, 6, 7, 8, 9, none, none, *[none] * 4]
-    least = nodes_5M[4].view(np.float32)
-    np.testing.assert_array_equal(least[:3], cached.least_logprobs_BL[0, 1:4])
-    np.testing.assert_array_equal(least[5:10], cached.least_logprobs_BL[2, :5])
-
-
 def test_a_request_that_leaves_goes_on_where_it_was():
     table, cached = table_of("lenient:1", [request(0), request(1)])
     bounds = cached.least_logprobs_BL[0].copy()
@@ -116,16 +88,6 @@ def test_a_request_that_leaves_goes_on_where_it_was():
     done = other.retire(2, 8)
     assert (done.origins == Origin.REUSED).all() and done.policy_versions.tolist() == [3] * 5
     assert (there.counts.tokens, there.counts.kept_tokens, there.counts.whole) == (5, 5, 1)
-
-
-@pytest.mark.parametrize("rows", [[1, 0], [1]])
-def test_rows_that_move(rows):
-    table, cached = table_of("coupled", [request(0), request(1, [7, 7, 7])], num_slots=2)
-    table.keep(rows)
-    assert cached.end_B.tolist() == [3, 5][: len(rows)]
-    table.widen(4)
-    assert cached.end_B.tolist() == [3, 5][: len(rows)] + [0] * (4 - len(rows))
-    assert cached.tokens_BL.shape == (4, 10) and cached.tokens_BL[0, :3].tolist() == [7, 7, 7]
 
 
 def begun_table(requests, mode=None):
@@ -196,14 +158,6 @@ def test_where_noise_repeats_newer_draws_come_before_the_last_epochs(begun, chai
     assert drafts.tokens_AN[0, : drafts.count_A[0]].tolist() == list(chain_of)
 
 
-def test_what_was_begun_moves_with_its_row():
-    table, cached = begun_table([Request(0, PROMPT), Request(1, PROMPT, begun=(5, 6, 7))])
-    table.keep([1, 0])
-    assert cached.goes_on(np.arange(2)).tolist() == [True, False]
-    table.widen(4)
-    assert cached.goes_on(np.arange(4)).tolist() == [True, False, False, False]
-
-
 def chunked(mode, requests, **fields):
     """A table whose cached responses are verified in chunks; nothing is computed yet."""
     endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
@@ -228,55 +182,6 @@ def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
     logprobs_X = np.full(len(drawn_X), -0.5, np.float32)
     tokens_BN, logprobs_BN, count_B, kept_B = by_slot(drawn_X, logprobs_X, kind_X, slots_X, B)
     return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 0, kept_B).tolist()
-
-
-def test_in_chunks_a_row_lacks_its_cached_response_until_the_first_token_that_is_not_kept():
-    """Chunks of three tokens, whose row has a prompt of two: 1 2 5, then 6 7 8."""
-    table, cached = chunked("coupled", [request(0), request(1)])
-    assert table.lacking_tokens_B.tolist() == [6, 6] and not table.verifies_B.any()
-    assert table.tokens_BL[0, :7].tolist() == [1, 2, 5, 6, 7, 8, 9]
-    chunks_TX = np.array([[0, 0, 1, 2, 5], [1, 0, 1, 2, 5]], np.int32)
-    assert (cached.give_chunks(chunks_TX, table.prompt_tokens_B) == NOT_GIVEN).all()
-    # behind the first token of the prompt nothing is drawn; row 1 draws a 4 behind it all
-    assert drawn_in_chunks(table, chunks_TX, [9, 5, 6, 9, 5, 4]) == [2, 2]
-    assert table.live_B.tolist() == [False, True] and table.lacking_tokens_B.tolist() == [3, 0]
-    assert table.verifies_B.tolist() == [True, False]
-    assert table.tokens_BL[1, :4].tolist() == [1, 2, 5, 4] and not cached.goes_on(np.array([1]))
-    chunks_TX = np.array([[0, 3, 6, 7, 8]], np.int32)
-    assert drawn_in_chunks(table, chunks_TX, [7, 8, 9]) == [3, 0]
-    assert table.ended_rows() == [0] and table.live_B.all()
-    assert (cached.counts.responses, cached.counts.whole, cached.counts.kept_tokens) == (2, 1, 6)
-    want = [Origin.ACCEPTED, Origin.BONUS, Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS]
-    assert table.origins_BL[0, 2:7].tolist() == want
-
-
-def test_in_chunks_a_rule_is_given_tokens_and_bounds_and_nothing_stands_behind_a_refused_one():
-    table, cached = chunked("lenient:1", [request(0)])
-    chunks_TX = np.array([[0, 1, 2, 5, 6, 7], [-1, 0, 0, 0, 0, 0]], np.int32)
-    given_2X = cached.give_chunks(chunks_TX, table.prompt_tokens_B)
-    assert given_2X[0].tolist() == [5, 6, 7, 8] + [NOT_GIVEN] * 4
-    bounds = given_2X[1, :4].view(np.float32)
-    np.testing.assert_array_equal(bounds, cached.least_logprobs_BL[0, :4])
-    # the third is not kept, even though the policy draws it
-    assert drawn_in_chunks(table, chunks_TX, [5, 6, 7, 8, 0, 0, 0, 0], kept=[0, 1, 3]) == [3, 0]
-    assert table.live_B[0] and not cached.goes_on(np.array([0]))[0]
-    reused, bonus = Origin.REUSED, Origin.BONUS
-    assert table.origins_BL[0, 2:5].tolist() == [reused, reused, bonus]
-    assert table.leave(0, 7).prefix.reused_tokens == 2
-
-
-def test_in_chunks_a_part_of_a_request_ends_at_its_limit_and_goes_on_behind_it():
-    table, _ = chunked("full", [request(0)], max_tokens=2)
-    assert table.lacking_tokens_B[0] == 3
-    chunks_TX = np.array([[0, 0, 1, 2, 5]], np.int32)
-    assert drawn_in_chunks(table, chunks_TX, [0, 5, 6], kept=[1, 2]) == [2, 0]
-    assert table.chunk_ended_rows() == [0]
-    table.extend(0, 6)
-    assert table.lacking_tokens_B[0] == 3 and table.verifies_B[0]
-    left = table.leave(0, 1)
-    there, _ = chunked("full", [])
-    there.enter(1, left)  # with keys and values of all its tokens but the last
-    assert there.lacking_tokens_B[1] == 3 and there.tokens_BL[1, 4:7].tolist() == [7, 8, 9]
 
 
 def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():

@@ -6,7 +6,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from tiny_engine import CONFIG
+from shapes import PLAIN
 
 from models import kv_cache, transformer
 from models.config import MeshConfig, ModelConfig
@@ -39,7 +39,7 @@ def engine(request):
     config = eagle.config_for(MODEL, "eagle")
     mesh = make_mesh(MESHES[request.param], jax.devices()[:8])
     options = {"mesh": mesh, "feature_layers": config.feature_layers}
-    return Engine(MODEL, CONFIG, **options)
+    return Engine(MODEL, PLAIN, **options)
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def test_chunks_of_prompts_are_cut_to_the_smallest_rows_and_not_by_pages(
 def test_a_cpu_runs_programs_at_once_and_a_mesh_one_after_the_other(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     both = threading.Barrier(2, timeout=60)
-    runner = ModelRunner(MODEL, CONFIG)
+    runner = ModelRunner(MODEL, PLAIN)
     assert runner.at_once([lambda: both.wait() >= 0, lambda: both.wait() >= 0]) == [True, True]
-    meshed = ModelRunner(MODEL, CONFIG, mesh=make_mesh(MeshConfig(data=2), jax.devices()[:2]))
+    meshed = ModelRunner(MODEL, PLAIN, mesh=make_mesh(MeshConfig(data=2), jax.devices()[:2]))
     found = meshed.at_once([threading.get_ident] * 3)
     assert found == [threading.get_ident()] * 3

@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from drive import RequestSource, drive
 
 from rl.engine.config import EngineConfig
 from rl.engine.page_memory import PageMemory
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_cache import SlotCache
 from rl.trajectory import PartialRequest, Request
-from rl.workers.drive import RequestSource, drive
 from spec.config import SamplingConfig
 from spec.page_table import PageTable
 from spec.sampling import step_key

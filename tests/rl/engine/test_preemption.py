@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny_engine import CONFIG, MODEL, make_params
+from drive import RequestSource, drive
+from shapes import PLAIN, TINY, make_params
 
 from rl.engine import preemption
 from rl.engine.ending import Endings
@@ -12,7 +13,6 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
-from rl.workers.drive import RequestSource, drive
 from spec.budget.budget import FixedBudget, plain
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
@@ -52,10 +52,6 @@ def test_chunks_enter_while_they_fit_beside_what_runs(budget, count):
     assert preemption.num_fitting(waiting, table(1), 4, budget) == count
 
 
-def test_one_enters_where_nothing_runs():
-    assert preemption.num_fitting([chunk(), chunk()], table(None), 4, 3) == 1
-
-
 @pytest.mark.parametrize(
     ("budget", "rows"), [(30, []), (21, []), (20, [1]), (14, [1]), (13, [1, 2]), (1, [1, 2])]
 )
@@ -91,7 +87,7 @@ class Plain(FixedBudget):
 @pytest.mark.parametrize("drafter", [None, Undecided()])
 def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     """Also where a fetch of plain rounds brings more than a tree's."""
-    config = dataclasses.replace(CONFIG, rounds_per_fetch=6, max_nodes=2)
+    config = dataclasses.replace(PLAIN, rounds_per_fetch=6, max_nodes=2)
     held = []
 
     class Watched(Engine):
@@ -108,7 +104,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
         def take(self, *, wait):
             return [self.waiting.pop()] if self.waiting else None
 
-    engine = Watched(MODEL, config)
+    engine = Watched(TINY, config)
     sampling = SamplingConfig(max_new_tokens=20)
     spec = RolloutSpec(make_params(), sampling, step_key(0, 0), drafts=draft_with(drafter, Plain()))
     drive(engine, spec, OneByOne())
@@ -120,7 +116,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
 
 def test_a_row_is_preempted_in_the_middle_of_its_prompt():
     """Its request begins anew; the tokens are those of a budget that holds all rows."""
-    config = dataclasses.replace(CONFIG, prefill_chunk_tokens=2, rounds_per_fetch=1)
+    config = dataclasses.replace(PLAIN, prefill_chunk_tokens=2, rounds_per_fetch=1)
     sampling, lacked = SamplingConfig(max_new_tokens=8), []
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 20, n).tolist()) for n in (2, 3, 2, 20)]
@@ -151,7 +147,7 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
         )
         return done
 
-    engine = Watched(MODEL, config)
+    engine = Watched(TINY, config)
     want = responses(engine, 1000)
     assert not any(lacked) and len(want) == 4
     assert responses(engine, 36) == want

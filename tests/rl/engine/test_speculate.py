@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from drafts_by_hand import NO_DRAFT, chain, stack
 from live_by_hand import live_texts
-from tiny_engine import CONFIG
+from shapes import PLAIN
 
 from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats
@@ -42,7 +42,7 @@ def asked_at(speculator, num_rounds, num_slots=4, first=0):
 
 def speculator(budget, arrives_later=False):
     drafting = Counted(arrives_later), make_budget(budget, TIMES)
-    return Speculator(CONFIG, drafting, EngineStats())
+    return Speculator(PLAIN, drafting, EngineStats())
 
 
 @pytest.mark.parametrize("budget", ["fixed:3", "aimd"])
@@ -65,5 +65,5 @@ def test_rounds_without_a_draft_token_are_fetched_together():
     _, first = spec.decide(LIVE, 4, 32)
     assert first.num_rounds == 2 and first.taken_A is None
     later = dataclasses.replace(LIVE, total_tokens_A=LIVE.total_tokens_A + 2)
-    assert spec.decide(later, 4, 32)[1].num_rounds == min(4, CONFIG.rounds_per_fetch)
+    assert spec.decide(later, 4, 32)[1].num_rounds == min(4, PLAIN.rounds_per_fetch)
     assert spec.drafter.asked == 2

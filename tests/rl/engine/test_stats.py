@@ -18,7 +18,6 @@ from rl.engine.stats import (
 )
 from rl.reports import timeline_plot
 from rl.runtime.run_files import TIMELINE_FILE
-from sched.request import COPIES
 from spec.drafter import Source
 from spec.round_times import RoundTimes
 
@@ -120,24 +119,11 @@ def test_a_written_timeline_comes_back_and_the_newest_stays(tmp_path):
         }
 
 
-def test_rounds_of_a_copy_are_its_requests(tmp_path):
-    save_timeline(tmp_path, 1, [record(0, 4, [5, 6 + 3 * COPIES], [1, 2])])
-    _, [kept] = load_timeline(tmp_path)
-    assert kept.request_ids_A.tolist() == [5, 6]
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"step": 1, "rounds": [{"began_s": 0}]}', "{}"])
 def test_a_foreign_timeline_is_named(tmp_path, text):
     (tmp_path / TIMELINE_FILE).write_text(text)
     with pytest.raises(ValueError, match=r"timeline\.json is not a timeline that a run wrote"):
         load_timeline(tmp_path)
-
-
-def test_places_and_colours_of_the_picture():
-    assert timeline_plot.request_lines(example().timeline) == {5: 0, 9: 1, 6: 2}
-    colors = [timeline_plot.bar_color(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 40)]
-    plain, bars = timeline_plot.PLAIN_COLOR, timeline_plot.BAR_COLORS
-    assert colors == [plain, plain, bars[0], *[bars[1]] * 2, *[bars[2]] * 2, *[bars[3]] * 2]
 
 
 def test_the_file_is_strict_json(tmp_path):

@@ -5,18 +5,8 @@ from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import PartialRequest, Request
 
 
-class Prompt(tuple):
-    """A prompt that counts how often it is hashed."""
-
-    hashed = 0
-
-    def __hash__(self):
-        Prompt.hashed += 1
-        return super().__hash__()
-
-
 def requests(count):
-    return [Request(i, Prompt((i // 4, 7)), i // 4, i % 4) for i in range(count)]
+    return [Request(i, (i // 4, 7), i // 4, i % 4) for i in range(count)]
 
 
 def test_prompts_are_those_of_the_requests_that_wait():
@@ -40,14 +30,3 @@ def test_what_was_brought_comes_before_what_waits_from_the_start():
     assert waiting.take(1) == brought[:1] and waiting.first(5) == brought[1:]
     waiting.take(1)
     assert [p.request for p in waiting.first(5)] == requests(3)
-
-
-def test_rounds_do_not_hash_the_prompts_that_wait():
-    waiting = WaitingQueue(PromptNumbers())
-    waiting.add(requests(1000))
-    Prompt.hashed = 0
-    for _ in range(100):
-        assert 3 in waiting.prompts and 1000 not in waiting.prompts
-    assert Prompt.hashed == 0
-    waiting.take(len(waiting.first(10)))
-    assert Prompt.hashed < 100

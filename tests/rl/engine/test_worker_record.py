@@ -85,13 +85,6 @@ def test_what_no_run_wrote_is_one_error(tmp_path, old, new):
         read_workers(tmp_path)
 
 
-def test_too_large_a_file_is_not_read(tmp_path, monkeypatch):
-    written(tmp_path)
-    monkeypatch.setattr(worker_record, "MAX_BYTES", 100)
-    with pytest.raises(ValueError, match="expected at most 200 bytes"):
-        read_workers(tmp_path)
-
-
 def test_spans_of_another_clock_are_moved_into_what_was_seen():
     spans = [(105.0, 106.0), (107.0, 109.0)]
     assert fitted(spans, 0.0, 10.0) == [(6.0, 7.0), (8.0, 10.0)]
@@ -126,10 +119,3 @@ def test_who_came_who_was_lost_and_how_old_weights_were():
     row, metrics = log.step(3, [part(0, 2, (11.0, 12.0), place="there"), late], [there], 13.0)
     assert [(e.kind, e.place) for e in row.events] == [("killed", "here"), ("joined", "there")]
     assert (metrics["workers/joined"], metrics["workers/lost"]) == (1, 1)
-
-
-def test_a_thousand_workers_take_little_room():
-    row, _ = WorkerLog(0).step(
-        1, [part(i, 0, *((k + 0.1, k + 0.9) for k in range(500))) for i in range(1024)], [], 500.0
-    )
-    assert sum(len(p.busy_s) for p in row.parts) == 1024

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from loop_runs import counted_compilations
+from shapes import CHAT
 
 from models import transformer
-from models.config import MeshConfig, ModelConfig
+from models.config import MeshConfig
 from models.sharding import make_mesh, param_shardings
 from rl.learner import critic, micro_batches, trainer
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
@@ -27,9 +28,8 @@ from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec.config import SamplingConfig
 
-MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(
-    MODEL,
+    CHAT,
     algorithm=AlgorithmConfig(name="ppo"),
     trainer=TrainerConfig(micro_batch_tokens=128, logprob_chunk_tokens=64, minibatches=2),
     optimizer=OptimizerConfig(learning_rate=0.02),
@@ -41,7 +41,7 @@ SHAPE = Shape(8, 16, 32)
 
 
 def policy():
-    return transformer.init(MODEL, jax.random.key(0))
+    return transformer.init(CHAT, jax.random.key(0))
 
 
 def fresh_state(recipe=RECIPE, params=None):
@@ -77,7 +77,7 @@ def leaves(tree):
 
 
 def random_critic():
-    head_D = jax.random.normal(jax.random.key(1), (MODEL.d_model,))
+    head_D = jax.random.normal(jax.random.key(1), (CHAT.d_model,))
     return Critic(dataclasses.replace(policy(), head_VD=None), head_D)
 
 
@@ -96,7 +96,7 @@ def test_a_new_critic_says_zero_and_shares_no_buffer_with_the_policy():
 
 
 def test_an_untied_policy_lends_its_trunk_without_its_head():
-    model = dataclasses.replace(MODEL, tied_embeddings=False)
+    model = dataclasses.replace(CHAT, tied_embeddings=False)
     state = critic.init(
         transformer.init(model, jax.random.key(0)), dataclasses.replace(RECIPE, model=model)
     )
@@ -111,7 +111,7 @@ def test_values_are_taken_where_each_token_is_predicted():
     for sample, values in zip(samples, packed, strict=True):
         t = sample.trajectory
         tokens_BT = np.concatenate([t.prompt_ids, t.response_ids])[None]
-        hidden_BTD = transformer.hidden(MODEL, judge.trunk, tokens_BT)
+        hidden_BTD = transformer.hidden(CHAT, judge.trunk, tokens_BT)
         start = len(t.prompt_ids) - 1  # the last prompt token predicts the first of the response
         wanted = (hidden_BTD[0] @ judge.head_D)[start : start + t.num_tokens]
         np.testing.assert_allclose(values, wanted, atol=2e-5)
@@ -275,7 +275,7 @@ def test_eight_devices_give_what_one_gives():
     one, wanted = run(one, batch, step=1)
     mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2), jax.devices()[:8])
     with jax.set_mesh(mesh):
-        shardings = param_shardings(mesh, transformer.param_specs(MODEL))
+        shardings = param_shardings(mesh, transformer.param_specs(CHAT))
         state = fresh_state(params=jax.device_put(policy(), shardings))
         layout = jax.tree.map(lambda x: x.sharding, state)
         state, _ = run(state, batch)

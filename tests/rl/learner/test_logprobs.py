@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import largest_array
+from shapes import CHAT
 
 from models import transformer
 from models.config import MeshConfig, ModelConfig
@@ -23,8 +25,7 @@ from spec import sampling
 from spec.config import SamplingConfig
 from spec.sampling import Processing
 
-MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 1, 8, 32, qk_norm=True, tied_embeddings=True)
-PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(MODEL, jax.random.key(0)))
+PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(CHAT, jax.random.key(0)))
 P, T = 3, 12  # two prompts of 3 tokens, two responses of 9 to each
 TOKENS = np.array(jax.random.randint(jax.random.key(1), (4, T), 0, 16))
 TOKENS[1, :P], TOKENS[3, :P] = TOKENS[0, :P], TOKENS[2, :P]
@@ -59,7 +60,7 @@ def packed(tokens, configs=PLAIN):
 
 
 def recipe_of(**fields):
-    return TrainSpec(MODEL, trainer=TrainerConfig(**fields))
+    return TrainSpec(CHAT, trainer=TrainerConfig(**fields))
 
 
 def processing_of(configs):
@@ -70,7 +71,7 @@ def processing_of(configs):
 @jax.jit
 def drawn(processing):
     """Every position's draw and its log-prob, as the engine makes them."""
-    logits = transformer.logits(MODEL, PARAMS, TOKENS)
+    logits = transformer.logits(CHAT, PARAMS, TOKENS)
     keys = sampling.position_keys(
         sampling.request_keys(sampling.step_key(0, 0), jnp.arange(4)),
         jnp.broadcast_to(jnp.arange(T), (4, T)),
@@ -80,7 +81,7 @@ def drawn(processing):
 
 
 CHUNKED = recipe_of(logprob_chunk_tokens=16)
-LOGPROBS = jax.jit(lambda tokens: jax.nn.log_softmax(transformer.logits(MODEL, PARAMS, tokens)))
+LOGPROBS = jax.jit(lambda tokens: jax.nn.log_softmax(transformer.logits(CHAT, PARAMS, tokens)))
 
 
 def test_scores_equal_the_samplers_logprobs_each_by_its_own_sampling():
@@ -116,7 +117,7 @@ def weighted(params, batch, *, recipe):
 @jax.value_and_grad
 def unpacked(params, processing):
     """The same from four whole sequences and all their logits at once."""
-    logits = transformer.logits(MODEL, params, TOKENS)[:, P - 1 : -1]
+    logits = transformer.logits(CHAT, params, TOKENS)[:, P - 1 : -1]
     rest = processing.broadcast((4, T - P))
     return jnp.sum(sampling.log_probs(logits, TOKENS[:, P:], *rest)[0] * WEIGHTS)
 
@@ -140,19 +141,6 @@ def flat(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-def largest_array(jaxpr) -> int:
-    """The most elements that any value of a program has, in its inner programs too."""
-    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
-    inner = [
-        largest_array(getattr(x, "jaxpr", x))
-        for eqn in jaxpr.eqns
-        for value in eqn.params.values()
-        for x in (value if isinstance(value, (tuple, list)) else (value,))
-        if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ]
-    return max(sizes + inner, default=0)
-
-
 def test_batch_by_length_by_vocabulary_is_never_alive():
     model = ModelConfig("llama", 2000, 8, 1, 1, 1, 8, 8)
     params = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
@@ -171,7 +159,7 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
 @pytest.mark.parametrize("vocab", [208, 210], ids=["divides", "does not divide"])
 def test_the_vocabulary_is_split_over_all_that_share_the_weights(vocab):
     """No device has the whole head or its gradient, nor logits of another number than its part."""
-    model = dataclasses.replace(MODEL, vocab_size=vocab, tied_embeddings=False)
+    model = dataclasses.replace(CHAT, vocab_size=vocab, tied_embeddings=False)
     recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=20))
     params = transformer.init(model, jax.random.key(0))
     batch = packed(TOKENS, MIXED)

@@ -128,14 +128,6 @@ def test_loss_and_metrics_by_hand():
     assert metrics == pytest.approx(wanted, abs=1e-6)
 
 
-def test_without_a_coefficient_there_is_no_kl():
-    zeros = jnp.zeros((1, 1))
-    _, (statistics, _) = losses.loss(
-        AlgorithmConfig(), zeros, zeros, inputs_of([[1]], [1.0], zeros), jnp.float32(1)
-    )
-    assert "kl" not in statistics.sums
-
-
 def test_what_padding_holds_reaches_neither_value_nor_gradient():
     mask = [[1, 0]]
     old = jnp.array([[-1.0, 0.0]])
@@ -160,17 +152,6 @@ def test_rows_that_are_not_finite_are_told_apart():
         AlgorithmConfig(), new, new, inputs_of(mask, [1.0] * 3, old), jnp.float32(5)
     )
     assert finite_B.tolist() == [True, False, True]
-
-
-def test_zero_statistics_are_neutral():
-    config = AlgorithmConfig(kl_coefficient=1.0)
-    new = jnp.array([[-1.0, -2.0]])
-    old = jnp.array([[-1.5, -1.5]])
-    _, (statistics, _) = losses.loss(
-        config, new, new, inputs_of([[1, 1]], [1.0], old), jnp.float32(2)
-    )
-    total = losses.add_statistics(losses.zero_statistics(config), statistics)
-    assert jax.tree.map(float, total) == jax.tree.map(float, statistics)
 
 
 @pytest.mark.parametrize(

@@ -142,17 +142,6 @@ def test_a_response_token_is_predicted_once_from_its_prompt_and_what_came_before
         assert not rest.any()
 
 
-@given(groups(), st.sampled_from(SHAPES))
-def test_packing_is_a_function_of_its_arguments(samples, shape):
-    one, other = (
-        micro_batches.micro_batches(samples, shape),
-        micro_batches.micro_batches(samples, shape),
-    )
-    assert sizes(one) == sizes(other)
-    for a, b in zip(one, other, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a.batch, b.batch)
-
-
 @given(groups())
 def test_a_group_that_fits_a_row_computes_its_prompt_once(samples):
     packed = micro_batches.micro_batches(samples, Shape(1, 400, 32))
@@ -175,38 +164,12 @@ def test_siblings_share_a_row_and_short_groups_fill_it():
     assert packed.sample_indices.tolist() == [0, 1, 4, 3, 2]
 
 
-def test_a_group_too_large_for_a_row_is_split_and_its_prompt_repeated():
-    # responses of 5, 4, 3 and 2 after 2 shared positions, rows of 9: 5 + 2, 4 + 3
-    samples = [sample(i, [1, 2, 3], [4] * n) for i, n in enumerate([2, 3, 4, 5])]
-    [packed] = micro_batches.micro_batches(samples, Shape(2, 9, 8))
-    assert packed.sample_indices.tolist() == [2, 1, 3, 0]
-    assert packed.batch.packing.branch_BT.tolist() == [
-        [0] * 2 + [1] * 4 + [2] * 3,
-        [0] * 2 + [1] * 5 + [2] * 2,
-    ]
-    assert packed.batch.tokens_BT[:, :3].tolist() == [[1, 2, 3]] * 2
-    assert packed.used_positions == 18
-
-
 def test_equal_bytes_are_not_equal_prompts():
     wide = dataclasses.replace(trajectory(1, [1], [2]), prompt_ids=np.array([1], np.int64))
     samples = [sample(0, [1, 0], [2]), TrainSample(wide, 0.0)]
     [packed] = micro_batches.micro_batches(samples, Shape(1, 4, 2))
     assert packed.batch.tokens_BT.tolist() == [[1, 0, 1, 0]]
     assert packed.batch.packing.prompt_BT.tolist() == [[1, 1, 2, 0]]
-
-
-def test_rows_go_to_the_first_micro_batch_with_room_for_their_samples():
-    # full rows of 3, 3 and 1 samples; 2 rows and 4 samples a micro-batch
-    parts = [(0, 2), (0, 1), (0, 1), (1, 2), (1, 1), (1, 1), (2, 4)]
-    samples = [sample(i, [1], [2] * n, group=group) for i, (group, n) in enumerate(parts)]
-    packed = micro_batches.micro_batches(samples, Shape(2, 4, 4))
-    assert sizes(packed) == [[0, 1, 2, 6], [3, 4, 5]]
-
-
-def test_a_row_holds_no_more_samples_than_its_micro_batch():
-    samples = [sample(i, [1], [2]) for i in range(5)]
-    assert sizes(micro_batches.micro_batches(samples, Shape(1, 64, 2))) == [[0, 1], [2, 3], [4]]
 
 
 def test_a_sample_that_does_not_fit_a_row_is_named():

@@ -4,18 +4,18 @@ import dataclasses
 
 import jax
 import pytest
+from shapes import ODD
 
 from models import transformer
-from models.config import MeshConfig, ModelConfig
+from models.config import MeshConfig
 from models.sharding import fitting_sharding, make_mesh
 from rl.learner import critic, gradient_accumulation, logprobs, micro_batches, trainer
 from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.optimizer import init_state, make_optimizer, state_shapes
 
-MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 4, 16, qk_norm=True, max_positions=64)
 RECIPE = TrainSpec(
-    MODEL,
+    ODD,
     AlgorithmConfig("ppo", kl_coefficient=0.1),
     trainer=TrainerConfig(inner_updates=2, micro_batch_tokens=64),
     optimizer=OptimizerConfig(weight_decay=0.1),
@@ -24,8 +24,8 @@ RECIPE = TrainSpec(
 
 def both_states():
     """The state with its critic, and its shapes, under the mesh in use."""
-    optimizer, specs = make_optimizer(RECIPE.optimizer, 1), transformer.param_specs(MODEL)
-    params, mesh = transformer.init(MODEL, jax.random.key(0)), jax.sharding.get_mesh()
+    optimizer, specs = make_optimizer(RECIPE.optimizer, 1), transformer.param_specs(ODD)
+    params, mesh = transformer.init(ODD, jax.random.key(0)), jax.sharding.get_mesh()
     if not mesh.empty:
         places = jax.tree.map(lambda s: fitting_sharding(mesh, s.shape, s.axes), specs)
         params = jax.tree.map(jax.device_put, params, places)

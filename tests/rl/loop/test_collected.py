@@ -6,8 +6,7 @@ import numpy as np
 
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats
-from rl.loop import unfinished
-from rl.loop.collected import Asked, Collected, whole_groups
+from rl.loop.collected import Asked, Collected, load_unfinished, unfinished_state, whole_groups
 from rl.loop.generation import Prompts
 from rl.rewards.scores import Score
 from rl.trajectory import FinishReason, Trajectory
@@ -82,8 +81,8 @@ def test_another_pass_follows_while_groups_are_missing():
 
 def test_unfinished_groups_come_back_from_a_checkpoint():
     ended = [scored(4, 3, 1.5, (7, 8, 9))[0], scored(4, 1, None)[0]]
-    state = unfinished.state_of({4: ended, 5: []})
-    groups = unfinished.load(state)
+    state = unfinished_state({4: ended, 5: []})
+    groups = load_unfinished(state)
     assert list(groups) == [4, 5] and groups[5] == []
     found = {t.sample_index: t for t in groups[4]}
     assert found[1].reward is None and found[3].reward == 1.5

@@ -13,9 +13,8 @@ from rl.loop.experiment import TrainConfig, open_inputs
 from rl.rollout import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation
-from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.no_workers import NoWorkers
+from rl.workers.multi_engine import MultiEngine
 from spec.budget.config import LEARNED
 from spec.eagle import files
 from spec.eagle import training as drafter_training
@@ -71,7 +70,7 @@ def test_what_bandits_have_learnt_is_read_with_it(opened):
 
 def test_without_workers_nothing_is_answered(opened):
     config, inputs = opened
-    engine = NoWorkers(Engine(inputs.model, config.engine), SchedConfig(workers=2))
+    engine = MultiEngine([Engine(inputs.model, config.engine)], SchedConfig(workers=2), places=())
     spec = RolloutSpec({}, config.sampling, jax.random.key(0), (1,))
     assert engine.run(spec, []) == []
     with engine.session(engine.make_scheduler(), 4, 8) as session:
@@ -79,5 +78,3 @@ def test_without_workers_nothing_is_answered(opened):
         session.trained(0)
         assert session.next_result(0.01) is None
         assert session.stats(0).tokens == session.num_tokens(0) == 0
-        with pytest.raises(AssertionError, match="another process"):
-            session.add(0, [Request(0, (3,), 0, 0)])

@@ -1,26 +1,35 @@
-"""Which runs may have drafting workers, and what their programs on Ray are told."""
+"""Which runs may have drafting workers, and the settings of these on Ray."""
 
-import queue
-from concurrent.futures import Future
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from drafting_programs import DEADLINES, save_policy
+from drafting_actors import save_policy
+from thread_actors import ThreadRoom
 from tiny_team import MODEL
 
 from rl.config.loader import load
 from rl.loop.config_checks import check_drafting
-from rl.loop.drafting import have_idle_help, make_planner, open_programs, take_workers
+from rl.loop.drafting import (
+    drafting_actors,
+    have_idle_help,
+    make_planner,
+    open_actors,
+    take_workers,
+)
 from rl.loop.experiment import TrainConfig
-from rl.loop.ray_workers import drafters_of
-from rl.remote.drafting_messages import CODEC, Meet
+from rl.loop.ray_workers import worker_settings
 
 RAY = "Cluster.kind='ray'"
 DRAFTS = (
     *("Speculation.sources=('model',)", "Speculation.budget='fixed:3'"),
     *("Sched.workers=4", "Drafting.workers=1"),
 )
+
+
+def settings(config):
+    return worker_settings(config, MODEL, np.dtype("float32"), None, 0)
 
 
 def made(*settings):
@@ -61,10 +70,10 @@ def test_workers_on_ray_are_told_that_they_draft_for_copies_with_a_draft_model(t
     folder = f"DraftModel.directory={save_policy(tmp_path).directory!r}"
     config = made(*DRAFTS, RAY, folder, *HELPS)
     check_drafting(config)
-    assert drafters_of(config, None).copies
-    assert not drafters_of(made(*DRAFTS, RAY, folder, "Drafting.methods=('model',)"), None).copies
+    assert settings(config).model_here
+    assert not settings(made(*DRAFTS, RAY, folder, "Drafting.methods=('model',)")).model_here
     others = made(*DRAFTS, RAY, folder, *HELPS, "Drafting.methods=('own',)")
-    assert not drafters_of(others, None).copies
+    assert not settings(others).model_here
 
 
 def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
@@ -78,51 +87,27 @@ def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
     assert set(engine.helpers.acceptance()) == {5}
 
 
-class Silent:
-    """A channel that takes messages, and brings no answer."""
-
-    def __init__(self, number, name):
-        self.number, self.name, self.ended = number, name, False
-        self.heard = queue.SimpleQueue()
-
-    def submit(self, message):
-        self.heard.put(CODEC.decode(message))
-        return Future()
-
-    def end(self):
-        self.ended = True
-
-
-def test_programs_are_started_in_the_last_places_and_told_what_they_draft(tmp_path):
-    model = save_policy(tmp_path)
-    more = f"DraftModel.directory={model.directory!r}", "DraftModel.max_depth=3"
+def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
+    more = f"DraftModel.directory={save_policy(tmp_path).directory!r}", "DraftModel.max_depth=3"
     config = made(*DRAFTS, RAY, *more, "Drafting.workers=2", "Sched.devices_per_worker=2")
-    inputs, started = SimpleNamespace(model=MODEL), queue.SimpleQueue()
-
-    def connect(number, name):
-        channel = Silent(number, name)
-        started.put(channel)
-        return channel
-
-    given = config, inputs, np.dtype("float32"), "a run", connect, DEADLINES, print
-    with open_programs(*given) as programs:
-        channels = [started.get(timeout=30) for _ in range(2)]
-        assert sorted(channel.number for channel in channels) == [2, 3]
-        assert {channel.name for channel in channels} == {
-            w.address.name() for w in programs.workers
-        }
-        told = channels[0].heard.get(timeout=30)
-        assert isinstance(told, Meet)
+    room = ThreadRoom()
+    with drafting_actors(config, MODEL, np.dtype("float32"), room, print) as actors:
+        assert len(actors.actors) == 4
+        while len(room.started) < 4 or not all(h.calls[1:] for (h,) in room.started.values()):
+            threading.Event().wait(0.01)
+        member, target, told = room.started[0][0].calls[1]
+        assert (member, target) == ("make", "rl.drafting.actors:DraftingActor")
         planner = make_planner(config)
-        assert told.rows * 4 >= planner.num_requests > 0 and told.most_window == 3
+        assert told.num_rows * 2 >= planner.num_requests > 0 and told.max_window == 3
         assert told.longest_tokens == config.longest_tokens
         assert (told.sampling, told.drafting) == (config.sampling, config.drafting)
-        apart = [programs.apart(number) for number in range(2)]
-        assert [len(x.addresses) for x in apart] == [1, 1] and apart[0] != apart[1]
-        assert apart[0].planner().drafting_workers == 2
-    assert all(channel.ended for channel in channels)
-    assert drafters_of(config, None).apart and not drafters_of(made(RAY), None).apart
-    assert not drafters_of(config, None).copies
-    with open_programs(made(RAY), *given[1:]) as nothing:
-        assert nothing is None
+        assert actors.planner.drafting_workers == 2 and actors.planner.num_workers == 4
+        assert [[p.number for p in actors.apart(k).places] for k in (0, 1)] == [[0, 2], [1, 3]]
+    assert settings(config).model_apart and not settings(made(RAY)).model_apart
+    assert not settings(config).model_here
     assert take_workers(config, None, None, None, print) is None  # they are no threads
+
+
+def test_a_run_without_drafting_workers_starts_none():
+    with open_actors(made(RAY), MODEL, np.dtype("float32"), print) as nothing:
+        assert nothing is None

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from benchmarks import tiny_run
 from rl.config.loader import load
 from rl.data.tasks import TaskConfig, open_tasks
 from rl.loop.eval_sets import EvalConfig, EvalSet, EvalSets, open_sets, split_names
 from rl.loop.experiment import TrainConfig, open_inputs, remarks
 from spec.config import SamplingConfig
+from tests.support import tiny_run
 
 GCD = "reasoning_gym:gcd"
 

@@ -7,11 +7,11 @@ import json
 import pytest
 from loop_runs import compilations, finish
 
-from benchmarks import tiny_run
 from rl.checkpoint.best import read_best
 from rl.checkpoint.folders import list_steps
 from rl.loop import train_loop
 from rl.metrics.writer import read_metrics, read_samples, step_rows
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -10,7 +10,6 @@ import pytest
 
 from rl.cluster.processes import ALONE, Diverged, Processes
 from rl.engine.stats import CachedCounts, EngineStats, RoundRecord
-from rl.loop import exchange
 from rl.loop.exchange import UNSCORED, PeerFailed, Responses, Shares
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
@@ -127,24 +126,6 @@ def test_counts_of_the_processes_add_up() -> None:
         by_process = [sorted(r.request_ids_A.tolist()) for r in stats.timeline]
         assert sorted(itertools.chain(*by_process)) == list(range(GROUPS * SIZE))
         assert vars(stats.timeline[0]).keys() == vars(counts([1]).timeline[0]).keys()
-
-
-def sent(own: Responses) -> Responses:
-    """Responses as another process gets them."""
-    part = exchange.CODEC.decode(exchange.CODEC.encode(exchange.part_of(own, 0.0)))
-    return exchange.received(part, requests(), 0.0)
-
-
-def test_a_record_comes_back_as_it_was() -> None:
-    own = answered(requests(), Shares(ALONE))
-    back = sent(own)
-    assert same(own, back)
-    [one], [other] = own.stats.timeline, back.stats.timeline
-    for name, value in vars(one).items():
-        assert np.array_equal(value, getattr(other, name)), name
-    nothing = Responses([], [], [], EngineStats())
-    empty = sent(nothing)
-    assert not empty.trajectories and not empty.stats.timeline
 
 
 def test_every_group_is_answered_by_one_and_nobody_has_many_more() -> None:

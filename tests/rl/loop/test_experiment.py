@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl.config.loader import ConfigError, load
 from rl.engine.config import EngineConfig
@@ -21,6 +20,7 @@ from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
+from tests.support import tiny_run
 
 
 def opened(tiny, *overrides):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from loop_runs import finish
 
-from benchmarks import tiny_run
 from rl.checkpoint.reader import StructureMismatchError
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.loop.keeper import check_can_resume
 from rl.runtime.run_files import CHECKPOINTS
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

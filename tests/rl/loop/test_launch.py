@@ -7,17 +7,16 @@ import signal
 
 import fake_trainers
 import pytest
-from remote_workers import ThreadChannel
+from thread_actors import ThreadRoom
 
+from rl.cluster import ray_session
+from rl.cluster.ray_session import RayProblem
 from rl.config.loader import dump, load
 from rl.loop.config_checks import check_trainers, trainer_devices
 from rl.loop.experiment import TrainConfig
 from rl.loop.launch import Screen, launch
+from rl.loop.ray_trainers import Start
 from rl.loop.trainer_process import _config
-from rl.ray_roles import session, trainers
-from rl.ray_roles.session import RayProblem
-from rl.remote.trainer_messages import Line, Start
-from rl.remote.trainer_program import TrainerProgram
 from rl.runtime.run_files import NEWEST_FILE
 
 TWO = ("Cluster.kind='ray'", "Cluster.num_processes=2", "Mesh.data=2")
@@ -29,25 +28,25 @@ def config_of(*overrides):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Has the launcher's processes do as they are told; what it asked Ray for comes back."""
-    asked = {}
+    """Starts the launcher's processes in threads; returns what it requests of Ray."""
+    requested = {}
 
     @contextlib.contextmanager
     def open_ray(address, num_cpus, deadline_s):
-        asked.update(address=address, num_cpus=num_cpus)
+        requested.update(address=address, num_cpus=num_cpus)
         yield "127.0.0.1:1"
 
     @contextlib.contextmanager
-    def open_trainers(count, devices, start_s):
-        asked.update(count=count, devices=devices)
+    def reserve(count, setting, start_s, *, devices):
+        requested.update(count=count, devices=devices)
         if count == 3:
-            raise RayProblem("expected room")
-        programs = [TrainerProgram("127.0.0.1", fake_trainers.COMMAND) for _ in range(count)]
-        yield [ThreadChannel(program.answer) for program in programs]
+            raise RayProblem(f"expected room for {setting}")
+        yield ThreadRoom()
 
-    monkeypatch.setattr(session, "open_ray", open_ray)
-    monkeypatch.setattr(trainers, "open_trainers", open_trainers)
-    return asked
+    monkeypatch.setattr(ray_session, "open_ray", open_ray)
+    monkeypatch.setattr(ray_session, "reserve", reserve)
+    monkeypatch.setattr("rl.loop.launch.COMMAND", fake_trainers.COMMAND)
+    return requested
 
 
 def play(monkeypatch, what):
@@ -80,7 +79,10 @@ def test_a_loss_is_one_line_with_the_last_checkpoint(started, monkeypatch, tmp_p
 def test_no_room_is_a_line_too(started, tmp_path, capsys):
     config = config_of("Cluster.num_processes=3", "Mesh.data=3")
     assert launch(config, tmp_path, resume=False) == 1
-    assert capsys.readouterr().err == "error: expected room; nothing to save\n"
+    assert (
+        capsys.readouterr().err
+        == "error: expected room for Cluster.num_processes=3; nothing to save\n"
+    )
 
 
 def test_one_that_fails_without_naming_an_error_is_explained(
@@ -99,9 +101,9 @@ def test_a_signal_is_handed_on(started, monkeypatch, tmp_path, what, number, sta
     play(monkeypatch, what)
     ready, show = set(), Screen.show
 
-    def shown(self, index, line):
-        show(self, index, line)
-        if line.text == "ready" and not ready >= {0, 1}:
+    def shown(self, index, is_error, text):
+        show(self, index, is_error, text)
+        if text == "ready" and not ready >= {0, 1}:
             ready.add(index)
             if ready == {0, 1}:
                 os.kill(os.getpid(), number)
@@ -116,11 +118,11 @@ def test_an_error_of_several_is_shown_once_and_process_0_as_it_speaks():
     out, err = io.StringIO(), io.StringIO()
     screen = Screen(out, err)
     for index in (1, 0, 2):
-        screen.show(index, Line(True, "error: the same"))
-    screen.show(2, Line(True, "process 2: warning: its own"))
+        screen.show(index, True, "error: the same")
+    screen.show(2, True, "process 2: warning: its own")
     for index in (0, 1):
-        screen.show(index, Line(False, f"plain {index}"))
-    screen.show(0, Line(True, "step 1"))
+        screen.show(index, False, f"plain {index}")
+    screen.show(0, True, "step 1")
     assert out.getvalue() == "plain 0\n"
     assert err.getvalue() == "process 1: error: the same\nprocess 2: warning: its own\nstep 1\n"
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from loop_runs import assert_same_bits, compilations, finish
 
-from benchmarks import tiny_run
 from rl.checkpoint import host_state as checkpoint_host
 from rl.config.loader import load
 from rl.data.prompts import DataOrder
 from rl.learner.algorithms import ALGORITHMS
 from rl.loop import train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
+from tests.support import tiny_run
 
 REWARD = '''
 def lucky(completions, **columns):

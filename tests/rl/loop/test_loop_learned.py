@@ -11,13 +11,13 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 from whole_steps import whole_steps
 
-from benchmarks import tiny_run
 from rl.loop import train_loop
 from rl.loop.drafter_run import DrafterRun
 from rl.rewards.pool import RewardPool
 from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
 from spec.eagle.data_buffer import DataBuffer
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -10,12 +10,12 @@ import yaml
 from huggingface_hub import ModelCardData
 from markdown_it import MarkdownIt
 
-from benchmarks import tiny_run
 from rl.config.loader import dump, load
 from rl.loop import legs, model_card
 from rl.loop.experiment import TrainConfig
 from rl.loop.legs import Leg
 from rl.loop.model_card import Base, Form, History
+from tests.support import tiny_run
 
 HTML = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 BASE = Base("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M", "apache-2.0")

@@ -1,10 +1,9 @@
 """Workers in other programs are compiled and measured once, also those that come late."""
 
-import time
 from types import SimpleNamespace
 
 import rollouts
-from remote_workers import Programs, make_team
+from ray_workers_in_threads import Store, make_team
 from tiny_team import (
     CONFIG,
     KEY,
@@ -18,6 +17,7 @@ from tiny_team import (
     play,
 )
 
+from rl.cluster import ray_session
 from rl.config.loader import load
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
@@ -26,7 +26,7 @@ from rl.loop import ray_workers
 from rl.loop.experiment import TrainConfig
 from rl.loop.first_programs import rollout_reach
 from rl.loop.ray_workers import RayWorkers
-from rl.remote.messages import CODEC, Compile, Measure
+from rl.ray_workers.messages import Bounds
 from rl.runtime.run_files import ROUNDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
@@ -41,7 +41,6 @@ def test_workers_compile_for_drafters_on_their_devices_and_for_what_idle_ones_le
     inputs, reach = SimpleNamespace(evals=SimpleNamespace(num_questions=0)), rollout_reach(config)
     drafter = SimpleNamespace(spot=object())
     found = ray_workers.bounds(config, inputs, reach, drafter)
-    assert CODEC.decode(CODEC.encode(found)) == found
     slots = config.engine.slots
     assert found.alone["learned"][slots] == tuple(
         (d.num_nodes, d.tree_tokens) for d in reach.alone["learned"](slots)
@@ -55,40 +54,34 @@ def test_workers_compile_for_evaluations_that_they_answer():
     config = load(TrainConfig, ["configs/epochs_tiny.gin"], RAY)
     inputs = SimpleNamespace(evals=SimpleNamespace(num_questions=10_000))
     found = ray_workers.bounds(config, inputs, rollout_reach(config))
-    assert CODEC.decode(CODEC.encode(found)) == found
     assert found.max_requests == 10_000 * config.eval.samples
     assert found.speculative == config.speculation.enabled
 
 
-def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path):
-    config, heard = SpeculationConfig(sources=("history", "group", "own")), []
-
-    def noted(channel):
-        channel._heard = lambda message: heard.append(CODEC.decode(message))
-
-    programs = Programs(changed=noted)
-    multi, team = make_team(programs, 1, speculation=config)
-    bounds = Compile(SAMPLING, len(REQUESTS), 5, True, False, None)
+def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path, monkeypatch):
+    store, config = Store(), SpeculationConfig(sources=("history", "group", "own"))
+    monkeypatch.setattr(ray_session, "fetch", store.fetch)
+    bounds = Bounds(SAMPLING, len(REQUESTS), 5, True, False, None, {}, None)
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
-    with team, Speculation(config, RolloutCache()) as speculation:
+    with Speculation(config, RolloutCache()) as speculation:
         speculation.for_others = True
-        team.start()
+        team, room = make_team(store, 2, speculation=speculation)
         helping = Planner(DraftingConfig(requests_per_helper=2), 2, len(REQUESTS), 3)
-        workers = RayWorkers(multi, team, helping=helping)
+        shared = team.places[0]._shared
+        workers = RayWorkers(team, team.places, shared, helping=helping)
         workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
         costs = helping.seconds.costs
         assert costs.copy_seconds(8) > 0 and helping.seconds.verify(1, 2) > 0
         assert not helping.worth(8, 0), "nothing is left to gain"
-        assert multi.prefer_pool(8) in (True, False)
+        assert team.prefer_pool(8) in (True, False)
         ray_workers.read_times(speculation, tmp_path)
         assert speculation.times(4, 4, 32) > 0
-        programs.channels[0][0].kill()
-        until_s = time.monotonic() + 60
-        while len(programs.channels[0]) < 2 or not multi.engines[0].is_ready:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        room.started[0][0].kill()
         keys = [f"q{g}" for g in range(len(PROMPTS))]
         drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
-        assert_same_tokens(play(multi, drafts=drafts), {t.request_id: t for t in done})
-    first, late = [m for m in heard if isinstance(m, Measure)]
-    assert first.rounds is None and late.rounds == (tmp_path / ROUNDS_FILE).read_text()
+        assert_same_tokens(play(team, drafts=drafts), {t.request_id: t for t in done})
+    calls = [call for handle in room.started[0] for call in handle.calls]
+    first, late = [call[-1] for call in calls if call[:2] == ("call", "prepare")]
+    assert first == "" and late == (tmp_path / ROUNDS_FILE).read_text()
+    [other] = room.started[1]  # it compiles while the first one measures
+    assert [c[1] for c in other.calls if c[0] == "call"][:2] == ["compile", "prepare"]

@@ -10,7 +10,6 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tiny_run
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.config.loader import ConfigError, dump, load
 from rl.loop import run_folder
@@ -18,6 +17,7 @@ from rl.loop.experiment import TrainConfig
 from rl.metrics.writer import MetricsConfig, MetricsWriter
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
 from spec.round_times import RoundTimes
+from tests.support import tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt, stop_after
 
-from benchmarks import tiny_run
 from rl import simulate
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config.loader import load
@@ -20,6 +19,7 @@ from rl.loop.experiment import TrainConfig
 from rl.metrics.writer import read_samples
 from rl.rewards.process import RewardWorkerError
 from rl.runtime import devices
+from tests.support import tiny_run
 
 STEPS = 3
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.metrics.run_summary import duration, summary_lines
+from rl.metrics.run_summary import summary_lines
 
 
 def row(step, **more):
@@ -50,9 +50,3 @@ def test_a_run_that_cannot_draft_has_no_line_on_drafts_and_none_without_steps():
 def test_what_no_run_writes_does_not_end_it(value):
     strange = row(2, rollout=value, total=value, saved_s=value, accepted=value, drawn=value)
     assert len(summary_lines([row(1, rollout=1.0, total=2.0), strange])) == 2
-
-
-def test_durations_read_well():
-    assert [duration(s) for s in (0.04, 9.94, 41.3, 119.6, 571.0, 3600.0)] == [
-        *("0.0 s", "9.9 s", "41 s", "2 min 0 s", "9 min 31 s", "60 min 0 s"),
-    ]

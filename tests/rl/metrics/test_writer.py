@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import types
@@ -20,7 +19,6 @@ from rl.metrics.writer import (
     deterministic_view,
     read_metrics,
     read_samples,
-    spread,
     step_rows,
 )
 
@@ -83,12 +81,6 @@ def test_samples_are_thinned_evenly_and_cleaned(tmp_path):
     assert rows[1] == {
         "step": 1, "prompt": "é\u2028\ud800", "reward": None, "rewards": {"f": 2.0}, "i": 2
     }  # fmt: skip
-
-
-def test_spread():
-    assert spread(8, 4) == [0, 2, 4, 6]
-    assert spread(3, 8) == [0, 1, 2] == spread(3, -1)
-    assert spread(3, 0) == [] == spread(0, 5)
 
 
 def test_truncating_leaves_what_a_run_stopped_there_would_have_left(tmp_path):
@@ -253,11 +245,6 @@ def test_wandb_gets_the_rows_and_keeps_its_run_over_a_resume(tmp_path, monkeypat
 def test_the_section_checks_its_values():
     with pytest.raises(ValueError, match="samples_per_step=-2"):
         MetricsConfig(samples_per_step=-2)
-
-
-def test_a_row_without_newline_is_still_read_as_json(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 2}))
-    assert read_metrics(tmp_path) == [{"step": 1, "reward": 2}]
 
 
 def test_an_evaluation_is_added_to_the_row_of_its_step_or_has_one_of_its_own(tmp_path):

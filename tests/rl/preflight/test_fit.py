@@ -12,7 +12,6 @@ from models.config import ModelConfig
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig
 from rl.loop.memory import ROLLOUTS, TRAINING
-from rl.preflight import fit as fitting
 from rl.preflight import report
 from rl.preflight.fit import (
     Figures,
@@ -20,7 +19,6 @@ from rl.preflight.fit import (
     Fitting,
     Measured,
     compiled_figures,
-    extrapolated,
     largest_of_kinds,
 )
 from rl.preflight.programs import RunProgram
@@ -190,19 +188,3 @@ def test_a_program_that_the_compiler_refuses_needs_what_it_says():
 def test_other_errors_of_the_compiler_are_not_swallowed():
     with pytest.raises(RuntimeError, match="an invariant is broken"):
         compiled_figures(program(lambda: Refused("INTERNAL: an invariant is broken")), CPU)
-
-
-def test_figures_are_extrapolated_by_a_line():
-    def figures(layers):
-        seconds = None if layers == 4 else 1.0
-        return Figures(100 + 10 * layers, 50 + layers, 50, 1000 + 7 * layers, seconds)
-
-    # the compiler's seconds are unknown if one of both is
-    expected = dataclasses.replace(figures(36), compiler_s=None)
-    assert extrapolated(figures(2), figures(4), (2, 4), 36) == expected
-
-
-def test_seconds_without_meaning_are_left_out(monkeypatch):
-    lowered = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), "float32"))
-    monkeypatch.setattr(fitting, "_costs", lambda _: {"optimal_seconds": -2.9})
-    assert compiled_figures(program(lambda: lowered), CPU).compiler_s is None

@@ -92,17 +92,6 @@ def test_one_row_a_device_is_the_least(compiled):
     assert not fit.fits  # what is printed then is what preflight says of a run that does not fit
 
 
-def test_rows_have_no_pages(compiled):
-    given, _, _ = found(10**9, "Engine.cache='rows'", *AUTO)
-    assert given["Engine.pages"] == 0
-
-
-def test_numbers_stay_as_they_are(compiled):
-    assert found(10**9, "Engine.slots=8")[0] == {}
-    given, _, _ = found(10**9, "Engine.slots=8", "Engine.pages='auto'")
-    assert given == {"Engine.pages": 8 * LONGEST // PAGE}
-
-
 def test_a_resumed_run_has_the_sizes_that_it_had():
     before = load(TrainConfig, [], [*FLAGS, "Engine.slots=8", "Engine.pages=40"])
     now = load(TrainConfig, [], [*FLAGS, "Engine.slots='auto'", "Engine.pages=50"])

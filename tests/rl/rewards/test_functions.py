@@ -174,12 +174,6 @@ def test_numbers_are_what_sympy_would_make_of_them():
             _number(text)
 
 
-def test_names_for_metrics():
-    assert RewardConfig(functions=("task", "/a/b.py:format")).names == ("task", "format")
-    same = RewardConfig(functions=("/a.py:f", "/b.py:f"))
-    assert same.names == ("/a.py:f", "/b.py:f")
-
-
 def test_user_files_are_checked_without_running_them(tmp_path):
     def check(path, name):
         validate(RewardConfig(functions=(f"{path}:{name}",)))

@@ -20,7 +20,6 @@ from rl.runtime.progress import (
     format_step,
     progress,
     say,
-    time_left,
 )
 
 ROW = {
@@ -55,11 +54,6 @@ def test_the_line_says_where_time_goes_and_what_drafts_brought():
     # a damaged row, as a report or a resumed run may meet, is shown as far as it goes
     assert "rollout" not in format_step(ROW | {"time/rollout": None}, 200)
     assert "rollout" not in format_step(ROW | {"time/rollout": 1.0, "step_time": None}, 200)
-
-
-def test_lines_of_one_run_are_equally_long():
-    small = ROW | {"step": 199, "reward": -1.0, "perf/throughput": 3.0, "step_time": 1234.5}
-    assert len(format_step(small, 200)) == len(format_step(ROW, 200))
 
 
 class Clock:
@@ -116,30 +110,6 @@ def test_a_pipe_hears_where_a_run_is_once_it_was_silent_for_long():
     ]
 
 
-def test_a_pipe_hears_how_far_a_compilation_is():
-    stream, clock = io.StringIO(), Clock()
-    with progress(stream, clock=clock) as shown:
-        shown.compiling("rollouts", 0, 19)
-        for done in range(1, 20):
-            clock.now_s += 2
-            shown.compiling("rollouts", done, 19)
-    assert stream.getvalue().splitlines() == [
-        "compiling rollouts: 19 programs",
-        "compiling rollouts, 5 of 19 programs",
-        "compiling rollouts, 10 of 19 programs",
-        "compiling rollouts, 15 of 19 programs",
-        "compiled rollouts: 19 programs in 38 s",
-    ]
-
-
-def test_an_evaluation_in_a_pipe_hears_its_responses():
-    stream, clock = io.StringIO(), Clock()
-    with progress(stream, clock=clock) as shown:
-        clock.now_s += 10
-        shown.rollout(5, 80, 999)
-    assert stream.getvalue() == "rollout, 5/80 responses  999 tokens\n"
-
-
 def test_other_processes_print_their_errors_alone():
     stream = io.StringIO()
     with progress(stream, total_steps=20, process=3) as shown:
@@ -148,14 +118,6 @@ def test_other_processes_print_their_errors_alone():
         shown.compiling("rollouts", 19, 19)
         shown.message("error: a disk is full\x1b")
     assert stream.getvalue() == "process 3: error: a disk is full\\x1b\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.2, "1 s"), (89, "89 s"), (91, "2 min"), (5300, "88 min"), (7800, "2 h 10 min")],
-)
-def test_time_left_is_said_as_a_person_would(seconds, words):
-    assert time_left(seconds) == f"about {words} left"
 
 
 def test_all_that_commands_print_is_escaped():
@@ -186,13 +148,6 @@ def test_a_message_of_any_length_with_any_markup_is_one_plain_line(kind):
     (line,) = [x for x in stream.getvalue().split("\n") if "http" in x]
     assert r"[link=http://x]a[/link]\x1b[31m\u202e:smile: yyy" in line
     assert line.rstrip().endswith("more characters") and len(line) < 5000
-
-
-@pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
-def test_a_dumb_terminal_gets_plain_lines(term):
-    stream = Terminal()
-    drive(progress(stream, total_steps=200, environ={"TERM": term}))
-    assert "\x1b" not in stream.getvalue() and LINE in stream.getvalue()
 
 
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch):

@@ -26,10 +26,10 @@ class Ended:
         self.happened.set()
 
 
-def watching(limits=TINY, step=3):
+def watching(limits=TINY, step=3, clock=time.monotonic):
     ended = Ended()
     standing = (step, f"step {step} stands") if step else (0, "nothing to save")
-    watch = Watch(limits, standing=lambda: standing, say=ended.said.append, end=ended)
+    watch = Watch(limits, standing=lambda: standing, say=ended.said.append, clock=clock, end=ended)
     return watch, ended
 
 
@@ -111,17 +111,20 @@ def test_a_second_ctrl_c_ends_at_once():
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    "part", ["starting", "rollout", "reward", "update", "checkpoint", EXPORTING]
+    "part", ["starting", "rollout", "wait", "reward", "update", "checkpoint", EXPORTING]
 )
 def test_a_main_thread_that_hangs_is_named_and_ended(part):
-    watch, ended = watching(Limits(hang_s=0.6, compile_s=0.6))
+    now_s = [0.0]
+    watch, ended = watching(Limits(hang_s=0.1, compile_s=0.1), clock=lambda: now_s[0])
     with watch:
         watch.at(part)
         for _ in range(4):  # signs of life beat the deadline
-            time.sleep(0.2)
+            now_s[0] += 0.09
+            time.sleep(0.03)  # the watching thread looks
             watch.check()
         assert not ended.happened.is_set()
-        assert ended.happened.wait(20)  # as in a device call that never comes back
+        now_s[0] += 0.2  # as in a device call that never comes back
+        assert ended.happened.wait(20)
     assert ended.status == 1
     assert f"from the main thread at {part} (tests/rl/runtime/test_signals.py:" in ended.said[-1]
 

@@ -13,12 +13,12 @@ import pytest
 from planted_hangs import PLANTED, StandIn, plant
 from whole_steps import whole_steps
 
-from benchmarks import tiny_run
 from rl.checkpoint import checkpointer
 from rl.loop import setup as run_setup
 from rl.runtime.waits import Hang, Patience
 from rl.speculation import sources
-from rl.workers import worker_group
+from rl.workers import driver
+from tests.support import tiny_run
 
 
 @pytest.mark.fault
@@ -30,7 +30,7 @@ def test_a_hang_is_ended_and_named(wait):
 
 @pytest.mark.parametrize(
     "wait",
-    ["main thread: update", "worker: rounds", "save: its turn", "save: manifest"],
+    ["main thread: compiling", "worker: rounds", "save: its turn", "save: manifest"],
 )
 def test_what_ends_by_itself_does_not_count_as_ended(monkeypatch, wait):
     """A wait that no deadline ends would be found: here it is over before the deadline."""
@@ -42,7 +42,7 @@ def test_what_ends_by_itself_does_not_count_as_ended(monkeypatch, wait):
 @pytest.mark.fault
 def test_an_abandoned_rollout_does_not_wait_for_a_hanging_worker(monkeypatch):
     """It waits for less than a hang's limit: somebody has asked for the end."""
-    monkeypatch.setattr(worker_group, "LEAVING_S", 0.2)
+    monkeypatch.setattr(driver, "LEAVING_S", 0.2)
     monkeypatch.setattr(hangs, "LIMIT_S", 60.0)
     never, begun = threading.Event(), time.monotonic()
     team = hangs.team_of([StandIn("rounds", never)])
@@ -61,9 +61,8 @@ def test_a_worker_without_requests_is_ended_by_close():
         until = time.monotonic() + 3 * hangs.LIMIT_S
         while time.monotonic() < until:
             assert idle.next_result(0.05) is None
-        (thread,) = idle._threads.values()
-        assert thread.is_alive()
-    assert not thread.is_alive()
+        assert idle._thread.is_alive()
+    assert not idle._thread.is_alive()
 
 
 @pytest.mark.fault

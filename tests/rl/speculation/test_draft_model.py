@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 from loop_runs import finish, learnt
 
-from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.draft_model import DraftModel
+from tests.support import tiny_run
 
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
 

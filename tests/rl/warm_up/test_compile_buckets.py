@@ -6,9 +6,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from shapes import ODD
 
 from models import transformer
-from models.config import MeshConfig, ModelConfig
+from models.config import MeshConfig
 from models.sharding import make_mesh
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
@@ -26,7 +27,6 @@ from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 
-MODEL = ModelConfig("qwen3", 32, 16, 2, 4, 2, 4, 16, qk_norm=True, max_positions=64)
 CONFIG = EngineConfig(
     slots=4, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=4, prefill_rows=2
 )
@@ -40,16 +40,16 @@ def engine_at(name):
         where = {"device": jax.devices()[1]}
     if name == "a mesh":
         where = {"mesh": make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])}
-    return Engine(MODEL, CONFIG, feature_layers=eagle.config_for(MODEL).feature_layers, **where)
+    return Engine(ODD, CONFIG, feature_layers=eagle.config_for(ODD).feature_layers, **where)
 
 
 def make_pool(engine, ids_U, made):
     """What rollouts with all drafters need; `made` calls what makes weights."""
-    config = eagle.config_for(MODEL, draft_vocab_size=0 if ids_U is None else len(ids_U))
+    config = eagle.config_for(ODD, draft_vocab_size=0 if ids_U is None else len(ids_U))
     weights = made(eagle.init, config, jax.random.key(0))
-    params = made(transformer.init, MODEL, jax.random.key(0))
+    params = made(transformer.init, ODD, jax.random.key(0))
     learned = LearnedDrafter(EagleWeights(config, weights, ids_U), TreeConfig())
-    drafters = {"eagle": learned, "model": DraftModel(MODEL, params, DraftModelConfig("", 2))}
+    drafters = {"eagle": learned, "model": DraftModel(ODD, params, DraftModelConfig("", 2))}
     alone = {name: lambda B: [equal_trees(3, [8], B)] for name in drafters}
     reach = Reach(4, 8, True, True, True, drafters=drafters, alone=alone)
     return Pool(engine, engine.place(params), SAMPLING, reach)

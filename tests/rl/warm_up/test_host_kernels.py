@@ -18,7 +18,7 @@ SCRIPT = """
 import gc, json
 import jax, numpy as np
 from numba.core.registry import CPUDispatcher
-from benchmarks.tiny_run import MODEL as model
+from tests.support.tiny_run import MODEL as model
 from models import transformer
 from rl.engine.engine import Engine
 from rl.engine.config import EngineConfig

@@ -6,9 +6,9 @@ import itertools
 import jax
 import pytest
 from loop_runs import counted_compilations
+from shapes import TINY
 
 from models import transformer
-from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -20,7 +20,6 @@ from rl.warm_up.rollout_programs import Pool, Reach
 from spec.config import SamplingConfig
 from spec.sampling import step_key
 
-MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 CONFIG = EngineConfig(
     slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2, prefill_rows=1
 )
@@ -52,8 +51,8 @@ def run(engine, params, num_tokens):
 def test_longer_buckets_are_compiled_once_and_after_that_nothing(tmp_path, outgrows):
     jax.clear_caches()
     ticks = itertools.count()
-    engine = Engine(MODEL, CONFIG, clock=lambda: float(next(ticks)))
-    params = transformer.init(MODEL, jax.random.key(0))
+    engine = Engine(TINY, CONFIG, clock=lambda: float(next(ticks)))
+    params = transformer.init(TINY, jax.random.key(0))
     told, watch = [], Parts()
     pool = Pool(engine, params, SAMPLING, REACH)
     longer = LongerBuckets(pool, watch, lambda done, total: told.append((done, total)))
@@ -79,12 +78,12 @@ def test_longer_buckets_are_compiled_once_and_after_that_nothing(tmp_path, outgr
     with counted_compilations() as found:
         longer.finish(params, path, times)
         grown = run(engine, params, 24)
-    assert not found and grown == run(Engine(MODEL, CONFIG), params, 24)
+    assert not found and grown == run(Engine(TINY, CONFIG), params, 24)
 
 
 def test_the_first_part_holds_the_longest_prompt_whatever_the_slots():
-    params = transformer.init(MODEL, jax.random.key(0))
+    params = transformer.init(TINY, jax.random.key(0))
     reach = dataclasses.replace(REACH, max_prompt_tokens=20)
-    assert first_positions(Pool(Engine(MODEL, CONFIG), params, SAMPLING, reach)) == 32
+    assert first_positions(Pool(Engine(TINY, CONFIG), params, SAMPLING, reach)) == 32
     reach = dataclasses.replace(REACH, max_prompt_tokens=40)
-    assert first_positions(Pool(Engine(MODEL, CONFIG), params, SAMPLING, reach)) == 64
+    assert first_positions(Pool(Engine(TINY, CONFIG), params, SAMPLING, reach)) == 64

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 from loop_runs import counted_compilations
+from shapes import TINY
 
 from models import transformer
-from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -23,7 +23,6 @@ from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse
 from spec.sampling import step_key
 
-MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 CONFIG = EngineConfig(
     slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2,
     prefill_rows=1,
@@ -40,11 +39,11 @@ def ticking(step_s=1.0):
 
 @pytest.fixture(scope="module")
 def params():
-    return transformer.init(MODEL, jax.random.key(0))
+    return transformer.init(TINY, jax.random.key(0))
 
 
 def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
-    engine = Engine(MODEL, CONFIG, clock=ticking())
+    engine = Engine(TINY, CONFIG, clock=ticking())
     buckets = list(round_buckets(engine, SAMPLING, REACH))
     assert buckets == [(2, 2, 16), (2, 4, 16)]
     times = round_times.measure(engine, params, SAMPLING, buckets)
@@ -70,7 +69,7 @@ class Falling(Engine):
 
 
 def test_the_table_never_falls_with_more_nodes(params):
-    engine = Falling(MODEL, CONFIG)
+    engine = Falling(TINY, CONFIG)
     times = round_times.measure(engine, params, SAMPLING, [(2, 2, 16), (2, 4, 16)])
     assert times(2, 2, 16) == times(2, 4, 16) == 1.5  # of 8 / 4 rounds and 1
 
@@ -89,9 +88,9 @@ def test_the_other_workers_decode_while_one_is_timed(params, tmp_path):
                 time.sleep(0.001)
             return super().verify_options(*given)
 
-    others = [Decodes(MODEL, CONFIG), Decodes(MODEL, CONFIG)]
+    others = [Decodes(TINY, CONFIG), Decodes(TINY, CONFIG)]
     path = tmp_path / "round_times.json"
-    given = Waits(MODEL, CONFIG), params, SAMPLING, REACH
+    given = Waits(TINY, CONFIG), params, SAMPLING, REACH
     round_times.load_or_measure(path, *given, beside=others)
     after = [other.calls for other in others]
     assert json.loads(path.read_text())["made_for"]["workers"] == 3
@@ -103,7 +102,7 @@ def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp
     path = tmp_path / "run" / "round_times.json"
 
     def load(config=CONFIG, step_s=1.0):
-        engine = Engine(MODEL, config, clock=ticking(step_s))
+        engine = Engine(TINY, config, clock=ticking(step_s))
         return round_times.load_or_measure(path, engine, params, SAMPLING, REACH)
 
     # a fetch of one tick holds four plain rounds
@@ -124,7 +123,7 @@ def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp
 def test_a_damaged_file_is_named(params, tmp_path, text):
     path = tmp_path / "round_times.json"
     path.write_text(text)
-    engine = Engine(MODEL, CONFIG, clock=ticking())
+    engine = Engine(TINY, CONFIG, clock=ticking())
     if text == '{"made_for": {}}':  # of something else: made anew
         assert round_times.load_or_measure(path, engine, params, SAMPLING, REACH).rows()
         return
@@ -133,7 +132,7 @@ def test_a_damaged_file_is_named(params, tmp_path, text):
 
 
 def test_measuring_leaves_the_engine_as_it_was(params):
-    engine = Engine(MODEL, CONFIG)
+    engine = Engine(TINY, CONFIG)
     buckets = list(round_buckets(engine, SAMPLING, REACH))
     round_times.measure(engine, params, SAMPLING, buckets)
     assert engine.stats.fetches == 0 and not np.any(engine._rows.table.busy_B)
@@ -145,7 +144,7 @@ def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_r
     few = {"slots": 4, "prefill_chunk_tokens": 4, "max_round_nodes": 16}
     config, reach = dataclasses.replace(CONFIG, **few), Reach(4, 8, reuse=True)
     assert config.drawing_chunks(4, 4) == [1, 2, 4] and config.drawing_chunks(3, 4) == [1, 2]
-    engine = Engine(MODEL, config, clock=ticking())
+    engine = Engine(TINY, config, clock=ticking())
     compile_buckets.warm_up(engine, params, SAMPLING, reach)
     path = tmp_path / "round_times.json"
     times = round_times.load_or_measure(path, engine, params, SAMPLING, reach)

@@ -10,17 +10,14 @@ import jax
 import numpy as np
 import pytest
 import rollouts
-from remote_workers import Programs, make_team
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.runtime.waits import Hang
 from rl.workers.ahead_engine import AHEAD, AheadEngine, ComingStep
 from rl.workers.config import SchedConfig
-from rl.workers.coordinator import Coordinator
-from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import Helpers
+from rl.workers.results import WorkerError
 from sched.protocol import Copy
 from spec.sampling import step_key
 
@@ -58,24 +55,13 @@ def local(count=2, **options):
 
 
 @contextlib.contextmanager
-def opened(where):
-    """Two workers, in threads of this program or in programs of their own.
-
-    `helping` ones answer one another's last requests before they begin the next step's.
-    """
-    helpers = Helpers(2, 4, lambda held, left: True, dict) if "helping" in where else None
-    if "threads" in where:
-        multi = local()
-        multi.helpers = helpers
-        with multi.open(len(REQUESTS), LONGEST) as engine:
-            yield engine
-        return
-    multi, team = make_team(Programs(), 2, mode="ahead", kind=AheadEngine, kv_tokens=None)
-    multi.helpers = helpers
-    with team:
-        team.start()
-        with multi.open(len(REQUESTS), LONGEST) as engine:
-            yield engine
+def opened(is_helping):
+    """Two workers; helping ones answer one another's last requests before the next step's."""
+    multi = local()
+    if is_helping:
+        multi.helpers = Helpers(2, 4, lambda held, left: True, dict)
+    with multi.open(len(REQUESTS), LONGEST) as engine:
+        yield engine
 
 
 def play(engine, params, key, requests=REQUESTS):
@@ -90,16 +76,16 @@ def coming(requests=REQUESTS):
 def wait_for(engine, tokens):
     """Until so many tokens of the next step have been drawn."""
     limit_s = time.monotonic() + 60
-    while engine._workers.num_tokens(engine._begun_place) < tokens:
+    while engine._session.num_tokens(engine._begun_place) < tokens:
         assert time.monotonic() < limit_s, "nothing is begun"
         time.sleep(0.002)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("where", ["threads", "programs", "helping threads", "helping programs"])
-def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, where):
+@pytest.mark.parametrize("is_helping", [False, True])
+def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, is_helping):
     this, expected = before
-    with opened(where) as engine:
+    with opened(is_helping) as engine:
         for tokens in (20, 60):  # a part of it, and about all
             engine.plan(coming())
             assert_same_tokens(play(engine, PARAMS, KEY), this)
@@ -109,8 +95,8 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, w
             for request_id, ids in begun.tokens.items():
                 assert list(ids) == expected[request_id].response_ids[: len(ids)].tolist()
             assert_same_tokens(play(engine, CHANGED, NEXT, begun.resumed(REQUESTS)), after)
-        actions = [a for d in engine._workers.decisions for a in d.actions]
-        assert any(isinstance(a, Copy) for a in actions) == ("helping" in where)
+        actions = [a for d in engine._session.decisions for a in d.actions]
+        assert any(isinstance(a, Copy) for a in actions) == is_helping
     differ = [
         i for i in after if after[i].response_ids.tolist() != expected[i].response_ids.tolist()
     ]
@@ -162,18 +148,6 @@ def test_an_error_ahead_of_the_step_is_raised_where_results_are_asked_for(monkey
             play(engine, PARAMS, KEY)
             for _ in range(1000):  # until a worker has begun something
                 engine._next()
-
-
-@pytest.mark.fault
-def test_what_does_not_come_back_is_told_after_a_while(monkeypatch):
-    with local().open(len(REQUESTS), LONGEST) as engine:
-        engine.plan(coming())
-        play(engine, PARAMS, KEY)
-        monkeypatch.setattr(Coordinator, "recall", lambda self: None)  # nobody is told
-        monkeypatch.setattr(engine, "_hang_limit_s", 0.2)
-        engine._open.add(-1)
-        with pytest.raises(Hang, match="requests that were begun do not come back"):
-            engine.recall()
 
 
 def test_requests_that_are_begun_have_the_noise_of_their_own_step():

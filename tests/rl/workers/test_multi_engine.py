@@ -8,8 +8,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_team import (
     CONFIG,
     MODEL,
@@ -19,17 +17,14 @@ from tiny_team import (
     workers,
 )
 
-from benchmarks.simulator.replay import replay
-from models.kv_cache import KVCache
 from rl.engine.engine import Engine
-from rl.trajectory import HostKv, PartialRequest, Request
 from rl.workers.config import SchedConfig
-from rl.workers.host_kv_pool import KvPool
-from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine, make_engines
+from rl.workers.results import WorkerError
 from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
+from tests.support.replay import replay
 
 
 @pytest.mark.parity
@@ -278,116 +273,6 @@ def test_more_devices_than_there_are_is_refused():
     config = SchedConfig(workers=5, devices_per_worker=2)
     with pytest.raises(ValueError, match="expected 10 devices for .* got 8; mend: fewer"):
         make_engines(MODEL, CONFIG, config, dtype=np.float32)
-
-
-# --- the pool ---------------------------------------------------------------------------
-
-
-def entry(request_id, tokens=2):
-    kv = HostKv(KVCache((np.zeros((1, 2, tokens)),), (np.zeros((1, tokens, 2)),)))
-    return PartialRequest(Request(request_id, (1,)), None, kv)
-
-
-def take(pool, request_id):
-    return pool.take(request_id, lambda owner: True)
-
-
-def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
-    pool = KvPool(100)
-    assert take(pool, 1) is None
-    pool.promise(1, 0)
-    pool.put(entry(1), 0)
-    assert pool.num_bytes == 64 and len(pool) == 1
-    pool.promise(2, 0)
-    pool.put(entry(2), 0)  # beyond the cap: without keys and values
-    assert (pool.num_bytes, pool.num_dropped) == (64, 1)
-    assert take(pool, 2).kv is None
-    assert take(pool, 1).kv.num_tokens == 2
-    assert pool.num_bytes == len(pool) == 0
-
-
-def test_a_promised_entry_is_waited_for():
-    pool, taken = KvPool(100), []
-    pool.promise(1, 0)
-    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
-    thread.start()
-    pool.put(entry(1), 0)
-    thread.join()
-    assert taken[0].request.request_id == 1
-    pool.promise(1, 0)
-    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
-    thread.start()
-    pool.withdraw_all(1)  # another worker's
-    assert len(pool) == 1
-    pool.withdraw_all(0)
-    thread.join()
-    assert taken[1] is None
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
-def test_the_pool_never_holds_more_than_it_may(ids):
-    pool, held = KvPool(150), set()
-    for request_id in ids:
-        if request_id in held:
-            assert take(pool, request_id) is not None
-            held.remove(request_id)
-        else:
-            pool.promise(request_id, 0)
-            pool.put(entry(request_id), 0)
-            held.add(request_id)
-        assert pool.num_bytes <= 150 and len(pool) == len(held)
-
-
-def test_an_entry_whose_promise_was_withdrawn_is_dropped():
-    """A worker that was given up comes back with a copy; another has promised the same request."""
-    pool = KvPool(100)
-    pool.promise(1, 0)
-    pool.withdraw_all(0)
-    pool.promise(1, 2)
-    pool.put(entry(1), 0)
-    with pytest.raises(LookupError, match="still waits for worker 2"):
-        pool.take(1, still_waits)
-    pool.put(entry(1, tokens=1), 2)
-    assert take(pool, 1).kv.num_tokens == 1
-
-
-def still_waits(owner):
-    raise LookupError(f"still waits for worker {owner}")
-
-
-def test_what_nobody_will_take_leaves_the_pool():
-    """Promised or put: the worker's copy of it comes to nothing then."""
-    pool = KvPool(100)
-    pool.promise(1, 0)
-    pool.discard(1)
-    pool.put(entry(1), 0)
-    assert len(pool) == pool.num_bytes == 0
-    pool.promise(1, 0)
-    pool.put(entry(1), 0)
-    pool.discard(1)
-    pool.discard(1)  # which is not there
-    assert len(pool) == pool.num_bytes == 0
-    pool.promise(1, 0)
-    pool.withdraw_all(0)  # no promise of before is left
-    assert len(pool) == 0
-
-
-def test_a_promise_is_given_up_by_its_own_worker_alone():
-    pool, taken = KvPool(100), []
-    pool.promise(1, 0)
-    pool.give_up(1, 2)
-    assert len(pool) == 1
-    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
-    thread.start()
-    pool.give_up(1, 0)
-    thread.join(30)
-    assert taken == [None]
-    pool.give_up(1, 0)
-    pool.promise(1, 0)
-    pool.put(entry(1), 0)
-    pool.give_up(1, 0)  # it was kept
-    assert take(pool, 1).kv.num_tokens == 2
 
 
 def test_idle_workers_train_only_in_rollouts_that_are_learnt_from(engines, alone):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from random_cluster import AheadCluster
@@ -11,14 +13,16 @@ from sched.policies.group_fifo import GroupFifo
 from sched.policies.steps import Ahead
 from sched.protocol import (
     ChunkDone,
+    Drop,
     Finished,
+    Profiled,
     Recall,
     Recalled,
     Return,
     Start,
     Submitted,
+    Trained,
     WorkerJoined,
-    WorkerLost,
 )
 from sched.request import Kv, RequestSpec
 
@@ -79,6 +83,19 @@ def test_a_lone_request_keeps_its_row_from_chunk_to_chunk():
     assert again.kv is Kv.HELD
 
 
+def test_a_worker_that_was_recalled_holds_no_row():
+    """Also if the start that needed it is dropped before it has released the requests."""
+    copy = Start(0, 0, 1, 50, 55, Kv.PREFILL)
+    answers = {Trained: [copy], Profiled: [Drop(0, 0)]}
+    stub = SimpleNamespace(handle=lambda event, now_s: answers.get(type(event), []))
+    s = scheduler(workers=1, present=stub)
+    s.handle(begun(0), 0.0)
+    assert s.handle(Trained(0), 1.0) == [Recall(0), copy]
+    assert s.handle(Profiled({}), 2.0) == [Drop(0, 0)]
+    (again,) = s.handle(ChunkDone(BEGUN, 0, 1, 10, True), 3.0)
+    assert again.kv is Kv.POOL
+
+
 def test_what_let_go_of_its_worker_is_held_nowhere():
     """The present step's requests come and go between: the row is another one's by then."""
     s = scheduler(workers=1)
@@ -112,20 +129,6 @@ def test_recalled_requests_come_back_from_wherever_they_are():
     # and the next step is as if nothing had been begun
     assert len(started(s.handle(present(2, 3), 3.0))) == 2
     assert s.handle(begun(0, 1), 3.0) == []
-
-
-def test_a_lost_worker_gives_back_what_it_had_begun():
-    s = scheduler()
-    s.handle(begun(0), 0.0)
-    (again,) = s.handle(WorkerLost(0), 1.0)
-    assert (again.request_id, again.worker_id, again.kv) == (BEGUN, 1, Kv.PREFILL)
-    s.handle(Recalled(), 2.0)
-    assert s.handle(WorkerLost(1), 3.0) == [Return(BEGUN)]
-
-
-def test_a_chunk_has_at_least_one_token():
-    with pytest.raises(ValueError, match="chunk_tokens >= 1, got 0"):
-        Ahead(GroupFifo(seed=0), chunk_tokens=0)
 
 
 @pytest.mark.parametrize("name", ["group_fifo", "seer"])

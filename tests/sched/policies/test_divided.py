@@ -38,11 +38,6 @@ def test_starts_go_where_most_is_free_and_stop_where_nothing_fits():
     assert names(scheduler.handle(Finished(3, 0, 1, 4), 1.0)) == [(5, 0)]
 
 
-def test_a_worker_takes_no_more_requests_than_it_may():
-    _, actions = begun(Fifo(), [(0, 1000, 2), (1, 100, 1)], requests(0, 0, 0, 0))
-    assert names(actions) == [(0, 0), (1, 0), (2, 1)]
-
-
 def test_fifo_sends_a_request_behind_all_others_after_a_chunk():
     scheduler, _ = begun(Fifo(), [(0, 12, 9)], requests(0, 0, 0))
     assert names(scheduler.handle(ChunkDone(0, 0, 1, 8, True), 1.0)) == [(1, 0)]

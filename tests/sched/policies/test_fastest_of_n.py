@@ -22,15 +22,6 @@ from sched.protocol import (
 from sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
 
 
-class Blocked(Divided):
-    """Starts nothing while `blocked`: its requests wait beside their copies."""
-
-    blocked = False
-
-    def _dispatch(self):
-        return [] if self.blocked else super()._dispatch()
-
-
 def scheduler(workers=2, inner=None, max_requests=4, kv_tokens=1000, **options):
     settings = {"num_methods": 2, "max_copies": 4} | options
     made = FastestOfN(inner or Divided(Fifo(), chunk_tokens=50), **settings)
@@ -130,13 +121,6 @@ def test_the_lowest_acceptance_goes_first():
     assert copied(actions) == [(2, 1, 0, 1), (4, 1, 0, 1)]
 
 
-def test_who_was_not_profiled_is_taken_for_the_worst():
-    s = scheduler(max_copies=1)
-    s.handle(present(0, 1, 2), 0.0)
-    s.handle(Profiled({0: 0.3}), 0.5)
-    assert copied(s.handle(Finished(1, 1, 1, 9), 1.0)) == [(2, 1, 0, 1)]
-
-
 def test_a_worker_has_one_method_until_its_copies_have_ended():
     s = scheduler(4, num_methods=2)
     got = copied(s.handle(present(0), 0.0))
@@ -168,14 +152,6 @@ def test_a_place_is_not_taken_by_what_has_its_copy_already():
     assert copied(s.handle(Finished(2, 0, 1, 9), 2.0)) == [(4, 1, 0, 1)]
 
 
-def test_a_second_worker_of_a_method_takes_what_the_first_has_not():
-    s = scheduler(num_methods=1, max_copies=1)
-    s.handle(present(0, 1, 2), 0.0)
-    s.handle(Profiled({0: 0.1, 2: 0.2}), 0.5)
-    assert copied(s.handle(Finished(1, 1, 1, 9), 1.0)) == [(0, 1, 0, 1)]
-    assert copied(s.handle(WorkerJoined(2, 1000, 4), 2.0)) == [(2, 1, 0, 2)]
-
-
 # --- who ends first -------------------------------------------------------------------------
 
 
@@ -199,22 +175,6 @@ def test_the_request_that_ends_first_drops_its_copies():
     assert s.handle(Finished(first(0), 1, 1, 30), 1.0) == [] and s.num_unfinished == 0
 
 
-def test_a_copy_has_no_chunks():
-    s = scheduler()
-    s.handle(present(0), 0.0)
-    assert s.handle(ChunkDone(first(0), 1, 1, 30, True), 1.0) == [] and s.num_unfinished == 1
-    assert dropped(s.handle(Finished(first(0), 1, 1, 30), 1.0)) == {(0, 0)}
-
-
-def test_the_place_that_a_copy_has_freed_is_for_others():
-    s = scheduler(3, max_requests=1, num_methods=1)
-    assert copied(s.handle(present(0, 1), 0.0)) == [(0, 1, 0, 2)]
-    actions = s.handle(Finished(first(0), 2, 1, 30), 1.0)
-    assert dropped(actions) == {(0, 0)}
-    # now two are dry, and the one that is left is copied once: by the one method
-    assert copied(actions) == [(1, 1, 1, 0)]
-
-
 def test_the_answer_of_a_request_that_has_chunks():
     s = scheduler(inner=Divided(Fifo(), chunk_tokens=20))
     s.handle(present(0), 0.0)
@@ -223,32 +183,6 @@ def test_the_answer_of_a_request_that_has_chunks():
     assert dropped(s.handle(Finished(first(0), 1, 1, 33), 2.0)) == {(0, 0)}
     assert s.num_unfinished == 0
     assert s.handle(ChunkDone(0, 0, 2, 40, True), 2.0) == [], "it ran on for a moment"
-
-
-def test_a_copy_that_ends_while_its_request_waits_between_two_chunks():
-    inner = Blocked(Fifo(), chunk_tokens=20)
-    s = scheduler(inner=inner)
-    s.handle(present(0), 0.0)
-    inner.blocked = True
-    assert s.handle(ChunkDone(0, 0, 1, 20, True), 1.0) == []
-    assert s.handle(Finished(first(0), 1, 1, 33), 2.0) == []
-    assert s.num_unfinished == 0 and inner.num_unfinished == 1
-    inner.blocked = False
-    actions = s.handle(present(7), 3.0)
-    # it would be started now: it has ended instead
-    assert dropped(actions) == {(0, 0)} and started(actions) == [(7, 1)]
-    assert inner.num_unfinished == s.num_unfinished == 1
-    assert copied(actions) == [(7, 1, 1, 0)]
-
-
-def test_a_request_that_was_answered_while_it_waits_keeps_no_copies_back():
-    inner = Blocked(Fifo(), chunk_tokens=20)
-    s = scheduler(inner=inner, max_copies=1)
-    s.handle(present(0, 1, 2), 0.0)  # 0 and 2 on worker 0
-    assert copied(s.handle(Finished(1, 1, 1, 9), 1.0)) == [(0, 1, 0, 1)]
-    inner.blocked = True
-    s.handle(ChunkDone(0, 0, 1, 20, True), 2.0)
-    assert copied(s.handle(Finished(first(0), 1, 1, 33), 3.0)) == [(2, 1, 0, 1)]
 
 
 # --- workers --------------------------------------------------------------------------------
@@ -273,26 +207,6 @@ def test_a_request_whose_worker_is_lost_goes_on_beside_its_copies():
     assert list(s._copies) == [second(0)]
     assert dropped(s.handle(Finished(second(0), 2, 1, 30), 2.0)) == {(0, 1)}
     assert s.num_unfinished == 0
-
-
-def test_the_only_other_worker_takes_a_lost_ones_request():
-    s = scheduler()
-    s.handle(present(0), 0.0)
-    actions = s.handle(WorkerLost(0), 1.0)
-    assert actions[0] == Drop(first(0), 1) and started(actions) == [(0, 1)] and len(actions) == 2
-    actions = s.handle(WorkerLost(1), 2.0)
-    assert actions == [] and s.num_unfinished == 1
-    assert started(s.handle(WorkerJoined(2, 1000, 4), 3.0)) == [(0, 2)]
-
-
-def test_copies_of_a_lost_worker_are_gone():
-    s = scheduler()
-    s.handle(present(0), 0.0)
-    assert s.handle(WorkerLost(1), 1.0) == []
-    assert s.handle(Finished(first(0), 1, 1, 30), 1.0) == [], "a late report"
-    assert s.num_unfinished == 1
-    assert copied(s.handle(WorkerJoined(2, 1000, 4), 2.0)) == [(0, 1, 0, 2)]
-    assert s.handle(Finished(0, 0, 1, 30), 3.0) == [Drop(first(0), 2)]
 
 
 # --- beside what is begun -------------------------------------------------------------------

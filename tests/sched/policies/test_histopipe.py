@@ -205,11 +205,6 @@ def test_beta_is_the_upper_quartile_of_growth():
     assert start_tokens(scheduler.handle(step(1, (10,)), 0.0)) == {100: 40}
 
 
-def test_the_least_beta_is_as_set():
-    scheduler = begun(1, num_ranking_groups=1, least_growth=3.0)
-    assert start_tokens(scheduler.handle(step(0, (10,)), 0.0)) == {0: 30}
-
-
 def test_a_step_may_have_no_request_here():
     """Of several processes one may have none of a step; more of it may come."""
     scheduler = begun(2, num_ranking_groups=2)
@@ -265,17 +260,6 @@ def test_more_of_a_step_that_has_begun_is_submitted_at_once_and_of_one_that_wait
     assert placed(finish(scheduler, 50, 0, 5)) == {100: 0, 150: 0}
 
 
-def test_a_step_without_requests_is_passed_in_its_turn():
-    scheduler = StepOrder(GroupFifo(seed=0), "one_step_off")
-    scheduler.handle(WorkerJoined(0, 10**6, 100), 0.0)
-    assert placed(scheduler.handle(step(0, ()), 0.0)) == {0: 0}
-    assert scheduler.handle(Submitted((), 1), 0.0) == []
-    assert scheduler.handle(step(2, ()), 0.0) == []
-    assert finish(scheduler, 0, 0, 9) == [], "the third step waits for the first update"
-    assert placed(scheduler.handle(Trained(0), 0.0)) == {200: 0}
-    assert scheduler.num_unfinished == 1
-
-
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="expected a mode of sync, one_step_off"):
         StepOrder(GroupFifo(seed=0), "async")
@@ -298,12 +282,6 @@ def test_ranking_groups_are_of_equal_size_and_ascending():
     assert ranking_groups([1, 1, 1, 1, 1], 2) == [[0, 1, 2], [3, 4]]
 
 
-def test_workers_in_equal_parts():
-    assert evenly(3, 8) == [3, 3, 2]
-    with pytest.raises(ValueError, match="a worker for each of 4"):
-        evenly(4, 3)
-
-
 def test_long_groups_get_the_workers_that_make_times_grow_evenly():
     # t0 = 10. With 7 workers d = 2.5 is met: 10/1 <= 10, 25/2 <= 12.5, 60/4 <= 15; any less
     # takes a third worker for the second group
@@ -315,10 +293,6 @@ def test_long_groups_get_the_workers_that_make_times_grow_evenly():
 def test_a_step_is_not_planned_to_be_shorter_than_its_training():
     # 30 s are met by [1, 1, 2]; the two that are left over go to the longest
     assert plan_of([10, 25, 60], 6, train_s=30, precision_s=0.01) == [1, 2, 3]
-
-
-def test_workers_left_over_go_to_the_longest_groups():
-    assert plan_of([1, 1, 1], 5) == [1, 2, 2]
 
 
 def test_too_few_workers_are_an_error():
@@ -351,11 +325,6 @@ def test_equal_parts_stay_where_some_would_have_the_longest_in_both_orders():
     alone = lambda length, requests: length * (0.9 + 0.1 * requests)  # noqa: E731
     assert plan_of(lengths, 6, alone) == [1, 1, 4]
     assert two_tiers(lengths, one_each, 6, alone) == [2, 2, 2]
-
-
-def test_groups_of_more_requests_get_more_workers():
-    # 10 s to answer 4 requests of length 5 with two workers, as one has for 2 of them
-    assert allocate([5, 5], [2, 4], 3, shared_work, precision_s=0.01) == [1, 2]
 
 
 def test_tau_is_the_rounds_of_a_response_in_a_batch_of_the_workers_share():

@@ -251,11 +251,6 @@ def test_rates_by_hand():
     assert rate_of(3, 4, 2, 8) == pytest.approx(4 * HALF.tokens(8) / 6)
 
 
-def test_the_slower_of_drafting_and_verifying_is_the_round():
-    slow = rate(2, 4, 1, 2, lambda b: 2.0 * b, verify, HALF)
-    assert slow == pytest.approx(4 * HALF.tokens(2) / 16)
-
-
 def test_prices_in_a_batch_by_hand():
     """Four requests with windows of two: T = 1.75, a round takes max(2 · 0.5, 3) s, R = 7/3 a s."""
     found = batch_prices(4, 2, draft, verify, Acceptance(0.5, 1.0))
@@ -319,36 +314,6 @@ def test_the_best_of_all(workers, requests, p, hits, a, b, c, d, e, windows):
     given = workers, requests, draft, verify, acceptance
     got = plan_workers(*given, drafting_workers=numbers, windows=windows)
     assert got == best_of_all(*given, numbers, windows)
-
-
-def test_plain_decoding_wins_where_drafts_do_not_pay():
-    given = {"drafting_workers": range(3), "windows": range(1, 9)}
-    wrong = plan_workers(3, 12, draft, verify, Acceptance(0.0), **given)
-    assert wrong == WorkerPlan(0, 0, 12 / verify(4, 0))
-    dear = plan_workers(3, 12, lambda b: 100.0, verify, Acceptance(0.9), **given)
-    assert (dear.drafting_workers, dear.window) == (0, 0)
-    nothing = plan_workers(3, 12, draft, verify, HALF, drafting_workers=(), windows=(1,))
-    assert (nothing.drafting_workers, nothing.window) == (0, 0)
-
-
-def test_of_equal_plans_the_first():
-    seconds = (lambda b: 0.25), (lambda b, w: 1.0)
-    given = 4, 4, *seconds, Acceptance(1.0, 1.0)
-    got = plan_workers(*given, drafting_workers=(2, 1), windows=(3, 3))
-    assert got == WorkerPlan(2, 3, 16.0)
-    # without a draft a window brings what plain decoding does
-    none = 4, 4, *seconds, Acceptance(1.0, 0.0)
-    assert plan_workers(*none, drafting_workers=(1,), windows=(3,)) == WorkerPlan(0, 0, 4.0)
-
-
-def test_workers_draft_for_others_where_drafts_are_there_in_time():
-    """Verifying seconds hardly grow with the batch, drafting takes as long as a round."""
-    got = plan_workers(
-        *(4, 8, lambda b: 0.25, lambda b, w: 1 + 0.001 * b, Acceptance(0.9, 0.95)),
-        drafting_workers=range(4),
-        windows=iter(range(1, 9)),  # gone through once for every number of workers
-    )
-    assert (got.drafting_workers, got.window) == (1, 4)
 
 
 def test_a_planted_fault_is_found(monkeypatch):

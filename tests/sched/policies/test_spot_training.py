@@ -43,15 +43,6 @@ def test_none_trains_below_the_threshold():
     assert c.members == [2] and idle(c, 0) == [2, 0]
 
 
-def test_work_stops_a_member_at_once():
-    c = begun()
-    idle(c, 0, 1)
-    for _ in range(2):  # more work is no transition
-        c.work_arrived(1)
-        assert c.leads(1) is None and not c.is_idle(1) and c.members == [0]
-    assert idle(c, 1) == [0, 1]
-
-
 def test_a_session_whose_leader_leaves_is_taken_over_or_ends():
     c = begun()
     idle(c, 1, 2, 0)
@@ -62,39 +53,6 @@ def test_a_session_whose_leader_leaves_is_taken_over_or_ends():
     c.lost(1)
     c.work_arrived(0)
     assert c.members == [] and idle(c, 0) == [0]
-
-
-def test_all_stop_when_the_rollout_ends():
-    c = begun()
-    idle(c, 1, 2)
-    c.rollout_ended()
-    assert c.members == [] and not c.is_idle(1), "it winds down"
-    assert idle(c, 1, 2, 0) == []
-    c.data_ready(True)
-    c.work_arrived(0), c.work_arrived(1)
-    c.rollout_began()
-    assert c.members == [] and c.is_idle(2), "it may be about to get work"
-    assert idle(c, 1) == [2, 1]
-
-
-def test_none_trains_without_data():
-    c = begun(data=False)
-    assert idle(c, 0, 1) == []
-    c.data_ready(True)
-    assert c.members == [0, 1]
-    c.data_ready(False)
-    c.data_ready(True)
-    assert c.members == [], "they have not reported that they are idle"
-    assert idle(c, 1) == [1]
-
-
-def test_idle_and_busy_workers_may_be_lost():
-    c = begun(3, min_idle_workers=2)
-    c.idle(0)
-    c.lost(0), c.lost(1)
-    assert idle(c, 2) == []
-    c.joined(0)
-    assert not c.is_idle(0) and idle(c, 0) == [2, 0]
 
 
 @pytest.mark.parametrize(

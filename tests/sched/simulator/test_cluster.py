@@ -38,19 +38,6 @@ def test_rounds_of_a_second_each_by_hand():
     assert record.tokens_per_s == pytest.approx(21 / 12)
 
 
-def test_a_worker_that_has_nothing_left_is_idle():
-    requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100)]
-    record = simulate(fifo(), requests, {0: 9, 1: 4}, workers=2)
-    assert record.finish_s == pytest.approx({1: 5.0, 0: 10.0})
-    assert record.idle_fraction == pytest.approx(5 / 20)
-
-
-def test_the_tail_is_when_only_the_last_tenth_runs():
-    requests = [RequestSpec(i, i, 5, 1000) for i in range(20)]
-    record = simulate(fifo(), requests, {i: 10 * (i + 1) for i in range(20)})
-    assert record.tail_s == pytest.approx(20.0)  # from the 18th end to the 20th
-
-
 def test_chunks_move_to_where_room_is_and_come_from_the_pool():
     requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100), RequestSpec(2, 2, 5, 100)]
     record = simulate(fifo(chunk=6), requests, {0: 20, 1: 3, 2: 20}, workers=2, kv_tokens=30)

@@ -108,16 +108,6 @@ def test_the_bandit_explores_at_its_rate():
     assert mab.state()["draws"] == 4000
 
 
-def test_seeds():
-    def choices(seed):
-        mab = bandit([strategy(str(i), 8) for i in range(4)], seed, (1,), epsilon=0.5)
-        for arm in mab.candidates(4):
-            reward(mab, arm, 10, 4)
-        return [mab.select(4).name for _ in range(50)]
-
-    assert choices(1) == choices(1) and choices(1) != choices(2)
-
-
 def play(mab, rates, rounds, rng, batch_size=4):
     """`rounds` rounds; noise is log-normal. Gives the names chosen."""
     chosen = []
@@ -244,19 +234,6 @@ def test_configurations():
             Strategy("x", sources, 1, 1, verify)
     with pytest.raises(AssertionError, match="of at least 0, got 1, -1 and 0"):
         Strategy("x", (), 1, -1, 0)
-
-
-def test_impossible_rounds_are_not_recorded():
-    mab = bandit()
-    message = r"expected one of \['flat'\] for 20 requests, got 'deep'"
-    with pytest.raises(AssertionError, match=message):
-        mab.record(DEEP, 1.0, [0] * 20, 20)
-    for elapsed_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(AssertionError, match=f"elapsed_s above 0, got {elapsed_s}"):
-            mab.record(FLAT, elapsed_s, [0] * 20, 20)
-    with pytest.raises(AssertionError, match="at least 1 request, got 0"):
-        mab.select(0)
-    assert mab.best(20) is None
 
 
 def test_choices_are_counted_until_they_are_taken_and_rewards_are_of_all_ranges():

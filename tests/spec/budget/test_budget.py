@@ -8,7 +8,7 @@ from drafts_by_hand import drafts
 
 from spec.acceptance import Acceptance, round_acceptance
 from spec.budget.aimd import Aimd, next_windows
-from spec.budget.budget import FixedBudget, best, best_by_size
+from spec.budget.budget import FixedBudget, best_by_size
 from spec.budget.by_name import make_budget
 from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, Source, no_drafts
@@ -86,28 +86,6 @@ def test_off_and_fixed():
     assert choose(budget, live(2), chains([15, 1], 1.0), 4, [2, 4]) == 4
 
 
-def test_the_best_of_all_requests_are_taken():
-    """Three requests' drafts, the last one's worth half: each gives its first ones."""
-    found = chains([3, 4, 2], 0.9)
-    found.prob_AN[:3, :4] = [[0.9, 0.8, 0.7, 0], [0.8, 0.4, 0.2, 0.1], [0.9, 0.8, 0, 0]]
-    scale_A = np.array([1.0, 1.0, 0.5])
-    # p / (1 + w): .9, .8 / 1.9 = .42, .7 / 2.7 = .26 | .8, .22, .09, .04 | .45, .28
-    wanted = [(4, [0, 0, 0]), (6, [1, 1, 0]), (8, [2, 1, 1]), (10, [3, 1, 2]), (99, [3, 4, 2])]
-    for num_nodes, want in wanted:
-        assert best(found, scale_A, 4, num_nodes).tolist() == want
-    taken_SA, accepted_S = best_by_size(found, scale_A, 4, [n for n, _ in wanted])
-    assert taken_SA.tolist() == [want for _, want in wanted]
-    assert accepted_S[[0, 1, 4]] == pytest.approx([0, 1.7, 2.4 + 1.5 + 0.85])
-
-
-def test_no_tree_is_more_than_twice_as_wide_as_all_are_on_average():
-    """Attention pads all slots to the widest: eight nodes for four slots are trees of four."""
-    found = chains([15, 1], 1.0)
-    assert best(found, np.ones(2), 4, 8).tolist() == [3, 1]
-    assert best(found, np.ones(2), 4, 16).tolist() == [7, 1]
-    assert best_by_size(found, np.ones(2), 4, [8])[1].tolist() == [4]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_are_those_of_a_sort_of_all(seed):
     """Few different probabilities, so that there are ties; trees and sizes at random."""
@@ -130,13 +108,6 @@ def test_the_best_are_those_of_a_sort_of_all(seed):
         chosen = sorted(every)[: size - slots]
         assert taken_A.tolist() == [sum(a == b for _, b, _ in chosen) for a in range(num)]
         assert accepted == pytest.approx(sum(scaled_AN[a, n] for _, a, n in chosen))
-
-
-def test_a_childs_equal_probability_never_takes_it_before_its_parent():
-    found = chains([3, 3], 1.0)
-    for most in range(7):
-        taken = best(found, np.ones(2), 8, 8 + most)
-        assert taken.sum() <= most and (taken <= 3).all()
 
 
 def test_aimd_follows_each_request():
@@ -185,11 +156,6 @@ def test_aimd_closes_where_the_table_says_that_drafts_cost_more_than_they_bring(
         budget.observe(live(4), drafts, Acceptance(False, drawn, drawn))
     assert choose(budget, live(4), drafts, 4) == 4
     assert budget.limits(live(4), 4).tolist() == [2] * 4, "windows are of verified drafts"
-
-
-def test_goodput_takes_all_where_nodes_are_free():
-    assert choose(Goodput(FREE), live(4), chains([15] * 4, 0.9), 4) == 16
-    assert choose(Goodput(FREE), live(4), chains([3] * 4, 0.9), 4) == 4
 
 
 def test_goodput_weighs_nodes_by_their_price():
@@ -263,11 +229,6 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
 def test_goodput_needs_a_measured_plain_round():
     with pytest.raises(KeyError, match="64 slots and 32 positions: measure"):
         Goodput(FREE).choose(live(1), chains([1], 0.9), SIZES, 64, 32)
-
-
-def test_round_times_keep_their_rows():
-    times = RoundTimes.from_rows(DEAR.rows())
-    assert times(4, 8, 64) == DEAR(4, 8, 64) and times(4, 8, 65) is None
 
 
 def test_names():

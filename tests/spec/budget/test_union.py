@@ -18,20 +18,6 @@ def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
     return {p: float(tree.prob_AN[a, i]) for i, p in enumerate(found)}
 
 
-def test_by_hand():
-    one = drafts([(-1, 5, 0.5), (0, 6, 0.25)], [], source=1)
-    two = drafts([(-1, 7, 0.75), (-1, 5, 0.25), (1, 8, 0.125)], [(-1, 3, 0.5)], source=2)
-    got = merge([one, two], np.array([6, 6]))
-    assert got.tokens_AN[0, :4].tolist() == [7, 5, 6, 8]
-    assert got.parents_AN[0, :4].tolist() == [-1, -1, 1, 1]
-    assert got.prob_AN[0, :4].tolist() == [0.75, 0.5, 0.25, 0.125]
-    assert got.sources_AN[0, :4].tolist() == [2, 1, 1, 2]
-    assert got.count_A.tolist() == [4, 1]
-    assert paths(got, 1) == {(3,): 0.5}
-    cut = merge([one, two], np.array([2, 0]))
-    assert paths(cut, 0) == {(7,): 0.75, (5,): 0.5} and cut.count_A.tolist() == [2, 0]
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_against_a_dictionary(seed):
     rng = np.random.default_rng(seed)

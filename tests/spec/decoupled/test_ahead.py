@@ -21,7 +21,7 @@ COUPLED = DraftPlan(3, decoupled=False)
 
 
 def told(ahead, *commits, closed=()):
-    ahead.hear(commits, closed)
+    ahead.update(commits, closed)
     return ahead
 
 
@@ -140,7 +140,7 @@ def test_limits_hold_whatever_is_accepted(accepted, window, decoupled):
 
 
 def enumerating(drafter=None, fan_out=2):
-    return Enumerating(drafter or CountsOn(), 4, 60, most_window=3, fan_out=fan_out)
+    return Enumerating(drafter or CountsOn(), 4, 60, max_window=3, fan_out=fan_out)
 
 
 def paths(tokens, parents):

@@ -19,7 +19,7 @@ class FakeLink:
         self.generation, self.told, self.closed, self.waits = 0, [], [], []
         self.sent, self.sent_while_waiting, self.calls = [], [], 0
 
-    def tell(self, commits, closed):
+    def send(self, commits, closed):
         self.calls += 1
         self.told += commits
         self.closed += closed

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spec.draft_cache.rows import NOBODY, CachedRows
+from spec.draft_cache.rows import CachedRows
 from spec.drafter import LiveSlots
 
 
@@ -99,24 +99,3 @@ def test_rows_of_requests_that_are_away_are_taken_last():
     assert held.has(live({1: [1], 2: [4], 8: [4]})).tolist() == [True, False, True]
     with pytest.raises(AssertionError, match="as many rows as requests"):
         held.follow(live({9: [1], 8: [1], 7: [1], 6: [1]}))
-
-
-def test_fewer_rows_are_those_of_live_requests_and_the_best_known():
-    held = CachedRows(4, 16)
-    texts = {1: [1] * 3, 2: [2] * 5, 3: [3] * 4, 4: [4] * 6}
-    rows_A = drafted(held, texts, [5], [5], [5], [5])
-    held.ended(live({4: texts[4]}))
-    new, row_B = held.resized(3, 32, live({1: texts[1]}))
-    assert row_B.tolist() == rows_A[[0, 1, 2]].tolist()  # 4 is known further, and nobody's
-    assert new.owner_B.tolist() == [1, 2, 3] and new.known_B.tolist() == [3, 5, 4]
-    assert new.tokens_BS[1].tolist() == [2] * 5 + [5] + [0] * 26
-    back_A, acceptance_A2 = new.follow(live({3: [3, 3, 3, 3, 5, 1], 2: [2] * 6}))
-    assert back_A.tolist() == [2, 1] and acceptance_A2.tolist() == [[1, 1], [0, 1]]
-
-
-def test_more_rows_know_nothing():
-    held = CachedRows(1, 16)
-    drafted(held, {1: [1, 2]}, [5])
-    new, row_B = held.resized(2, 16, live({1: [1, 2]}))
-    assert row_B.tolist() == [0, 0] and new.known_B.tolist() == [2, 0]
-    assert new.owner_B.tolist() == [1, NOBODY]

@@ -14,7 +14,6 @@ from eagle_folders import (
     DRAFTERS,
     IDS,
     POLICY,
-    D,
     V,
     assert_same,
     drafter_of,
@@ -29,10 +28,8 @@ from eagle_folders import (
 from safetensors.numpy import load_file
 
 from models import hf, hf_files, transformer
-from models.config import Llama3RopeScaling
 from models.folder import Folder
 from spec.eagle import files as eagle_files
-from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
 from spec.eagle.model import EagleWeights
 
@@ -57,27 +54,6 @@ def test_saving_and_loading_again_is_bitwise_equal(name, with_policy, dtype, tmp
         assert_same(eagle_files.load(tmp_path / "out", POLICY, at_hand), drafter)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]  # no temporary folder left
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == dtype
-
-
-def test_a_layer_of_other_proportions_comes_back(tmp_path):
-    drafter = drafter_of("eagle3")
-    layer = dataclasses.replace(
-        drafter.config.layer,
-        num_heads=6,
-        num_kv_heads=3,
-        head_dim=4,
-        d_ff=10,
-        rope_theta=123.5,
-        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 16),
-        norm_eps=3e-7,
-        max_positions=99,
-        bos_token_id=None,
-        eos_token_ids=(7,),
-        pad_token_id=None,
-    )
-    drafter = drafter_of("eagle3", layer=layer)
-    eagle_files.save(tmp_path / "out", drafter, POLICY, None)
-    assert_same(eagle_files.load(tmp_path / "out", POLICY), drafter)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -329,18 +305,3 @@ def test_parts_that_do_not_fit_are_not_saved(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         eagle_files.save(tmp_path / "out", drafter, tied, None)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_policy_must_have_the_drafters_vocabulary(tmp_path):
-    other = dataclasses.replace(policy_params(), embedding_VD=jnp.zeros((V + 1, D)))
-    with pytest.raises(ValueError, match=r"embed_tokens.weight has shape \[21, 8\]"):
-        eagle_files.save(tmp_path / "out", drafter_of(), POLICY, other)
-
-
-def test_draft_ids_and_offsets_are_inverse():
-    rng = np.random.default_rng(0)
-    for size in (1, 7, 50):
-        ids_U = np.sort(rng.choice(50, size, replace=False)).astype(np.int32)
-        offsets_U, members_V = eagle_layout.map_of(ids_U, 50)
-        np.testing.assert_array_equal(eagle_layout.ids_of(offsets_U, 50, ""), ids_U, strict=True)
-        np.testing.assert_array_equal(np.flatnonzero(members_V), ids_U)

@@ -45,35 +45,6 @@ def test_by_hand():
     assert [b.tokens_BT[:, 0].tolist() for b in padded] == [[1000, 3000], [2000, 0]]
 
 
-def test_windows_of_a_long_sequence_by_hand():
-    [batch] = pad([sequence(1, 9, 4)], 4, 5)
-    # 0 … 4 predicts 1004, 3 … 7 predicts 1005 … 1007, 6 … 8 predicts 1008
-    assert batch.tokens_BT.tolist() == [
-        [1000, 1001, 1002, 1003, 1004],
-        [1003, 1004, 1005, 1006, 1007],
-        [1006, 1007, 1008, 0, 0],
-        [0] * 5,
-    ]
-    assert batch.counts_BT.astype(int).tolist() == [
-        [0, 0, 1, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 0, 0, 0],
-        [0] * 5,
-    ]
-    assert batch.positions_BT.tolist() == [
-        [0, 1, 2, 3, 4],
-        [3, 4, 5, 6, 7],
-        [6, 7, 8, 0, 0],
-        [0] * 5,
-    ]
-    assert batch.hidden_BTW[:, :, 0].tolist() == [
-        [1000, 1001, 1002, 1003, 0],
-        [1003, 1004, 1005, 1006, 0],
-        [1006, 1007, 0, 0, 0],
-        [0] * 5,
-    ]
-
-
 def test_sequences_without_entries_that_count_take_no_room():
     """A prompt alone, two tokens, one token; and the windows of a prompt."""
     assert pack([sequence(1, 6, 6), sequence(2, 2, 1), sequence(3, 1, 1)], 2, 8) == []
@@ -123,18 +94,6 @@ def test_every_response_token_counts_exactly_once(drawn, num_rows, row_tokens, f
     times = check(sequences, function(sequences, num_rows, row_tokens), num_rows, row_tokens)
     should = {(n, i) for n, (length, p) in enumerate(drawn, 1) for i in range(max(p, 2), length)}
     assert set(times) == should and set(times.values()) <= {1}
-
-
-@settings(deadline=None)
-@given(many, st.integers(1, 4), st.integers(3, 45))
-def test_rows_are_few(drawn, num_rows, row_tokens):
-    """First-fit: no two rows but one are half empty; and never more than one a sequence."""
-    sequences = [sequence(n, length, prompt) for n, (length, prompt) in enumerate(drawn, 1)]
-    packed = pack(sequences, num_rows, row_tokens)
-    used = np.concatenate([[0], *((b.sequence_BT > 0).sum(axis=1) for b in packed)])
-    assert ((0 < used) & (2 * used <= row_tokens)).sum() <= 1
-    assert len(packed) <= len(pad(sequences, num_rows, row_tokens))
-    assert len(packed) == -(-(used > 0).sum() // num_rows), "no batch more than needed"
 
 
 def test_the_check_finds_faults():

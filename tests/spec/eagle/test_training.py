@@ -14,13 +14,12 @@ from drafters_by_hand import as_float64, drafter, hidden_states, packed, written
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import products
-from models.config import MeshConfig, ModelConfig
+from models.config import MeshConfig
 from models.layout import RULES
 from models.sharding import make_mesh, param_shardings
 from spec.eagle import model as eagle
 from spec.eagle import training as training_module
 from spec.eagle.config import VARIANTS, DrafterTrainingConfig
-from spec.eagle.model import SharedParams
 from spec.eagle.packing import pack
 from spec.eagle.training import apply, gradients, state_of
 
@@ -56,81 +55,7 @@ def some_batch(config, prompt_tokens=1):
     return packed([[first, second], [third], [fourth], []], 16)
 
 
-LOSS = jax.jit(training_module.loss, static_argnums=(0, 1))
-
-
 # by hand
-
-
-def pass_through(design, **more):
-    """A drafter of width 2 whose layer adds nothing: an output is the feature that was read.
-
-    With `eagle3` of one layer's states fc keeps them, and the norm of (±1, ±1) is itself.
-    """
-    policy = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=1e-12)
-    config = eagle.config_for(policy, design)
-    params = eagle.init(config, jax.random.key(0))
-    still = {"output_DQ": jnp.zeros((2, 2)), "down_DF": jnp.zeros((2, 2))}
-    keep = jnp.concatenate([jnp.zeros((2, 2)), jnp.eye(2)], axis=1)
-    keep = keep if design == "eagle" else jnp.eye(2)
-    layer = dataclasses.replace(params.layer, **still)
-    params = dataclasses.replace(params, fc_DE=keep, layer=layer)
-    return config, params, SharedParams(jnp.ones((2, 2)), jnp.diag(jnp.array([math.log(3), 0.0])))
-
-
-# The head makes (1, ·) the distribution (3/4, 1/4) and (−1, ·) (1/4, 3/4).
-NEAR, FAR = np.array([1.0, -1.0]), np.array([-1.0, -1.0])
-SAME = -3 / 4 * math.log(3 / 4) - 1 / 4 * math.log(1 / 4)
-OTHER = -3 / 4 * math.log(1 / 4) - 1 / 4 * math.log(3 / 4)
-# Between NEAR and FAR one of two dimensions is 2 apart
-APART = (2 - 0.5) / 2
-
-
-def by_hand(variant, **settings):
-    """States f_0 … f_3 = NEAR, FAR, FAR, NEAR of tokens 0, 0, 1, 1, 0.
-
-    Entries 0 … 2 count. At step j entry t's output is f_{t−j}, its target f_{t+1}: step 0 has
-    other, same, other; step 1, from entry 1, other, other; step 2, entry 2 alone, same.
-    """
-    training = DrafterTrainingConfig(variant, **settings)
-    config, params, frozen = pass_through(training.design)
-    s = hidden_states(config, 5)
-    states = np.stack([NEAR, FAR, FAR, NEAR])
-    repeats = config.hidden_width // 2
-    s = dataclasses.replace(
-        s,
-        tokens_T=np.array([0, 0, 1, 1, 0], np.int32),
-        hidden_TW=np.tile(states, repeats).astype(np.float32),
-    )
-    _, metrics = LOSS(config, training, params, frozen, packed([[s]], 5), ONE)
-    return {name: float(x) for name, x in metrics.items()}
-
-
-def test_eagle_by_hand():
-    got = by_hand("eagle")
-    assert got["feature_loss"] == pytest.approx(2 / 3 * APART)
-    assert got["token_loss"] == pytest.approx((2 * OTHER + SAME) / 3)
-    assert got["loss"] == pytest.approx(2 / 3 * APART + 0.1 * (2 * OTHER + SAME) / 3)
-    assert got["num_entries"] == 3
-    # draft tokens are 0, 1, 1, the tokens 1, 1, 0
-    assert got["accuracy_top1"] == pytest.approx(1 / 3) and got["accuracy_top3"] == 1
-    assert got["agreement"] == pytest.approx((1 + 2 * 1 / 2) / 3)
-
-
-def test_hass_by_hand():
-    got = by_hand("hass")
-    assert got["feature_loss"] == pytest.approx((2 / 3 + 1 + 0) * APART)
-    token_loss = (2 * OTHER + SAME) / 3 + OTHER + SAME
-    assert got["token_loss"] == pytest.approx(token_loss)
-    assert got["loss"] == pytest.approx(5 / 3 * APART + 0.1 * token_loss)
-
-
-def test_eagle3_by_hand():
-    """The last four of its seven steps have no entry in five tokens."""
-    got = by_hand("eagle3")
-    wanted = (2 * OTHER + SAME) / 3 + 0.8 * OTHER + 0.64 * SAME
-    assert got["loss"] == pytest.approx(wanted)
-    assert got["token_loss"] == pytest.approx(wanted) and got["feature_loss"] == 0
 
 
 # against drafting, in float64
@@ -304,17 +229,6 @@ def test_a_step_that_is_not_finite_is_skipped(bad):
     assert bits(state) == before
     state, metrics = step(state, frozen, batch, ONE, **settings)
     assert metrics["skipped"] == 0 and bits(state) != before and int(state.step) == 2
-
-
-def test_apply_skips_a_gradient_with_one_nan():
-    training = DrafterTrainingConfig()
-    _, params, _ = drafter("eagle")
-    grads = jax.tree.map(jnp.ones_like, params)
-    grads = dataclasses.replace(grads, fc_DE=grads.fc_DE.at[3, 2].set(jnp.nan))
-    state = state_of(training, params)
-    before = bits(state)
-    state, skipped = apply(state, grads, training=training)
-    assert int(skipped) == 1 and bits(state) == before
 
 
 def test_equal_shapes_compile_once():

@@ -140,7 +140,6 @@ def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, tempera
     ("design", "ids", "K", "depth", "M"),
     [
         ("eagle", None, 3, 3, 12),
-        ("eagle3", None, 3, 3, 12),
         ("eagle3", IDS, 3, 3, 12),
         ("eagle", IDS, 1, 4, 4),
         ("eagle", None, 2, 1, 5),
@@ -173,8 +172,7 @@ def test_the_written_out_search_notices_a_wrong_pairing() -> None:
     assert [w[:2] for w in right] != [w[:2] for w in wrong]
 
 
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
-@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize(("scheme", "ids"), [("cdf", IDS), ("gumbel", None)])
 def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
     config, params, frozen, hidden, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))

@@ -43,13 +43,6 @@ def test_a_server_keeps_texts_and_hands_out_what_is_new():
         server.update(pieces((7, 1, 5, [1])))
 
 
-def test_tokens_that_came_one_by_one_are_fetched_as_one_piece():
-    server, text = DraftServer(), list(range(1000))
-    for i, token in enumerate(text):
-        server.update(pieces((0, 9, i, [token])))
-    assert told(server.fetch({0: {9: 10}})[0]) == [(0, 9, 10, text[10:])]
-
-
 def test_a_server_forgets_a_group_once_all_of_its_requests_have_ended():
     server = DraftServer(group_size=2)
     server.update(pieces((7, 1, 0, [5, 6]), (7, 2, 0, [5]), (8, 3, 0, [9])))
@@ -178,12 +171,6 @@ def test_a_request_that_comes_back_is_not_counted_twice():
     assert drafter._client.seen == {0: {0: 6}} and drafter._client._forest.num_tokens == 6
 
 
-def test_the_more_frequent_branch_comes_first():
-    drafter = GroupDrafter(CHAIN, update_tokens=1)
-    heard(drafter, live_texts([50, 51, 1, 7], [50, 51, 1, 8], [50, 51, 1, 8]))
-    assert drafts(drafter, live_texts([50, 51, 1], first_id=9))[0][0] == 8
-
-
 def test_own_text_repeats_itself():
     rule = ProposalRule(longest=4, shortest=2)
     drafter = NgramDrafter(rule)
@@ -195,13 +182,3 @@ def test_own_text_repeats_itself():
     drafter.finished(live_texts([1, 2, 3, 4, 1, 2, 3]))
     # the id may be another request's in a later phase
     assert drafts(drafter, live_texts([9, 9, 8, 8]), most=2) == [[]]
-
-
-def test_more_requests_than_followers_at_first():
-    drafter = GroupDrafter(CHAIN, update_tokens=1)
-    rows = [[50, 51, i, i + 1, i + 2] for i in range(200)]
-    heard(drafter, live_texts(*rows))
-    short = live_texts(*[row[:3] for row in rows], first_id=1000)
-    assert drafts(drafter, short, most=1) == [[i + 1] for i in range(200)]
-    drafter.finished(short)
-    assert drafts(drafter, live_texts([50, 51, 7], first_id=5000), most=1) == [[8]]

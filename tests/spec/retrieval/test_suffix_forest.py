@@ -1,13 +1,12 @@
 """The suffix forest by hand: counts, matches, draft tokens, growth, errors."""
 
 import collections
-import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from suffix_contexts import count, follower_of, weight
+from suffix_contexts import count, follower_of
 
 from spec.drafter import PADDING, no_drafts
 from spec.retrieval import suffix_kernels as kernels
@@ -35,70 +34,6 @@ def proposed(forest, tree, context, rule, max_nodes=8):
     return list(zip(*(c.tolist() for c in columns), strict=True)), followers.matched_F[0]
 
 
-def test_counts_and_weights():
-    forest, tree, sequences = grown([1, 2, 3, 1, 2], [2, 3], weights=[0.5, 4.0])
-    assert [count(forest, tree, c) for c in ([], [1], [2], [1, 2], [2, 3], [3, 2])] == [
-        *(7, 2, 3, 2, 2, 0)
-    ]
-    assert weight(forest, tree, [2, 3]) == 4.5
-    assert weight(forest, tree, [1, 2]) == 1.0
-    assert weight(forest, tree, []) == 5 * 0.5 + 2 * 4.0
-    forest.append(sequences[1], [1])
-    assert count(forest, tree, [2, 3, 1]) == 2
-    assert forest.num_tokens == 8
-
-
-def test_matches_never_cross_a_border():
-    forest, tree, (first, _) = grown([1, 2], [3, 4])
-    assert count(forest, tree, [2, 3]) == 0
-    assert proposed(forest, tree, [1, 2], ProposalRule())[0] == []
-    forest.append(first, [5])  # the first goes on after the second has begun
-    assert count(forest, tree, [2, 5]) == 1
-    assert count(forest, tree, [4, 5]) == 0
-    other = forest.plant()
-    forest.add(other, [2, 3])
-    assert count(forest, tree, [2, 3]) == 0
-    assert follower_of(forest, tree, [2, 3]).matched_F[0] == 1
-
-
-def test_longest_match_and_chain():
-    forest, tree, _ = grown([9, 1, 2, 3, 4, 5], [8, 2, 3, 7])
-    chain, matched = proposed(forest, tree, [0, 1, 2, 3], ProposalRule(), 2)
-    assert matched == 3
-    assert chain == [(4, -1, 1.0), (5, 0, 1.0)]
-    # Of the last two tokens alone, the smaller of two equals goes on.
-    chain, _ = proposed(forest, tree, [0, 1, 2, 3], ProposalRule(longest=2), 2)
-    assert chain == [(4, -1, 0.5), (5, 0, 0.5)]
-    assert proposed(forest, tree, [0, 1, 2, 3], ProposalRule(7, 4))[0] == []
-
-
-def test_weights_choose_where_counts_would_not():
-    texts = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5]]
-    forest, tree, _ = grown(*texts, weights=[0.25, 0.25, 1.0])
-    histospec = ProposalRule(7, 3, 1, "weight")
-    assert proposed(forest, tree, [1, 2, 3], histospec)[0] == [(5, -1, float(np.float32(1 / 3)))]
-    by_count = ProposalRule(7, 3, 1, "count", prior=1.0)
-    assert proposed(forest, tree, [1, 2, 3], by_count)[0] == [(4, -1, 0.5)]
-    assert proposed(forest, tree, [2, 3], histospec)[0] == []
-
-
-def test_equal_weights_are_ranked_by_count_then_by_token():
-    texts = [[1, 6], [1, 6], [1, 5], [1, 4]]
-    forest, tree, _ = grown(*texts, weights=[0.5, 0.5, 1.0, 1.0])
-    rule = ProposalRule(7, 1, 2, "weight")
-    assert [t for t, _, _ in proposed(forest, tree, [1], rule)[0]] == [6, 4]
-
-
-def test_all_children_of_the_best_weights_are_candidates():
-    """Two draft tokens of three by probability, although the likelier ones have the smaller
-    weights.
-    """
-    texts = [[1, 2]] * 3 + [[1, 3]] * 2 + [[1, 4]]
-    forest, tree, _ = grown(*texts, weights=[-1.0] * 5 + [1.0])
-    drafts, _ = proposed(forest, tree, [1], ProposalRule(7, 1, 3, "weight"), 2)
-    assert [t for t, _, _ in drafts] == [2, 3]
-
-
 def test_a_best_first_tree():
     #  1 → 2 (3 of 4) → 3 (2 of 3), 4 (1 of 3);  1 → 5 (1 of 4) → 6
     texts = [[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6]]
@@ -109,78 +44,6 @@ def test_a_best_first_tree():
     assert sorted(got) == sorted([want[0], want[1], want[2], (5, -1, 0.25), (6, 2, 0.25)])
     assert proposed(forest, tree, [1], ProposalRule(7, 1, 2), 3)[0] == got[:3]
     assert len(proposed(forest, tree, [1], ProposalRule(7, 1, 2, min_prob=0.5))[0]) == 2
-
-
-def test_a_text_that_ends_in_the_context_falls_back_to_what_goes_on():
-    """A live request's own last tokens match the longest, but nothing follows them."""
-    forest, tree, _ = grown([7, 1, 2, 5], [1, 2, 3, 0, 1, 2])
-    chain, matched = proposed(forest, tree, [1, 2, 3, 0, 1, 2], ProposalRule(), 1)
-    assert matched == 6
-    assert chain == [(3, -1, float(np.float32(1 / 3)))]
-
-
-def test_contexts_are_cut_to_max_context():
-    """Beyond it the first tokens are forgotten: here, what came before the two ones."""
-    forest, tree, _ = grown([5, 1, 1, 2], [6, 1, 1, 3], [7, 1, 1, 3], max_context=2)
-    assert count(forest, tree, [1, 1]) == 3
-    chain, matched = proposed(forest, tree, [5, 1], ProposalRule(longest=2), 2)
-    assert matched == 2
-    assert [(t, p) for t, p, _ in chain] == [(1, -1), (3, 0)]
-
-
-def test_a_draft_goes_down_one_branch():
-    """Draft tokens are chosen by the match and all draft tokens above them, whatever `longest`
-    cuts off.
-    """
-    texts = [1, 2, 5, 6, 7, 8], [3, 4, 5, 6, 7, 9], [3, 4, 5, 6, 7, 9]
-    forest, tree, _ = grown(*texts, max_context=6)
-    rule = ProposalRule(longest=2, shortest=2)
-    assert rule.context_tokens == 34
-    assert [t for t, _, _ in proposed(forest, tree, [1, 2], rule, 6)[0]] == [5, 6, 7, 8]
-    # two tokens know nothing of where the draft began, three forget it after the first draft token
-    for path_tokens in (0, 1):
-        short = dataclasses.replace(rule, path_tokens=path_tokens)
-        assert [t for t, _, _ in proposed(forest, tree, [1, 2], short, 6)[0]] == [5, 6, 7, 9]
-
-
-def test_followers_may_match_less_than_the_forest_counts():
-    forest, tree, _ = grown([1, 2, 3, 4, 5], [9, 3, 4, 6])
-    followers, tokens_BL = Followers.of([tree]), np.array([[1, 2, 3, 4]], np.int32)
-    for length in (2, 4):
-        forest.follow(followers, tokens_BL, [0], [length], longest=2)
-        assert followers.matched_F[0] == 2
-    forest.add(tree, [9, 3, 4, 6])
-    forest.follow(followers, tokens_BL, [0], [4], longest=2)
-    forest.propose(followers, ProposalRule(2), [1], out := no_drafts(1, 1))
-    assert (followers.matched_F[0], out.tokens_AN[0, 0]) == (2, 6)
-
-
-def test_growth_reaches_followers_that_wait():
-    forest, tree, (first,) = grown([1, 2])
-    followers, tokens_BL = follower_of(forest, tree, [3, 1, 2]), np.array([[3, 1, 2, 4]], np.int32)
-    assert followers.matched_F[0] == 2
-    forest.append(first, [3, 1])
-    forest.follow(followers, tokens_BL, [0], [3])
-    assert followers.matched_F[0] == 2
-    forest.append(first, [2])
-    forest.follow(followers, tokens_BL, [0], [3])
-    assert followers.matched_F[0] == 3
-    forest.append(first, [4])
-    forest.follow(followers, tokens_BL, [0], [4])
-    assert followers.matched_F[0] == 4
-
-
-def test_proposing_after_growth_uses_the_counts_of_now():
-    """Between following and proposing the match's state was split; its context was not lost."""
-    forest, tree, _ = grown([5, 1, 2, 3], [9])
-    followers, out = follower_of(forest, tree, [1, 2]), no_drafts(1, 1)
-    forest.add(tree, [6, 1, 2, 4])
-    forest.add(tree, [6, 1, 2, 4])
-    forest.propose(followers, ProposalRule(), [1], out)
-    assert (out.tokens_AN[0, 0], out.prob_AN[0, 0]) == (4, np.float32(2 / 3))
-    followers.restart(0, tree)
-    forest.propose(followers, ProposalRule(), [1], out)
-    assert out.count_A[0] == 0  # it has to follow first
 
 
 def test_freed_memory_serves_again_and_old_ids_are_void():
@@ -222,27 +85,6 @@ def test_wide_branching_and_the_largest_token():
     forest.uproot(other)
     assert all(count(forest, tree, [7, t]) == 1 for t in tokens)
     assert not any(count(forest, tree, [6, t]) for t in tokens)
-
-
-def test_equal_calls_give_equal_arrays():
-    def run():
-        rng = np.random.default_rng(5)
-        forest = SuffixForest(8)
-        tree = forest.plant()
-        sequences = [forest.add(tree) for _ in range(4)]
-        for _ in range(30):
-            offsets = np.arange(5) * 5
-            forest.append_batch(sequences, rng.integers(0, 6, 20), offsets)
-        out, tokens_BL = no_drafts(8, 12), rng.integers(0, 6, (8, 20)).astype(np.int32)
-        followers = Followers.of([tree] * 8)
-        forest.follow(followers, tokens_BL, np.arange(8), [20] * 8)
-        forest.propose(followers, ProposalRule(8, 1, 3, prior=0.5), [12] * 8, out)
-        return out
-
-    one, other = run(), run()
-    assert one.count_A.min() > 0
-    for one_X, other_X in zip(one, other, strict=True):
-        np.testing.assert_array_equal(one_X, other_X)
 
 
 def test_threads_take_turns():

@@ -1,0 +1,60 @@
+"""Random rollouts with few pages, and hostile inputs; tests run a part of the cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+
+KINDS = (("pages", 1), ("pages", 2), ("pages", 4), ("rows", 1))  # cache, and parts of the devices
+SHARES = (7, 6, 5, 2)  # of the rollouts, of each kind
+MAX_NAMED = 20  # failures
+CASES = {"configs": 400, "policies": 300, "drafters": 300, "answers": 1500}
+
+
+def pages(_: Path, count: int = 20_000) -> dict[str, Any]:
+    """Play rollouts on a device that computes hashes; return how many fail.
+
+    The engine's host side (admission, pages, preemption, chunks, moves with keys and values, draft
+    trees) runs unchanged. Every entry of the cache is a hash of its whole context, so that a wrong
+    page, row, order or write breaks a chain (`tests/support/symbolic_device.py`). Sizes, requests
+    and drafts follow from a seed. A failure is a wrong token or log-probability, an assertion, or
+    no end.
+    """
+    from tests.support import random_rollouts
+
+    found: dict[str, Any] = {"rollouts": 0, "failures": 0, "failed": [], "by_parts": {}}
+    totals = dict.fromkeys(random_rollouts.Counts._fields, 0)
+    for (cache, ways), share in zip(KINDS, SHARES, strict=True):
+        rollouts, failures = -(-count * share // sum(SHARES)), 0
+        for seed in range(rollouts):
+            try:
+                counts = random_rollouts.run(seed, cache, ways)
+            except Exception as error:  # each of them is a failure
+                failures += 1
+                why = f"{type(error).__name__}: {error}"[:300]
+                found["failed"].append({"seed": seed, "cache": cache, "parts": ways, "why": why})
+            else:
+                totals = {name: totals[name] + getattr(counts, name) for name in totals}
+        found["by_parts"][f"{cache} {ways}"] = {"rollouts": rollouts, "failures": failures}
+        found["rollouts"] += rollouts
+        found["failures"] += failures
+    return found | {"failed": found["failed"][:MAX_NAMED]} | totals
+
+
+def hostile(folder: Path, count: int | None = None) -> dict[str, Any]:
+    """Return a row for each class: outside writes, executions, hangs and tracebacks of its cases.
+
+    Classes are configurations, folders of policies and of drafters, and answers for every reward
+    function. Cases of run folders are tests (`tests/hostile/test_run_folder.py`).
+    """
+    from tests.hostile import answers, corpus, watch
+
+    rows, tiny = list[dict[str, Any]](), corpus.make_inputs(folder)
+    for kind in corpus.CLASSES:
+        found = watch.count(corpus.cases(kind, tiny, count or CASES[kind], 0))
+        for line in found.seen:
+            environment.progress(line.encode("ascii", "backslashreplace").decode())
+        rows.append({"class": kind, **found.row})
+    return {"rows": [*rows, {"class": "answers", **answers.run(count or CASES["answers"])}]}

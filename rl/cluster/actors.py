@@ -1,0 +1,275 @@
+"""Actors of a run: an object of ours in another program, which starts again when it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from rl.cluster.join import mismatch, program_identity
+from rl.runtime.waits import ProgramLost
+
+MAX_STARTS = 3  # of an actor in a row that does no work
+CONCURRENCY = 8  # methods that an actor runs at once
+WATCH_S = 0.2  # between two looks at deadlines
+BEATS = 4  # heartbeats in the time that one may take
+
+
+class ActorDied(RuntimeError):
+    """The program of an actor has ended, cannot be reached, or says that it is of no use."""
+
+
+class Host:
+    """The program of an actor: makes an object of ours, and calls its methods."""
+
+    def __init__(self, cpu_only: bool) -> None:
+        from rl.runtime import host_memory
+
+        host_memory.bound_arenas()  # before any thread of a device
+        if cpu_only:  # devices of this host belong to other actors
+            os.environ["JAX_PLATFORMS"] = "cpu"
+
+    def identity(self, files: Mapping[str, str]) -> tuple[dict[str, str], str, int]:
+        """Return the identity of this program, its host and its process."""
+        return program_identity(files), socket.gethostname(), os.getpid()
+
+    def ping(self) -> None:
+        """A heartbeat, which has a separate thread."""
+
+    def make(self, target: str, *args: Any) -> None:
+        """Make the object: `target` is "module:Class"."""
+        module, _, name = target.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._object, method)(*args)
+
+
+class Handle(Protocol):
+    """Calls members of a `Host` in another program."""
+
+    def submit(self, member: str, *args: Any) -> Future[Any]:
+        """Return the result to come: it raises the method's error, or ActorDied."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class Starts(Protocol):
+    """Starts programs with a `Host` (`rl.cluster.ray_session.Room`)."""
+
+    def start(self, index: int, concurrency: int, name: str) -> Handle: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorSettings:
+    """Settings of all actors of a run.
+
+    Contents of `files` (paths by name) must be the same on hosts that have them. `deadline_s` is
+    the time of a call and of a heartbeat, `start_s` of each step of a start; `say` prints a line.
+    """
+
+    files: Mapping[str, str]
+    deadline_s: float
+    start_s: float
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    member: str  # of the host
+    args: tuple[Any, ...]
+    limit_s: float
+    is_work: bool
+    future: Future[Any] = dataclasses.field(default_factory=Future)
+    until_s: float | None = None  # on the monotonic clock, once it is sent
+
+
+class Actor:
+    """An object in another program, which is started at once, and again when it is lost.
+
+    Its constructor gets `args`. It is lost if its program ends, a call is late or raises ActorDied,
+    or if no heartbeat comes for `deadline_s`: the calls that it has then raise ProgramLost, which
+    names the actor, its host and its process. Calls that come while it starts wait for it. All
+    calls fail once it is given up: if it cannot start at all, if it is lost MAX_STARTS times in a
+    row before it did any work, or at the first loss unless it `restarts`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        args: tuple[Any, ...],
+        settings: ActorSettings,
+        room: Starts,
+        index: int,
+        *,
+        concurrency: int = CONCURRENCY,
+        restarts: bool = True,
+    ) -> None:
+        self.name, self._label, self.where = name, name, ""
+        self._target, self._args, self._settings = target, args, settings
+        self._start_program = lambda: room.start(index, concurrency, target.rpartition(":")[2])
+        self._restarts, self._lock = restarts, threading.Lock()
+        self._calls = dict[_Call, None]()  # in their order
+        self._done = queue.SimpleQueue[tuple[_Call, Future[Any]] | None]()
+        self._has_worked, self._is_closed = False, False
+        self.handle: Handle | None = None  # of the present program, which may still start
+        self.is_there = False
+        self.num_starts, self.pid = 0, 0
+        self.given_up: ProgramLost | None = None
+        threading.Thread(target=self._keep, name=name, daemon=True).start()
+
+    def call(
+        self, method: str, *args: Any, limit_s: float | None = None, is_work: bool = True
+    ) -> Future[Any]:
+        """Call a method; the future raises its error, or ProgramLost if the actor is lost.
+
+        The limit starts when the call is sent. A result is work unless it only prepares some.
+        Callbacks of the future may not wait for this actor.
+        """
+        limit_s = self._settings.deadline_s if limit_s is None else limit_s
+        call = _Call("call", (method, *args), limit_s, is_work)
+        return self._add(call)
+
+    def close(self) -> None:
+        """End the program, at once and without waiting; calls fail."""
+        with self._lock:
+            self._is_closed = True
+        self._done.put(None)
+        self._kill()
+
+    def _add(self, call: _Call) -> Future[Any]:
+        with self._lock:
+            if self.given_up is None:
+                self._calls[call] = None
+                if self.is_there:
+                    self._send(call)
+                return call.future
+        call.future.set_exception(self.given_up)
+        return call.future
+
+    def _send(self, call: _Call) -> None:
+        """Send a call; the lock is held."""
+        assert self.handle is not None
+        if not call.future.set_running_or_notify_cancel():
+            del self._calls[call]
+            return
+        call.until_s, done = time.monotonic() + call.limit_s, self._done
+        try:
+            sent = self.handle.submit(call.member, *call.args)
+        except Exception as error:  # arguments that cannot be sent
+            del self._calls[call]
+            call.future.set_exception(error)
+        else:
+            sent.add_done_callback(lambda result: done.put((call, result)))
+
+    def _kill(self) -> None:
+        """End the program, in a thread: Ray may take as long as it likes."""
+        if (handle := self.handle) is not None:
+            threading.Thread(target=handle.kill, name=f"end of {self.name}", daemon=True).start()
+
+    # -- the thread ---------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        num_vain, has_served = 0, False
+        while self.given_up is None:
+            self._label, self._has_worked, self._done = self.name, False, queue.SimpleQueue()
+            error: Exception = RuntimeError("the run has ended")
+            try:
+                self._open()
+                has_served = True
+                self._serve()
+            except Exception as raised:
+                error = raised
+            num_vain = 0 if self._has_worked else num_vain + 1
+            self._lose(error, num_vain, has_served=has_served)
+
+    def _open(self) -> None:
+        start_s, files = self._settings.start_s, self._settings.files
+        handle = self._start_program()
+        with self._lock:
+            self.handle = handle
+        if self._is_closed:
+            return
+        theirs, host, pid = _result(handle.submit("identity", files), start_s)
+        self.where, self.pid = f"{host}, process {pid}", pid
+        self._label = f"{self.name} ({self.where})"
+        mine = {name: x for name, x in program_identity(files).items() if name in theirs}
+        if wrong := mismatch([mine, theirs], ("the run", "it")):
+            raise ValueError(wrong)
+        _result(handle.submit("make", self._target, *self._args), start_s)
+        with self._lock:
+            self.is_there, self.num_starts = True, self.num_starts + 1
+            for call in list(self._calls):
+                self._send(call)
+
+    def _serve(self) -> None:
+        """Return at the end of the run. Raises ActorDied or TimeoutError if the program is lost."""
+        looked_s, deadline_s = time.monotonic(), self._settings.deadline_s
+        ping_s = looked_s + deadline_s / BEATS
+        while not self._is_closed:
+            with contextlib.suppress(queue.Empty):
+                if (done := self._done.get(timeout=WATCH_S)) is not None:
+                    self._finish(*done)
+            if (now_s := time.monotonic()) - looked_s < WATCH_S or not self._done.empty():
+                continue  # answers that have come are not late
+            looked_s = now_s
+            if now_s > ping_s:
+                ping_s = now_s + deadline_s / BEATS
+                self._add(_Call("ping", (), deadline_s, is_work=False))
+            for call in list(self._calls):
+                if call.until_s is not None and call.until_s < now_s:
+                    what = call.args[0] if call.args else "a heartbeat"
+                    raise TimeoutError(f"no answer to {what} within {call.limit_s:.1f} s")
+
+    def _finish(self, call: _Call, done: Future[Any]) -> None:
+        error = done.exception()
+        if isinstance(error, ActorDied):
+            raise error
+        with self._lock:
+            del self._calls[call]
+        if error is None:
+            self._has_worked |= call.is_work
+            call.future.set_result(done.result())
+        else:
+            call.future.set_exception(error)
+
+    def _lose(self, error: Exception, num_vain: int, *, has_served: bool) -> None:
+        """End the program; fail the calls that it has, or all of them if it is given up."""
+        is_plain = isinstance(error, ActorDied | TimeoutError | ValueError | RuntimeError)
+        why = str(error) if is_plain else f"{type(error).__name__}: {error}"
+        text = f"{self._label} {'is lost' if has_served else 'does not start'}: {why}"
+        is_vain = num_vain >= MAX_STARTS
+        if has_served and is_vain:
+            text += f"; it is given up: it was lost {num_vain} times before it did any work"
+        lost = ProgramLost(text)
+        lost.silent = isinstance(error, TimeoutError)
+        with self._lock:
+            self._kill()
+            self.handle, self.is_there = None, False
+            if self._is_closed or is_vain or not (has_served and self._restarts):
+                self.given_up = lost
+            failed = [c for c in self._calls if self.given_up or c.until_s is not None]
+            for call in failed:
+                del self._calls[call]
+        if not self._is_closed and has_served and self._restarts:
+            self._settings.say(text if self.given_up else f"{text}; it is started again")
+        for call in failed:
+            if call.until_s is not None or call.future.set_running_or_notify_cancel():
+                call.future.set_exception(lost)
+
+
+def _result(sent: Future[Any], limit_s: float) -> Any:
+    try:
+        return sent.result(limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {limit_s:.1f} s") from None

@@ -1,0 +1,372 @@
+"""A rollout worker in an actor of Ray: an engine, its drafters, and a `RolloutWorker` over them.
+
+One thread calls all methods. The run's side is `rl.ray_workers.place`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import transformer
+from models.sharding import rollout_mesh
+from rl.cluster import ray_session
+from rl.cluster.actors import ActorDied, Handle
+from rl.drafter_training.trainer import empty_batch
+from rl.drafting.actors import RemoteDrafts
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
+from rl.engine.stats import EngineStats
+from rl.ray_workers.messages import (
+    Bounds,
+    LearnedSettings,
+    Measured,
+    Reply,
+    RolloutMessage,
+    WorkerSettings,
+)
+from rl.runtime import program_cache
+from rl.runtime.waits import ProgramLost
+from rl.speculation.device_drafters import DeviceDrafterSource
+from rl.speculation.draft_model import DraftModel
+from rl.speculation.history_workers import compile_join, history_index
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.sources import Speculation, history_rule
+from rl.warm_up import compile_buckets, transfer_times
+from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.rollout_programs import Reach
+from rl.warm_up.round_times import load_or_measure
+from rl.weights.versions import Offer, WeightCopy
+from rl.workers.group_drafts import SharedDrafts
+from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
+from spec.budget.budget import MANY_ROUNDS, DraftDecision
+from spec.budget.config import BANDIT, LEARNED, MODEL
+from spec.config import SamplingConfig
+from spec.eagle import model as eagle
+from spec.eagle import training as drafter_training
+from spec.eagle.batch import DrafterBatch, HiddenStates
+from spec.eagle.data_buffer import RequestSample
+from spec.eagle.model import EagleParams, EagleWeights
+from spec.reuse.rollout_cache import RolloutCache
+from spec.sampling import KEY_IMPL
+
+
+class _Sink:
+    """Keeps the hidden states of a sample of requests until the next reply."""
+
+    def __init__(self, number: int, sample: RequestSample) -> None:
+        self._number, self._sample = number, sample
+        self.states = list[tuple[int, HiddenStates]]()
+
+    def wants(self, request_id: int, num_tokens: int) -> bool:
+        return request_id in self._sample
+
+    def add(self, sequence: HiddenStates) -> None:
+        self.states.append((self._number, sequence))
+
+
+class WorkerActor:
+    """The worker; `drafts` is the handle of the central draft server, if there is one."""
+
+    def __init__(self, settings: WorkerSettings, drafts: Handle | None) -> None:
+        program_cache.keep()
+        self._settings, self._drafts = settings, drafts
+        devices, count = jax.local_devices(), settings.num_devices
+        if count > len(devices):
+            raise ValueError(
+                f"expected {count} devices for Sched.devices_per_worker, got {len(devices)} on "
+                f"{socket.gethostname()}"
+            )
+        mesh = rollout_mesh(devices[:count], settings.model.num_kv_heads) if count > 1 else None
+        self._learned = _learned(settings.learned)
+        self._drafters = _drafters(settings, self._learned)
+        layers = None if settings.learned is None else settings.learned.config.feature_layers
+        self.engine = Engine(
+            *(settings.model, settings.engine),
+            dtype=np.dtype(settings.dtype),
+            mesh=mesh,
+            number=settings.number,
+            feature_layers=layers,
+        )
+        args = settings.speculation, RolloutCache(), self._drafters, settings.tuner
+        self._speculation = Speculation(*args, seed=settings.seed)
+        if settings.model_apart:
+            self._speculation.apart_elsewhere = frozenset({MODEL})
+        self._copy = WeightCopy(partial(_fetch, limit_s=settings.fetch_s))
+        self._placed: tuple[int, Any] | None = None
+        self._remarks = list[str]()
+        self._apart = RemoteDrafts(self._remarks.append)
+        self._sinks = list[_Sink]()
+        self._training: tuple[int, EagleParams] | None = None
+        self._worker: RolloutWorker | None = None
+        self._reach: Reach | None = None  # once it is compiled
+        self._is_tuned = False
+
+    # -- before the first rollout ------------------------------------------------------------
+
+    def prepare(self, weights: Offer, bounds: Bounds, rounds: str) -> Measured:
+        """Compile unless that is done, and measure; `rounds` is a file that is known."""
+        if self._reach is None:
+            self.compile(weights, bounds)
+        assert self._reach is not None
+        return self._measure(self._params(weights), bounds.sampling, self._reach, rounds)
+
+    def compile(self, weights: Offer, bounds: Bounds) -> None:
+        """Compile what rollouts can reach."""
+        params = self._params(weights)
+        self._reach = reach = Reach(
+            bounds.max_requests,
+            bounds.max_prompt_tokens,
+            speculative=bounds.speculative,
+            reuse=bounds.reuse,
+            moves=True,
+            drafters=self._drafters_here,
+            nodes=None if bounds.nodes is None else partial(_get, bounds.nodes),
+            alone={name: partial(_decisions, by_slots) for name, by_slots in bounds.alone.items()},
+        )
+        compile_buckets.warm_up(self.engine, params, bounds.sampling, reach)
+        if bounds.batch is not None:
+            self._compile_gradient(bounds.batch, params)
+
+    @property
+    def _drafters_here(self) -> dict[str, DeviceDrafterSource]:
+        here = self._settings.model_here
+        return {name: x for name, x in self._drafters.items() if name != MODEL or here}
+
+    def _measure(
+        self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str
+    ) -> Measured:
+        settings, speculation = self._settings, self._speculation
+        measured, moves = (self.engine, params, sampling, reach), ""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "moves.json")
+            if not rounds:
+                transfer_times.measure(*measured, path)
+                moves = path.read_text()
+            if reach.speculative:
+                path = Path(folder, "rounds.json")
+                if rounds:
+                    path.write_text(rounds)
+                speculation.times = load_or_measure(path, *measured)
+                rounds = path.read_text()
+                apart = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
+                args = settings.speculation, speculation.times, *measured[:3]
+                compile_host_kernels(*args, self._drafters, settings.tuner, apart)
+                if settings.speculation.history_source is not None:
+                    compile_join(history_rule(settings.speculation))
+        return Measured(rounds, moves, self.engine.clock())
+
+    def _params(self, offer: Offer) -> Any:
+        """Return the weights of an offer on this worker's devices, which hold one version."""
+        if self._placed is None or self._placed[0] != offer.version:
+            self._placed = None
+            tree = jax.tree.structure(transformer.param_specs(self.engine.model))
+            host = jax.tree.unflatten(tree, self._copy.take(offer))
+            self._placed = offer.version, self.engine.place(host)
+        return self._placed[1]
+
+    # -- rollouts ----------------------------------------------------------------------------
+
+    def join(self, limits: WorkerLimits) -> None:
+        """Begin a session; one that was lost is given up."""
+        self._abort()
+        self._worker, self._sinks = RolloutWorker(self.engine, limits, self._spec), []
+        self._stats, self._sent, self._num_rollouts = EngineStats(), 0, 0
+
+    def step(
+        self, commands: Sequence[Command], max_s: float, drafter: tuple[int, Any] | None
+    ) -> Reply:
+        """See `RolloutWorker.step`; `drafter` are new weights of the learned drafter."""
+        worker = self._session
+        if drafter is not None:
+            assert self._learned is not None
+            [params] = _fetch([drafter[1]], self._settings.fetch_s)
+            self._learned.swap(params)
+        return self._reply(worker.step(commands, max_s))
+
+    def leave(self, abort: bool) -> Reply:
+        """End a session; the reply has all that was not sent yet."""
+        worker = self._session
+        if abort:
+            self._abort()
+        else:
+            worker.close(abort=False)
+        self._worker = None
+        return self._reply(worker.report(()))
+
+    @property
+    def _session(self) -> RolloutWorker:
+        if self._worker is None:
+            raise ProgramLost("its program was lost between two calls, and started again")
+        return self._worker
+
+    def _abort(self) -> None:
+        if self._worker is not None:
+            self._worker.close(abort=True)
+        self._worker = None
+
+    def _reply(self, report: Report) -> Reply:
+        if report.stats is not self._stats:
+            self._stats, self._sent = report.stats, 0
+            self._num_rollouts += 1
+        timeline = report.stats.timeline
+        stats = dataclasses.replace(report.stats, timeline=timeline[self._sent :])
+        self._sent = len(timeline)
+        states, remarks, bandit = list[tuple[int, HiddenStates]](), list(self._remarks), None
+        del self._remarks[: len(remarks)]
+        for sink in self._sinks:
+            new_states = list(sink.states)
+            del sink.states[: len(new_states)]
+            states += new_states
+        if report.is_idle and self._settings.speculation.budget == BANDIT:
+            bandit = self._speculation.bandit(self.engine.number).state()
+        return Reply(report._replace(stats=stats), self._num_rollouts, states, remarks, bandit)
+
+    def _spec(self, message: RolloutMessage, stack: ExitStack) -> RolloutSpec:
+        """Return the rollout of a message; its part in other programs ends with `stack`."""
+        speculation, number, sink = self._speculation, self.engine.number, None
+        if message.bandit is not None and not self._is_tuned:  # later ones are older than its own
+            speculation.bandit(number).load_state(message.bandit)
+            self._is_tuned = True
+        if message.sample is not None:
+            sink = _Sink(message.sink, message.sample)
+            self._sinks = [*self._sinks[-1:], sink]
+        return RolloutSpec(
+            self._params(message.weights),
+            message.sampling,
+            jax.random.wrap_key_data(message.key, impl=KEY_IMPL),
+            message.stop_token_ids,
+            message.policy_version,
+            drafts=no_drafts if message.drafts is None else self._drafter(message, stack),
+            rule=message.rule,
+            sink=sink,
+            words=message.words,
+            begun=message.is_begun,
+            times=speculation.times,
+        )
+
+    def _drafter(self, message: RolloutMessage, stack: ExitStack) -> DrafterFactory:
+        speculation, drafts, server, index = self._speculation, message.drafts, None, None
+        assert drafts is not None
+        config = speculation.config
+        if message.apart is not None:
+            self._apart.use(message.apart, speculation.times)
+            speculation.apart = {MODEL: self._apart}
+        speculation.methods_of_copies = drafts.methods
+        if self._drafts is not None and "group" in config.sources:
+            exchange = partial(_exchange, self._drafts, self._settings.fetch_s)
+            shared = SharedDrafts(message.name, drafts.group_size, exchange, self._remarks.append)
+            server = stack.enter_context(shared)
+        if config.history_source is not None:
+            pairs = zip(drafts.keys, drafts.prompts, strict=True)
+            index = history_index(
+                drafts.history,
+                {key: np.asarray(ids, np.int32) for key, ids in pairs},
+                drafts.shards,
+                history_rule(config),
+                self._settings.fetch_s,
+                self._remarks.append,
+            )
+        return speculation.drafter_factory(
+            *(drafts.keys, drafts.prompts, drafts.last),
+            first_group=drafts.first_group,
+            group_size=drafts.group_size,
+            server=server,
+            index=index,
+        )
+
+    # -- training of the drafter -------------------------------------------------------------
+
+    def gradients(
+        self, weights: Offer, drafter: tuple[int, Any], batch: DrafterBatch
+    ) -> tuple[EagleParams, dict[str, float]]:
+        """Return the gradient and metrics of a micro-batch; `drafter` are (step, weights)."""
+        if self._training is None or self._training[0] != drafter[0]:
+            [params] = _fetch([drafter[1]], self._settings.fetch_s)
+            self._training = drafter[0], params
+        return self._gradients(self._training[1], batch, self._params(weights))
+
+    def _compile_gradient(self, shape: tuple[int, int], policy: Any) -> None:
+        assert self._learned is not None and self._settings.learned is not None
+        batch = empty_batch(shape, self._settings.learned.config, self.engine.dtype)
+        self._gradients(self._learned.newest[1], batch, policy)
+
+    def _gradients(
+        self, params: EagleParams, batch: DrafterBatch, policy: Any
+    ) -> tuple[EagleParams, dict[str, float]]:
+        learned, engine = self._settings.learned, self.engine
+        assert learned is not None, "there is a learned drafter"
+        ids_U = learned.draft_ids_U
+        with engine.mesh_context():
+            grads, metrics = drafter_training.gradients(
+                jax.tree.map(lambda x: engine.put(np.asarray(x)), params),
+                eagle.frozen(policy, None if ids_U is None else engine.put(ids_U)),
+                jax.tree.map(engine.argument, batch),
+                np.float32(learned.temperature),
+                config=learned.config,
+                training=learned.training,
+            )
+            fetched: tuple[EagleParams, dict[str, Any]] = jax.device_get((grads, metrics))
+            return fetched[0], {name: float(x) for name, x in fetched[1].items()}
+
+
+def _learned(settings: LearnedSettings | None) -> LearnedDrafter | None:
+    """Return a learned drafter with random weights, until others come."""
+    if settings is None:
+        return None
+    params = eagle.init(settings.config, jax.random.key(0))
+    return LearnedDrafter(
+        EagleWeights(settings.config, params, settings.draft_ids_U), settings.tree
+    )
+
+
+def _drafters(
+    settings: WorkerSettings, learned: LearnedDrafter | None
+) -> dict[str, DeviceDrafterSource]:
+    drafters = dict[str, DeviceDrafterSource]()
+    if (model := settings.draft_model) is not None:
+        if not Path(str(model.directory)).exists():
+            raise ValueError(
+                f"expected the draft model {model.directory} on {socket.gethostname()}, whose "
+                "worker drafts with it: put the same folder there"
+            )
+        read = DraftModel.load if settings.model_here else DraftModel.elsewhere
+        drafters[MODEL] = read(model)
+    if learned is not None:
+        drafters[LEARNED] = learned
+    return drafters
+
+
+def _fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
+    """Return values of Ray's store; a program that gets none is lost, and starts again."""
+    values = ray_session.fetch(references, limit_s)
+    for value in values:
+        if isinstance(value, Exception):
+            raise ActorDied(str(value)) from value
+    return values
+
+
+def _exchange(handle: Handle, limit_s: float, *news: Any) -> Any:
+    return handle.submit("call", "exchange", *news).result(limit_s)
+
+
+def _get(nodes: Mapping[int, tuple[int, ...]], num_slots: int) -> tuple[int, ...]:
+    return nodes.get(num_slots, ())
+
+
+def _decisions(
+    by_slots: Mapping[int, Sequence[tuple[int, int]]], num_slots: int
+) -> list[DraftDecision]:
+    return [
+        DraftDecision(nodes, num_rounds=MANY_ROUNDS, tree_tokens=tokens)
+        for nodes, tokens in by_slots.get(num_slots, ())
+    ]

@@ -1,0 +1,302 @@
+"""The run's side of rollout workers in actors of Ray (`rl.ray_workers.actor`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from models.transformer import Params
+from rl.cluster.actors import Actor
+from rl.drafting.actors import DraftsApart
+from rl.engine.rollout_spec import RolloutSpec, no_drafts
+from rl.engine.stats import EngineStats, RoundRecord
+from rl.ray_workers.messages import Bounds, Measured, Reply, RolloutMessage
+from rl.runtime.waits import ProgramLost
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.sources import Speculation, StepDrafts
+from rl.weights.versions import Published
+from rl.workers.pool import DaemonThread, IdleWork
+from rl.workers.worker import Command, Prepare, Report, WorkerLimits
+from spec.budget.config import BANDIT, LEARNED
+from spec.eagle.batch import DrafterBatch, HiddenStateSink
+from spec.eagle.model import EagleParams
+
+T = TypeVar("T")
+U = TypeVar("U")
+ROUNDS_S = 0.02  # a call returns after as long: new commands wait for that
+_SECONDS = [f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s")]
+
+
+class Shared:
+    """Values that all workers of a run on Ray get alike; any thread may call it.
+
+    `apart` returns a worker's drafting workers, `share` puts a value into Ray's store.
+    """
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        share: Callable[[Any], Any],
+        apart: Callable[[int], DraftsApart] | None = None,
+    ) -> None:
+        self._speculation, self._share, self._apart = speculation, share, apart
+        self.weights = Published(share)
+        learned = speculation.drafters.get(LEARNED)
+        self._learned = learned if isinstance(learned, LearnedDrafter) else None
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
+        self._drafts: tuple[int, Any] | None = None
+        self._training: tuple[int, Any] | None = None
+
+    def message(self, spec: RolloutSpec, worker: int, sink: int) -> RolloutMessage:
+        """Return a rollout as it is sent to a worker; its sink has that number."""
+        drafts = spec.drafts if isinstance(spec.drafts, StepDrafts) else None
+        assert drafts is not None or spec.drafts is no_drafts, "other drafters cannot be sent"
+        return RolloutMessage(
+            self._name(spec.drafts),
+            self.weights.publish(spec.params),
+            spec.sampling,
+            np.asarray(jax.random.key_data(spec.key)),
+            tuple(int(i) for i in spec.stop_token_ids),
+            spec.policy_version,
+            None if drafts is None else dataclasses.replace(drafts, make=no_drafts),
+            spec.rule,
+            spec.words,
+            spec.begun,
+            sink,
+            getattr(spec.sink, "sample", None),
+            None if self._apart is None or drafts is None else self._apart(worker),
+            self._bandit(worker),
+        )
+
+    def _name(self, drafts: Any) -> str:
+        with self._lock:
+            return self._names.setdefault(drafts, f"rollout {next(self._numbers)}")
+
+    def _bandit(self, worker: int) -> dict[str, Any] | None:
+        if self._speculation.config.budget != BANDIT:
+            return None
+        return self._speculation.bandit(worker).state()
+
+    def tuned(self, worker: int, state: dict[str, Any]) -> None:
+        self._speculation.bandit(worker).load_state(state)
+
+    def drafter(self, have: int | None) -> tuple[int, Any] | None:
+        """Return the newest (version, weights) of the learned drafter, unless they are there."""
+        if self._learned is None or self._learned.version == have:
+            return None
+        with self._lock:
+            version, params = self._learned.newest
+            if self._drafts is None or self._drafts[0] != version:
+                self._drafts = version, self._share(jax.device_get(params))
+            return self._drafts
+
+    def training(self, step: int, params: EagleParams) -> tuple[int, Any]:
+        """Return (step, weights) of the learned drafter before a step of its training."""
+        with self._lock:
+            if self._training is None or self._training[0] != step:
+                self._training = step, self._share(jax.device_get(params))
+            return self._training
+
+
+class RayPlace:
+    """The place of a worker in an actor, which is started and prepared again when it is lost.
+
+    A program that is lost or stopped sends no heartbeats, so that a call may take `call_limit_s`.
+    """
+
+    makes_shapes = False
+    hang_limit_s = math.inf  # the actor has its own deadlines
+
+    def __init__(
+        self,
+        number: int,
+        actor: Actor,
+        shared: Shared,
+        *,
+        call_limit_s: float,
+        compile_s: float,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.number, self.name, self.actor, self._shared = number, f"worker {number}", actor, shared
+        self._call_limit_s, self._compile_s = call_limit_s, compile_s
+        self._report, self._clock, self.later_s = report, clock, 0.0
+        self._thread = DaemonThread(f"idle work of worker {number}")
+        self._bounds: Bounds | None = None
+        self._measured = Measured("", "", 0.0)
+        self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
+        self._is_unfit = False  # it raised as it was prepared
+        self._drafter_version: int | None = None
+        self._sinks: dict[int, HiddenStateSink] = {}  # the last ones, by number
+        self._num_sinks = 0
+
+    @property
+    def where(self) -> str:
+        return self.actor.where
+
+    @property
+    def may_return(self) -> bool:
+        return self.actor.given_up is None and not self._is_unfit
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether it is prepared; an actor that was started again begins to prepare."""
+        actor, preparing = self.actor, self._preparing
+        if not actor.is_there or self._is_unfit:
+            return False
+        if self._bounds is None or self._prepared_start == actor.num_starts:
+            return True
+        if preparing is None or preparing.done():
+            error = None if preparing is None else preparing.exception()
+            if error is None or isinstance(error, ProgramLost):
+                self.prepare(self._bounds, self._measured)
+            else:
+                self._is_unfit = True
+                why = f"{type(error).__name__}: {error}"
+                self._report(f"{self.name} cannot prepare, and is given up: {why}")
+        return False
+
+    def compile(self, bounds: Bounds) -> Future[None]:
+        """Have it compile, while another worker measures as well."""
+        offer = self._shared.weights.newest
+        return self.actor.call("compile", offer, bounds, limit_s=self._compile_s, is_work=False)
+
+    def prepare(self, bounds: Bounds, known: Measured) -> Future[Measured]:
+        """Have it compile and measure; `known` was measured before."""
+        self._bounds, self._measured = bounds, known
+        start, offer = self.actor.num_starts, self._shared.weights.newest
+        args = "prepare", offer, bounds, known.rounds
+        prepared = self.actor.call(*args, limit_s=self._compile_s, is_work=False)
+
+        def note(measured: Measured) -> Measured:
+            self.later_s = self._clock() - measured.clock_s
+            self._prepared_start = max(start, 1)
+            return measured
+
+        self._preparing = then(prepared, note)
+        return self._preparing
+
+    def prepared_with(self, measured: Measured) -> None:
+        """Prepare with what was measured when it is started again."""
+        self._measured = measured
+
+    # -- a session's worker --------------------------------------------------------------------
+
+    def announce(self, spec: RolloutSpec) -> None:
+        """Publish the weights of a rollout, once for all places: not in the driver's thread."""
+        self._shared.weights.publish(spec.params)
+
+    def join(self, limits: WorkerLimits) -> None:
+        self._stats, self._rollout, self._start = EngineStats(), 0, self.actor.num_starts
+        self._drafter_version = None
+        self._ask("join", limits, is_work=False)
+
+    def call(self, commands: Sequence[Command]) -> Future[Report]:
+        sent = [self._sent(command) for command in commands]
+        drafter = self._shared.drafter(self._drafter_version)
+        if drafter is not None:
+            self._drafter_version = drafter[0]
+        reply = self._ask("step", sent, ROUNDS_S, drafter, is_work=bool(commands))
+        return then(reply, self._settle)
+
+    def _ask(self, method: str, *args: Any, is_work: bool) -> Future[Any]:
+        """Call the program that has joined: a call of its successor would wait for its start."""
+        actor = self.actor
+        if actor.is_there and actor.num_starts == self._start:
+            return actor.call(method, *args, limit_s=self._call_limit_s, is_work=is_work)
+        lost = Future[Any]()
+        lost.set_exception(ProgramLost(f"{self.name} was lost between two calls"))
+        return lost
+
+    def nudge(self) -> None:
+        """Its calls are short."""
+
+    def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
+        return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
+
+    def leave(self, *, abort: bool) -> Future[None]:
+        return then(self._ask("leave", abort, is_work=False), self._left)
+
+    def abandon(self, why: str) -> None:
+        """The actor ends by itself."""
+
+    def _sent(self, command: Command) -> Command:
+        if not isinstance(command, Prepare):
+            return command
+        spec: RolloutSpec = command.spec
+        if spec.sink is not None:
+            self._num_sinks += 1
+            self._sinks = dict([*self._sinks.items()][-2:]) | {self._num_sinks: spec.sink}
+        message = self._shared.message(spec, self.number, self._num_sinks)
+        return command._replace(spec=message)
+
+    def _left(self, reply: Reply) -> None:
+        self._settle(reply)
+
+    def _settle(self, reply: Reply) -> Report:
+        """Add what is new to the counts here, by this program's clock."""
+        report, new = reply.report, reply.report.stats
+        if reply.rollout != self._rollout:
+            self._rollout, self._stats = reply.rollout, EngineStats()
+        rounds = [*self._stats.timeline, *(moved(r, self.later_s) for r in new.timeline)]
+        for field in dataclasses.fields(new):
+            setattr(self._stats, field.name, getattr(new, field.name))
+        self._stats.timeline = rounds
+        for number, states in reply.states:
+            self._sinks[number].add(states)
+        for remark in reply.remarks:
+            self._report(f"{self.name}: {remark}")
+        if reply.bandit is not None:
+            self._shared.tuned(self.number, reply.bandit)
+        return report._replace(stats=self._stats)
+
+    # -- as a runner of idle work --------------------------------------------------------------
+
+    def mesh_context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def gradients(
+        self, policy: Params, step: int, params: EagleParams, batch: DrafterBatch
+    ) -> tuple[EagleParams, Mapping[str, float]]:
+        """Return the gradient and metrics of a micro-batch. Raises ProgramLost."""
+        offer, drafter = self._shared.weights.publish(policy), self._shared.training(step, params)
+        rows = jax.tree.map(np.asarray, batch)
+        reply = self._ask("gradients", offer, drafter, rows, is_work=True)
+        try:
+            result: tuple[EagleParams, Mapping[str, float]] = reply.result()
+        except ProgramLost:
+            raise
+        except Exception as error:
+            raise ProgramLost(f"{self.name}: {error}") from error
+        return result
+
+
+def moved(record: RoundRecord, later_s: float) -> RoundRecord:
+    """Return a round by a clock that is so much later."""
+    return dataclasses.replace(record, **{n: getattr(record, n) + later_s for n in _SECONDS})
+
+
+def then(future: Future[T], work: Callable[[T], U]) -> Future[U]:
+    """Return the future of `work` with a future's result."""
+    result: Future[U] = Future()
+
+    def done(ended: Future[T]) -> None:
+        try:
+            result.set_result(work(ended.result()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    future.add_done_callback(done)
+    return result

@@ -1,0 +1,137 @@
+"""Scoring in actors: responses go to the scorer with the fewest, and elsewhere if it is lost."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
+from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
+from rl.rewards.pool import STARTUP_S, RewardPool, job_body, sample_limit_s
+from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import MARGIN_S, MOST_ATTEMPTS, Outcomes, Rewards, Score, ScoreJob
+from rl.runtime.waits import ProgramLost
+
+
+class ScoringActor:
+    """Has reward workers, in the run's folder if this host has it."""
+
+    def __init__(self, config: RewardConfig, tasks: Sequence[str], folder: str) -> None:
+        if os.path.isdir(folder):  # files in the configuration are relative to it
+            os.chdir(folder)
+        self._pool = RewardPool(config, tasks)
+        self._pool.__enter__()
+
+    def ready(self) -> None:
+        """Return at once: its reward workers have started."""
+
+    def score(self, body: bytes) -> Outcomes:
+        try:
+            return self._pool.outcomes(body).result()
+        except RewardWorkerError as error:  # no workers can be started here any more
+            raise ActorDied(str(error)) from error
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class Scorers(Rewards):
+    """Scores samples in `count` actors, each with `Reward.workers` processes."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        tasks: Sequence[str],
+        count: int,
+        room: Starts,
+        settings: ActorSettings,
+    ) -> None:
+        """Start the actors. Raises the errors of `validate(config)` before that."""
+        validate(config)
+        start_s = settings.start_s + STARTUP_S + MARGIN_S
+        files = {
+            f"file of {f}": str(split_user_function(f)[0].absolute())
+            for f in config.functions
+            if f not in BUILT_IN
+        }
+        settings = dataclasses.replace(settings, files=files, start_s=start_s)
+        again_s = 2 * start_s + settings.deadline_s
+        super().__init__(config, sample_limit_s(config) + MOST_ATTEMPTS * again_s)
+        args, self._is_closed = (config, tuple(tasks), os.getcwd()), False
+        target, concurrency = f"{__name__}:{ScoringActor.__name__}", 2 * config.workers
+        self.actors = [
+            Actor(f"scorer {i}", target, args, settings, room, i, concurrency=concurrency)
+            for i in range(count)
+        ]
+        self._num_jobs = collections.Counter[Actor]()
+
+    def start(self) -> None:
+        """Nothing: the actors have started by themselves."""
+
+    def wait_started(self) -> None:
+        try:
+            for ready in [actor.call("ready", is_work=False) for actor in self.actors]:
+                ready.result()
+        except ProgramLost as error:
+            self.close()
+            raise RewardWorkerError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, job: ScoreJob) -> Future[Score]:
+        """Queue a sample; returns at once.
+
+        Raises RuntimeError if it is closed, TypeError for columns that are not JSON. The future
+        raises RewardWorkerError if no scorer can be started any more.
+        """
+        if self._is_closed:
+            raise RuntimeError("the scorers are closed")
+        scored = Future[Score]()
+        scored.set_running_or_notify_cancel()
+        self._place(job_body(job), scored, 0)
+        return scored
+
+    def close(self) -> None:
+        self._is_closed = True
+        for actor in self.actors:
+            actor.close()
+
+    def _place(self, body: bytes, scored: Future[Score], num_losses: int) -> None:
+        with self._lock:
+            there = [actor for actor in self.actors if actor.given_up is None] or self.actors
+            actor = min(there, key=lambda a: (not a.is_there, self._num_jobs[a]))
+            self._num_jobs[actor] += 1
+        sent = actor.call("score", body, limit_s=math.inf)  # its pool has deadlines
+        sent.add_done_callback(partial(self._finish, actor, body, scored, num_losses))
+
+    def _finish(
+        self,
+        actor: Actor,
+        body: bytes,
+        scored: Future[Score],
+        num_losses: int,
+        sent: Future[Outcomes],
+    ) -> None:
+        error = sent.exception()
+        with self._lock:
+            self._num_jobs[actor] -= 1
+        if error is None:
+            self._answered_s = time.monotonic()
+            scored.set_result(self._to_score(sent.result()))
+        elif self._is_closed:
+            scored.set_exception(RuntimeError("closed before this sample was scored"))
+        elif not isinstance(error, ProgramLost):
+            scored.set_exception(error)
+        elif num_losses + 1 < MOST_ATTEMPTS:
+            self._place(body, scored, num_losses + 1)
+        else:
+            text = f"{MOST_ATTEMPTS} scorers were lost while they had one sample: {error}"
+            self._error = RewardWorkerError(text)
+            scored.set_exception(self._error)

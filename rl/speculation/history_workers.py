@@ -1,0 +1,165 @@
+"""History workers: actors that build the index of a step's prompts, each a shard of it.
+
+The run sends a step's cached groups while the step before trains, and rollout workers fetch the
+shards from Ray's store. A lost worker costs its prompts drafts in one step, or time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+import numpy as np
+
+from rl.cluster import ray_session
+from rl.cluster.actors import Actor, ActorSettings, Starts
+from rl.runtime.waits import ProgramLost
+from rl.trajectory import Prompt
+from spec.retrieval.history import HistoryIndex, build_index, joined, part_of
+from spec.retrieval.suffix_forest import ProposalRule
+from spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode, of_group
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of an index that start `start` of worker `worker` has built.
+
+    `trees` refers to its `IndexPart` in Ray's store. Groups of `damaged` keys were left out.
+    """
+
+    worker: int
+    start: int
+    keys: tuple[str, ...]
+    num_tokens: int
+    damaged: tuple[str, ...]
+    trees: Any
+
+
+class HistoryActor:
+    """Builds shards for drafters of `rule`, from groups of this policy and vocabulary."""
+
+    def __init__(self, rule: ProposalRule, policy: str, vocab_size: int) -> None:
+        self._rule, self._policy, self._vocab_size = rule, policy, vocab_size
+
+    def ready(self) -> None:
+        """Return at once."""
+
+    def build(
+        self, blobs: Mapping[str, bytes], tails: Mapping[str, np.ndarray]
+    ) -> tuple[int, tuple[str, ...], Any]:
+        """Return the number of tokens, the damaged keys, and a reference to the shard.
+
+        `blobs` are groups as `spec.reuse.rollout_cache.encode` writes them, `tails` the ends of
+        their prompts.
+        """
+        groups, damaged = dict[str, CachedGroup](), list[str]()
+        for key, blob in blobs.items():
+            try:
+                groups[key] = decode(blob, key, self._policy, self._vocab_size)
+            except CacheFileError:
+                damaged.append(key)
+        index = build_index(groups, {key: tails[key] for key in groups}, self._rule)
+        return index.num_tokens, tuple(damaged), ray_session.share(part_of(index))
+
+
+class HistoryWorkers:
+    """The history workers of a run: a prompt's key names its worker, by a checksum."""
+
+    def __init__(
+        self,
+        rule: ProposalRule,
+        cache: RolloutCache,
+        count: int,
+        room: Starts,
+        settings: ActorSettings,
+    ) -> None:
+        """Start the actors."""
+        args, target = (rule, cache.policy, cache.vocab_size), f"{__name__}:{HistoryActor.__name__}"
+        self.actors = [
+            Actor(f"history worker {i}", target, args, settings, room, i) for i in range(count)
+        ]
+        self._tail_tokens, self._settings = rule.longest, settings
+
+    def wait_started(self) -> None:
+        """Raises ProgramLost if one cannot serve."""
+        for ready in [actor.call("ready", is_work=False) for actor in self.actors]:
+            ready.result()
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.close()
+
+    def has(self, shard: Shard) -> bool:
+        """Return whether the program that built the shard is still there."""
+        actor = self.actors[shard.worker]
+        return actor.is_there and actor.num_starts == shard.start
+
+    def build(self, prompts: Mapping[str, Prompt], cache: RolloutCache) -> tuple[Shard, ...]:
+        """Have the index of these prompts built; shards that are lost or late are left out.
+
+        The cache is read in this thread alone.
+        """
+        blobs: list[dict[str, bytes]] = [{} for _ in self.actors]
+        for key in prompts:
+            if (blob := cache.blob(key)) is not None:
+                blobs[self.worker_of(key)][key] = blob
+        sent, shards, late_s = {}, list[Shard](), self._settings.deadline_s
+        for i, actor in enumerate(self.actors):
+            if blobs[i] and actor.is_there:
+                tails = {
+                    key: np.asarray(prompts[key][-self._tail_tokens :], np.int32)
+                    for key in blobs[i]
+                }
+                built = actor.call("build", blobs[i], tails, limit_s=math.inf)
+                sent[built] = i, actor.num_starts
+        late = wait(sent, late_s).not_done
+        for built, (i, start) in sent.items():
+            try:
+                if built in late:
+                    raise TimeoutError(f"no index within {late_s:.0f} s")
+                num_tokens, damaged, trees = built.result()
+            except Exception as error:
+                self._settings.say(
+                    f"{self.actors[i].name}: {error}; its prompts' groups go to the rollout workers"
+                )
+            else:
+                shards.append(Shard(i, start, tuple(blobs[i]), num_tokens, damaged, trees))
+        return tuple(shards)
+
+    def worker_of(self, key: str) -> int:
+        return zlib.crc32(key.encode()) % len(self.actors)
+
+
+def history_index(
+    groups: Mapping[str, CachedGroup],
+    prompts: Mapping[str, np.ndarray],
+    shards: Sequence[Any],
+    rule: ProposalRule,
+    limit_s: float,
+    say: Callable[[str], None],
+) -> HistoryIndex:
+    """Return the index of a rollout's prompts: of these groups, and of shards that are fetched.
+
+    Shards that do not come within `limit_s` are left out, with a line to `say`.
+    """
+    own = build_index(groups, {key: prompts[key] for key in groups}, rule)
+    if not shards:
+        return own
+    parts = [part_of(own)]
+    for part in ray_session.fetch(shards, limit_s):
+        if isinstance(part, ProgramLost):
+            say(f"it drafts without a part of the history: {part}")
+        else:
+            parts.append(part)
+    return joined(parts)
+
+
+def compile_join(rule: ProposalRule) -> None:
+    """Compile the kernel that joins shards."""
+    prompt = np.zeros(1, np.int32)
+    group = of_group([prompt], [0.0])
+    joined([part_of(build_index({"": group}, {"": prompt}, rule))])

@@ -1,0 +1,176 @@
+"""The places of a run's workers, and how each is called: `call(commands) → Future[Report]`.
+
+A place outlives its workers: one that raised or hangs is replaced there. `ThreadPlace` runs a
+worker in a thread of this process, `rl.ray_workers.place.RayPlace` in an actor.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, MutableSequence, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
+
+T = TypeVar("T")
+ROUNDS_S = 0.1  # a call without an event returns after as long
+
+
+class IdleWork(Protocol):
+    """Work for workers without requests (`rl.drafter_training`); any thread may call it."""
+
+    def rollout_began(self) -> None:
+        """Requests are assigned: from now on a worker that has none is idle."""
+        ...
+
+    def rollout_ended(self) -> None:
+        """No worker is idle any more; return once no unit of work runs."""
+        ...
+
+    def joined(self, worker_id: int) -> None: ...
+
+    def lost(self, worker_id: int, *, hangs: bool = False) -> None: ...
+
+    def spare(self, worker_id: int, runner: Engine) -> bool:
+        """Do one unit of work on an idle worker's devices; return False if there is none."""
+        ...
+
+    def busy(self, worker_id: int) -> None:
+        """A request has come for a worker that may have been idle."""
+        ...
+
+    def dismiss(self) -> None:
+        """The workers' threads have ended."""
+        ...
+
+
+class Place(Protocol):
+    """The place of one worker. A future of a lost worker fails, or never ends."""
+
+    name: str
+    may_return: bool  # a lost worker is started again by itself
+    hang_limit_s: float  # of a call
+
+    @property
+    def where(self) -> str:
+        """Return the devices of its worker."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a worker can join now."""
+        ...
+
+    def announce(self, spec: RolloutSpec) -> None:
+        """A rollout will be submitted; called by the owner."""
+        ...
+
+    def join(self, limits: WorkerLimits) -> None:
+        """Start a session's worker."""
+        ...
+
+    def call(self, commands: Sequence[Command]) -> Future[Report]: ...
+
+    def nudge(self) -> None:
+        """Have a call that runs return after its round."""
+        ...
+
+    def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
+        """Do a unit of idle work on the worker's devices."""
+        ...
+
+    def leave(self, *, abort: bool) -> Future[None]:
+        """End a session's worker."""
+        ...
+
+    def abandon(self, why: str) -> None:
+        """Give up a worker that is lost: nothing waits for it."""
+        ...
+
+
+class DaemonThread:
+    """Calls functions in order; left behind if one hangs, it keeps no program from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, work))
+        return future
+
+    def end(self) -> None:
+        """End it after the calls so far; does not wait."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, work = call
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del call, future, work  # a result holds keys and values
+
+
+class ThreadPlace:
+    """A worker in a thread of this process, with the engine of `engines` at `index`.
+
+    A thread that hangs cannot be ended: it keeps its engine, and another one takes its place.
+    """
+
+    may_return, is_ready = False, True
+
+    def __init__(self, engines: MutableSequence[Engine], index: int, hang_limit_s: float) -> None:
+        self._engines, self._index, self.hang_limit_s = engines, index, hang_limit_s
+        self.name = f"worker {self.engine.number}"
+
+    @property
+    def engine(self) -> Engine:
+        return self._engines[self._index]
+
+    @property
+    def where(self) -> str:
+        return self.engine.where
+
+    def announce(self, spec: RolloutSpec) -> None:
+        """Each worker places the weights by itself."""
+
+    def join(self, limits: WorkerLimits) -> None:
+        self._worker = RolloutWorker(self.engine, limits)
+        self._thread = DaemonThread(self.name.replace(" ", "-"))
+        self._running: Future[Any] | None = None
+
+    def call(self, commands: Sequence[Command]) -> Future[Report]:
+        worker = self._worker
+        worker.has_mail = False
+        return self._submit(lambda: worker.step(commands, ROUNDS_S))
+
+    def nudge(self) -> None:
+        self._worker.has_mail = True
+
+    def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
+        engine = self.engine
+        return self._submit(lambda: work.spare(worker_id, engine))
+
+    def leave(self, *, abort: bool) -> Future[None]:
+        worker = self._worker
+        left = self._submit(lambda: worker.close(abort=abort))
+        self._thread.end()
+        return left
+
+    def abandon(self, why: str) -> None:
+        self._thread.end()
+        if self._running is not None and not self._running.done():
+            self._engines[self._index] = self.engine.abandoned()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        self._running = future = self._thread.submit(work)
+        return future

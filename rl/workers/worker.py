@@ -1,0 +1,228 @@
+"""A rollout worker: commands → `step` → events. The same class runs in a thread and in a Ray actor.
+
+Requests run in the rollout of their step, in the order in which they come. A request of another
+step waits until the engine has no request, then that step's rollout is opened.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rl.engine.engine import ChunkEnd, Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.engine.stats import EngineStats
+from rl.trajectory import PartialRequest, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerLimits:
+    """Bounds of each worker; with `has_steps_apart` it runs a request in its own step alone."""
+
+    kv_tokens: int
+    max_requests: int
+    max_tokens: int
+    has_steps_apart: bool = False
+
+
+# --- commands ---------------------------------------------------------------------------
+
+
+class Prepare(NamedTuple):
+    """The rollout of a step, before the first request of it; none of before `oldest` is needed."""
+
+    step: int
+    spec: Any
+    oldest: int
+
+
+class Begin(NamedTuple):
+    step: int
+    partial: PartialRequest
+
+
+class Extend(NamedTuple):
+    """Continue a request whose chunk ended in its row."""
+
+    request_id: int
+    max_tokens: int
+
+
+class Take(NamedTuple):
+    """Return a request whose chunk ended, with its keys and values (`Left`)."""
+
+    request_id: int
+    ticket: int
+
+
+class Fork(NamedTuple):
+    """Return a copy of a request, which continues here (`Left`)."""
+
+    request_id: int
+    ticket: int
+
+
+class Remove(NamedTuple):
+    """End a request without an answer."""
+
+    request_id: int
+
+
+class Release(NamedTuple):
+    """Return all requests with their tokens, without keys and values (`Released`)."""
+
+
+Command = Prepare | Begin | Extend | Take | Fork | Remove | Release
+
+# --- events -----------------------------------------------------------------------------
+
+
+class Left(NamedTuple):
+    """The state of a request that was taken or forked; None if it does not run here."""
+
+    ticket: int
+    partial: PartialRequest | None
+
+
+class Released(NamedTuple):
+    partials: list[PartialRequest]
+
+
+Event = Trajectory | ChunkEnd | Left | Released
+
+
+class Report(NamedTuple):
+    """The events of a call, the step of the open rollout, and its counts so far."""
+
+    step: int | None
+    events: Sequence[Event]
+    stats: EngineStats
+    is_idle: bool
+
+
+MakeSpec = Callable[[Any, contextlib.ExitStack], RolloutSpec]
+
+
+class RolloutWorker:
+    """An engine that runs the requests of a session; one thread calls it.
+
+    `make_spec` returns the rollout on the engine's devices from a `Prepare.spec`.
+    """
+
+    def __init__(
+        self, engine: Engine, limits: WorkerLimits, make_spec: MakeSpec | None = None
+    ) -> None:
+        self.engine, self._limits = engine, limits
+        self._make_spec = make_spec or self._placed
+        self._specs: dict[int, Any] = {}
+        self._queue: collections.deque[Begin] = collections.deque()
+        self._rollout = contextlib.ExitStack()
+        self._step: int | None = None
+        self._stats = EngineStats()
+        self.has_mail = False  # set by the caller's thread: `step` returns after its round
+
+    def step(self, commands: Sequence[Command], max_s: float) -> Report:
+        """Apply commands, then run rounds until an event, new mail, or for `max_s` seconds.
+
+        An exception ends the rollout; the engine stays usable.
+        """
+        try:
+            events, until_s = self._apply(commands), self.engine.clock() + max_s
+            while not (events or self.has_mail or self._is_idle):
+                self._admit()
+                events = list(self.engine.step())
+                if self.engine.clock() > until_s:
+                    break
+        except BaseException as error:
+            self._rollout.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self.report(events)
+
+    def report(self, events: Sequence[Event]) -> Report:
+        return Report(self._step, events, self._stats, self._is_idle)
+
+    def close(self, *, abort: bool) -> None:
+        """End the open rollout; with `abort` its undelivered hidden states are dropped."""
+        if abort:
+            self._rollout.__exit__(RuntimeError, RuntimeError("aborted"), None)
+        else:
+            self._rollout.close()
+
+    @property
+    def _runs(self) -> bool:
+        return self._step is not None and self.engine.has_work
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._queue or self._runs)
+
+    def _apply(self, commands: Sequence[Command]) -> list[Event]:
+        events = self._take({c.request_id: c.ticket for c in commands if isinstance(c, Take)})
+        for command in commands:
+            match command:
+                case Prepare(step, spec, oldest):
+                    kept = {s: known for s, known in self._specs.items() if s >= oldest}
+                    self._specs = kept | {step: spec}
+                case Begin():
+                    self._queue.append(command)
+                case Extend(request_id, max_tokens):
+                    self.engine.extend(request_id, max_tokens)
+                case Fork(request_id, ticket):
+                    partial = self.engine.copy(request_id) if self._step is not None else None
+                    events.append(Left(ticket, partial))
+                case Remove(request_id):
+                    self._remove(request_id)
+                case Release():
+                    events.append(Released(self._release()))
+        return events
+
+    def _take(self, tickets: Mapping[int, int]) -> list[Event]:
+        """Return requests whose chunks ended, before any command frees their rows otherwise."""
+        taken = self.engine.take(list(tickets)) if tickets else ()
+        return [Left(tickets[p.request.request_id], p) for some in taken for p in some]
+
+    def _remove(self, request_id: int) -> None:
+        kept = (b for b in self._queue if b.partial.request.request_id != request_id)
+        self._queue = collections.deque(kept)
+        if self._step is not None:
+            self.engine.remove([request_id])
+
+    def _release(self) -> list[PartialRequest]:
+        released = self.engine.release() if self._step is not None else []
+        queued = [begin.partial.without_kv() for begin in self._queue]
+        self._queue.clear()
+        return [*released, *queued]
+
+    def _admit(self) -> None:
+        """Give the engine the queued requests that may run in the open rollout, or open another."""
+        if self._queue and not self._fits(self._queue[0].step) and not self._runs:
+            self._open(self._queue[0].step)
+        admitted = []
+        while self._queue and self._fits(self._queue[0].step):
+            admitted.append(self._queue.popleft().partial)
+        if admitted:
+            self.engine.add(admitted)
+
+    def _fits(self, step: int) -> bool:
+        if self._step is None or step == self._step:
+            return step == self._step
+        return step < self._step and not self._limits.has_steps_apart
+
+    def _open(self, step: int) -> None:
+        self._rollout.close()
+        spec, limits, engine = self._specs[step], self._limits, self.engine
+        self._step, self._stats = step, EngineStats()
+        rollout = engine.rollout(
+            self._make_spec(spec, self._rollout),
+            max_requests=limits.max_requests,
+            max_tokens=limits.max_tokens,
+            kv_tokens=limits.kv_tokens,
+            stats=self._stats,
+        )
+        self._rollout.enter_context(rollout)
+
+    def _placed(self, spec: RolloutSpec, stack: contextlib.ExitStack) -> RolloutSpec:
+        return dataclasses.replace(spec, params=self.engine.place(spec.params))

@@ -1,0 +1,223 @@
+"""Workers in actors, whose programs are threads here: the same tokens, whatever is lost or late."""
+
+import dataclasses
+import threading
+from contextlib import ExitStack
+
+import jax
+import pytest
+import rollouts
+from ray_workers_in_threads import TUNER, Store, make_team, settings_of
+from thread_actors import SETTINGS, ThreadRoom
+from tiny_team import (
+    CONFIG,
+    KEY,
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    starts,
+)
+from tiny_team import play as play_team
+
+from rl.cluster import ray_session
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, no_drafts
+from rl.ray_workers.actor import WorkerActor
+from rl.ray_workers.place import Shared
+from rl.runtime.waits import ProgramLost
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.sources import Speculation
+from rl.workers.ahead_engine import AheadEngine, ComingStep
+from rl.workers.multi_engine import Helpers
+from rl.workers.results import WorkerError
+from sched.protocol import Copy, WorkerLost
+from spec.reuse.rollout_cache import RolloutCache, of_group
+from spec.sampling import step_key
+
+
+def play(team, **options):
+    return play_team(team, **{"drafts": no_drafts} | options)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    found = Store()
+    monkeypatch.setattr(ray_session, "fetch", found.fetch)
+    return found
+
+
+def alone_with(key):
+    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, key, STOP)
+    return {t.request_id: t for t in done}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return alone_with(KEY)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("policy", ["group_fifo", "seer"])
+def test_tokens_are_those_of_one_engine(store, alone, policy):
+    team, _ = make_team(store, 2, policy=policy)
+    for _ in range(2):  # a session follows another one
+        assert_same_tokens(play(team), alone)
+        assert team.stats.tokens == sum(len(t.response_ids) for t in alone.values())
+    assert {r.num_slots for r in team.stats.timeline}
+    emitted = sum(int(r.emitted_A.sum()) for r in team.stats.timeline)
+    assert emitted == team.stats.tokens  # no round is lost on the way, or comes twice
+    assert {a.worker_id for a in starts(team)} == {0, 1}
+
+
+@pytest.mark.parity
+def test_drafts_of_all_sources_change_no_token(store, alone):
+    """Also if they are right: the history has the very responses."""
+    config = SpeculationConfig(budget="fixed:3", sources=("history", "group", "own"))
+    keys, cache = [f"q{g}" for g in range(len(PROMPTS))], RolloutCache(vocab_size=MODEL.vocab_size)
+    for g, key in enumerate(keys):
+        own = [t.response_ids for t in alone.values() if t.group_id == g]
+        cache.replace(key, of_group(own, [1.0] * len(own)))
+    with Speculation(config, cache) as speculation:
+        speculation.for_others = True
+        team, _ = make_team(store, 2, speculation=speculation)
+        drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
+        assert_same_tokens(play(team, drafts=drafts), alone)
+    assert team.stats.accepted_tokens > 20
+
+
+def rooms_that_lose(method, nth, how):
+    """A room whose first program is lost in its nth call of a method."""
+    lost = []
+
+    def changed(index, handle):
+        def submit(member, *args):
+            if index == 0 and not lost and args[:1] == (method,):
+                submit.calls += 1
+                if submit.calls == nth:
+                    lost.append(handle)
+                    handle.is_stopped = True
+                    if how == "killed":
+                        threading.Thread(target=handle.kill).start()
+            return type(handle).submit(handle, member, *args)
+
+        submit.calls = 0
+        handle.submit = submit
+
+    return ThreadRoom(changed), lost
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_lost_program_costs_no_token(store, alone, nth, how):
+    """Its requests continue elsewhere from their last chunks, and another program joins."""
+    room, lost = rooms_that_lose("step", nth, how)
+    settings = SETTINGS
+    if how == "stopped":
+        settings = dataclasses.replace(SETTINGS, deadline_s=3.0)
+    team, _ = make_team(store, 2, room=room, settings=settings)
+    assert_same_tokens(play(team), alone)
+    assert lost
+    assert sum(isinstance(d.event, WorkerLost) for d in team.decisions) == 1
+    assert [e.kind for e in team.stats.events if e.kind != "joined"] == [
+        "killed" if how == "killed" else "hung"
+    ]
+
+
+@pytest.mark.fault
+def test_a_program_that_is_lost_again_and_again_is_given_up(store, alone):
+    def changed(index, handle):
+        if index == 0:
+            handle.kill()
+
+    team, _ = make_team(store, 2, room=ThreadRoom(changed))
+    assert_same_tokens(play(team), alone)
+    assert not team.places[0].may_return
+
+
+@pytest.mark.fault
+def test_programs_that_get_no_weights_are_given_up(store, monkeypatch):
+    """They are lost each time that they try, and started again."""
+    team, room = make_team(store, 2)
+    lost = [ProgramLost("the owner of the value is lost")]
+    monkeypatch.setattr(ray_session, "fetch", lambda references, limit_s: lost * len(references))
+    with pytest.raises(WorkerError, match="given up: it was lost 3 times"):
+        play(team)
+    assert [len(room.started[i]) for i in range(2)] == [3, 3]
+
+
+@pytest.mark.fault
+def test_an_error_of_an_engine_names_its_requests(store, alone, monkeypatch):
+    def fail(self, *args):
+        raise RuntimeError("a device is gone")
+
+    team, _ = make_team(store, 2)
+    with monkeypatch.context() as broken, pytest.raises(WorkerError, match="a device is gone"):
+        broken.setattr(Engine, "_round", fail)
+        play(team)
+    assert_same_tokens(play(team), alone)  # the programs are still there
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("is_helping", [False, True])
+def test_the_next_step_is_answered_as_if_nothing_had_been_begun(store, alone, is_helping):
+    coming = step_key(0, 1)
+    expected = alone_with(coming)
+    team, _ = make_team(store, 2, kind=AheadEngine, mode="ahead", kv_tokens=None)
+    if is_helping:
+        team.helpers = Helpers(2, 4, lambda held, left: True, dict)
+    longest = max(len(r.prompt_ids) for r in REQUESTS) + SAMPLING.max_new_tokens
+    with team.open(len(REQUESTS), longest) as engine:
+        engine.plan(ComingStep(REQUESTS, coming, no_drafts, None))
+        first = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, drafts=no_drafts)
+        assert_same_tokens(engine.run(first, REQUESTS), alone)
+        begun = engine.recall()
+        spec = dataclasses.replace(first, key=coming)
+        assert_same_tokens(engine.run(spec, begun.resumed(REQUESTS)), expected)
+        actions = [a for d in engine._session.decisions for a in d.actions]
+    assert any(isinstance(a, Copy) for a in actions) == is_helping
+
+
+def test_a_worker_s_bandit_keeps_what_it_learns_while_its_program_runs(store):
+    """A message has the state of when it was sent: it counts only where a program begins."""
+    config = SpeculationConfig(budget="bandit", sources=("own",))
+    shared = Shared(Speculation(config, RolloutCache(), {}, TUNER), store.share)
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, drafts=no_drafts)
+    actor, learned = (
+        WorkerActor(settings_of(0, config), None),
+        Speculation(config, RolloutCache(), {}, TUNER).bandit(0),
+    )
+    learned.record(learned.select(1), 1.0, [2.0], 1)
+    shared.tuned(0, learned.state())
+    with ExitStack() as stack:
+        message = shared.message(spec, 0, 0)
+        actor._spec(message, stack)
+        own = actor._speculation.bandit(0)
+        assert own.state() == learned.state()
+        own.record(own.select(1), 1.0, [3.0], 1)
+        state = own.state()
+        actor._spec(message, stack)  # a step that opens again
+        assert own.state() == state != learned.state()
+
+
+def test_weights_are_published_before_the_driver_sends_them(store):
+    """Copies and checksums of large weights would keep its thread from all other workers."""
+    threads, share = [], store.share
+
+    def noting(value):
+        threads.append(threading.current_thread().name)
+        return share(value)
+
+    store.share = noting
+    team, _ = make_team(store, 1)
+    with team.session(team.make_scheduler(), len(REQUESTS), 60) as driver:
+        new = jax.tree.map(lambda x: x + 1, PARAMS)
+        driver.submit(0, RolloutSpec(new, SAMPLING, KEY, STOP, drafts=no_drafts), REQUESTS)
+        while driver.next_result(0.1) is None:
+            pass
+    assert len(threads) > 1 and "driver" not in threads

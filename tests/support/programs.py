@@ -1,0 +1,16 @@
+"""What a program holds, read from its jaxpr."""
+
+import math
+
+import jax.extend
+
+
+def largest_array(jaxpr):
+    """Return the most elements of any array that it makes, in inner programs but kernels too."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "pallas_call":  # whose arrays are of a block's size
+            sizes = (math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars)
+            inner = map(largest_array, jax.extend.core.jaxprs_in_params(equation.params))
+            found = max([found, *sizes, *inner])
+    return found

@@ -1,0 +1,71 @@
+"""Rollout workers whose actors are threads of this process, under a `MultiEngine`."""
+
+import itertools
+
+from thread_actors import SETTINGS, ThreadRoom
+from tiny_team import CONFIG, MODEL, PARAMS
+
+from rl.cluster.actors import Actor
+from rl.engine.engine import Engine
+from rl.ray_workers.messages import WorkerSettings
+from rl.ray_workers.place import RayPlace, Shared
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.sources import Speculation
+from rl.workers.config import SchedConfig
+from rl.workers.multi_engine import MultiEngine
+from spec.budget.config import TunerConfig
+from spec.reuse.rollout_cache import RolloutCache
+
+TUNER = TunerConfig((1, 5), verify_tokens=(3, 1), depths=(1, 2))
+TARGET = "rl.ray_workers.actor:WorkerActor"
+
+
+class Store(dict):
+    """The references of Ray's store, as numbers."""
+
+    def __init__(self):
+        self._numbers = itertools.count()
+
+    def share(self, value):
+        number = next(self._numbers)
+        self[number] = value
+        return number
+
+    def fetch(self, references, limit_s):
+        return [self[reference] for reference in references]
+
+
+def settings_of(number, speculation, **options):
+    given = {"draft_model": None, "model_here": True, "model_apart": False, "learned": None}
+    given |= {"fetch_s": 30.0} | options
+    own = number, MODEL, CONFIG, "float32", 1, speculation, TUNER, 0
+    return WorkerSettings(*own, **given)
+
+
+def make_team(
+    store,
+    count,
+    *,
+    room=None,
+    speculation=None,
+    kind=MultiEngine,
+    settings=SETTINGS,
+    apart=None,
+    worker=None,
+    **options,
+):
+    """Return workers that are prepared, and their room; nothing is compiled beforehand."""
+    config = SchedConfig(
+        **{"policy": "divided_fifo", "workers": count, "chunk_tokens": 3, "kv_tokens": 60} | options
+    )
+    speculation = speculation or Speculation(SpeculationConfig(), RolloutCache())
+    room, shared = room or ThreadRoom(), Shared(speculation, store.share, apart)
+    shared.weights.publish(PARAMS)
+    places = []
+    for i in range(count):
+        own = settings_of(i, speculation.config, **worker or {})
+        actor = Actor(f"worker {i}", TARGET, (own, None), settings, room, i, concurrency=1)
+        limits = {"call_limit_s": 60.0, "compile_s": 60.0}
+        places.append(RayPlace(i, actor, shared, report=lambda line: None, **limits))
+    team = kind([Engine(MODEL, CONFIG)], config, places=places, keeps_decisions=True)
+    return team, room
