@@ -212,6 +212,8 @@ def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
     """Return the values of `share`, each a ProgramLost if it is lost or late."""
     import ray
 
+    if not ray.is_initialized():  # else Ray would start by itself
+        return [ProgramLost("Ray is closed") for _ in references]
     values, (come, _) = (
         list[Any](),
         ray.wait(list(references), num_returns=len(references), timeout=limit_s, fetch_local=True),

@@ -65,7 +65,7 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     with Speculation(config, RolloutCache()) as speculation:
         speculation.for_others = True
-        team, room = make_team(store, 2, speculation=speculation)
+        team, room = make_team(store, 1, speculation=speculation)
         helping = Planner(DraftingConfig(requests_per_helper=2), 2, len(REQUESTS), 3)
         shared = team.places[0]._shared
         workers = RayWorkers(team, team.places, shared, helping=helping)
@@ -83,5 +83,14 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
     calls = [call for handle in room.started[0] for call in handle.calls]
     first, late = [call[-1] for call in calls if call[:2] == ("call", "prepare")]
     assert first == "" and late == (tmp_path / ROUNDS_FILE).read_text()
-    [other] = room.started[1]  # it compiles while the first one measures
-    assert [c[1] for c in other.calls if c[0] == "call"][:2] == ["compile", "prepare"]
+
+
+def test_other_programs_compile_while_the_first_one_measures(tmp_path, monkeypatch):
+    store = Store()
+    monkeypatch.setattr(ray_session, "fetch", store.fetch)
+    bounds = Bounds(SAMPLING, len(REQUESTS), 5, False, False, None, {}, None)
+    team, room = make_team(store, 2)
+    workers = RayWorkers(team, team.places, team.places[0]._shared)
+    workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
+    first, other = ([c[1] for c in room.started[i][0].calls if c[0] == "call"] for i in (0, 1))
+    assert first == ["prepare"] and other == ["compile", "prepare"]
