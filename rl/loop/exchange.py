@@ -10,30 +10,33 @@ have the same trajectories, scores and texts, in the same order; a digest of eac
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
+import io
 import itertools
 import os
 import pickle
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.engine.stats import EngineStats, RoundRecord, joined
-from rl.engine.worker_record import WorkerPart, moved
+from rl.engine.stats import CachedCounts, EngineStats, RoundRecord, joined
+from rl.engine.worker_record import WorkerEvent, WorkerPart, moved
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
-from rl.trajectory import Request, Trajectory
+from rl.trajectory import FinishReason, Request, Trajectory
 from rl.workers.results import WorkerError
+from spec.config import SamplingConfig
 
 UNSCORED = Score({}, None)
 TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
-SECONDS = tuple(f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s"))
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
 # all processes end alike after these: the last whole step can still be saved
 AGREED = (Stopped, RewardWorkerError, WorkerError, Hang)
@@ -130,11 +133,10 @@ class Shares:
         else:
             self._name_workers(own.stats, own.trajectories)
             part = Part(began_s, self._scored(own))
-        # processes of one job trust one another
         given = self.processes.gather_large(what, pickle.dumps(part), waiting)
         if error is not None:
             raise error
-        parts: list[Part] = [pickle.loads(value) for value in given]
+        parts = [read_part(value) for value in given]
         for index, part in enumerate(parts):
             if part.error is not None:
                 raise PeerFailed(f"process {index} failed: {part.error}")
@@ -212,6 +214,32 @@ class Shares:
 
 WHOLE = Shares(ALONE)
 
+_CLASSES = (
+    *(Part, Responses, Trajectory, FinishReason, SamplingConfig, Score, EngineStats),
+    *(CachedCounts, RoundRecord, WorkerPart, WorkerEvent, collections.Counter),
+    *(np.ndarray, np.dtype),
+)
+_KNOWN = {(kind.__module__, kind.__qualname__) for kind in _CLASSES} | {
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
+
+
+class _PartReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"expected parts of responses, got {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_part(value: bytes) -> Part:
+    """Return the part that another process pickled; no other class or function is called."""
+    part = _PartReader(io.BytesIO(value)).load()
+    if not isinstance(part, Part):
+        raise pickle.UnpicklingError(f"expected a part of responses, got {type(part).__name__}")
+    return part
+
 
 def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
     """Return a digest of what training learns from a response."""
@@ -228,10 +256,7 @@ def _by_clock(part: Part, began_s: float) -> Responses:
     stats, by_s = part.responses.stats, began_s - part.began_s
     stats = dataclasses.replace(
         stats,
-        timeline=[
-            dataclasses.replace(r, **{name: getattr(r, name) + by_s for name in SECONDS})
-            for r in stats.timeline
-        ],
+        timeline=[r.moved(by_s) for r in stats.timeline],
         parts=[moved(p, by_s) for p in stats.parts],
         events=[dataclasses.replace(e, at_s=e.at_s + by_s) for e in stats.events],
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 
 import numpy as np
 import pytest
 
 from rl.cluster.processes import ALONE, Diverged, Processes
 from rl.engine.stats import CachedCounts, EngineStats, RoundRecord
-from rl.loop.exchange import UNSCORED, PeerFailed, Responses, Shares
+from rl.loop import exchange
+from rl.loop.exchange import UNSCORED, Part, PeerFailed, Responses, Shares, read_part
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
@@ -199,3 +201,20 @@ def test_what_fails_in_one_ends_all_alike() -> None:
     assert isinstance(first, RewardWorkerError)
     assert isinstance(second, PeerFailed)
     assert str(second) == "process 0 failed: no scorer starts"
+
+
+class Planted:
+    def __reduce__(self):
+        return os.getcwd, ()
+
+
+@pytest.mark.parametrize("planted", [Planted(), Part(0.0, Planted())])
+def test_a_part_calls_nothing_but_the_classes_of_responses(planted):
+    with pytest.raises(
+        exchange.pickle.UnpicklingError, match="expected parts of responses, got posix.getc"
+    ):
+        read_part(exchange.pickle.dumps(planted))
+    with pytest.raises(
+        exchange.pickle.UnpicklingError, match="expected a part of responses, got dict"
+    ):
+        read_part(exchange.pickle.dumps({}))
