@@ -221,10 +221,9 @@ class Engine(ModelRunner):
     def remove(self, request_ids: Sequence[int]) -> None:
         """End these requests without an answer, if they are here."""
         if not request_ids:
-            return
-        if request_ids:  # not after most rounds
-            self._waiting.drop(request_ids)
-            self._leave_rows(self._rows_of(request_ids), self._table.leave)
+            return  # as after most rounds
+        self._waiting.drop(request_ids)
+        self._leave_rows(self._rows_of(request_ids), self._table.leave)
 
     def release(self) -> list[PartialRequest]:
         """Return all requests with the tokens that they have, without keys and values."""

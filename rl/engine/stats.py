@@ -55,6 +55,11 @@ class RoundRecord:
         """Return whether it verified draft tokens."""
         return self.num_nodes > self.num_slots
 
+    def moved(self, by_s: float) -> RoundRecord:
+        """Return this round by a clock that is so much later."""
+        names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_s")]
+        return dataclasses.replace(self, **{name: getattr(self, name) + by_s for name in names})
+
 
 def _per_source() -> np.ndarray:
     return np.zeros(len(Source), np.int64)

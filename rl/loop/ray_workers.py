@@ -100,12 +100,11 @@ class RayWorkers:
         self.shared.weights.publish(weights)
         first, *others = self.places
         compiling = [place.compile(bounds) for place in others]
-        measured = first.prepare(bounds, Measured(rounds or "", "", 0.0)).result()
+        measured = first.prepare(bounds, rounds).result()
         for compiled in compiling:
             compiled.result()
-        for prepared in [place.prepare(bounds, measured) for place in others]:
+        for prepared in [place.prepare(bounds, measured.rounds) for place in others]:
             prepared.result()
-        first.prepared_with(measured)
         if self.drafting is not None:
             self.drafting.wait_ready()  # they compile by themselves, meanwhile
         return measured

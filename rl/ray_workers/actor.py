@@ -113,7 +113,7 @@ class WorkerActor:
 
     # -- before the first rollout ------------------------------------------------------------
 
-    def prepare(self, weights: Offer, bounds: Bounds, rounds: str) -> Measured:
+    def prepare(self, weights: Offer, bounds: Bounds, rounds: str | None) -> Measured:
         """Compile unless that is done, and measure; `rounds` is a file that is known."""
         if self._reach is None:
             self.compile(weights, bounds)
@@ -143,13 +143,13 @@ class WorkerActor:
         return {name: x for name, x in self._drafters.items() if name != MODEL or here}
 
     def _measure(
-        self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str
+        self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str | None
     ) -> Measured:
         settings, speculation = self._settings, self._speculation
         measured, moves = (self.engine, params, sampling, reach), ""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "moves.json")
-            if not rounds:
+            if rounds is None:
                 transfer_times.measure(*measured, path)
                 moves = path.read_text()
             if reach.speculative:
@@ -163,7 +163,7 @@ class WorkerActor:
                 compile_host_kernels(*args, self._drafters, settings.tuner, apart)
                 if settings.speculation.history_source is not None:
                     compile_join(history_rule(settings.speculation))
-        return Measured(rounds, moves, self.engine.clock())
+        return Measured(rounds or "", moves, self.engine.clock())
 
     def _params(self, offer: Offer) -> Any:
         """Return the weights of an offer on this worker's devices, which hold one version."""
@@ -178,7 +178,8 @@ class WorkerActor:
 
     def join(self, limits: WorkerLimits) -> None:
         """Begin a session; one that was lost is given up."""
-        self._abort()
+        if self._worker is not None:
+            self._worker.close(abort=True)
         self._worker, self._sinks = RolloutWorker(self.engine, limits, self._spec), []
         self._stats, self._sent, self._num_rollouts = EngineStats(), 0, 0
 
@@ -196,10 +197,7 @@ class WorkerActor:
     def leave(self, abort: bool) -> Reply:
         """End a session; the reply has all that was not sent yet."""
         worker = self._session
-        if abort:
-            self._abort()
-        else:
-            worker.close(abort=False)
+        worker.close(abort=abort)
         self._worker = None
         return self._reply(worker.report(()))
 
@@ -208,11 +206,6 @@ class WorkerActor:
         if self._worker is None:
             raise ProgramLost("its program was lost between two calls, and started again")
         return self._worker
-
-    def _abort(self) -> None:
-        if self._worker is not None:
-            self._worker.close(abort=True)
-        self._worker = None
 
     def _reply(self, report: Report) -> Reply:
         if report.stats is not self._stats:

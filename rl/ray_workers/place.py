@@ -20,7 +20,7 @@ from models.transformer import Params
 from rl.cluster.actors import Actor
 from rl.drafting.actors import DraftsApart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.engine.stats import EngineStats, RoundRecord
+from rl.engine.stats import EngineStats
 from rl.ray_workers.messages import Bounds, Measured, Reply, RolloutMessage
 from rl.runtime.waits import ProgramLost
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -35,7 +35,6 @@ from spec.eagle.model import EagleParams
 T = TypeVar("T")
 U = TypeVar("U")
 ROUNDS_S = 0.02  # a call returns after as long: new commands wait for that
-_SECONDS = [f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s")]
 
 
 class Shared:
@@ -135,7 +134,7 @@ class RayPlace:
         self._report, self._clock, self.later_s = report, clock, 0.0
         self._thread = DaemonThread(f"idle work of worker {number}")
         self._bounds: Bounds | None = None
-        self._measured = Measured("", "", 0.0)
+        self._rounds: str | None = None  # the seconds of rounds, once they are measured
         self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
         self._is_unfit = False  # it raised as it was prepared
         self._drafter_version: int | None = None
@@ -161,7 +160,7 @@ class RayPlace:
         if preparing is None or preparing.done():
             error = None if preparing is None else preparing.exception()
             if error is None or isinstance(error, ProgramLost):
-                self.prepare(self._bounds, self._measured)
+                self.prepare(self._bounds, self._rounds)
             else:
                 self._is_unfit = True
                 why = f"{type(error).__name__}: {error}"
@@ -173,24 +172,19 @@ class RayPlace:
         offer = self._shared.weights.newest
         return self.actor.call("compile", offer, bounds, limit_s=self._compile_s, is_work=False)
 
-    def prepare(self, bounds: Bounds, known: Measured) -> Future[Measured]:
-        """Have it compile and measure; `known` was measured before."""
-        self._bounds, self._measured = bounds, known
-        start, offer = self.actor.num_starts, self._shared.weights.newest
-        args = "prepare", offer, bounds, known.rounds
+    def prepare(self, bounds: Bounds, rounds: str | None) -> Future[Measured]:
+        """Have it compile and measure; `rounds` were measured before."""
+        self._bounds, start, offer = bounds, self.actor.num_starts, self._shared.weights.newest
+        args = "prepare", offer, bounds, rounds
         prepared = self.actor.call(*args, limit_s=self._compile_s, is_work=False)
 
         def note(measured: Measured) -> Measured:
-            self.later_s = self._clock() - measured.clock_s
+            self._rounds, self.later_s = measured.rounds, self._clock() - measured.clock_s
             self._prepared_start = max(start, 1)
             return measured
 
         self._preparing = then(prepared, note)
         return self._preparing
-
-    def prepared_with(self, measured: Measured) -> None:
-        """Prepare with what was measured when it is started again."""
-        self._measured = measured
 
     # -- a session's worker --------------------------------------------------------------------
 
@@ -229,7 +223,7 @@ class RayPlace:
     def leave(self, *, abort: bool) -> Future[None]:
         return then(self._ask("leave", abort, is_work=False), self._left)
 
-    def abandon(self, why: str) -> None:
+    def abandon(self) -> None:
         """The actor ends by itself."""
 
     def _sent(self, command: Command) -> Command:
@@ -250,10 +244,11 @@ class RayPlace:
         report, new = reply.report, reply.report.stats
         if reply.rollout != self._rollout:
             self._rollout, self._stats = reply.rollout, EngineStats()
-        rounds = [*self._stats.timeline, *(moved(r, self.later_s) for r in new.timeline)]
+        timeline = self._stats.timeline
+        timeline += [r.moved(self.later_s) for r in new.timeline]
         for field in dataclasses.fields(new):
             setattr(self._stats, field.name, getattr(new, field.name))
-        self._stats.timeline = rounds
+        self._stats.timeline = timeline
         for number, states in reply.states:
             self._sinks[number].add(states)
         for remark in reply.remarks:
@@ -281,11 +276,6 @@ class RayPlace:
         except Exception as error:
             raise ProgramLost(f"{self.name}: {error}") from error
         return result
-
-
-def moved(record: RoundRecord, later_s: float) -> RoundRecord:
-    """Return a round by a clock that is so much later."""
-    return dataclasses.replace(record, **{n: getattr(record, n) + later_s for n in _SECONDS})
 
 
 def then(future: Future[T], work: Callable[[T], U]) -> Future[U]:

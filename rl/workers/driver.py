@@ -384,7 +384,7 @@ class Driver:
         place, requests, hangs = worker.place, list(worker.starts), worker.call is not None
         error = WorkerError(worker_id, requests, cause)
         worker.call, worker.is_lost = None, True
-        place.abandon(str(cause))
+        place.abandon()
         returns = isinstance(cause, ProgramLost) or (place.may_return and isinstance(cause, Hang))
         if self.ends_s is not None:
             del self._workers[worker_id]

@@ -87,7 +87,7 @@ class Place(Protocol):
         """End a session's worker."""
         ...
 
-    def abandon(self, why: str) -> None:
+    def abandon(self) -> None:
         """Give up a worker that is lost: nothing waits for it."""
         ...
 
@@ -166,7 +166,7 @@ class ThreadPlace:
         self._thread.end()
         return left
 
-    def abandon(self, why: str) -> None:
+    def abandon(self) -> None:
         self._thread.end()
         if self._running is not None and not self._running.done():
             self._engines[self._index] = self.engine.abandoned()

@@ -156,7 +156,7 @@ class ManualPlace:
     def nudge(self):
         pass
 
-    def abandon(self, why):
+    def abandon(self):
         self.calls.clear()
 
     def run(self):

@@ -82,7 +82,7 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
         assert_same_tokens(play(team, drafts=drafts), {t.request_id: t for t in done})
     calls = [call for handle in room.started[0] for call in handle.calls]
     first, late = [call[-1] for call in calls if call[:2] == ("call", "prepare")]
-    assert first == "" and late == (tmp_path / ROUNDS_FILE).read_text()
+    assert first is None and late == (tmp_path / ROUNDS_FILE).read_text()
 
 
 def test_other_programs_compile_while_the_first_one_measures(tmp_path, monkeypatch):

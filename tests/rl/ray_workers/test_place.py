@@ -119,7 +119,7 @@ def test_hidden_states_reach_the_sink_of_their_step(place):
 def test_a_program_that_cannot_prepare_is_given_up(place):
     """It would try again for as long as the run lasts."""
     bounds, measured = object(), Measured("{}", "", 0.0)
-    place.prepare(bounds, measured)
+    place.prepare(bounds, None)
     place.actor.answer(measured)
     assert place.is_ready and place.may_return
     place.actor.num_starts = 2  # it was lost
