@@ -126,7 +126,7 @@ def open_workers(
     drafter: AnyDrafter | None,
     say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
-    """Start the workers; some of these may draft for the others. Ray is there.
+    """Start Ray, or join it, and the workers; some of these may draft for the others.
 
     All are ended at the end. They draft as `speculation` has it; idle ones help with others' last
     requests, or learn for `drafter`, if it has spot training. Raises ProgramLost if they cannot
