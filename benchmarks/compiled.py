@@ -184,8 +184,8 @@ def whole_arrays(cache: str, devices: Any) -> int:
     """
     import jax
 
-    from rl.config.loader import load
-    from rl.loop.experiment import TrainConfig
+    from rl.config import TrainConfig
+    from rl.gin.loader import load
     from rl.preflight.programs import RunPrograms
 
     flags = "Mesh.data=1", "Mesh.fsdp=2", "Mesh.tensor=2", f"Engine.cache='{cache}'"
@@ -369,7 +369,7 @@ def preflights(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def auto(arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl.loop.experiment import SIZES
+    from rl.config import SIZES
 
     name, flags = "qwen3_8b_8xh100", [f"--gin.{size}='auto'" for size in SIZES]
     return {"kind": "compiled", "auto": {name: preflight(name, *flags)}}

@@ -71,9 +71,9 @@ def resident_mib(name: str) -> float:
 
 def measure(few: str, spec: str) -> dict[str, float]:
     """Open a task and take its first steps; `few` is a small one, to load everything once."""
-    from rl.config.loader import load
+    from rl.config import Inputs, TrainConfig, open_inputs
     from rl.data.prompts import DataOrder, prompts_for_step
-    from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+    from rl.gin.loader import load
 
     def opened(task: str) -> tuple[Inputs, TrainConfig]:
         config = load(TrainConfig, [environment.ROOT / "configs/tiny_cpu.gin"])

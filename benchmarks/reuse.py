@@ -29,15 +29,15 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.roofline import PRICED_8B, cached_seconds, phase_seconds, round_times
+from rl import train_loop
 from rl.ablate import Cell, cells, folder_name, read_cell
+from rl.config import open_inputs
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
 from rl.engine.stats import cached_seconds as measured_cached_seconds
-from rl.loop import train_loop
-from rl.loop.experiment import open_inputs
-from rl.loop.generation import System
 from rl.metrics.writer import Timings
+from rl.rollouts import System
 from rl.trajectory import Request, Trajectory
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.run_seconds import RunSeconds

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from rl.loop import legs
+from rl import legs
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 
 UNSEEN = {"num_prompts": 100, "samples": 8, "temperature": 1.0}  # of each task

@@ -72,9 +72,9 @@ def configuration() -> str:
 def listing(command: str) -> str:
     """Return what `python -m COMMAND --list` prints."""
     from rl.ablate import AblationRun
-    from rl.config.loader import describe
+    from rl.config import TrainConfig
     from rl.drafter_training.offline import OfflineConfig
-    from rl.loop.experiment import TrainConfig
+    from rl.gin.loader import describe
     from rl.simulate import SimulateRun
 
     schemas: dict[str, type] = {

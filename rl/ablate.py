@@ -23,9 +23,9 @@ from typing import ClassVar
 import numpy as np
 
 from models.folder import replace_file
-from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import ConfigError, dump, load
-from rl.loop.experiment import TrainConfig, open_inputs
+from rl.config import TrainConfig, open_inputs
+from rl.gin.command_line import config_parser, parse_command_line
+from rl.gin.loader import ConfigError, dump, load
 from rl.metrics.writer import Row, read_metrics, step_rows
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
@@ -120,7 +120,7 @@ class Cell:
 def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path) -> list[Cell]:
     """Return the runs of a grid, seed by seed: every variant has one run before any has two.
 
-    Raises ConfigError, before anything runs, if `rl.config.loader.load` refuses any of them, or a
+    Raises ConfigError, before anything runs, if `rl.gin.loader.load` refuses any of them, or a
     folder holds a run of another configuration.
     """
     whole = load(AblationRun, files, overrides)

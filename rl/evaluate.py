@@ -22,15 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl import evaluation
 from rl.checkpoint.best import chosen_step
-from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import ConfigError, load
+from rl.config import Inputs, TrainConfig, open_policy
+from rl.config_checks import check_layout, check_lengths, check_stops
 from rl.data.tasks import open_tasks
-from rl.loop import evaluation
-from rl.loop.config_checks import check_layout, check_lengths, check_stops
-from rl.loop.eval_sets import open_sets
-from rl.loop.evaluation import Answers, plus_minus
-from rl.loop.experiment import Inputs, TrainConfig, open_policy
+from rl.eval_sets import open_sets
+from rl.evaluation import Answers, plus_minus
+from rl.gin.command_line import config_parser, parse_command_line
+from rl.gin.loader import ConfigError, load
 from rl.rewards.config import validate
 from rl.rewards.scores import Rewards
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
@@ -124,10 +124,10 @@ def _configurations(
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, ask, print."""
     from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-    from rl.loop.setup import engine_mesh, run_mesh
     from rl.rewards.pool import RewardPool
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
+    from rl.setup import engine_mesh, run_mesh
 
     evals = job.inputs.evals
     total = evals.num_questions * job.config.eval.samples
@@ -176,10 +176,10 @@ def _ask(
     job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
 ) -> list[Answers]:
     """Return the answers of these weights, scored by the pool, on a separate engine."""
+    from rl.config import recipe
     from rl.engine.engine import Engine
     from rl.learner.trainer import cast_params
-    from rl.loop.experiment import recipe
-    from rl.loop.rewards import Scorer
+    from rl.scoring import Scorer
 
     config, inputs = job.config, job.inputs
     dtype = recipe(config, inputs.model).trainer.dtype

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models import hf
+from rl import evaluation, model_card, policy_export
 from rl.checkpoint import best
 from rl.checkpoint.folders import list_steps
 from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config.loader import ConfigError, load
-from rl.loop import evaluation, model_card, policy_export
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs, open_policy
-from rl.loop.policy_export import Layout
+from rl.config import Inputs, TrainConfig, open_inputs, open_policy
+from rl.gin.loader import ConfigError, load
+from rl.policy_export import Layout
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
@@ -125,8 +125,8 @@ def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout:
 
 def _export_drafter(args: argparse.Namespace) -> list[str]:
     """Write a drafter's folder; return the lines to print."""
+    from rl import drafter_export
     from rl.drafter_training import export as drafter_folder
-    from rl.loop import drafter_export
 
     run, target = Path(args.source), Path(os.path.abspath(args.output))
     if not (run / CONFIG_FILE).is_file():

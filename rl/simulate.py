@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from models.folder import replace_file
-from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import load
+from rl.gin.command_line import config_parser, parse_command_line
+from rl.gin.loader import load
 from rl.metrics.writer import Row, read_samples
 from rl.reports.style import STYLE
 from rl.runtime.exit_codes import EXIT_USAGE

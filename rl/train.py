@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.params import num_params
-from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import ConfigError, dump, load
-from rl.loop import run_folder
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
+from rl import run_folder
+from rl.config import Inputs, TrainConfig, open_inputs, remarks
+from rl.gin.command_line import config_parser, parse_command_line
+from rl.gin.loader import ConfigError, dump, load
 from rl.metrics.writer import check_installed
 from rl.rewards.check import check_rewards
 from rl.runtime import devices, host_memory
@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
             say(f"error: {error}", sys.stderr)
             return EXIT_USAGE
     if config.cluster.num_trainers > 1:
-        from rl.loop.launch import launch
+        from rl.launch import launch
 
         return launch(config, folder, resume=args.resume)
-    from rl.loop import run_process
+    from rl import run_process
 
     return run_process.run(config, inputs, folder, before)
 
@@ -141,7 +141,7 @@ def _newest_run(name: str) -> Path:
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print what would run, and in how much memory; returns the exit code."""
-    from rl.loop import first_programs, memory
+    from rl import first_programs, memory
 
     model, devices_here = inputs.model, memory.unopened_devices()
     say(dump(config))

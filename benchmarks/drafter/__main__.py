@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from benchmarks import environment
 from benchmarks.drafter import runs, tuner
 from models import hf
-from rl.config.loader import load
-from rl.loop.experiment import TrainConfig, open_inputs
+from rl.config import TrainConfig, open_inputs
+from rl.gin.loader import load
 
 SPOT = environment.ROOT / "configs/tlt_tiny_cpu.gin"
 

@@ -18,18 +18,18 @@ import numpy as np
 
 from benchmarks import environment
 from models.transformer import Params
-from rl.config.loader import load
+from rl import train_loop
+from rl.config import Inputs, TrainConfig, open_inputs
 from rl.drafter_training.spot_trainer import Span, SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
+from rl.gin.loader import load
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
-from rl.loop import train_loop
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs
-from rl.loop.generation import System, prompts_at
 from rl.metrics.writer import Timings
+from rl.rollouts import System, prompts_at
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig

@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks.turns import in_turns
 from models.transformer import Params
+from rl.config import Inputs, TrainConfig
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.loop.experiment import Inputs, TrainConfig
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.learned_drafter import LearnedDrafter

@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.real_policy.questions import ask
 from models import hf
 from models.transformer import Params
+from rl.config import open_policy
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -26,7 +27,6 @@ from rl.learner.advantages import group_advantages
 from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.optimizer import init_state, make_optimizer
-from rl.loop.experiment import open_policy
 from rl.rewards.functions import task_reward
 from rl.speculation.reuse import COUPLED_STEP
 from rl.trajectory import Request, Trajectory

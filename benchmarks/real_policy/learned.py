@@ -13,11 +13,11 @@ import numpy as np
 
 from benchmarks.real_policy.acceptance import BUDGET_NODES, summary
 from benchmarks.real_policy.ground import Ground
+from rl.drafter_run import first_drafter
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext, Drafting
-from rl.loop.drafter_run import first_drafter
 from rl.packing import Response
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Trajectory

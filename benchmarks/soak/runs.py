@@ -283,11 +283,10 @@ def stop(folder: Path) -> dict[str, Any]:
 
 def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
     """Run `rl.train` in this process, which sends itself SIGTERM in `part` and notes the time."""
-    from rl import train
+    from rl import train, train_loop
     from rl.checkpoint import checkpointer
     from rl.engine.engine import Engine
     from rl.learner import logprobs
-    from rl.loop import train_loop
 
     begins, is_reached = train_loop._begins, threading.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, Self, get_args
 
-from rl.config.values import found_size
+from rl.gin.values import found_size
 from spec.buckets import bucket, buckets
 
 POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from models.config import ModelConfig
 from models.layout import layers_kept_apart
-from rl.config.values import AUTO, found_size
+from rl.gin.values import AUTO, found_size
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from models import hf
 from models.config import ModelConfig
-from rl.config.command_line import config_parser, parse_command_line
-from rl.config.loader import load, resolve_path
-from rl.loop.experiment import TrainConfig, check_sections
+from rl.config import TrainConfig, check_sections
+from rl.gin.command_line import config_parser, parse_command_line
+from rl.gin.loader import load, resolve_path
 from rl.preflight import targets
 from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_USAGE

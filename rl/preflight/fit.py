@@ -23,8 +23,8 @@ from typing import Any
 from models.config import ModelConfig
 from models.layout import layers_kept_apart
 from models.params import num_params
-from rl.loop.experiment import TrainConfig
-from rl.loop.memory import ROLLOUTS, TRAINING, Parts
+from rl.config import TrainConfig
+from rl.memory import ROLLOUTS, TRAINING, Parts
 from rl.preflight.programs import RunProgram, RunPrograms
 from rl.preflight.targets import Target
 

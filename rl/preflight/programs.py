@@ -18,13 +18,13 @@ import numpy as np
 from models import hf, transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import make_mesh
-from rl.config.loader import resolve_path
+from rl.config import TrainConfig, drafter_shape, recipe
 from rl.engine.engine import Engine
+from rl.first_programs import rollout_reach
+from rl.gin.loader import resolve_path
 from rl.learner import critic, trainer
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
-from rl.loop.experiment import TrainConfig, drafter_shape, recipe
-from rl.loop.first_programs import rollout_reach
-from rl.loop.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, num_bytes
+from rl.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, num_bytes
 from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter

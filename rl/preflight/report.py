@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rl.loop.memory import FIX
+from rl.memory import FIX
 from rl.preflight.fit import Fit, Measured
 
 COLUMNS = ("program", "arguments", "temporaries", "extra", "compiler")

@@ -19,9 +19,9 @@ from typing import Literal
 from models.config import ModelConfig
 from models.layout import axis_ways
 from rl import packing
-from rl.loop.experiment import SIZES, TrainConfig
-from rl.loop.first_programs import rollout_reach
-from rl.loop.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
+from rl.config import SIZES, TrainConfig
+from rl.first_programs import rollout_reach
+from rl.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
 from rl.preflight.fit import BOTH, Fit, Fitting
 from rl.preflight.targets import attached
 from rl.runtime import devices

@@ -13,9 +13,9 @@ import numpy as np
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
-from rl.config.loader import resolve_path
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
+from rl.gin.loader import resolve_path
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import PerRunner
 from spec.draft_model.config import ChainConfig

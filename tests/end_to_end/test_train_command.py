@@ -17,8 +17,7 @@ import pytest
 from command_runs import call_main
 
 from models import hf, tokenizer, transformer
-from rl import evaluate, export, report, train
-from rl.loop import memory, train_loop
+from rl import evaluate, export, memory, report, train, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation import draft_model
 from rl.speculation.config import DraftModelConfig

@@ -8,9 +8,9 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rl.config.loader import dump, load
-from rl.loop import memory
-from rl.loop.experiment import TrainConfig, open_inputs
+from rl import memory
+from rl.config import TrainConfig, open_inputs
+from rl.gin.loader import dump, load
 from tests.hostile.watch import CANARY, Case
 
 ROOT = Path(__file__).parents[2]

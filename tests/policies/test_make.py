@@ -14,10 +14,10 @@ import pytest
 from models import hf, tokenizer, transformer
 from models.params import num_params
 from policies.make import draft, policy, solutions
-from rl.config.loader import PROJECT_ROOT
 from rl.data import tasks
 from rl.data.answers import extract_answer
 from rl.engine.engine import Engine
+from rl.gin.loader import PROJECT_ROOT
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"
 SHIPPED_DRAFT = PROJECT_ROOT / "policies" / "tiny_draft"

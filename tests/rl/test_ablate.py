@@ -14,7 +14,7 @@ from rl.ablate import (
     markdown,
     read_cell,
 )
-from rl.config.loader import ConfigError, dump
+from rl.gin.loader import ConfigError, dump
 from rl.metrics.writer import MetricsConfig, MetricsWriter
 from tests.support import tiny_run
 

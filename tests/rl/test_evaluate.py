@@ -10,8 +10,8 @@ import pytest
 from models import hf, tokenizer
 from rl import evaluate
 from rl.checkpoint.best import read_best
-from rl.loop.train_loop import policy_params
 from rl.metrics.writer import read_metrics
+from rl.train_loop import policy_params
 from tests.support import tiny_run
 
 

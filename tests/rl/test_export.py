@@ -15,12 +15,11 @@ import pytest
 
 from models import hf, hf_files, tokenizer, transformer
 from models.config import ModelConfig
-from rl import export
+from rl import evaluation, export
 from rl.checkpoint.checkpointer import Checkpointer
-from rl.config.loader import dump, load
+from rl.config import TrainConfig
+from rl.gin.loader import dump, load
 from rl.learner.optimizer import SavedArrays
-from rl.loop import evaluation
-from rl.loop.experiment import TrainConfig
 from tests.support import tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rl import simulate
-from rl.config.loader import load
+from rl.gin.loader import load
 from rl.metrics.writer import MetricsConfig, MetricsWriter
 from rl.simulate import (
     COLUMNS,

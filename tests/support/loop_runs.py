@@ -11,8 +11,8 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from rl.loop import setup as run_setup
-from rl.loop import train_loop
+from rl import setup as run_setup
+from rl import train_loop
 from rl.metrics.writer import deterministic_view, read_metrics
 from rl.runtime.signals import COMPILING, Watch
 from tests.support import tiny_run

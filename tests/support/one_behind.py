@@ -15,14 +15,14 @@ import time
 import jax
 import numpy as np
 
-from rl.config.loader import load
+from rl import train_loop
+from rl.config import TrainConfig, open_inputs
 from rl.engine.rollout_spec import RolloutSpec
+from rl.gin.loader import load
 from rl.learner.advantages import informative_groups
-from rl.loop import train_loop
-from rl.loop.experiment import TrainConfig, open_inputs
-from rl.loop.generation import Prompts, Rollouts, prompts_at
-from rl.loop.rewards import Scorer
 from rl.metrics.writer import Timings
+from rl.rollouts import Prompts, Rollouts, prompts_at
+from rl.scoring import Scorer
 from rl.speculation.reuse import remember
 from rl.trajectory import Request
 from spec.sampling import step_key

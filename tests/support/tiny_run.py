@@ -23,12 +23,12 @@ import jax.numpy as jnp
 
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
-from rl.config.loader import load
+from rl import setup as run_setup
+from rl import train_loop
+from rl.config import Inputs, TrainConfig, open_inputs
+from rl.gin.loader import load
 from rl.learner.optimizer import TrainState
-from rl.loop import setup as run_setup
-from rl.loop import train_loop
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs
-from rl.loop.generation import System
+from rl.rollouts import System
 from rl.runtime.signals import Watch
 
 ROOT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from models import transformer
+from rl.drafter_run import first_drafter
 from rl.drafter_training import offline as offline_drafter
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.hidden_states import hidden_of, num_bytes
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from rl.loop.drafter_run import first_drafter
 from rl.packing import Response
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig

@@ -8,12 +8,12 @@ import threading
 import pytest
 from loop_runs import compilations, finish, learnt, stop_after
 
+from rl import drafting_run as drafting
 from rl.drafting import worker
 from rl.drafting import workers as drafting_workers
 from rl.drafting.plans import FIRST_HITS
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.worker_record import read_workers
-from rl.loop import drafting
 from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from sched.policies.specactor import WorkerPlan

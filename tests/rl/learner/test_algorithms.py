@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from rl.config.loader import ConfigError, dump, load
+from rl.config import TrainConfig
+from rl.gin.loader import ConfigError, dump, load
 from rl.learner.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, CriticConfig
-from rl.loop.experiment import TrainConfig
 
 PAPERS = {
     "grpo": ("group", "std", "clipped", "token", 0.2, 0.2),

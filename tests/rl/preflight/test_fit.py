@@ -9,9 +9,9 @@ import pytest
 from figured_programs import figured
 
 from models.config import ModelConfig
-from rl.config.loader import load
-from rl.loop.experiment import TrainConfig
-from rl.loop.memory import ROLLOUTS, TRAINING
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from rl.memory import ROLLOUTS, TRAINING
 from rl.preflight import report
 from rl.preflight.fit import (
     Figures,

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from models.config import ModelConfig
-from rl.config.loader import load
-from rl.loop.experiment import TrainConfig
-from rl.loop.memory import ROLLOUTS, TRAINING, num_bytes
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from rl.memory import ROLLOUTS, TRAINING, num_bytes
 from rl.preflight.programs import HELD, RunPrograms
 
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)

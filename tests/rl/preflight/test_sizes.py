@@ -7,11 +7,10 @@ import pytest
 from figured_programs import figured
 
 from models.config import ModelConfig
-from rl import train
-from rl.config.loader import load
-from rl.loop import run_process
-from rl.loop.experiment import SIZES, TrainConfig
-from rl.loop.memory import TRAINING, USABLE_SHARE
+from rl import run_process, train
+from rl.config import SIZES, TrainConfig
+from rl.gin.loader import load
+from rl.memory import TRAINING, USABLE_SHARE
 from rl.preflight import sizes
 from rl.preflight.fit import Fitting
 from rl.preflight.targets import parse_target

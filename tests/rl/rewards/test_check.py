@@ -8,11 +8,11 @@ import pytest
 from rl import train
 from rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from rl.data.tasks import open_task
-from rl.loop.rewards import tell_failures
 from rl.rewards.check import check_rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
+from rl.scoring import tell_failures
 
 PLUGINS = Path(__file__).parent / "plugins"
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = 72 clips.\n#### {}"

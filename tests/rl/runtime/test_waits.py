@@ -13,8 +13,8 @@ import pytest
 from planted_hangs import PLANTED, StandIn, plant
 from whole_steps import whole_steps
 
+from rl import setup as run_setup
 from rl.checkpoint import checkpointer
-from rl.loop import setup as run_setup
 from rl.runtime.waits import Hang, Patience
 from rl.speculation import sources
 from rl.workers import driver

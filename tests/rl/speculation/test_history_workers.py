@@ -9,9 +9,9 @@ import pytest
 from thread_actors import SETTINGS, ThreadRoom
 
 from rl.cluster import ray_session
-from rl.config.loader import load
-from rl.loop.config_checks import check_cluster
-from rl.loop.experiment import TrainConfig
+from rl.config import TrainConfig
+from rl.config_checks import check_cluster
+from rl.gin.loader import load
 from rl.runtime.waits import ProgramLost
 from rl.speculation import history_workers
 from rl.speculation.config import SpeculationConfig

@@ -5,8 +5,8 @@ import json
 import pytest
 import tiny_team
 
-from rl.config.loader import load
 from rl.engine.engine import Engine
+from rl.gin.loader import load
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.simulate import SimulateRun, play
 from rl.warm_up import round_times, transfer_times

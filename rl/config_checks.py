@@ -1,0 +1,228 @@
+"""Checks of sections of a configuration against one another, before anything is opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from models.config import ModelConfig
+from models.layout import rollout_tensor
+from models.tokenizer import Tokenizer
+from rl.cluster import config as cluster_config
+from rl.cluster.config import AUTO
+from rl.data.specs import parse_spec
+from rl.eval_sets import split_names
+from spec.budget.config import MODEL, OWN
+from spec.config import SamplingConfig
+
+if TYPE_CHECKING:
+    from rl.config import TrainConfig
+
+
+def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where the longest prompt and response do not fit the policy."""
+    if config.longest_tokens > model.max_positions:
+        raise ValueError(
+            f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
+            f"Sampling.max_new_tokens={config.sampling.longest_new_tokens} make "
+            f"{config.longest_tokens} positions, the policy has {model.max_positions}: lower one "
+            "of them"
+        )
+    evaluated = config.longest_prompt_tokens + config.sampling.longest_new_tokens
+    if evaluated > model.max_positions:
+        raise ValueError(
+            f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
+            f"{evaluated} positions, the policy has {model.max_positions}: lower one of them"
+        )
+
+
+def check_layout(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where the heads of the policy's caches are not split as weights are."""
+    asked = config.mesh.rollout_tensor
+    if asked != "auto":
+        rollout_tensor(asked, asked, model.num_kv_heads, asked)  # devices are not known yet
+
+
+def check_sampling(config: TrainConfig) -> None:
+    """Raise ValueError for sampling that training learns nothing from, or of unknown tasks."""
+    if any(sampling.temperature == 0 for sampling in config.sampling.variants):
+        raise ValueError(
+            "Sampling.temperature, or that of a task in Sampling.by_task, is 0: all responses "
+            "to a prompt would be the same, and training learns from differences; set it above "
+            "0 (evaluations have a temperature of their own)"
+        )
+    names = [parse_spec(spec).name for spec in config.task.specs]
+    config.sampling.check_tasks([*names, *(name for name, _ in split_names(config.eval.sets))])
+
+
+def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) -> None:
+    """Raise ValueError for ends that no response of this policy can have."""
+    fewest_tokens = lambda text: words.token_bytes.fewest_tokens(text)  # noqa: E731  # when asked
+    for one in sampling.variants:
+        one.check_stops(model.vocab_size, fewest_tokens)
+
+
+def check_algorithm(config: TrainConfig) -> None:
+    """Raise ValueError where the algorithm could not learn from what a step generates."""
+    name, size = config.algorithm.name, config.rollout.group_size
+    if size < 2 and not config.algorithm.resolved.needs_critic:
+        raise ValueError(
+            f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
+            f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
+            'Algorithm.name = "ppo"'
+        )
+    for limit in {sampling.max_new_tokens for sampling in config.sampling.variants}:
+        if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
+            raise ValueError(
+                f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
+                f"{limit}, got {buffer}: lower it"
+            )
+
+
+def check_tuner(config: TrainConfig) -> None:
+    """Raise ValueError where the bandit's arms are larger than trees get."""
+    if config.speculation.budget != "bandit":
+        return
+    most, tuner = config.engine.max_nodes - 1, config.tuner
+    if max(tuner.verify_tokens) > most:
+        raise ValueError(
+            f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {most}, got "
+            f"{tuner.verify_tokens}: lower them, or raise Engine.max_nodes"
+        )
+    asked = {
+        "Drafter.max_depth": (config.speculation.learns, config.drafter.max_depth),
+        "DraftModel.max_depth": (config.speculation.asks_model, config.draft_model.max_depth),
+    }
+    for name, (is_asked, deepest) in asked.items():
+        if is_asked and min(tuner.depths) > deepest:
+            raise ValueError(
+                f"expected one of Tuner.depths to be at most {name}={deepest}, got "
+                f"{tuner.depths}: lower it, or raise {name}"
+            )
+
+
+def check_drafting(config: TrainConfig) -> None:
+    """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
+    settings = config.drafting
+    further = config.draft_model.directories
+    if further and not settings.drafts_apart:
+        raise ValueError(
+            f"DraftModel.directories={further} are for drafting workers to choose among: expected "
+            f"Drafting.workers of 1 or more, got {settings.workers}: set it, or leave directories "
+            "out"
+        )
+    if settings.drafts_apart:
+        _check_drafting_workers(config)
+    if settings.helps:
+        _check_helpers(config)
+    window, most = settings.window, config.engine.max_nodes - 1
+    if window is not None and window > most:
+        raise ValueError(
+            f"expected Drafting.window of at most Engine.max_nodes − 1 = {most}, got {window}: "
+            "lower it, or raise Engine.max_nodes"
+        )
+
+
+def _check_drafting_workers(config: TrainConfig) -> None:
+    settings, workers, speculation = config.drafting, config.sched.workers, config.speculation
+    asked = settings.workers
+    if not (speculation.enabled and MODEL in speculation.sources):
+        raise ValueError(
+            f"Drafting.workers={asked} draft by a draft model: expected "
+            f'"{MODEL}" in Speculation.sources, and a budget, got {speculation.sources} '
+            f'with "{speculation.budget}": add it, or set Drafting.workers = 0'
+        )
+    if (asked or 1) >= workers:
+        raise ValueError(
+            f"expected at least one worker that verifies, got Drafting.workers={asked} of "
+            f"Sched.workers={workers}: raise Sched.workers, or lower it"
+        )
+    if config.cluster.kind != "ray":
+        return
+    if asked is None:
+        raise ValueError(
+            'Cluster.kind="ray" reserves devices for programs before anything is measured: '
+            "expected a number of Drafting.workers there, got None, which leaves it to a plan; "
+            f'set Drafting.workers = 1 … {workers - 1}, or Cluster.kind = "local"'
+        )
+    if further := config.draft_model.directories:
+        raise ValueError(
+            'Cluster.kind="ray" has drafting workers that read one draft model: expected no '
+            f"DraftModel.directories there, got {further}: leave them out, or set "
+            'Cluster.kind = "local"'
+        )
+
+
+def _check_helpers(config: TrainConfig) -> None:
+    settings, verifying = config.drafting, config.sched.workers - (config.drafting.workers or 0)
+    each = settings.requests_per_helper
+    if not config.speculation.enabled or verifying < 2:
+        raise ValueError(
+            f"Drafting.requests_per_helper={each} has idle workers draft for others: expected two "
+            f"workers that verify, and a budget, got {verifying} and "
+            f'"{config.speculation.budget}": raise Sched.workers and set Speculation.budget, or '
+            "requests_per_helper = 0"
+        )
+    if config.sched.mode == "pipeline":
+        raise ValueError(
+            f"Drafting.requests_per_helper={each} is for workers that have nothing to do, which in "
+            'Sched.mode="pipeline" go on to the next step: set mode = "sync" or "ahead", or '
+            "requests_per_helper = 0"
+        )
+    sources = {OWN, *config.speculation.sources}
+    if other := [method for method in settings.methods if method not in sources]:
+        raise ValueError(
+            f"expected Drafting.methods of {', '.join(sorted(sources))}, which "
+            f"Speculation.sources has, got {other[0]!r}: leave it out, or add it to the sources"
+        )
+
+
+def check_cluster(config: TrainConfig) -> None:
+    """Raise ValueError for what several processes cannot do, or were not told."""
+    count, sources = config.cluster.history_workers, config.speculation.sources
+    if count and config.speculation.history_source is None:
+        raise ValueError(
+            f"Cluster.history_workers={count} index what history drafts from: expected "
+            f'"history" or "histospec" in Speculation.sources, and a budget, got {sources} with '
+            f'"{config.speculation.budget}": add one, or leave history_workers out'
+        )
+    if config.cluster.kind == "ray":
+        check_trainers(config)
+    if config.cluster.kind != "spmd":
+        return
+    cluster_config.check(config.cluster)
+    mode, workers = config.sched.mode, config.sched.workers
+    if config.cluster.rollouts == "mesh" and (mode != "sync" or workers > 1):
+        raise ValueError(
+            'Cluster.rollouts="mesh" is one engine on the devices that train: expected '
+            f'Sched.mode="sync" and Sched.workers=1 with it, got "{mode}" and {workers}: set '
+            'these, or Cluster.rollouts = "local"'
+        )
+
+
+def check_trainers(config: TrainConfig) -> None:
+    """Raise ValueError for what trainer processes on Ray cannot do, or are told by others."""
+    cluster = config.cluster
+    if (count := cluster.num_processes) is not None and count < 1:
+        raise ValueError(f"expected Cluster.num_processes of 1 or more, got {count}")
+    if cluster.coordinator != AUTO or cluster.process_id is not None:
+        raise ValueError(
+            'with Cluster.kind="ray" one command starts all trainer processes, which find one '
+            f"another by themselves, got Cluster.coordinator={cluster.coordinator!r} and "
+            f"Cluster.process_id={cluster.process_id}: leave both out"
+        )
+    if cluster.num_trainers > 1:
+        trainer_devices(config)
+
+
+def trainer_devices(config: TrainConfig) -> int:
+    """Return how many devices each trainer process on Ray has. Raises ValueError."""
+    mesh, count = config.mesh, config.cluster.num_trainers
+    total = mesh.data * mesh.fsdp * mesh.tensor
+    if mesh.data == -1 or total % count:
+        got = "Mesh.data = -1" if mesh.data == -1 else f"{total} devices"
+        raise ValueError(
+            f"expected Mesh to name as many devices for each of Cluster.num_processes={count} "
+            f"trainer processes, which Ray reserves, got {got}: set Mesh.data, fsdp and tensor to "
+            f"a multiple of {count} in all"
+        )
+    return total // count

@@ -1,0 +1,269 @@
+"""The learned drafter of a run: opened, trained beside the policy, and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.config import ModelConfig
+from models.folder import Folder
+from models.transformer import Params
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
+from rl.checkpoint.reader import NoWholeCheckpointError
+from rl.cluster.processes import ALONE
+from rl.config import Inputs, TrainConfig
+from rl.drafter_training.config import DrafterConfig, shape_of
+from rl.drafter_training.spot_trainer import SpotTrainer
+from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
+from rl.engine.engine import Engine, RolloutEngine
+from rl.exchange import WHOLE, Shares
+from rl.runtime.run_files import DRAFTER
+from rl.runtime.waits import Patience
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec.eagle import files as eagle_files
+from spec.eagle import model as eagle
+from spec.eagle.config import DrafterTrainingConfig
+from spec.eagle.data_buffer import DataBuffer, RequestSample
+from spec.eagle.model import EagleWeights
+from spec.eagle.training import DrafterState
+
+_VOCABULARY_PROMPTS = 20_000
+
+
+def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
+    """Return the drafter that a run starts from; first prompts decide on a reduced vocabulary."""
+    first = range(min(len(inputs.task), _VOCABULARY_PROMPTS))
+    prompts = (inputs.encode(inputs.task[i], config.task) for i in first)
+    training, seed = config.drafter_training, config.run.seed
+    return first_drafter(config.drafter, training, inputs.model, seed, prompts)
+
+
+def first_drafter(
+    options: DrafterConfig,
+    training: DrafterTrainingConfig,
+    model: ModelConfig,
+    seed: int,
+    texts: Iterable[Sequence[int] | np.ndarray],
+) -> EagleWeights:
+    """Return the drafter to start from: that of a folder, or one of random weights.
+
+    A reduced vocabulary has the most frequent tokens of `texts`, which are not read otherwise.
+    """
+    if options.directory is not None:
+        return eagle_files.load(options.directory, model)
+    shape, ids_U = shape_of(options, training, model), None
+    if shape.draft_vocab_size:
+        ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)
+    return EagleWeights(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
+
+
+def frequent_tokens(
+    texts: Iterable[Sequence[int] | np.ndarray], model: ModelConfig, size: int
+) -> np.ndarray:
+    """Return the end tokens and the most frequent tokens of texts, ascending int32 [size]."""
+    counts_V = np.zeros(model.vocab_size, np.int64)
+    for tokens in texts:
+        np.add.at(counts_V, np.asarray(tokens), 1)
+    counts_V[list(model.eos_token_ids)] = np.iinfo(np.int64).max
+    return np.sort(np.argsort(-counts_V, kind="stable")[:size]).astype(np.int32)
+
+
+class DrafterRun:
+    """Training of a run's drafter, step by step. Made by `open_run`.
+
+    Where workers are other programs, `home` are the trainer's devices, of several processes' those
+    of process 0: gradients are added up and applied there, and it trains there after rollouts.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        trainer: DrafterTrainer,
+        spot: SpotTrainer | None,
+        home: Engine | None = None,
+    ) -> None:
+        self.trainer, self.spot, self.home = trainer, spot, home
+        self._config, self._rl_step, self._first_step = config, 0, 0
+
+    def sink(self, step: int) -> BufferSink:
+        """Return the sink for the responses of a step: those of a sample of its requests."""
+        config, buffer = self._config, self.trainer.buffer
+        width = self.trainer.learned.config.hidden_width
+        token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
+        # in a pipeline the step before is not whole yet
+        before = step - 1 if config.sched.mode == "pipeline" else step
+        share = buffer.share_for(
+            before, config.rollout.num_requests, config.longest_tokens, token_bytes
+        )
+        return BufferSink(buffer, step, RequestSample(config.run.seed, step, share))
+
+    def began(self, params: Params, step: int) -> None:
+        """Note that a rollout of a step begins with these weights; a step may have several."""
+        if step != self._rl_step:
+            self._rl_step, self._first_step = step, self.trainer.step
+        if self.spot is None:
+            self.trainer.begin(step)
+        else:
+            self.spot.prepare(params, step)
+
+    @property
+    def learned(self) -> LearnedDrafter:
+        return self.trainer.learned
+
+    @property
+    def waits_for_training(self) -> bool:
+        """True if the run waits while it trains after a rollout; idle workers train meanwhile."""
+        return self.spot is None
+
+    @property
+    def trained_this_step(self) -> bool:
+        """True if it trained since the step's rollouts began; spot training belongs to no step."""
+        return self.spot is None and self.trainer.step != self._first_step
+
+    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
+        """Train `steps_after_rollout` steps, and publish the weights for the next rollout."""
+        steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
+        if steps:
+            do_at(
+                engine,
+                self.home or engine.engines[0],
+                lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
+            )
+        trainer.publish()
+
+    def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
+        """Compile what training needs on every worker that may train."""
+        trainer, workers = self.trainer, engine.engines
+        if self.home is not None:
+            workers = [self.home]  # others compile theirs where they are
+        for worker in workers if self.spot is not None else workers[:1]:
+            do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
+
+    def mark(self) -> None:
+        """Make what is caught by now what `undo` goes back to."""
+        self.trainer.buffer.mark()
+
+    def undo(self) -> None:
+        """Forget what was caught since `mark`."""
+        self.trainer.buffer.undo()
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over the steps since the last call, and the buffer's size."""
+        rows, buffer = self.trainer.take_history(), self.trainer.buffer
+        means = {
+            f"drafter/{name}": float(np.mean([row[name] for row in rows]))
+            for name in (rows[0] if rows else ())
+        }
+        return means | {
+            "drafter/steps": float(len(rows)),
+            "drafter/total_steps": float(self.trainer.step),
+            "drafter/buffer_bytes": float(buffer.num_bytes),
+            "drafter/buffer_sequences": float(buffer.num_sequences),
+        }
+
+    @property
+    def template(self) -> DrafterState:
+        """Arrays as a run's checkpoint is to have them."""
+        return self.trainer.state
+
+    def saved(self) -> tuple[DrafterState, dict[str, Any]]:
+        """Return what a run's checkpoint keeps: arrays, and plain state."""
+        state, step = self.trainer.snapshot()
+        return state, {"step": step, "buffer": self.trainer.buffer.state()}
+
+    def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
+        """Continue from a run's checkpoint, or unless `exact` from a newer one of its own."""
+        self.trainer.buffer.load_state(state["buffer"])
+        step = int(state["step"])
+        if not exact and self.trainer.checkpoints is not None:
+            try:
+                newest = self.trainer.checkpoints.restore(arrays)
+            except NoWholeCheckpointError:
+                pass
+            else:
+                if newest.step > step:
+                    arrays, step = newest.arrays, newest.step
+        self.trainer.load(arrays, step)
+
+
+def open_run(
+    config: TrainConfig,
+    drafter: EagleWeights,
+    folder: Path,
+    stack: ExitStack,
+    clock: Callable[[], float],
+    alive: Callable[[], object] = lambda: None,
+    shares: Shares = WHOLE,
+    home: Engine | None = None,
+) -> DrafterRun:
+    """Open a drafter's training; its last checkpoint is written when `stack` closes.
+
+    `alive` is called while a save is waited for. Of several processes with engines of their own
+    each trains a drafter on what it has answered, and that of process 0 is saved; where one engine
+    spans them they train one together.
+    """
+    options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
+    keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
+    trainer = DrafterTrainer(
+        options,
+        config.drafter_training,
+        LearnedDrafter(drafter, options.tree),
+        DataBuffer(config.data_buffer),
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        checkpoints=_checkpoints(folder, keeps, patience, stack, shares),
+    )
+    stack.enter_context(_kept(trainer))
+    if home is not None:
+        trainer.move_to(home)
+    spot = None
+    if idle_workers_train(config):
+        contexts = None if home is None else partial(_elsewhere, home)
+        spot = SpotTrainer(trainer, options.min_idle_workers, clock, contexts)
+    return DrafterRun(config, trainer, spot, home)
+
+
+def idle_workers_train(config: TrainConfig) -> bool:
+    """Return whether workers of the run train its drafter while they are idle."""
+    several = config.sched.workers > 1 or config.sched.beside_training
+    return config.drafter.spot and several
+
+
+def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
+    """Return what units of a worker in another program need."""
+    return TrainContext(home, None, partial(worker.gradients, weights))
+
+
+def _checkpoints(
+    folder: Path, keeps: CheckpointConfig, patience: Patience, stack: ExitStack, shares: Shares
+) -> Checkpointer | None:
+    """Return what saves the drafter; None in a process whose drafter is not saved."""
+    if shares.splits and not shares.processes.is_first:
+        return None
+    together = ALONE if shares.splits else shares.processes
+    own = Folder(folder).folder(DRAFTER)
+    return stack.enter_context(Checkpointer(own, keeps, patience, processes=together))
+
+
+@contextmanager
+def _kept(trainer: DrafterTrainer) -> Iterator[None]:
+    """Save the last state when a run is done without an error."""
+    yield
+    trainer.save_last()
+
+
+def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object]) -> None:
+    """Call `work` with one of the engine's workers, on its devices."""
+
+    def there() -> None:
+        with worker.mesh_context():
+            work(worker)
+
+    engine.do(there)

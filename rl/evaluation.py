@@ -1,0 +1,293 @@
+"""Evaluations: the responses of a policy to named sets of questions, and what they come to.
+
+A run evaluates the weights as they are after a step, on its own engine, with noise that is the same
+in every evaluation and unknown to training. Nothing of it reaches training: the data cursor, the
+cached responses, drafters and budgets are not touched, so that a run learns the same bits with and
+without it. `rl.evaluate` serves the same to any policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models.config import ModelConfig
+from models.transformer import Params
+from rl.checkpoint.best import Best, BestRecord
+from rl.config import Inputs, TrainConfig
+from rl.engine.engine import OnRound, RolloutEngine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.eval_sets import EvalConfig, EvalSet
+from rl.exchange import WHOLE, Responses, Shares
+from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
+from rl.metrics.step_metrics import sample_rows
+from rl.metrics.writer import MetricsWriter, Row
+from rl.rewards.scores import Score
+from rl.rollouts import (
+    System,
+    asked_to_stop,
+    leave_rollout_if_asked,
+    open_scorer,
+    run,
+)
+from rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE
+from rl.scoring import Scorer, told_failures
+from rl.trajectory import Request, Trajectory
+from spec.sampling import step_key
+
+EVAL_STEP = 2**31 - 1  # of the noise: no training step comes that far
+EVAL_SECONDS = "eval_s"  # the metric that every evaluation has
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answers:
+    """The responses to one set, in the order of its questions, with their scores and texts."""
+
+    asked: EvalSet
+    trajectories: list[Trajectory]
+    scores: list[Score]
+    texts: list[str]
+
+    def metrics(self, config: EvalConfig) -> dict[str, float]:
+        """Return the figures of this set (`rl.metrics.eval_metrics.set_metrics`)."""
+        responses = [
+            EvalResponse(t.group_id, s.total, t.num_tokens, t.truncated, s.failure is not None)
+            for t, s in zip(self.trajectories, self.scores, strict=True)
+        ]
+        figures = set_metrics(responses, config.samples, config.all_ks, config.correct_at)
+        return figures | {"seen_in_training": self.asked.seen + self.asked.alike}
+
+
+def respond(
+    engine: RolloutEngine,
+    weights: Params,
+    config: TrainConfig,
+    inputs: Inputs,
+    scorer: Scorer,
+    on_round: OnRound | None = None,
+    shares: Shares = WHOLE,
+    waiting: Callable[[], object] = lambda: None,
+) -> list[Answers]:
+    """Generate and score `Eval.samples` responses to every question, all sets in one rollout."""
+    n, sets = config.eval.samples, inputs.evals.sets
+    examples = [example for s in sets for example in s.examples]
+    prompts = [prompt for s in sets for prompt in s.prompts]
+    sampling = config.eval.sampling(config.sampling)
+    asked = [(s.name, example.task) for s in sets for example in s.examples]
+    each = [sampling.of(name) or sampling.of(task) for name, task in asked]
+    requests = [
+        Request(p * n + i, prompts[p], p, i, sampling=each[p])
+        for p in range(len(prompts))
+        for i in range(n)
+    ]
+    scorer.examples.update(enumerate(examples))
+    key = engine.do(partial(step_key, config.eval.seed, EVAL_STEP))
+    spec = RolloutSpec(
+        weights,
+        sampling,
+        key,
+        inputs.model.eos_token_ids,
+        words=inputs.words_for(sampling),
+    )
+    own = [r for r in requests if shares.answers(r.group_id)]
+
+    def answer() -> Responses:
+        return scorer.responses(*run(engine, spec, own, scorer, on_round))
+
+    found = shares.exchange("evaluation", requests, answer, waiting)
+    answers, first = [], 0
+    for s in sets:
+        some = slice(first * n, (first + len(s.examples)) * n)
+        moved = [
+            dataclasses.replace(t, group_id=t.group_id - first) for t in found.trajectories[some]
+        ]
+        answers.append(Answers(s, moved, found.scores[some], found.texts[some]))
+        first += len(s.examples)
+    return answers
+
+
+def row_of(answers: Sequence[Answers], config: EvalConfig) -> dict[str, float]:
+    """Return the metrics of an evaluation, as a row of metrics.jsonl has them."""
+    by_set = {a.asked.name: a.metrics(config) for a in answers}
+    row = {f"eval/{name}": x for name, x in overall_metrics(list(by_set.values())).items()}
+    for name, figures in by_set.items():
+        row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+    return row
+
+
+class RunEvaluation:
+    """The evaluations of a run: which are due, what they say, and which step is the best.
+
+    `rows` are the run's so far, of which a resumed run has some: what they hold is not asked again.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        best: BestRecord,
+        metrics: MetricsWriter,
+        clock: Callable[[], float],
+        rows: Sequence[Row],
+    ) -> None:
+        self._system, self._best, self._metrics, self._clock = system, best, metrics, clock
+        self._config, self._metric = system.config.eval, f"eval/{system.config.eval.best_by}"
+        self._sets = system.inputs.evals.sets
+        evaluated = [row for row in rows if EVAL_SECONDS in row]
+        self._done = {row["step"] for row in evaluated}
+        self._first: Mapping[str, Any] | None = None
+        if not self._sets:
+            best.keep()
+            return
+        bests = [self._as_best(row) for row in evaluated if row["step"]]
+        step = rows[-1]["step"] if rows else 0
+        if best.begin(step, [b for b in bests if b is not None]):
+            self._first = next((row for row in evaluated if row["step"] == 0), None)
+        elif evaluated:
+            system.show.message(
+                "warning: the sets of Eval, or how they are asked, have changed: figures from here "
+                "on are not those of before, and the best step is looked for anew"
+            )
+
+    def due(self, step: int) -> bool:
+        """Return whether the weights after `step` are to be evaluated now."""
+        last = self._system.config.run.steps
+        return bool(self._sets) and step not in self._done and self._config.due(step, last)
+
+    def __call__(self, params: Params, step: int) -> bool:
+        """Evaluate the weights after `step`; return whether none before were better.
+
+        Raises Stopped where the run is asked to stop meanwhile: it is then done on resuming.
+        """
+        system, config = self._system, self._system.config
+        system.watch.at("evaluation")
+        system.processes.barrier(f"evaluation after step {step}", system.watch.alive)
+        system.show.part(step, "evaluation")
+        began_s = self._clock()
+        total = system.inputs.evals.num_questions * config.eval.samples
+
+        def watch(finished: int, tokens: int) -> None:
+            system.show.rollout(finished, total, tokens)
+            leave_rollout_if_asked(system)
+
+        answers = respond(
+            system.eval_engine,
+            system.evaluated(params),
+            config,
+            system.inputs,
+            open_scorer(system),
+            watch,
+            system.shares,
+            partial(asked_to_stop, system),
+        )
+        row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
+        self._metrics.amend(step, row)
+        self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
+        self._done.add(step)
+        if told := told_failures([score for a in answers for score in a.scores]):
+            system.show.message(f"warning: evaluation after step {step}: {told}")
+        if step == 0:
+            self._first = row
+        found = self._as_best({"step": step} | row) if step else None
+        best = self._best.best
+        is_best = found is not None and (best is None or found.value > best.value)
+        if is_best:
+            assert found is not None
+            self._best.found(found)
+        self._tell(row, step)
+        return is_best
+
+    def _as_best(self, row: Mapping[str, Any]) -> Best | None:
+        value = row.get(self._metric)
+        return None if value is None else Best(row["step"], self._metric, float(value))
+
+    def _samples(self, answers: Sequence[Answers]) -> list[dict[str, Any]]:
+        tokenizer = self._system.inputs.tokenizer
+        return [
+            {"set": a.asked.name} | row
+            for a in answers
+            for row in sample_rows(
+                tokenizer, a.asked.examples, a.trajectories, a.texts, a.scores, None
+            )
+        ]
+
+    def _tell(self, row: Mapping[str, float], step: int) -> None:
+        """Say how it went: before training, in its course, or at its end compared with before."""
+        say, figure = self._system.show.message, self._config.best_by.rpartition("/")[2]
+        names = {s.name: f"eval/{s.name}/{figure}" for s in self._sets}
+        if len(names) > 1:
+            names["all"] = f"eval/{figure}"
+        best = self._best.best
+        tail = f"; best at step {best.step}" if best is not None else ""
+        if step == self._system.config.run.steps and self._first is not None:
+            for name, metric in names.items():
+                before, after = plus_minus(self._first, metric), plus_minus(row, metric)
+                say(f"eval {name}: {figure} {before} → {after}{tail}")
+            return
+        when = f"after step {step}" if step else "before training"
+        said = ", ".join(f"{name} {plus_minus(row, metric)}" for name, metric in names.items())
+        say(f"eval {when}: {figure}: {said}{tail}")
+
+
+def plus_minus(row: Mapping[str, Any], metric: str) -> str:
+    """Return a figure with half the width of its interval: 0.512 ± 0.061."""
+    values = [row.get(name) for name in (metric, f"{metric}_low", f"{metric}_high")]
+    if any(value is None for value in values):
+        return "-"
+    mean, low, high = (float(value) for value in values if value is not None)
+    return f"{mean:.3f} ± {(high - low) / 2:.3f}"
+
+
+def load_checkpoint(
+    run: Path, model: ModelConfig, mesh: Any = None, step: int | None = None
+) -> tuple[Any, int, tuple[str, ...]]:
+    """(parameters, step, warnings) of a run's newest whole checkpoint, or of `step`, on `mesh`.
+
+    Raises NoWholeCheckpointError, or StructureMismatchError where the policy folder
+    has another shape than the run's.
+    """
+    import jax.numpy as jnp
+
+    from models.sharding import param_shardings
+    from models.transformer import param_specs
+    from rl.checkpoint.reader import restore
+    from rl.learner.optimizer import SavedArrays
+
+    specs = param_specs(model)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = (
+        jax.tree.map(lambda _: here, specs) if mesh is None else param_shardings(mesh, specs)
+    )
+    params = jax.tree.map(
+        lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding),
+        specs,
+        shardings,
+    )
+    template = SavedArrays(None, params, ())  # type: ignore[arg-type]  # of the state, this alone
+    found = restore(run / CHECKPOINTS, template, step, subset=True)
+    return found.arrays.params, found.step, found.warnings
+
+
+def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:
+    """The figures by set and over all, with what they depend on; plain JSON."""
+    sets: dict[str, Row] = {}
+    for a in answers:
+        sets[a.asked.name] = a.metrics(config.eval) | {
+            "spec": a.asked.spec,
+            "left_out": a.asked.left_out if training_is_known else None,
+        }
+        if not training_is_known:
+            sets[a.asked.name]["seen_in_training"] = None
+    return {
+        "samples_per_prompt": config.eval.samples,
+        "correct_at": config.eval.correct_at,
+        "seed": config.eval.seed,
+        "sampling": dataclasses.asdict(config.eval.sampling(config.sampling)),
+        "reward_functions": list(config.reward.functions),
+        "sets": sets,
+        "overall": overall_metrics([a.metrics(config.eval) for a in answers]),
+    }

@@ -1,0 +1,256 @@
+"""Compiles and times what a run needs before its first step, on the devices of its engines.
+
+What rollouts can reach decides which programs they need (`rollout_reach`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from models.config import ModelConfig
+from models.transformer import Params
+from rl.cluster.processes import Processes
+from rl.config import Inputs, TrainConfig
+from rl.drafting.plans import MeasuredSeconds
+from rl.drafting.workers import DraftingWorkers
+from rl.engine.engine import Engine, RolloutEngine
+from rl.exchange import WHOLE, Shares
+from rl.runtime.parallel_compile import OnCompiled
+from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from rl.runtime.signals import Watch
+from rl.speculation.sources import Speculation
+from rl.warm_up import compile_buckets, transfer_times
+from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.longer_buckets import LongerBuckets
+from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
+from rl.warm_up.round_times import load_or_measure
+from rl.workers.multi_engine import MultiEngine
+from sched.simulator.measured_costs import MeasuredCosts
+from sched.simulator.roofline import Costs
+from spec.budget.bandit_budget import node_counts
+from spec.budget.budget import DraftDecision, best_trees, equal_trees
+from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
+from spec.config import SamplingConfig
+from spec.sampling import step_key
+
+
+def _node_sizes(config: TrainConfig) -> NodeSizes | None:
+    """The numbers of nodes that rounds can have, by slots; None: all.
+
+    A bandit has one for each range of batch sizes, so that fewer programs are kept.
+    """
+    if config.speculation.budget != BANDIT:
+        return None
+    engine, tuner = config.engine, config.tuner
+
+    def nodes(num_slots: int) -> set[int]:
+        sizes, wanted = engine.node_sizes(num_slots), node_counts(tuner, num_slots)
+        return {next((m for m in sizes if m >= count), sizes[-1]) for count in wanted if sizes}
+
+    return nodes
+
+
+def _no_nodes(num_slots: int) -> set[int]:
+    """Return the numbers of nodes of rounds without drafts beside the plain one."""
+    return set()
+
+
+def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
+    """Decisions for rounds in which one drafter alone drafts, on the device, by its name."""
+    longest = config.engine.max_nodes - 1
+    asked = {LEARNED: longest, MODEL: min(config.draft_model.max_depth, longest)}
+    sources, nodes = config.speculation.sources, _node_sizes(config)
+    budget, fixed = parse_budget(config.speculation.budget)
+
+    def decisions(most: int, num_slots: int) -> list[DraftDecision]:
+        sizes = config.engine.node_sizes(num_slots)
+        if nodes is not None:  # a bandit's
+            wanted = [m // num_slots - 1 for m in nodes(num_slots)]
+        elif budget == "fixed":
+            wanted = [min(most, fixed)]
+        else:
+            return [best_trees(m, num_slots, most) for m in sizes]
+        found = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
+        return [decision for decision in found if decision is not None]
+
+    can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
+    if config.drafting.workers:
+        can -= {MODEL}
+    return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
+
+
+def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> Reach:
+    """Return what a process's rollouts can reach, but for drafters on the device."""
+    beside = config.sched.beside_training  # evaluated on another engine
+    return Reach(
+        shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
+        config.rollout.max_prompt_tokens if beside else config.longest_prompt_tokens,
+        speculative=config.speculation.enabled,
+        reuse=config.reuse.enabled or config.sched.mode == "ahead",
+        moves=config.sched.workers > 1 or beside,
+        nodes=_node_sizes(config),
+        alone=drafted_alone(config),
+    )
+
+
+def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:
+    """Return how many programs of rollouts run the whole policy; opens no device."""
+    is_paged = config.engine.is_paged(is_cpu)
+    settings = dataclasses.replace(config.engine, cache="pages" if is_paged else "rows")
+    runner, reach = Engine(model, settings), rollout_reach(config)
+    return compile_buckets.num_whole_model(runner, config.sampling, reach)
+
+
+def longer_buckets(
+    engine: RolloutEngine,
+    weights: Params,
+    sampling: SamplingConfig,
+    speculation: Speculation,
+    reach: Reach,
+    watch: Watch,
+    told: Callable[[str, int, int], None],
+    sign: Callable[[], object],
+) -> LongerBuckets | None:
+    """Return the warm-up in two parts, for one engine without drafters on the device; else None.
+
+    `sign` is called as programs of the second part are compiled, and may raise.
+    """
+    if not isinstance(engine, Engine) or speculation.drafters:
+        return None
+
+    def told_later(done: int, total: int) -> None:
+        told("longer responses", done, total)
+        sign()
+
+    pool = Pool(engine, engine.place(weights), sampling, reach)
+    return LongerBuckets(pool, watch, told_later)
+
+
+class Kept(NamedTuple):
+    """The folder of a run's tables of seconds, and who decides by them."""
+
+    folder: Path
+    processes: Processes
+    drafting: DraftingWorkers | None = None
+
+
+def warm_up(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    weights: Params,
+    speculation: Speculation,
+    reach: Reach,
+    kept: Kept,
+    told: OnCompiled,
+    training: Sequence[Any],
+    longer: LongerBuckets | None,
+) -> None:
+    """Compile all that rollouts can need, and time what the budget and the scheduler decide by.
+
+    Called as `engine.do` does. The lowered steps of `training` are compiled with it: nothing is
+    timed beside a compilation.
+    """
+    drafters, drafting = dict(speculation.drafters), kept.drafting
+    for source in speculation.apart.keys() - set(speculation.methods_of_copies):
+        drafters.pop(source, None)  # other workers draft by it
+    reach = dataclasses.replace(reach, drafters=drafters)
+    for one in engine.engines:
+        placed = one.place(weights)
+        if longer is None:
+            compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
+        else:
+            longer.warm_up(told, training)
+        training = ()
+    # workers are alike: the last one's times are those of all
+    if isinstance(engine, MultiEngine):
+        path = kept.folder / MOVES_FILE
+        settings = one, placed, config.sampling, reach, path
+        moves = transfer_times.measure(*settings, processes=kept.processes)
+        engine.prefer_pool = moves.prefers_copy
+    if reach.speculative or config.sched.measures_rounds:
+        path, sampling = kept.folder / ROUNDS_FILE, config.sampling
+        most = None if longer is None else longer.most_positions
+        timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
+        measured = path, one, placed, sampling, timed, most
+        beside = [other for other in engine.engines if other is not one]
+        times = load_or_measure(*measured, beside=beside, processes=kept.processes)
+    if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
+        engine.costs = MeasuredCosts(times.rounds, moves.seconds)
+    if reach.speculative:
+        speculation.times = times
+        if drafting is not None:
+            costs = MeasuredCosts(times.rounds, moves.seconds)
+            warm_up_drafting(sampling, engine, drafting, speculation, costs, told)
+            one = engine.engines[-1]  # the last one may be a drafting worker's now
+            placed = one.place(weights)
+        compile_host_kernels(
+            config.speculation,
+            speculation.times,
+            one,
+            placed,
+            sampling,
+            speculation.drafters,
+            config.tuner,
+            speculation.apart,
+        )
+        if drafting is not None:
+            drafting.planner.forget_profile()
+    jax.block_until_ready(step_key(0, 0))
+
+
+def warm_up_drafting(
+    sampling: SamplingConfig,
+    engine: RolloutEngine,
+    drafting: DraftingWorkers,
+    speculation: Speculation,
+    costs: Costs,
+    told: OnCompiled,
+) -> None:
+    """Plan how many workers draft, if that is left to the plan; compile and time their programs."""
+    times, planner = speculation.times, drafting.planner
+    assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
+    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
+    planner.seconds = seconds
+    if not drafting.workers and planner.config.workers is None:
+        count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
+        if not count:
+            return
+        drafting.take(engine.engines, count)
+        speculation.apart = {MODEL: drafting}
+        speculation.times = times = times.without_drafts(MODEL)
+    draft_s = 0.0
+    if drafting.workers:
+        planner.draft_s = drafting.prepare(sampling, told)
+        draft_s = planner.draft_s[planner.method]
+    model_s = drafting.model_seconds()
+    planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
+
+
+def warm_up_evaluation(
+    config: TrainConfig,
+    inputs: Inputs,
+    engine: RolloutEngine,
+    weights: Params,
+    told: OnCompiled,
+    shares: Shares = WHOLE,
+) -> None:
+    """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
+    num_requests = shares.most_groups(inputs.evals.num_questions) * config.eval.samples
+    slots = engine.engines[0].config.slot_bucket
+    reached = shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
+    reached = reached if engine.engines[0].longest_tokens else 0
+    if not num_requests or (reached and slots(num_requests) <= slots(reached)):
+        return
+    reach = Reach(num_requests, config.longest_prompt_tokens, moves=isinstance(engine, MultiEngine))
+
+    def compile_here() -> None:
+        for one in engine.engines:
+            compile_buckets.warm_up(one, one.place(weights), config.sampling, reach, told)
+
+    engine.do(compile_here)

@@ -1,0 +1,103 @@
+"""Command lines of the programs that are configured by `.gin` files: flags, overrides, `--list`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from rl.gin.loader import describe, fields_called
+from rl.gin.values import ConfigError, nearest
+from rl.runtime.progress import printable, say
+
+
+def config_parser(program: str, doc: str | None, *, files: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of `--gin.Section.field`, `--list` and, with `files`, `--gin_file`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # `--gin` must not pass for `--gin_file`
+    )
+    if files:
+        parser.add_argument(
+            "--gin_file",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="a configuration file; may be repeated, later ones win",
+        )
+    # For usage and help: `split_overrides` takes the real ones before argparse sees them.
+    parser.add_argument(
+        "--gin.Section.field",
+        metavar="VALUE",
+        help="set one field, wins over files; as --gin.Run.steps=50",
+    )
+    parser.add_argument(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="show the fields of a section, or of all of them, with types and defaults",
+    )
+    return parser
+
+
+def parse_command_line(
+    parser: argparse.ArgumentParser, argv: Sequence[str], schema: type
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse `argv` into the parser's own arguments and the overrides for `load`.
+
+    Exits, as argparse does for `--help`, once `--list` is answered, and with the nearest match
+    where a flag is neither one of the command's nor a field of `schema`.
+    """
+    try:
+        overrides, rest = split_overrides(argv)
+    except ConfigError as error:
+        parser.error(str(error))
+    arguments, unknown = parser.parse_known_args(rest)
+    if unknown:
+        hint = _meant(unknown[0], parser, schema)
+        parser.error(printable(f"unknown argument {unknown[0]}.{hint}", sys.stderr))
+    if getattr(arguments, "list", None) is not None:
+        try:
+            say(describe(schema, arguments.list).rstrip())
+        except ConfigError as error:
+            say(f"error: {error}", sys.stderr)
+            parser.exit(2)
+        parser.exit(0)
+    return arguments, overrides
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `argv` into the overrides for `load` and the other arguments.
+
+    `--gin.A.b=1` and `--gin.A.b 1` both give `A.b=1`.
+    """
+    overrides, rest = [], []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == "--":
+            rest += ["--", *arguments]
+        elif not argument.startswith("--gin."):
+            rest.append(argument)
+        else:
+            name, equals, value = argument.removeprefix("--gin.").partition("=")
+            if not equals:
+                value = next(arguments, "--")
+                if value.startswith("--"):
+                    raise ConfigError(f"{argument} has no value; write {argument}=value")
+            overrides.append(f"{name}={value}")
+    return overrides, rest
+
+
+def _meant(argument: str, parser: argparse.ArgumentParser, schema: type) -> str:
+    """Return a hint at the flag or field that an unknown argument may stand for."""
+    flag, equals, value = argument.partition("=")
+    name = flag.removeprefix("--")
+    if re.fullmatch(r"[A-Z]\w*\.\w+", name):
+        return f" Did you mean --gin.{name}{equals}{value}?"
+    if homes := fields_called(name, schema):
+        return f" Did you mean {' or '.join(f'--gin.{home}{equals}{value}' for home in homes)}?"
+    return nearest(flag, re.findall(r"--[\w-]+", parser.format_help()))

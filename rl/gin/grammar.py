@@ -1,0 +1,183 @@
+"""`.gin` text to bindings: gin-config's parser, its grammar and nothing else.
+
+Nothing is imported, called or looked up on behalf of a file: `%macro` and
+`@reference` become inert markers, which `rl.gin.loader` expands or refuses.
+How much is read is bounded, since a file may include others, and those again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rl.gin.values import ConfigError
+
+MAX_FILES = 64  # read for one configuration, counted as often as they are included
+MAX_INCLUDE_DEPTH = 16
+MAX_TEXT_BYTES = 2**18  # of these files together
+MAX_JOINED_STRINGS = 100  # 'a' 'b' 'c': gin reads them again for each one more
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """One `name = value` of a file or an override; a name without a dot is a macro."""
+
+    name: str
+    value: object
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    name: str
+
+
+class _Delegate:
+    """Tells gin's parser to build inert markers for `%macro` and `@reference`."""
+
+    def macro(self, name: str) -> Macro:
+        return Macro(name)
+
+    def configurable_reference(self, name: str, evaluate: bool) -> Reference:
+        return Reference(name)
+
+
+def read_files(paths: Iterable[Path]) -> list[Binding]:
+    """Return the bindings of files in order, those of an included file where it is included.
+
+    Raises ConfigError for what cannot be parsed or read, and beyond `MAX_FILES`,
+    `MAX_INCLUDE_DEPTH` and `MAX_TEXT_BYTES`.
+    """
+    text = _Text()
+    return [binding for path in paths for binding in _read_file(path, (), text)]
+
+
+class _Text:
+    """Reads the files of one configuration, within the bounds on their number and size."""
+
+    def __init__(self) -> None:
+        self._files, self._bytes = 0, 0
+
+    def read(self, path: Path) -> str:
+        self._files += 1
+        if self._files > MAX_FILES:
+            raise ConfigError(
+                f"{path}: expected a configuration of at most {MAX_FILES} files, got more, "
+                "counted as often as they are included: include fewer"
+            )
+        left = MAX_TEXT_BYTES - self._bytes
+        with path.open("rb") as file:
+            content = file.read(left + 1)
+        if len(content) > left:
+            raise ConfigError(
+                f"{path}: expected a configuration of at most {MAX_TEXT_BYTES} bytes, included "
+                "files among them, got more: leave something out"
+            )
+        self._bytes += len(content)
+        try:
+            return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: expected UTF-8 text, got {error}") from error
+
+
+def _read_file(path: Path, including: tuple[Path, ...], text: _Text) -> list[Binding]:
+    if path.resolve() in including:
+        chain = " -> ".join(str(p) for p in (*including, path.resolve()))
+        raise ConfigError(f"{path} includes itself: {chain}")
+    if len(including) > MAX_INCLUDE_DEPTH:
+        raise ConfigError(
+            f"{path}: expected files included at most {MAX_INCLUDE_DEPTH} deep, got one more: "
+            "include this one from the first file"
+        )
+    from gin import config_parser as grammar
+
+    bindings: list[Binding] = []
+    for statement in _statements(path, text.read(path)):
+        where = f"{path}:{statement.location.line_num}"
+        if isinstance(statement, grammar.IncludeStatement):
+            included = path.parent / statement.filename
+            if not included.is_file():
+                raise ConfigError(f"{where}: included file {included} does not exist")
+            bindings += _read_file(included, (*including, path.resolve()), text)
+        elif isinstance(statement, grammar.ImportStatement):
+            raise ConfigError(
+                f"{where}: `{statement.format()}`: a configuration holds values and may not "
+                "import code; delete this line"
+            )
+        elif isinstance(statement, grammar.BindingStatement):
+            if statement.scope:
+                raise ConfigError(f"{where}: scopes ({statement.scope}/...) are not supported")
+            name = ".".join(part for part in (statement.selector, statement.arg_name) if part)
+            bindings.append(Binding(name, statement.value, where))
+    return bindings
+
+
+def _statements(path: Path, text: str) -> Iterable[Any]:
+    """Return gin's statements of a file; every way it can fail becomes a ConfigError."""
+    from gin import config_parser as grammar
+
+    try:
+        _refuse_many_strings(text)
+        parser = grammar.ConfigParser(text, _Delegate())
+        statements = []
+        while (statement := parser.parse_statement()) is not None:
+            statements.append(statement)
+        return statements
+    except SyntaxError as error:
+        message = (error.msg or "cannot be parsed").strip()
+        if word := re.search(r"Failed to parse token '(\w+)'", message):
+            message = f"{word[1]} is not a value; strings need quotes: '{word[1]}'"
+        raise ConfigError(f"{path}:{error.lineno}: {message}") from error
+    except tokenize.TokenError as error:
+        raise ConfigError(f"{path}:{error.args[1][0]}: {error.args[0]}") from error
+    except (StopIteration, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be parsed: an unfinished or too deep value") from error
+
+
+def _refuse_many_strings(text: str) -> None:
+    """Raise SyntaxError for very many strings side by side: gin takes quadratic time."""
+    joined = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            joined += 1
+        elif token.type not in (tokenize.NL, tokenize.COMMENT):
+            joined = 0
+        if joined > MAX_JOINED_STRINGS:
+            message = f"expected at most {MAX_JOINED_STRINGS} strings side by side, got more"
+            raise SyntaxError(message, ("", token.start[0], 0, ""))
+
+
+def read_override(override: str) -> Binding:
+    """Return the binding of `Section.field=value`; a value outside gin's grammar is text."""
+    name, equals, text = override.partition("=")
+    name, text = name.strip(), text.strip()
+    if not equals or not text or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name):
+        raise ConfigError(
+            f"override {override!r}: expected Section.field=value, "
+            "for example Sampling.temperature=0.7 (write '' for an empty text)"
+        )
+    return Binding(name, _parse_value(text), f"override {override!r}")
+
+
+def _parse_value(text: str) -> object:
+    from gin import config_parser as grammar
+
+    try:
+        _refuse_many_strings(text)
+        parser = grammar.ConfigParser(text, _Delegate())
+        value = parser.parse_value()
+        while parser.current_token.type in (tokenize.NEWLINE, tokenize.NL):
+            parser._advance_one_token()
+    except (SyntaxError, tokenize.TokenError, StopIteration, RecursionError):
+        return text
+    return value if parser.current_token.type == tokenize.ENDMARKER else text

@@ -1,0 +1,311 @@
+"""Configuration: frozen dataclasses are the schema, `.gin` files bind their fields.
+
+gin-config lends its grammar and nothing else: a configuration holds values,
+never code. Imports and `@references` are refused. A schema is a frozen
+dataclass whose fields are sections, themselves frozen dataclasses:
+
+    class SamplingConfig: temperature: float = 1.0        Sampling.temperature = 0.7
+
+Names and types are checked before anything else happens, so that a slip costs
+a second and not a queue slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models.hf_files import shown
+from rl.gin.grammar import Binding, Macro, Reference, read_files, read_override
+from rl.gin.values import (
+    ConfigError,
+    Mismatch,
+    choices,
+    coerce,
+    example_of,
+    has_half_a_pair,
+    literal,
+    nearest,
+    spell,
+)
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+MAX_VALUES = 10_000  # in a configuration, with macros expanded
+MAX_DEPTH = 32  # of nested lists and macros
+
+C = TypeVar("C")
+
+
+def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> C:
+    """Return `schema` with its defaults, changed by `files` and then by `overrides`.
+
+    Later files win over earlier ones, overrides (`"Sampling.temperature=0.7"`)
+    over files. A macro (`NAME = value`, used as `%NAME`) has its last value
+    everywhere, so that an override of it reaches every use.
+
+    Raises ConfigError for a missing file, a syntax error, an unknown or unset
+    name, a wrong type, an unused macro, values that a section refuses, and beyond
+    `MAX_DEPTH`, `MAX_VALUES` and the bounds of rl/gin/grammar.py.
+    """
+    bindings = read_files(_existing(file) for file in files)
+    bindings += [read_override(override) for override in overrides]
+    sections = _sections(schema)
+    macros = _Macros({b.name: b for b in bindings if "." not in b.name})
+    bound: dict[str, dict[str, Binding]] = {name: {} for name in sections}
+    for binding in bindings:
+        if "." in binding.name:
+            section, field = _known_name(sections, binding)
+            value = macros.expand(binding.value, binding.where, ())
+            value = section.checked(value, field, binding.where)
+            bound[section.name][field] = dataclasses.replace(binding, value=value)
+    macros.refuse_unused(sections)
+    built = {s.schema_field: s.build(bound[s.name]) for s in sections.values()}
+    try:
+        return schema(**built)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def dump(config: Any) -> str:
+    """Return the whole configuration as `.gin` text that `load` reads back as an equal one."""
+    blocks = []
+    for name, section in sorted(_sections(type(config)).items()):
+        values = getattr(config, section.schema_field)
+        lines = [f"# {doc}"] if (doc := _doc(section.cls).partition("\n")[0]) else []
+        for field in section.fields:
+            # A value that could not be read back must not be written.
+            value = section.checked(getattr(values, field.name), field.name, "dump")
+            lines.append(f"{name}.{field.name} = {literal(value)}")
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def describe(schema: type, only: str = "") -> str:
+    """Return help on every field, or on those of section `only`, with types and defaults.
+
+    Raises ConfigError where there is no such section.
+    """
+    sections = _sections(schema)
+    if only and only not in sections:
+        raise ConfigError(
+            f"--list {only}: no such section.{nearest(only, sections)} "
+            f"Sections: {', '.join(sorted(sections))}"
+        )
+    blocks = []
+    for name, section in sorted(sections.items()):
+        if only not in ("", name):
+            continue
+        lines = [name, *(f"    {line}".rstrip() for line in _doc(section.cls).splitlines())]
+        comments = _field_comments(section.cls)
+        for field in section.fields:
+            default = section.default(field)
+            value = "required" if default is dataclasses.MISSING else f"= {literal(default)}"
+            lines.append(f"  {name}.{field.name}: {spell(section.hints[field.name])} {value}")
+            if field.name in comments:
+                lines.append(f"      {comments[field.name]}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def fields_called(field: str, schema: type) -> list[str]:
+    """Return the full names, `Section.field`, of all fields of `schema` with this name."""
+    return [f"{name}.{field}" for name, s in _sections(schema).items() if field in s.hints]
+
+
+def resolve_path(path: str | Path) -> Path:
+    """Return `path` itself if it exists, else below the project root if it exists there."""
+    path = Path(path).expanduser()
+    in_project = PROJECT_ROOT / path
+    return in_project if not path.exists() and in_project.exists() else path
+
+
+def _existing(file: str | Path) -> Path:
+    path = resolve_path(file)
+    if not path.is_file():
+        why = "is a directory" if path.is_dir() else "does not exist"
+        folders = dict.fromkeys((Path.cwd(), PROJECT_ROOT))
+        tried = "" if path.is_absolute() else f" (looked in {' and '.join(map(str, folders))})"
+        beside = [p.name for f in folders for p in (f / path.parent).glob("*.gin")]
+        prefix = "" if path.parent == Path() else f"{path.parent}/"
+        hint = nearest(path.name, beside, prefix)
+        raise ConfigError(f"configuration file {path} {why}{tried}.{hint}")
+    return path
+
+
+# --- sections -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """One section of a schema: its name is that of the class without `Config`."""
+
+    name: str
+    schema_field: str
+    cls: type
+    hints: Mapping[str, Any]
+    instance: object | None  # whose values are the defaults, where the schema gives one
+
+    @property
+    def fields(self) -> list[dataclasses.Field[Any]]:
+        return [field for field in dataclasses.fields(self.cls) if field.init]
+
+    def default(self, field: dataclasses.Field[Any]) -> object:
+        if self.instance is not None:
+            return getattr(self.instance, field.name)
+        if field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+        return field.default
+
+    def checked(self, value: object, field: str, where: str) -> object:
+        """Return `value` as the field's type; ConfigError, with an example, for another type."""
+        hint = self.hints[field]
+        try:
+            return coerce(value, hint)
+        except Mismatch:
+            example = next(self.default(f) for f in self.fields if f.name == field)
+            if example is dataclasses.MISSING or example is None:
+                example = self.example(field)
+            near = ""
+            known = [choice for choice in choices(hint) if isinstance(choice, str)]
+            for word in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(word, str) and word not in known:
+                    near = near or nearest(word, known)
+            raise ConfigError(
+                f"{where}: {self.name}.{field}: expected {spell(hint)}, got "
+                f"{type(value).__name__} {shown(value, 200)}.{near} "
+                f"For example {self.name}.{field} = {literal(example)}"
+            ) from None
+
+    def example(self, field: str) -> object:
+        """Return a plausible value: from the section's `EXAMPLES`, else any of the field's type."""
+        examples: Mapping[str, object] = getattr(self.cls, "EXAMPLES", {})
+        return examples[field] if field in examples else example_of(self.hints[field])
+
+    def build(self, bound: Mapping[str, Binding]) -> Any:
+        """Make the section from its bindings; ConfigError for what is unset or refused."""
+        for field in self.fields:
+            if field.name not in bound and self.default(field) is dataclasses.MISSING:
+                name = f"{self.name}.{field.name}"
+                raise ConfigError(
+                    f"{name} is not set and has no default; "
+                    f"add, for example, {name} = {literal(self.example(field.name))}"
+                )
+        values = {field: binding.value for field, binding in bound.items()}
+        try:
+            if self.instance is None:
+                return self.cls(**values)
+            return dataclasses.replace(self.instance, **values)  # type: ignore[type-var]
+        except ValueError as error:
+            named = [b for f, b in bound.items() if re.search(rf"\b{f}\b", str(error))]
+            lines = [f"\n  {b.name} is set at {b.where}" for b in named or bound.values()]
+            raise ConfigError(f"{self.name}: {error}{''.join(lines)}") from error
+
+
+def _sections(schema: type) -> dict[str, _Section]:
+    """Return the sections of a schema by name, in the schema's order."""
+    hints = typing.get_type_hints(schema)
+    sections: dict[str, _Section] = {}
+    for field in dataclasses.fields(schema):
+        cls = hints[field.name]
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            raise TypeError(f"{schema.__name__}.{field.name} must be a dataclass, is {cls}")
+        name = cls.__name__.removesuffix("Config")
+        if name in sections:
+            raise TypeError(f"{schema.__name__} has two sections called {name}")
+        default: Any = None if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING and field.default_factory is not cls:
+            default = field.default_factory()
+        sections[name] = _Section(name, field.name, cls, typing.get_type_hints(cls), default)
+    return sections
+
+
+def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Section, str]:
+    name, _, field = binding.name.rpartition(".")
+    if name not in sections:
+        hint = nearest(name, sections) or _home_of(field, sections)
+        raise ConfigError(
+            f"{binding.where}: no section {name}.{hint} Sections: {', '.join(sorted(sections))}"
+        )
+    names = [f.name for f in sections[name].fields]
+    if field not in names:
+        hint = nearest(field, names, f"{name}.") or _home_of(field, sections)
+        raise ConfigError(
+            f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"
+        )
+    return sections[name], field
+
+
+def _home_of(field: str, sections: Mapping[str, _Section]) -> str:
+    homes = [f"{name}.{field}" for name, s in sections.items() if field in s.hints]
+    return f" Did you mean {' or '.join(homes)}?" if homes else ""
+
+
+class _Macros:
+    """The macros of a configuration: which were used, and how many values they expanded to."""
+
+    def __init__(self, macros: Mapping[str, Binding]) -> None:
+        self._macros = macros
+        self._used: set[str] = set()
+        self._num_values = 0
+
+    def expand(self, value: object, where: str, via: tuple[str, ...], depth: int = 0) -> object:
+        """Replace every macro in `value` by its own value; `via` names the macros around it."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
+            raise ConfigError(
+                f"{where}: expected at most {MAX_VALUES} values in a configuration, macros in "
+                f"their places, and lists and macros at most {MAX_DEPTH} deep, got more: "
+                "leave something out"
+            )
+        if isinstance(value, Reference):
+            raise ConfigError(
+                f"{where}: @{value.name}: references to code are not allowed; "
+                "write a value, or the name of a strategy as a string"
+            )
+        if isinstance(value, Macro):
+            if value.name in via:
+                raise ConfigError(f"{where}: macro %{value.name} is defined by itself")
+            if value.name not in self._macros:
+                hint = nearest(value.name, self._macros, "%")
+                raise ConfigError(f"{where}: no macro %{value.name}.{hint}")
+            self._used.add(value.name)
+            macro = self._macros[value.name]
+            return self.expand(macro.value, macro.where, (*via, value.name), depth + 1)
+        if isinstance(value, str) and has_half_a_pair(value):
+            raise ConfigError(
+                f"{where}: expected text of whole characters, got half of a surrogate pair in "
+                f"{shown(value, 200)}"
+            )
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.expand(item, where, via, depth + 1) for item in value)
+        return value
+
+    def refuse_unused(self, sections: Mapping[str, _Section]) -> None:
+        """Raise ConfigError for `steps = 3`, a macro to gin: its section was forgotten."""
+        for name, macro in self._macros.items():
+            if name not in self._used:
+                raise ConfigError(
+                    f"{macro.where}: {name} has no section, and no %{name} uses it as a macro."
+                    f"{_home_of(name, sections)}"
+                )
+
+
+def _doc(cls: type) -> str:
+    """Return the class's docstring, unless dataclass generated it."""
+    doc = inspect.getdoc(cls) or ""
+    return "" if doc.startswith(f"{cls.__name__}(") else doc
+
+
+def _field_comments(cls: type) -> dict[str, str]:
+    """Return the comment behind each field in the source, where the source is available."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^ +(\w+):[^#\n]*?  # (.+)$", source, re.MULTILINE))

@@ -1,0 +1,128 @@
+"""A run whose trainer processes are actors of Ray, as the user's program sees it.
+
+    this program → Ray: an actor for each trainer → its child: rl/trainer_process.py
+
+Process 0 has the rollout workers, their schedulers and the coordinator, and writes the run folder.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rl import ray_run as ray_workers
+from rl import run_folder
+from rl.cluster.actors import Actor, ActorSettings
+from rl.config import TrainConfig
+from rl.config_checks import trainer_devices
+from rl.gin.loader import dump
+from rl.ray_trainers import COMMAND, Start, StoppedAtOnce, Trainer, run_trainers
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
+from rl.runtime.progress import say
+from rl.runtime.waits import ProgramLost
+
+LAST_LINES = 40  # of a process that fails without an error of its own
+
+
+def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
+    """Start the trainer processes and show what they print; returns the run's exit status.
+
+    SIGTERM and Ctrl-C stop them as they would stop one process, at the last whole step.
+    """
+    from rl.cluster.ray_session import open_ray, reserve
+
+    cluster, limit_s = config.cluster, config.cluster.deadline_s
+    count = cluster.num_trainers
+    screen = Screen(sys.stdout, sys.stderr)
+    settings = ActorSettings({}, limit_s, 2 * limit_s)
+    target = f"{Trainer.__module__}:{Trainer.__name__}"
+    setting, devices = f"Cluster.num_processes={count}", trainer_devices(config)
+    try:
+        with (
+            open_ray(cluster.address, count + ray_workers.num_cpus(config), limit_s) as address,
+            reserve(count, setting, 2 * limit_s, devices=devices) as room,
+            StopSignals() as signals,
+        ):
+            names = [f"trainer process {i} of {count}" for i in range(count)]
+            actors = [
+                Actor(name, target, (COMMAND,), settings, room, i, restarts=False)
+                for i, name in enumerate(names)
+            ]
+            start = Start(dump(config), resume, os.getcwd(), "", 0, address)
+            host = "127.0.0.1" if cluster.address is None else None
+            statuses = run_trainers(
+                actors, start, host, limit_s, screen.show, lambda: signals.count
+            )
+    except StoppedAtOnce:
+        step, standing = run_folder.standing(folder)
+        say(f"stopped at once; {standing}", sys.stderr)
+        return EXIT_STOPPED if step else 128 + signals.last
+    except ProgramLost as error:
+        say(f"error: {error}; {run_folder.standing(folder)[1]}", sys.stderr)
+        return EXIT_FAILED
+    failed, status = next(((i, s) for i, s in statuses.items() if s), (0, 0))
+    if status == EXIT_FAILED:
+        screen.explain(failed)
+    if status == 128 + signal.SIGTERM and signals.count:  # the signal that stops processes
+        return 128 + signals.last
+    return status
+
+
+class StopSignals:
+    """Counts SIGTERM and Ctrl-C while it is entered as a context manager."""
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, signal.SIGTERM
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._exits.callback(signal.signal, number, signal.signal(number, self._note))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def _note(self, number: int, frame: object) -> None:
+        self.count, self.last = self.count + 1, signal.Signals(number)
+
+
+class Screen:
+    """Shows the user all that process 0 says, and errors of the others with their number.
+
+    Where several say the same error, it is shown once.
+    """
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._out, self._err = out, err
+        self._errors: set[str] = set()
+        self._explained: set[int] = set()  # processes that have named an error
+        self._hidden: dict[int, collections.deque[str]] = {}
+
+    def show(self, index: int, is_error: bool, text: str) -> None:
+        """Show a line of a process, or not."""
+        text = text.removeprefix(f"process {index}: ")
+        if text.startswith("error"):
+            self._explained.add(index)
+            if text in self._errors:
+                return
+            self._errors.add(text)
+        elif index and not text.startswith("warning"):
+            hidden = self._hidden.setdefault(index, collections.deque(maxlen=LAST_LINES))
+            hidden.append(text)
+            return
+        self._print(index, text, self._err if is_error else self._out)
+
+    def explain(self, index: int) -> None:
+        """Show the last that a process said which has failed without naming an error."""
+        if index not in self._explained:
+            for text in self._hidden.pop(index, ()):
+                self._print(index, text, self._err)
+
+    def _print(self, index: int, text: str, stream: TextIO) -> None:
+        say(f"process {index}: {text}" if index else text, stream)

@@ -1,0 +1,287 @@
+"""The rollout workers of a run as actors of Ray: started, compiled, and under one scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.config import ModelConfig
+from models.folder import replace_file
+from models.transformer import Params
+from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
+from rl.cluster.join import DRAFT_MODEL, POLICY
+from rl.config import Inputs, TrainConfig
+from rl.drafter_elsewhere import AnyDrafter
+from rl.drafting.actors import DraftingActors
+from rl.drafting.plans import MeasuredSeconds, Planner
+from rl.drafting_run import have_idle_help, make_planner, open_actors
+from rl.engine.engine import Engine
+from rl.ray_workers.messages import Bounds, LearnedSettings, Measured, WorkerSettings
+from rl.ray_workers.place import RayPlace, Shared
+from rl.runtime.parallel_compile import OnCompiled
+from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from rl.runtime.waits import POLL_S
+from rl.speculation.history_workers import HistoryWorkers
+from rl.speculation.sources import Speculation, history_rule
+from rl.warm_up import compile_buckets
+from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
+from rl.warm_up.rollout_programs import Reach
+from rl.workers.ahead_engine import AheadEngine
+from rl.workers.multi_engine import MultiEngine
+from sched.simulator.measured_costs import MeasuredCosts
+from spec.buckets import buckets
+from spec.budget.config import MODEL
+from spec.reuse.rollout_cache import RolloutCache
+from spec.round_times import RoundTimes
+
+SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and services
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RayWorkers:
+    """Workers that have started, under one engine's scheduler.
+
+    `helping` plans which requests idle ones answer again.
+    """
+
+    engine: MultiEngine
+    places: Sequence[RayPlace]
+    shared: Shared
+    drafting: DraftingActors | None = None
+    helping: Planner | None = None
+
+    def warm_up(
+        self,
+        bounds: Bounds,
+        weights: Params,
+        folder: Path,
+        training: Sequence[Any],
+        told: OnCompiled,
+        alive: Callable[[], object],
+    ) -> None:
+        """Have the workers compile and measure, while `training` is compiled here.
+
+        What they measured goes into the run's folder.
+        """
+        rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
+        known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
+        with ThreadPoolExecutor(1) as thread:
+            there = thread.submit(self._warm_up, weights, bounds, known)
+            first = self.engine.engines[0]
+            compile_buckets.compile_programs(first, (), told, training)
+            while not wait([there], POLL_S).done:
+                alive()  # each answer has its own deadline
+            measured = there.result()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
+            if text:
+                replace_file(path, text)
+        moved = read_moves(moves)
+        if moved is not None:
+            self.engine.prefer_pool = moved.prefers_copy
+        times = read_rounds(rounds)
+        if self.helping is not None and times is not None and moved is not None:
+            self.helping.seconds = self._seconds(times, moved)
+
+    def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
+        """Return what a copy costs: none for a draft model's weights, which workers have."""
+        costs = MeasuredCosts(times.rounds, moves.seconds)
+        draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
+        return MeasuredSeconds.of(costs, times, draft_s)
+
+    def _warm_up(self, weights: Params, bounds: Bounds, rounds: str | None) -> Measured:
+        """Prepare all workers; the first one measures, and the others use its table."""
+        self.shared.weights.publish(weights)
+        first, *others = self.places
+        compiling = [place.compile(bounds) for place in others]
+        measured = first.prepare(bounds, rounds).result()
+        for compiled in compiling:
+            compiled.result()
+        for prepared in [place.prepare(bounds, measured.rounds) for place in others]:
+            prepared.result()
+        if self.drafting is not None:
+            self.drafting.wait_ready()  # they compile by themselves, meanwhile
+        return measured
+
+
+def num_cpus(config: TrainConfig) -> int:
+    """The CPUs of a Ray that a run starts, beside those of its trainers."""
+    scoring = config.cluster.scorers * config.reward.workers
+    drafting = (config.drafting.workers or 0) * config.sched.devices_per_worker
+    return config.num_verifying + drafting + scoring + config.cluster.history_workers + SPARE_CPUS
+
+
+@contextlib.contextmanager
+def open_workers(
+    config: TrainConfig,
+    inputs: Inputs,
+    dtype: np.dtype,
+    speculation: Speculation,
+    drafter: AnyDrafter | None,
+    say: Callable[[str], None],
+) -> Iterator[RayWorkers]:
+    """Start Ray, or join it, and the workers; some of these may draft for the others.
+
+    All are ended at the end. They draft as `speculation` has it; idle ones help with others' last
+    requests, or learn for `drafter`, if it has spot training. Raises ProgramLost if they cannot
+    start.
+    """
+    from rl.cluster.ray_session import open_ray, reserve, share
+
+    cluster, sched, limit_s = config.cluster, config.sched, config.cluster.deadline_s
+    count, files = config.num_verifying, {POLICY: str(inputs.policy)}
+    if (folder := config.draft_model_folder) is not None:
+        files[DRAFT_MODEL] = str(folder)
+    settings = ActorSettings(files, limit_s, 2 * limit_s, say)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
+        asked = f"Sched.workers={sched.workers}", 2 * limit_s
+        room = stack.enter_context(reserve(count, *asked, devices=sched.devices_per_worker))
+        drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
+        drafts = None
+        if "group" in config.speculation.sources:
+            beside = stack.enter_context(reserve(1, *asked))
+            drafts = stack.enter_context(_draft_server(beside, settings))
+        shared = Shared(speculation, share, None if drafting is None else drafting.apart)
+        workers = [worker_settings(config, inputs.model, dtype, drafter, i) for i in range(count)]
+        places = [_place(config, w, room, settings, shared, drafts) for w in workers]
+        for place in places:
+            stack.callback(place.actor.close)
+        layers = None if drafter is None else drafter.learned.config.feature_layers
+        shapes = Engine(inputs.model, config.engine, dtype=dtype, feature_layers=layers)
+        options: dict[str, Any] = {"seed": config.run.seed, "places": places}
+        options["hang_limit_s"] = config.run.hang_limit_s
+        kind = AheadEngine if sched.mode == "ahead" else MultiEngine
+        engine = kind([shapes], sched, spot=None if drafter is None else drafter.spot, **options)
+        helping = None
+        if config.drafting.helps:
+            helping = make_planner(config)
+            helping.drafting_workers = config.drafting.workers or 0
+            have_idle_help(engine, speculation, helping)
+        yield RayWorkers(engine, places, shared, drafting, helping)
+
+
+@contextlib.contextmanager
+def _draft_server(room: Starts, settings: ActorSettings) -> Iterator[Handle]:
+    """Start the central draft server."""
+    target = "rl.workers.group_drafts:GroupDrafts"
+    server = Actor("draft server", target, (), settings, room, 0, restarts=False)
+    with contextlib.closing(server):
+        server.call("exchange", "", 1, (), (), {}, limit_s=settings.start_s).result()
+        assert server.handle is not None, "it has answered"
+        yield server.handle
+
+
+def _place(
+    config: TrainConfig,
+    worker: WorkerSettings,
+    room: Starts,
+    settings: ActorSettings,
+    shared: Shared,
+    drafts: Handle | None,
+) -> RayPlace:
+    """Return the place of a worker, whose actor starts."""
+    number, target = worker.number, "rl.ray_workers.actor:WorkerActor"
+    args = f"worker {number}", target, (worker, drafts), settings, room, number
+    return RayPlace(
+        number,
+        Actor(*args, concurrency=1),
+        shared,
+        call_limit_s=config.run.hang_limit_s,
+        compile_s=config.run.compile_limit_s,
+        report=settings.say,
+    )
+
+
+def worker_settings(
+    config: TrainConfig,
+    model: ModelConfig,
+    dtype: np.dtype,
+    drafter: AnyDrafter | None,
+    number: int,
+) -> WorkerSettings:
+    """Return the settings of a worker that verifies."""
+    drafting, draft_model, learned = config.drafting, None, None
+    if (folder := config.draft_model_folder) is not None:
+        draft_model = dataclasses.replace(config.draft_model, directory=str(folder))
+    if drafter is not None:
+        mine, temperature = drafter.learned, config.sampling.temperature
+        shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
+        learned = LearnedSettings(*shape, temperature)
+    return WorkerSettings(
+        number,
+        model,
+        config.engine,
+        np.dtype(dtype).name,
+        config.sched.devices_per_worker,
+        config.speculation,
+        config.tuner,
+        config.run.seed,
+        draft_model,
+        not drafting.drafts_apart or (drafting.helps and MODEL in drafting.methods),
+        drafting.drafts_apart,
+        learned,
+        config.cluster.deadline_s,
+    )
+
+
+def bounds(
+    config: TrainConfig,
+    inputs: Inputs,
+    reach: Reach,
+    drafter: AnyDrafter | None = None,
+) -> Bounds:
+    """Return what workers compile: what rollouts reach, evaluations that they answer, and what
+    idle ones do for `drafter`.
+    """
+    options, spot = config.drafter, drafter is not None and drafter.spot is not None
+    slots = config.engine
+    sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
+    most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
+    evaluates = not config.sched.beside_training
+    return Bounds(
+        config.sampling,
+        most if evaluates else config.rollout.num_requests,
+        reach.max_prompt_tokens,
+        reach.speculative,
+        reach.reuse,
+        None if reach.nodes is None else {n: tuple(sorted(reach.nodes(n))) for n in sizes},
+        {
+            name: {n: tuple((d.num_nodes, d.tree_tokens) for d in decisions(n)) for n in sizes}
+            for name, decisions in reach.alone.items()
+        },
+        (options.batch_rows, options.row_tokens) if spot else None,
+    )
+
+
+def read_times(speculation: Speculation, folder: Path) -> None:
+    """Set the seconds of rounds that the workers have measured."""
+    speculation.times = read_rounds(folder / ROUNDS_FILE)
+
+
+@contextlib.contextmanager
+def open_history(
+    config: TrainConfig, cache: RolloutCache, say: Callable[[str], None]
+) -> Iterator[HistoryWorkers | None]:
+    """Start the history workers, if the run has any, and end them at the end; Ray is there.
+
+    Raises ProgramLost if one cannot serve.
+    """
+    count, limit_s = config.cluster.history_workers, config.cluster.deadline_s
+    if config.speculation.history_source is None or not count:
+        yield None
+        return
+    from rl.cluster.ray_session import reserve
+
+    settings = ActorSettings({}, limit_s, 2 * limit_s, say)
+    with reserve(count, f"Cluster.history_workers={count}", 2 * limit_s) as room:
+        rule = history_rule(config.speculation)
+        with contextlib.closing(HistoryWorkers(rule, cache, count, room, settings)) as workers:
+            workers.wait_started()
+            yield workers

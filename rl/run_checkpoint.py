@@ -1,0 +1,193 @@
+"""Keeps the last whole step of a run: saved to a checkpoint, and restored from one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from models.folder import Folder
+from models.transformer import Params, param_specs
+from rl import config as experiment
+from rl.checkpoint import reader
+from rl.checkpoint.best import BestRecord
+from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
+from rl.checkpoint.manifest import Content
+from rl.checkpoint.reader import NoWholeCheckpointError
+from rl.config import Inputs, TrainConfig
+from rl.evaluation import RunEvaluation
+from rl.exchange import AGREED, PeerFailed
+from rl.learner import critic, trainer
+from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
+from rl.pipeline import PipelineRollouts
+from rl.rollouts import System
+from rl.runtime.run_files import NEWEST_FILE
+from rl.runtime.signals import SAVING
+from rl.step_rollouts import StepRollouts
+from spec.eagle import model as eagle
+from spec.eagle.training import state_of
+from spec.reuse.rollout_cache import RolloutCache
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPosition:
+    """The progress of a run: whole steps, response tokens, and prompts consumed of the data."""
+
+    step: int = 0
+    num_tokens: int = 0
+    cursor: int = 0
+
+
+class Keeper:
+    """Saves the last whole step: when asked to, and before an error ends the run.
+
+    A step that was under way leaves no trace, except that the drafter keeps what it has learnt
+    when an error ends the step. Nothing is saved after an update was refused once others of its
+    step had been applied: the whole step's buffers are gone then, and the newest checkpoint stands.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        checkpoints: Checkpointer,
+        source: StepRollouts | PipelineRollouts,
+        state: TrainState,
+        position: RunPosition,
+    ) -> None:
+        self._system, self._checkpoints, self._source = system, checkpoints, source
+        self._saved_step = position.step
+        self.whole_step(state, position)
+
+    def whole_step(self, state: TrainState, position: RunPosition) -> None:
+        """Make this step the one that a step left half way goes back to."""
+        system = self._system
+        self._state, self._position = state, position
+        self._learnt = {
+            "reuse": system.reuse.state(),
+            "speculation": system.speculation.state(),
+            "source": self._source.state(),
+        }
+        system.cache.mark()
+        if system.drafter is not None:
+            system.drafter.mark()
+
+    def save(self) -> None:
+        system, position = self._system, self._position
+        system.speculation.settle()
+        host = {
+            "num_tokens": position.num_tokens,
+            "cursor": position.cursor,
+            "data": [len(system.inputs.task), system.inputs.data_digest],
+            "rollouts": system.cache.state(),
+            **self._learnt,
+        }
+        drafter = None
+        if system.drafter is not None:
+            drafter, host["drafter"] = system.drafter.saved()
+        stale_params = self._source.stale_params(self._state, position.step)
+        arrays = SavedArrays.of(self._state, stale_params, drafter)
+        self._checkpoints.save(position.step, arrays, host, _spilled(system.cache))
+        self._saved_step = position.step
+
+    def evaluate_with(self, evaluation: RunEvaluation) -> None:
+        """Evaluate the last whole step if that is due; a step that is the best is saved."""
+        step = self._position.step
+        if (
+            evaluation.due(step)
+            and evaluation(self._state.params, step)
+            and self._saved_step < step
+        ):
+            self._system.watch.at(SAVING)
+            self.save()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate)
+        if kind is None or not issubclass(kind, ends):
+            return
+        system = self._system
+        system.watch.at(SAVING)
+        system.speculation.settle()
+        system.cache.undo()
+        if system.drafter is not None:
+            system.drafter.undo()
+        whole = not any(x.is_deleted() for x in jax.tree.leaves(self._state))
+        if self._position.step > self._saved_step and whole:
+            self.save()
+        self._checkpoints.wait()
+
+
+def resume(
+    checkpoints: Checkpointer, state: TrainState, system: System
+) -> tuple[RunPosition, TrainState, Params | None, dict[str, Any]]:
+    """Position, state, stale weights and host state of the newest whole checkpoint, or the start's.
+
+    Stale weights are those that answer the next step, where rollouts run ahead; None: the state's.
+    """
+    drafter, behind = system.drafter, None
+    if system.config.sched.mode == "pipeline":
+        behind = trainer.cast_params(state.params, system.engine.dtype)
+    template = SavedArrays.of(state, behind, None if drafter is None else drafter.template)
+    try:
+        restored = checkpoints.restore(template, optional=SavedArrays.OPTIONAL)
+    except NoWholeCheckpointError as error:
+        if error.problems:
+            raise
+        return RunPosition(), state, None, {}
+    for warning in restored.warnings:
+        system.show.message(f"warning: {warning}")
+    system.show.message(f"resuming after step {restored.step}")
+    host, done, arrays = restored.host, restored.step, restored.arrays
+    for part in restored.lacking:
+        system.show.message(f"the checkpoint holds no {part[1:]}: it begins after step {done}")
+    files = None if restored.files is None else Folder(restored.files)
+    system.cache.load_state(host["rollouts"], files, restored.damaged_files)
+    system.reuse.load_state(host["reuse"])
+    system.speculation.load_state(host["speculation"])
+    if drafter is not None and ".drafter" not in restored.lacking:
+        drafter.load(arrays.drafter, host["drafter"], exact=drafter.waits_for_training)
+    now = [len(system.inputs.task), system.inputs.data_digest]
+    if (then := host["data"]) != now:
+        system.show.message(
+            f"warning: the data is not that of step {done} ({then[0]:,} examples then, {now[0]:,} "
+            "now): until the next epoch some may come again, and others not at all"
+        )
+    behind = None if ".behind" in restored.lacking else arrays.behind
+    position = RunPosition(done, int(host["num_tokens"]), int(host["cursor"]))
+    return position, arrays.state, behind, host
+
+
+def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> None:
+    """Compare a run's checkpoint with what `config` would have, by shapes: nothing is read.
+
+    Raises StructureMismatchError.
+    """
+    recipe, model = experiment.recipe(config, inputs.model), inputs.model
+    state = state_shapes(param_specs(model), make_optimizer(config.optimizer, recipe.total_steps))
+    if config.algorithm.resolved.needs_critic:
+        state = dataclasses.replace(state, critic=critic.shapes(recipe))
+    behind = state.params if config.sched.mode == "pipeline" else None
+    drafter, shape = None, experiment.drafter_shape(config, model)
+    if shape is not None:
+        init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
+        drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))
+    template = SavedArrays.of(state, behind, drafter)
+    reader.check_structure(checkpoints, template, SavedArrays.OPTIONAL)
+
+
+def _spilled(cache: RolloutCache) -> LinkedFiles | None:
+    """The files of the rollout cache, for a checkpoint to link."""
+    files = cache.spilled().values()
+    if cache.folder is None or not files:
+        return None
+    return LinkedFiles(cache.folder, {f.name: Content(f.num_bytes, f.sha256) for f in files})
+
+
+def committed(run: Folder, best: BestRecord, step: int) -> None:
+    """The checkpoint of a step is whole; called in the background."""
+    run.replace(NEWEST_FILE, f"{step}\n")
+    best.committed(step)

@@ -1,0 +1,292 @@
+"""Which runs may start or resume in a folder: checked before anything is written, then locked.
+
+a new folder, or an empty one            a run may start
+a run without a step, by its marker      may start over
+a run                                    resumes with --resume, by the settings it began with
+anything else                            is refused, and stays as it is
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shlex
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from models.folder import Folder
+from rl.checkpoint import manifest as checkpoint_manifest
+from rl.checkpoint.best import read_record
+from rl.checkpoint.folders import list_steps, step_folder
+from rl.config import TrainConfig
+from rl.gin.loader import ConfigError, dump, resolve_path
+from rl.metrics.writer import read_metrics
+from rl.runtime.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    DRAFTER_MODEL,
+    MARKER_FILE,
+    METRICS_FILE,
+    NEWEST_FILE,
+    OWN_NAMES,
+    POLICY,
+    ROUNDS_FILE,
+)
+from rl.warm_up.measured_run import read_rounds
+
+# Settings without which it is another experiment; what says only how fast, or where, is left out.
+_EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
+_EXPERIMENT_FIELDS = (
+    *("Run.seed", "Rollout.prompts_per_step", "Rollout.group_size", "Rollout.max_prompt_tokens"),
+    "Sched.mode",
+)
+_HOW_FIELDS = ("Reward.workers", "Reward.deadline_s", "Reward.memory_limit_mib")
+_SHOWN = 4  # names in one message
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A field that a resumed run has otherwise than the run had it."""
+
+    field: str
+    before: str
+    now: str
+
+    @property
+    def of_experiment(self) -> bool:
+        section = self.field.partition(".")[0]
+        named = section in _EXPERIMENT or self.field in _EXPERIMENT_FIELDS
+        return named and self.field not in _HOW_FIELDS
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before} → {self.now}"
+
+
+def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
+    """Return the differences between two configurations, the folder aside."""
+    old, new = _lines(before), _lines(now)
+    return [
+        Change(field, old.get(field, "not set"), value)
+        for field, value in new.items()
+        if old.get(field) != value and field != "Run.directory"
+    ]
+
+
+def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
+    """Raise ConfigError where a resumed run would be another experiment."""
+    other = [change for change in found if change.of_experiment]
+    if other and not allow:
+        more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+        raise ConfigError(
+            "--resume: these settings make it another experiment than the run in the folder: "
+            f"{'; '.join(map(str, other[:_SHOWN]))}{more}. Leave them as they were, start a run of "
+            "its own in another --gin.Run.directory, or say --allow_changes"
+        )
+
+
+def check(config: TrainConfig, *, resume: bool) -> Path:
+    """The run's folder, where a run may start or resume there. Writes nothing.
+
+    Raises ConfigError, ValueError or OSError with what is in the way and how to mend it.
+    """
+    folder = _writable(config.run.directory or "")
+    _check_outside(folder, config)
+    if not os.path.lexists(folder):
+        return folder
+    held = Folder(folder)
+    try:
+        _check_links(held)
+        if resume:
+            _check_can_go_on(held)
+        else:
+            _check_can_start(held)
+    finally:
+        held.close()
+    return folder
+
+
+def is_finished(folder: Path, config: TrainConfig) -> bool:
+    """True once all steps are done and what a run exports is there."""
+    steps = _whole_steps(folder / CHECKPOINTS)
+    left = [POLICY] + [DRAFTER_MODEL] * config.speculation.learns
+    return bool(steps) and steps[0] >= config.run.steps and all((folder / n).is_dir() for n in left)
+
+
+def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
+    """Take the folder for this process and write the configuration, from which a run resumes.
+
+    `before` is that of a resumed run. Returns the lock, to be closed at the end. Raises as
+    `check`, and ConfigError where another process has the run.
+    """
+    folder = Folder(check(config, resume=before is not None), create=True)
+    lock = _lock(folder)
+    try:
+        check(config, resume=before is not None)  # another process may have been here since
+        text = dump(config)
+        if before is not None and changes(before, config):
+            _keep_leg(folder, before)
+        if not folder.exists(CONFIG_FILE) or folder.read(CONFIG_FILE) != text.encode():
+            folder.replace(CONFIG_FILE, text)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def standing(folder: Path) -> tuple[int, str]:
+    """The last step that is saved (0: none), and words for it."""
+    try:
+        step = int((folder / NEWEST_FILE).read_text())
+    except (OSError, ValueError):
+        return 0, "nothing to save"
+    return step, f"step {step} is the last that is saved; go on: {resume_command(folder)}"
+
+
+def resume_command(folder: Path) -> str:
+    return f"python -m rl.train --resume --gin.Run.directory={shlex.quote(str(folder))}"
+
+
+# --- what is looked at -----------------------------------------------------------------
+
+
+def _writable(directory: str) -> Path:
+    """The folder as a path. Raises ConfigError where none can be made or written to there."""
+    if "\0" in directory:
+        raise ConfigError("Run.directory: expected a path, got one with a NUL character")
+    if re.match(r"\w+:/", directory):
+        raise ConfigError(
+            f"Run.directory: expected a folder of a mounted file system, got {directory!r}: mount "
+            "the bucket, or run locally and copy"
+        )
+    folder = Path(directory).absolute()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(folder)  # a name that is too long, or what may not be looked at
+    there = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        kind = "a link to nothing" if there.is_symlink() else "a file"
+        raise ConfigError(
+            f"Run.directory: expected a folder, got {folder}: {there} is {kind}; choose another"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"Run.directory: {there} cannot be written to (read-only, or another user's): choose "
+            "another --gin.Run.directory"
+        )
+    return folder
+
+
+def _check_outside(folder: Path, config: TrainConfig) -> None:
+    """Refuse inputs that the run itself would write over."""
+    inputs = {
+        "Policy.directory": config.policy.directory,
+        "Drafter.directory": config.drafter.directory,
+        "DraftModel.directory": config.draft_model.directory,
+        **{f"DraftModel.directories[{k}]": d for k, d in enumerate(config.draft_model.directories)},
+    }
+    for name, value in inputs.items():
+        if value and resolve_path(value).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"{name}={value!r} lies in the run's own folder {folder}, where the run writes: "
+                "choose another --gin.Run.directory, or copy it to another place"
+            )
+
+
+def _check_links(folder: Folder) -> None:
+    linked = [name for name in OWN_NAMES if folder.kind(name) == stat.S_IFLNK]
+    if linked:
+        raise ConfigError(
+            f"{folder.path / linked[0]} is a link: a run follows none in its folder, which may "
+            "come from somebody else; remove it, or put what it points to in its place"
+        )
+
+
+def _check_can_start(folder: Folder) -> None:
+    names = folder.names()
+    if not names:
+        return
+    if folder.exists(METRICS_FILE) or _holds_steps(folder):
+        raise ConfigError(
+            f"{folder.path} holds a run already: go on with it through --resume, or choose another "
+            "--gin.Run.directory"
+        )
+    if MARKER_FILE not in names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise ConfigError(
+            f"{folder.path} holds what is no run's ({', '.join(names[:_SHOWN])}{more}): choose a "
+            "new or an empty folder with --gin.Run.directory"
+        )
+
+
+def _check_can_go_on(folder: Folder) -> None:
+    """Files that a resumed run reads are as a run writes them, and no checkpoint is lost."""
+    path = folder.path
+    if not any(folder.exists(name) for name in (MARKER_FILE, METRICS_FILE, CHECKPOINTS)):
+        raise ConfigError(
+            f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
+            "--gin.Run.directory=…"
+        )
+    from rl.warm_up.step_seconds import SecondsRecord  # which loads what budgets are made of
+
+    read_rounds(path / ROUNDS_FILE)
+    SecondsRecord(folder)
+    read_record(folder)
+    rows = read_metrics(path) if folder.exists(METRICS_FILE) else []
+    if not rows or _holds_steps(folder):
+        return
+    if folder.is_folder(CHECKPOINTS) and not folder.exists(NEWEST_FILE):
+        return  # killed before the first checkpoint counted
+    step = folder.read(NEWEST_FILE).decode().strip() if folder.exists(NEWEST_FILE) else "?"
+    again = f"python -m rl.train --gin_file={shlex.quote(str(path / CONFIG_FILE))}"
+    raise ConfigError(
+        f"--resume: {path} has metrics of {rows[-1]['step']} steps, and its newest checkpoint (of "
+        f"step {step}) is gone from {path / CHECKPOINTS}: bring it back (is its disk mounted?), or "
+        f"start again in another folder: {again} --gin.Run.directory=NEW"
+    )
+
+
+def _holds_steps(folder: Folder) -> bool:
+    return folder.is_folder(CHECKPOINTS) and bool(list_steps(folder.path / CHECKPOINTS))
+
+
+def _whole_steps(checkpoints: Path) -> list[int]:
+    """Steps whose files have the sizes of their manifests, newest first."""
+    return [
+        step
+        for step in list_steps(checkpoints)
+        if not checkpoint_manifest.verify(step_folder(checkpoints, step), contents=False)
+    ]
+
+
+# --- what is written -------------------------------------------------------------------
+
+
+def _lock(folder: Folder) -> BinaryIO:
+    is_new = not folder.exists(MARKER_FILE)
+    lock = folder.lock(MARKER_FILE)
+    if lock is None:
+        raise ConfigError(
+            f"another process is running in {folder.path}: wait for its end, stop it, or choose "
+            "another --gin.Run.directory"
+        )
+    if is_new:
+        lock.write(b"The folder of a run of python -m rl.train; locked while it goes on.\n")
+    return lock
+
+
+def _keep_leg(folder: Folder, before: TrainConfig) -> None:
+    """The configuration that a run had up to here, as config.1.gin, config.2.gin, …"""
+    rows = read_metrics(folder.path) if folder.exists(METRICS_FILE) else []
+    number = 1
+    while folder.exists(name := f"config.{number}.gin"):
+        number += 1
+    steps = f"up to {rows[-1]['step']}" if rows else "none"
+    folder.replace(name, f"# Leg {number} of this run; its steps: {steps}\n\n{dump(before)}")
+
+
+def _lines(config: TrainConfig) -> dict[str, str]:
+    pairs = (line.partition(" = ") for line in dump(config).splitlines())
+    return {name: value for name, equals, value in pairs if equals and not name.startswith("#")}

@@ -1,0 +1,209 @@
+"""Training with a learned drafter: the same tokens, a drafter that learns, and exact resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from loop_runs import assert_same_bits, compilations, finish, learnt
+from whole_steps import whole_steps
+
+from rl import train_loop
+from rl.drafter_run import DrafterRun
+from rl.rewards.pool import RewardPool
+from spec.eagle.batch import HiddenStates
+from spec.eagle.config import DataBufferConfig
+from spec.eagle.data_buffer import DataBuffer
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+LEARNED = (
+    "Speculation.sources=('group', 'own', 'learned')",
+    "Speculation.budget='fixed:3'",
+    "Engine.max_nodes=4",
+    "Drafter.max_depth=2",
+    "Drafter.top_k=2",
+    "Drafter.micro_batches=2",
+    "Drafter.batch_rows=1",
+    "Drafter.row_tokens=32",
+    "DrafterTraining.learning_rate=0.003",
+)
+AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
+LATE = ("Checkpoint.every_steps=0",)  # so that the stop has to save
+BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+BANDIT += ("Tuner.depths=(1, 2)",)
+WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
+
+
+def texts(done):
+    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny, tmp_path_factory):
+    """A run with one engine from empty caches, and what it compiled up to warm-up and after."""
+    return compilations(tiny, tmp_path_factory.mktemp("after"), *AFTER)
+
+
+@pytest.fixture(scope="module")
+def trained_after(compiled):
+    return compiled[0]
+
+
+def test_nothing_compiles_after_warm_up_with_one_engine(compiled):
+    _, before, after = compiled
+    assert len(before) > 10
+    assert after == []
+
+
+@pytest.mark.parity
+def test_a_learned_drafter_changes_no_reward_and_no_token(tiny, tmp_path, trained_after):
+    plain = finish(tiny, tmp_path, "Run.steps=4")
+    assert texts(plain) == texts(trained_after)
+    for ours, theirs in zip(plain.rows, trained_after.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+def test_it_learns_from_what_rollouts_bring(trained_after):
+    rows = trained_after.rows
+    assert [row["drafter/total_steps"] for row in rows] == [3, 6, 9, 12]
+    assert rows[-1]["drafter/loss"] < rows[0]["drafter/loss"]
+    assert rows[-1]["drafter/buffer_sequences"] > 0
+    assert sum(row.get("spec/learned/speculated_fraction", 0.0) for row in rows) > 0
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("more", [(), BANDIT], ids=["fixed", "bandit"])
+def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, more):
+    """Drafter, its optimizer, its buffer and the tuner are in the checkpoint."""
+    whole = finish(tiny, tmp_path / "whole", *AFTER, *more) if more else trained_after
+    cut, show = tmp_path / "cut", tiny_run.Recorder()
+    if more:  # what decides are the same seconds
+        cut.mkdir()
+        for name in ("round_times.json", "step_seconds.jsonl"):
+            shutil.copy(tmp_path / "whole" / name, cut)
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(tiny, cut, *AFTER, *more, show=show, should_stop=lambda: len(show.rows) == 2)
+    resumed = finish(tiny, cut, *AFTER, *more)
+    assert "resuming after step 2" in resumed.show.messages
+    assert_same_bits(resumed, whole)
+
+
+@pytest.mark.fault
+def test_stopped_in_a_rollout_its_responses_are_caught_once(tiny, tmp_path, trained_after):
+    """Those of the step that is left half way are taken out of the buffer again."""
+    show = tiny_run.Recorder()
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: show.fetches >= 15
+        )
+    assert len(show.rows) == 1
+    assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
+
+
+@pytest.mark.fault
+def test_a_step_that_the_drafter_has_learnt_from_is_brought_to_its_end(
+    tiny, tmp_path, trained_after, monkeypatch
+):
+    """The stop comes while its answers are scored; what the drafter has learnt cannot go back."""
+    show, trained = tiny_run.Recorder(), []
+    after_rollout, result = DrafterRun.after_rollout, RewardPool.result
+
+    def noted(self, *args):
+        after_rollout(self, *args)
+        trained.append(self.trainer.step)
+
+    def waited_for(self, future, on_wait):
+        on_wait()
+        return result(self, future, on_wait)
+
+    monkeypatch.setattr(DrafterRun, "after_rollout", noted)
+    monkeypatch.setattr(RewardPool, "result", waited_for)
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: len(trained) >= 2
+        )
+    assert len(show.rows) == len(trained) == 2
+    assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
+
+
+def test_what_is_learnt_in_one_phase_of_a_step_counts_in_its_later_ones():
+    """Dynamic sampling has several rollouts a step, and none of them may be left after that."""
+    trainer = SimpleNamespace(step=0, begin=lambda step: None)
+    run = DrafterRun(None, trainer, None)
+    seen = []
+    for step in (1, 1, 2):
+        run.began({}, step)
+        seen.append(run.trained_this_step)
+        trainer.step += 3
+    assert seen == [False, True, False]
+
+
+def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
+    buffer = DataBuffer(DataBufferConfig(max_bytes=128_000))  # a step's part: 1,000 tokens
+    learned = SimpleNamespace(config=SimpleNamespace(hidden_width=15))
+    config = SimpleNamespace(
+        run=SimpleNamespace(seed=3),
+        trainer=SimpleNamespace(dtype=np.float32),
+        sched=SimpleNamespace(mode="sync"),
+        rollout=SimpleNamespace(num_requests=400),
+        longest_tokens=10,
+    )
+    run = DrafterRun(config, SimpleNamespace(buffer=buffer, learned=learned), None)
+
+    def chosen(step):
+        sink = run.sink(step)
+        return {r for r in range(400) if sink.wants(r, 10)}
+
+    assert chosen(1) == chosen(1) != chosen(2) and 60 < len(chosen(1)) < 140
+    short = HiddenStates(np.zeros(4, np.int32), 1, np.zeros((3, 15), np.float32), 0)
+    run.sink(1).add(short)
+    assert 200 < len(chosen(2)) < 300
+    config.sched.mode = "pipeline"  # step 1 is not whole when step 2 begins
+    assert 60 < len(chosen(2)) < 140 and 200 < len(chosen(3)) < 300
+
+
+SPOT = (*LEARNED, *WORKERS, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
+
+
+@pytest.fixture(scope="module")
+def every_drafter(tiny, tmp_path_factory):
+    """A run of workers with every kind of drafter, from empty caches: its folder, and that."""
+    small = (
+        "Speculation.sources=('group', 'own', 'learned', 'model')",
+        f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
+    )
+    folder = tmp_path_factory.mktemp("every_drafter")
+    settings = (*SPOT, *small, *BANDIT, "Engine.min_slots=2")
+    return folder, *compilations(tiny, folder, *settings)
+
+
+def test_nothing_compiles_after_warm_up_with_every_drafter(every_drafter):
+    folder, _, before, after = every_drafter
+    assert len(before) > 10
+    assert after == []
+    rows = json.loads((folder / "round_times.json").read_text())["rows"]
+    assert {"draft learned", "draft model"} < {row[0] for row in rows}
+
+
+def test_workers_train_it_in_their_spare_time(tiny, every_drafter, tmp_path):
+    folder, done, _, _ = every_drafter
+    assert done.rows[-1]["drafter/total_steps"] > 0
+    assert whole_steps(folder / "drafter")[0] > 0
+    assert texts(finish(tiny, tmp_path, "Run.steps=6")) == texts(done)
+
+
+def test_workers_train_it_while_the_trainer_trains(tiny, tmp_path):
+    done = finish(tiny, tmp_path, *SPOT, "Sched.mode='pipeline'")
+    assert done.rows[-1]["drafter/total_steps"] > 0
+    assert whole_steps(tmp_path / "drafter")[0] > 0
+
+
+def test_in_a_pipeline_too_it_may_be_trained_after_each_rollout(tiny, tmp_path):
+    settings = (*AFTER, *WORKERS, "Sched.mode='pipeline'", "Run.steps=3")
+    done = finish(tiny, tmp_path, *settings)
+    assert [row["drafter/total_steps"] for row in done.rows] == [3, 6, 9]

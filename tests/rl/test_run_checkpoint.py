@@ -1,0 +1,84 @@
+"""Runs that go on with other settings: what may change, and what is begun anew."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+from loop_runs import finish
+
+from rl.checkpoint.reader import StructureMismatchError
+from rl.config import TrainConfig, open_inputs
+from rl.gin.loader import load
+from rl.run_checkpoint import check_can_resume
+from rl.runtime.run_files import CHECKPOINTS
+from tests.support import tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+CLIPS = "Optimizer.max_grad_norm=1000.0"  # never
+LEARNED = (
+    *("Speculation.sources=('own', 'learned')", "Speculation.budget='fixed:3'"),
+    *("Engine.max_nodes=4", "Drafter.max_depth=2", "Drafter.top_k=2", "Drafter.micro_batches=1"),
+    *("Drafter.batch_rows=1", "Drafter.row_tokens=32", "Drafter.spot=False"),
+    "Drafter.steps_after_rollout=1",
+)
+PIPELINE = ("Sched.mode='pipeline'", "Mesh.data=-1", "Sched.chunk_tokens=3")
+BEGINS = "the checkpoint holds no {}: it begins after step 2"
+
+
+@pytest.fixture(scope="module")
+def two_steps(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("two"), CLIPS, "Run.steps=2").folder
+
+
+@pytest.fixture(scope="module")
+def unchanged(tiny, two_steps, tmp_path_factory):
+    return go_on(tiny, two_steps, tmp_path_factory.mktemp("unchanged"), CLIPS)
+
+
+def go_on(tiny, before, folder, *overrides):
+    shutil.copytree(before, folder, dirs_exist_ok=True)
+    config = load(TrainConfig, [tiny], overrides)
+    check_can_resume(config, open_inputs(config), folder / CHECKPOINTS)
+    done = finish(tiny, folder, *overrides, "Run.steps=3")
+    assert "resuming after step 2" in done.show.messages
+    assert [row["step"] for row in done.rows] == [1, 2, 3]
+    return done
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lacking"),
+    [(("Optimizer.first_moment='bfloat16'",), ()), (LEARNED, ("drafter",))],
+)
+def test_the_same_tokens_by_other_means(tiny, two_steps, unchanged, tmp_path, overrides, lacking):
+    done = go_on(tiny, two_steps, tmp_path, *(CLIPS, *overrides))
+    assert [m for m in done.show.messages if m.startswith("the checkpoint holds no")] == [
+        BEGINS.format(part) for part in lacking
+    ]
+    assert done.rows[2]["reward"] == unchanged.rows[2]["reward"]
+    for one, other in zip(done.leaves, unchanged.leaves, strict=True):
+        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lacking"), [(PIPELINE, "behind"), (("Algorithm.name='ppo'",), "critic")]
+)
+def test_what_a_checkpoint_lacks_begins_anew_and_is_left_out_again(
+    tiny, two_steps, tmp_path, overrides, lacking
+):
+    done = go_on(tiny, two_steps, tmp_path / "there", CLIPS, *overrides)
+    assert BEGINS.format(lacking) in done.show.messages
+    shutil.copytree(done.folder, tmp_path / "back")
+    back = finish(tiny, tmp_path / "back", CLIPS, "Run.steps=4")
+    assert "resuming after step 3" in back.show.messages and len(back.rows) == 4
+
+
+def test_another_shape_is_told_before_anything_is_made(tiny, two_steps):
+    inputs = open_inputs(load(TrainConfig, [tiny]))
+    config, checkpoints = load(TrainConfig, [tiny], LEARNED), two_steps / CHECKPOINTS
+    wider = dataclasses.replace(tiny_run.MODEL, d_ff=64)
+    with pytest.raises(StructureMismatchError, match=r"up_FD: expected float32\[64, 16\]"):
+        check_can_resume(config, dataclasses.replace(inputs, model=wider), checkpoints)
+    check_can_resume(config, inputs, checkpoints)
+    check_can_resume(config, inputs, two_steps / "none")  # restoring will say so

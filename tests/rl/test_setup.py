@@ -1,0 +1,101 @@
+"""The number of large programs that a run compiles before its first step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from live_by_hand import live_slots
+
+from models.config import ModelConfig
+from rl import setup
+from rl.config import TrainConfig, open_policy
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.engine.model_runner import ModelRunner
+from rl.first_programs import drafted_alone, num_whole_model
+from rl.gin.loader import load
+from rl.warm_up import compile_buckets
+from rl.warm_up.rollout_programs import Reach
+from spec.budget.budget import FixedBudget, best_trees, equal_trees
+from spec.config import SamplingConfig
+
+DEFAULT = Path(__file__).parents[3] / "configs" / "tiny_cpu.gin"
+MOST = 12  # of rollouts and training
+MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
+
+
+def count(*overrides):
+    config = load(TrainConfig, [DEFAULT], overrides)
+    return num_whole_model(config, open_policy(config.policy.directory)[1], is_cpu=True)
+
+
+def test_the_default_run_drafts_and_compiles_few_programs_of_the_whole_policy():
+    assert load(TrainConfig, [DEFAULT]).speculation.enabled
+    assert count("Speculation.budget='off'") < count() <= MOST - 1  # training has one
+    # a size more, and the count knows
+    assert count("Engine.min_slots=2") > MOST
+
+
+ALONE = "Speculation.sources=('learned',)"
+BOTH = "Speculation.sources=('own', 'learned', 'model')"
+
+
+def shapes(runner, num_slots, decisions):
+    return {runner.draft_options("cdf", num_slots, d)["shape"] for d in decisions}
+
+
+@pytest.mark.parametrize("budget", ["fixed:3", "fixed:40", "goodput", "bandit"])
+def test_rounds_on_the_device_are_compiled_in_the_shapes_that_budgets_ask_for(budget):
+    sources = BOTH if budget == "bandit" else ALONE
+    config = load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
+    runner = ModelRunner(open_policy(config.policy.directory)[1], config.engine)
+    most = config.engine.max_nodes - 1
+    found = drafted_alone(config)
+    assert set(found) == ({"learned", "model"} if budget == "bandit" else {"learned"})
+    for B in (8, 64):
+        sizes = config.engine.node_sizes(B)
+        if budget == "goodput":
+            wanted = [best_trees(m, B, most) for m in sizes]
+        elif budget == "bandit":
+            reached = {8: (15,), 64: ()}  # half full at least, and none beyond 32 requests
+            wanted = [equal_trees(n, sizes, B) for n in reached[B]]
+        else:
+            wanted = [FixedBudget(int(budget[6:])).unseen(live_slots(2), most, sizes, B)]
+        assert shapes(runner, B, found["learned"](B)) == shapes(runner, B, wanted)
+
+
+@pytest.mark.parametrize(("sources", "budget"), [(BOTH, "fixed:3"), (ALONE, "aimd"), (BOTH, "off")])
+def test_where_the_host_sees_all_drafts_no_such_rounds_are_compiled(sources, budget):
+    assert not drafted_alone(
+        load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
+    )
+
+
+@pytest.mark.parametrize("num_slots", [64, 256])
+@pytest.mark.parametrize("new_tokens", [1024, 16_384])
+def test_many_slots_and_long_responses_compile_few_programs(num_slots, new_tokens):
+    model = ModelConfig("qwen3", 512, 64, 2, 4, 2, 16, 128, qk_norm=True, max_positions=20_000)
+    reach = Reach(2048, 2048, speculative=True)
+    sampling = SamplingConfig(max_new_tokens=new_tokens)
+    engine = Engine(model, EngineConfig(slots=num_slots))
+    assert compile_buckets.num_whole_model(engine, sampling, reach) <= MOST_LONG
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ((), [0, 1, 2, 3, 4, 5]),
+        (("Sched.mode='pipeline'",), [0, 1, 3, 4]),
+        (("Sched.mode='pipeline'", "Mesh.data=2"), [0, 3]),
+        (("Sched.mode='pipeline'", "Sched.workers=3"), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_mesh_has_the_trainers_devices_of_all_processes(monkeypatch, settings, wanted):
+    """Of two processes with three devices each; workers have the last ones of each."""
+    there = [SimpleNamespace(process_index=i // 3, id=i) for i in range(6)]
+    monkeypatch.setattr(setup.devices, "found", lambda: there)
+    monkeypatch.setattr(setup, "make_mesh", lambda config, chosen: chosen)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = load(TrainConfig, [DEFAULT], ["Cluster.kind='spmd'", "Mesh.data=-1", *settings])
+    assert [device.id for device in setup.run_mesh(config)] == wanted
