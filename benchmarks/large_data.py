@@ -71,9 +71,10 @@ def resident_mib(name: str) -> float:
 
 def measure(few: str, spec: str) -> dict[str, float]:
     """Open a task and take its first steps; `few` is a small one, to load everything once."""
-    from rl.config import Inputs, TrainConfig, open_inputs
+    from rl.config import TrainConfig
     from rl.data.prompts import DataOrder, prompts_for_step
     from rl.gin.loader import load
+    from rl.inputs import Inputs, open_inputs
 
     def opened(task: str) -> tuple[Inputs, TrainConfig]:
         config = load(TrainConfig, [environment.ROOT / "configs/tiny_cpu.gin"])

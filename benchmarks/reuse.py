@@ -29,15 +29,16 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.roofline import PRICED_8B, cached_seconds, phase_seconds, round_times
-from rl import train_loop
 from rl.ablate import Cell, cells, folder_name, read_cell
-from rl.config import open_inputs
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
 from rl.engine.stats import cached_seconds as measured_cached_seconds
+from rl.inputs import open_inputs
 from rl.metrics.writer import Timings
-from rl.rollouts import System
+from rl.run_checkpoint import RunPosition
+from rl.step import train_step
+from rl.system import System
 from rl.trajectory import Request, Trajectory
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.run_seconds import RunSeconds
@@ -161,10 +162,10 @@ def train_in_turns(cell: Cell) -> list[dict[str, Any]]:
     """Return a row for every step of a run."""
     with tiny_run.opened(cell.config, open_inputs(cell.config)) as (system, state):
         turns: Any = Turns(system)
-        system, place = dataclasses.replace(system, engine=turns), train_loop.RunPosition()
+        system, place = dataclasses.replace(system, engine=turns), RunPosition()
         while place.step < cell.config.run.steps:
             timings = Timings(time.perf_counter)
-            state, place, _ = train_loop.train_step(system, state, place, timings)
+            state, place, _ = train_step(system, state, place, timings)
     return turns.rows
 
 

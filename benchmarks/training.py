@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from rl import legs
 from rl.metrics.writer import read_metrics, read_samples, step_rows
+from rl.run_folder import read_launches
 
 UNSEEN = {"num_prompts": 100, "samples": 8, "temperature": 1.0}  # of each task
 GREEDY = {"num_prompts": 256, "samples": 1, "temperature": 0.0}
@@ -91,7 +91,7 @@ def trained(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "greedy": {"questions": GREEDY["num_prompts"], "before": before, "after": after},
         "greedy_gain_at_least": round(after[1] - before[2], 4),
         "samples": {end: [{k: s[k] for k in kept} for s in some] for end, some in ends.items()},
-        "legs": [dataclasses.asdict(leg) for leg in legs.read(run)],
+        "legs": [dataclasses.asdict(launch) for launch in read_launches(run)],
     }
 
 

@@ -23,9 +23,10 @@ from typing import ClassVar
 import numpy as np
 
 from models.folder import replace_file
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
+from rl.inputs import open_inputs
 from rl.metrics.writer import Row, read_metrics, step_rows
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say

@@ -1,26 +1,31 @@
-"""The prompts that a step of a pipeline has asked, and the responses that came back.
+"""A pipeline's step: its prompts, and its responses, received and scored as they end.
 
-Groups are numbered over all steps. Those below the step's first one went on from the step before
-(HistoPipe), where their siblings ended.
+Groups are numbered over all steps. Those below the step's first one continued from the step before
+(HistoPipe), which has their siblings.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import WorkerEvent
-from rl.exchange import Responses
 from rl.learner.advantages import informative_groups
+from rl.responses import Responses, Scorer
 from rl.rewards.scores import Score
-from rl.rollouts import Prompts, Rollouts
+from rl.rollouts import Prompts, Rollouts, sampling_metrics
+from rl.runtime.signals import Stopped
+from rl.runtime.waits import POLL_S
 from rl.speculation import reuse
-from rl.trajectory import FinishReason, Trajectory
+from rl.system import System
+from rl.trajectory import FinishReason, Request, Trajectory
+from rl.workers.results import Deferred, Result
 from spec.reuse.rollout_cache import RolloutCache
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text
@@ -28,7 +33,7 @@ Siblings = Mapping[int, Sequence[Trajectory]]  # by group
 
 
 @dataclasses.dataclass(eq=False)
-class Asked:
+class StepPrompts:
     """The prompts of a step, in all of its passes, of which the first begins at `begins`.
 
     Group `first_group + g` answers prompt g.
@@ -47,10 +52,10 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Collected:
+class StepResponses:
     """The responses of a step so far; `siblings` are those of groups that went on into it."""
 
-    asked: Asked
+    step_prompts: StepPrompts
     siblings: Siblings
     scored: list[Scored]
     events: list[WorkerEvent] = dataclasses.field(default_factory=list)
@@ -67,7 +72,7 @@ class Collected:
     def carried(self) -> list[int]:
         """The groups that went on into this step."""
         groups = {t.group_id for t, _, _ in self.scored}
-        return sorted(group for group in groups if group < self.asked.first_group)
+        return sorted(group for group in groups if group < self.step_prompts.first_group)
 
     def informative(self) -> set[int]:
         """Return the groups whose rewards are not all equal, siblings included."""
@@ -77,17 +82,17 @@ class Collected:
 
     def num_missing(self, wanted: int) -> int:
         """Return how many of the `wanted` groups of its own the step has yet to find."""
-        found = sum(group >= self.asked.first_group for group in self.informative())
+        found = sum(group >= self.step_prompts.first_group for group in self.informative())
         return max(0, wanted - found)
 
     def rollouts(
-        self, before: Asked | None, stats: EngineStats, cursor: int, *, dynamic: bool
+        self, before: StepPrompts | None, stats: EngineStats, cursor: int, *, dynamic: bool
     ) -> Rollouts:
         """Return all of it, groups of the step before at the end; `dynamic` drops alike ones."""
-        asked, carried, first = self.asked, self.carried, self.asked.first_group
-        prompts, num_asked = asked.prompts, len(asked.prompts)
-        place = {first + g: g for g in range(num_asked)}
-        place |= {group: num_asked + i for i, group in enumerate(carried)}
+        own, carried, first = self.step_prompts, self.carried, self.step_prompts.first_group
+        prompts, num_own = own.prompts, len(own.prompts)
+        place = {first + g: g for g in range(num_own)}
+        place |= {group: num_own + i for i, group in enumerate(carried)}
         used = self.informative() if dynamic else set(place)
         if carried:
             assert before is not None
@@ -95,11 +100,7 @@ class Collected:
         scored = sorted(self.scored, key=lambda s: (place[s[0].group_id], s[0].sample_index))
         metrics = {"rollout/carried": float(sum(t.group_id < first for t, _, _ in scored))}
         if dynamic:
-            metrics |= {
-                "dynamic_sampling/phases": float(asked.phases),
-                "dynamic_sampling/generated_groups": float(num_asked),
-                "dynamic_sampling/used_groups": float(len(used)),
-            }
+            metrics |= sampling_metrics(own.phases, num_own, len(used))
         return Rollouts(
             [_moved(t, place[t.group_id]) for t, _, _ in scored],
             [s for _, s, _ in scored],
@@ -114,9 +115,9 @@ class Collected:
 
     def unfinished(self, group_size: int) -> dict[int, list[Trajectory]]:
         """Return what has ended of its own groups, where others of the group went on."""
-        first = self.asked.first_group
+        first = self.step_prompts.first_group
         groups: dict[int, list[Trajectory]] = {
-            first + g: [] for g in range(len(self.asked.prompts))
+            first + g: [] for g in range(len(self.step_prompts.prompts))
         }
         for t, _, _ in self.scored:
             if t.group_id >= first:
@@ -133,6 +134,65 @@ def whole_groups(rollouts: Rollouts, group_size: int) -> list[Trajectory]:
 
 def _moved(t: Trajectory, group: int) -> Trajectory:
     return dataclasses.replace(t, group_id=group)
+
+
+class ResultCollector:
+    """Receives results in the driver's thread, also while an update runs.
+
+    A request that is deferred is expected in the step after its own.
+    """
+
+    def __init__(self, system: System, scorer: Scorer) -> None:
+        self._system, self._scorer = system, scorer
+        self._step_of: dict[int, int] = {}
+        self._expected: collections.Counter[int] = collections.Counter()
+        self._finished: collections.defaultdict[int, list[Trajectory]] = collections.defaultdict(
+            list
+        )
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def expect(self, step: int, requests: Iterable[Request]) -> None:
+        """Note requests of a step that are about to be submitted."""
+        with self._changed:
+            ids = [r.request_id for r in requests]
+            self._step_of.update(dict.fromkeys(ids, step))
+            self._expected[step] += len(ids)
+
+    def take(self, step: int, num_tokens: Callable[[], int]) -> list[Trajectory]:
+        """Return the responses of a step, once all are there but those of deferred requests.
+
+        Raises Stopped, or what a worker raised.
+        """
+        while True:
+            if self._system.asked_to_stop():
+                raise Stopped
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                finished, expected = len(self._finished[step]), self._expected[step]
+                if finished == expected:
+                    del self._expected[step]
+                    return self._finished.pop(step)
+                self._changed.wait(POLL_S)
+            self._system.show.rollout(finished, expected, num_tokens())
+
+    def enter(self, result: Result) -> None:
+        """Called by the driver."""
+        if isinstance(result, Trajectory):
+            self._scorer(result)
+        with self._changed:
+            if isinstance(result, BaseException):
+                self._error = result
+            elif isinstance(result, Trajectory):
+                self._finished[self._step_of.pop(result.request_id)].append(result)
+            else:
+                assert isinstance(result, Deferred), "nothing runs ahead of its step"
+                step = self._step_of.pop(result.request_id)
+                self._expected[step] -= 1
+                self._expected[step + 1] += 1
+                self._step_of[result.request_id] = step + 1
+            self._changed.notify_all()
 
 
 # --- groups whose other requests continue in the next step, in a checkpoint -----------------

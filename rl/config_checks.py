@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from models.config import ModelConfig
 from models.layout import rollout_tensor
 from models.tokenizer import Tokenizer
 from rl.cluster import config as cluster_config
 from rl.cluster.config import AUTO
+from rl.config import TrainConfig, drafter_shape
 from rl.data.specs import parse_spec
 from rl.eval_sets import split_names
 from spec.budget.config import MODEL, OWN
 from spec.config import SamplingConfig
 
-if TYPE_CHECKING:
-    from rl.config import TrainConfig
+
+def check_sections(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where sections do not fit one another, or the policy's shape."""
+    check_lengths(config, model)
+    check_layout(config, model)
+    check_sampling(config)
+    check_algorithm(config)
+    check_cluster(config)
+    drafter_shape(config, model)
+    check_tuner(config)
+    check_drafting(config)
 
 
 def check_lengths(config: TrainConfig, model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
@@ -18,12 +19,13 @@ from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.cluster.processes import ALONE
-from rl.config import Inputs, TrainConfig
+from rl.config import TrainConfig
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from rl.engine.engine import Engine, RolloutEngine
-from rl.exchange import WHOLE, Shares
+from rl.inputs import Inputs
+from rl.responses import WHOLE, Partition
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -32,7 +34,7 @@ from spec.eagle import model as eagle
 from spec.eagle.config import DrafterTrainingConfig
 from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleWeights
-from spec.eagle.training import DrafterState
+from spec.eagle.training import DrafterState, state_of
 
 _VOCABULARY_PROMPTS = 20_000
 
@@ -200,7 +202,7 @@ def open_run(
     stack: ExitStack,
     clock: Callable[[], float],
     alive: Callable[[], object] = lambda: None,
-    shares: Shares = WHOLE,
+    partition: Partition = WHOLE,
     home: Engine | None = None,
 ) -> DrafterRun:
     """Open a drafter's training; its last checkpoint is written when `stack` closes.
@@ -218,7 +220,7 @@ def open_run(
         DataBuffer(config.data_buffer),
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        checkpoints=_checkpoints(folder, keeps, patience, stack, shares),
+        checkpoints=_checkpoints(folder, keeps, patience, stack, partition),
     )
     stack.enter_context(_kept(trainer))
     if home is not None:
@@ -242,12 +244,16 @@ def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
 
 
 def _checkpoints(
-    folder: Path, keeps: CheckpointConfig, patience: Patience, stack: ExitStack, shares: Shares
+    folder: Path,
+    keeps: CheckpointConfig,
+    patience: Patience,
+    stack: ExitStack,
+    partition: Partition,
 ) -> Checkpointer | None:
     """Return what saves the drafter; None in a process whose drafter is not saved."""
-    if shares.splits and not shares.processes.is_first:
+    if partition.splits and not partition.processes.is_first:
         return None
-    together = ALONE if shares.splits else shares.processes
+    together = ALONE if partition.splits else partition.processes
     own = Folder(folder).folder(DRAFTER)
     return stack.enter_context(Checkpointer(own, keeps, patience, processes=together))
 
@@ -267,3 +273,68 @@ def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object
             work(worker)
 
     engine.do(there)
+
+
+class DrafterStub:
+    """Placeholder in processes other than 0, which has the workers and the drafter.
+
+    All processes write and read a checkpoint together, so it has arrays of the same shapes, without
+    values. `learned` has shapes instead of weights. Made by `open_stub`.
+    """
+
+    trained_this_step, spot = False, None
+
+    def __init__(
+        self, learned: LearnedDrafter, template: DrafterState, *, waits_for_training: bool
+    ) -> None:
+        self.learned, self.template = learned, template
+        self.waits_for_training = waits_for_training
+
+    def sink(self, step: int) -> None:
+        """No response is generated here."""
+
+    def began(self, params: Params, step: int) -> None:
+        """Nothing drafts here."""
+
+    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
+        """Process 0 trains."""
+
+    def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
+        """Nothing is compiled."""
+
+    def mark(self) -> None:
+        """Nothing was caught."""
+
+    def undo(self) -> None:
+        """Nothing was caught."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def saved(self) -> tuple[DrafterState, dict[str, Any]]:
+        """Return arrays that only process 0's have a value of, and no state."""
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.template)
+        return jax.device_put(zeros), {}
+
+    def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
+        """Process 0 continues from a checkpoint."""
+
+
+AnyDrafter = DrafterRun | DrafterStub
+
+
+def open_stub(config: TrainConfig, inputs: Inputs) -> DrafterStub:
+    """Return the placeholder of the run's drafter; of its folder only the shapes are read."""
+    options, training = config.drafter, config.drafter_training
+
+    def state() -> DrafterState:
+        start = first_drafter(options, training, inputs.model, config.run.seed, ())
+        return state_of(training, jax.tree.map(jnp.asarray, start.params))
+
+    template: DrafterState = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(state)
+    )
+    shape = shape_of(options, training, inputs.model)
+    learned = LearnedDrafter(EagleWeights(shape, template.params), options.tree)
+    waits = not idle_workers_train(config)
+    return DrafterStub(learned, template, waits_for_training=waits)

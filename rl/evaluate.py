@@ -24,13 +24,14 @@ from typing import Any
 
 from rl import evaluation
 from rl.checkpoint.best import chosen_step
-from rl.config import Inputs, TrainConfig, open_policy
+from rl.config import TrainConfig
 from rl.config_checks import check_layout, check_lengths, check_stops
 from rl.data.tasks import open_tasks
 from rl.eval_sets import open_sets
 from rl.evaluation import Answers, plus_minus
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, load
+from rl.inputs import Inputs, open_policy
 from rl.rewards.config import validate
 from rl.rewards.scores import Rewards
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
@@ -179,7 +180,7 @@ def _ask(
     from rl.config import recipe
     from rl.engine.engine import Engine
     from rl.learner.trainer import cast_params
-    from rl.scoring import Scorer
+    from rl.responses import Scorer
 
     config, inputs = job.config, job.inputs
     dtype = recipe(config, inputs.model).trainer.dtype

@@ -19,24 +19,19 @@ import jax
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.checkpoint.best import Best, BestRecord
-from rl.config import Inputs, TrainConfig
+from rl.config import TrainConfig
 from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.eval_sets import EvalConfig, EvalSet
-from rl.exchange import WHOLE, Responses, Shares
+from rl.inputs import Inputs
 from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
 from rl.metrics.writer import MetricsWriter, Row
+from rl.responses import WHOLE, Partition, Responses, Scorer, failures_text
 from rl.rewards.scores import Score
-from rl.rollouts import (
-    System,
-    asked_to_stop,
-    leave_rollout_if_asked,
-    open_scorer,
-    run,
-)
+from rl.rollouts import run
 from rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE
-from rl.scoring import Scorer, told_failures
+from rl.system import System
 from rl.trajectory import Request, Trajectory
 from spec.sampling import step_key
 
@@ -70,7 +65,7 @@ def respond(
     inputs: Inputs,
     scorer: Scorer,
     on_round: OnRound | None = None,
-    shares: Shares = WHOLE,
+    partition: Partition = WHOLE,
     waiting: Callable[[], object] = lambda: None,
 ) -> list[Answers]:
     """Generate and score `Eval.samples` responses to every question, all sets in one rollout."""
@@ -94,12 +89,12 @@ def respond(
         inputs.model.eos_token_ids,
         words=inputs.words_for(sampling),
     )
-    own = [r for r in requests if shares.answers(r.group_id)]
+    own = [r for r in requests if partition.answers(r.group_id)]
 
     def answer() -> Responses:
         return scorer.responses(*run(engine, spec, own, scorer, on_round))
 
-    found = shares.exchange("evaluation", requests, answer, waiting)
+    found = partition.exchange("evaluation", requests, answer, waiting)
     answers, first = [], 0
     for s in sets:
         some = slice(first * n, (first + len(s.examples)) * n)
@@ -172,24 +167,24 @@ class RunEvaluation:
 
         def watch(finished: int, tokens: int) -> None:
             system.show.rollout(finished, total, tokens)
-            leave_rollout_if_asked(system)
+            system.leave_rollout_if_asked()
 
         answers = respond(
             system.eval_engine,
             system.evaluated(params),
             config,
             system.inputs,
-            open_scorer(system),
+            system.scorer(),
             watch,
-            system.shares,
-            partial(asked_to_stop, system),
+            system.partition,
+            system.asked_to_stop,
         )
         row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
         self._metrics.amend(step, row)
         self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
         self._done.add(step)
-        if told := told_failures([score for a in answers for score in a.scores]):
-            system.show.message(f"warning: evaluation after step {step}: {told}")
+        if text := failures_text([score for a in answers for score in a.scores]):
+            system.show.message(f"warning: evaluation after step {step}: {text}")
         if step == 0:
             self._first = row
         found = self._as_best({"step": step} | row) if step else None

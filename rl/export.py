@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models import hf
-from rl import evaluation, model_card, policy_export
+from rl import evaluation, model_card, run_export
 from rl.checkpoint import best
 from rl.checkpoint.folders import list_steps
 from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config import Inputs, TrainConfig, open_inputs, open_policy
+from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, load
-from rl.policy_export import Layout
+from rl.inputs import Inputs, open_inputs, open_policy
+from rl.run_export import Layout
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
@@ -72,7 +73,7 @@ def _export(args: argparse.Namespace) -> list[str]:
     """Write a policy's folder; return the lines to print."""
     source, target = Path(args.source), Path(os.path.abspath(args.output))
     layout = Layout(args.dtype, args.max_shard_bytes)
-    policy_export.check_target(target, force=args.force)
+    run_export.check_target(target, force=args.force)
     if (source / CONFIG_FILE).is_file():
         origin = _export_run(source, args.step, args.policy, target, layout)
     else:
@@ -95,7 +96,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
         raise ConfigError(
             f"{error}; if the run's policy has moved, name it with --policy"
         ) from error
-    policy_export.check_apart(target, inputs.policy, run)
+    run_export.check_apart(target, inputs.policy, run)
     kept = list_steps(run / CHECKPOINTS)
     try:
         params, found, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
@@ -107,7 +108,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
             ) from error
         raise
     _warn(warnings)
-    policy_export.write_checkpoint(config, inputs, params, (run, found), target, layout)
+    run_export.write_checkpoint(config, inputs, params, (run, found), target, layout)
     return f"{run}, step {found:,}"
 
 
@@ -118,14 +119,14 @@ def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout:
             "folder, or leave them out"
         )
     inputs = _open(str(policy))
-    policy_export.check_apart(target, inputs.policy)
-    policy_export.write_policy(inputs, hf.load_pretrained(inputs.policy)[1], target, layout)
+    run_export.check_apart(target, inputs.policy)
+    run_export.write_policy(inputs, hf.load_pretrained(inputs.policy)[1], target, layout)
     return f"{inputs.policy}, as they are"
 
 
 def _export_drafter(args: argparse.Namespace) -> list[str]:
     """Write a drafter's folder; return the lines to print."""
-    from rl import drafter_export
+    from rl import run_export
     from rl.drafter_training import export as drafter_folder
 
     run, target = Path(args.source), Path(os.path.abspath(args.output))
@@ -143,7 +144,7 @@ def _export_drafter(args: argparse.Namespace) -> list[str]:
             "name a run with one, or train one on this run's rollouts: python -m rl.train_drafter"
         )
     drafter_folder.check_target(target)
-    exported = drafter_export.export(config, open_inputs(config), run, target)
+    exported = run_export.write_drafter(config, open_inputs(config), run, target)
     _warn(exported.warnings)
     return [
         f"drafter    {target}: {exported.text}",

@@ -16,11 +16,12 @@ import jax
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
-from rl.config import Inputs, TrainConfig
+from rl.config import TrainConfig
 from rl.drafting.plans import MeasuredSeconds
 from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
-from rl.exchange import WHOLE, Shares
+from rl.inputs import Inputs
+from rl.responses import WHOLE, Partition
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.signals import Watch
@@ -85,11 +86,11 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
-def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> Reach:
+def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
     """Return what a process's rollouts can reach, but for drafters on the device."""
     beside = config.sched.beside_training  # evaluated on another engine
     return Reach(
-        shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
+        partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
         config.rollout.max_prompt_tokens if beside else config.longest_prompt_tokens,
         speculative=config.speculation.enabled,
         reuse=config.reuse.enabled or config.sched.mode == "ahead",
@@ -238,12 +239,12 @@ def warm_up_evaluation(
     engine: RolloutEngine,
     weights: Params,
     told: OnCompiled,
-    shares: Shares = WHOLE,
+    partition: Partition = WHOLE,
 ) -> None:
     """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
-    num_requests = shares.most_groups(inputs.evals.num_questions) * config.eval.samples
+    num_requests = partition.most_groups(inputs.evals.num_questions) * config.eval.samples
     slots = engine.engines[0].config.slot_bucket
-    reached = shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
+    reached = partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
     reached = reached if engine.engines[0].longest_tokens else 0
     if not num_requests or (reached and slots(num_requests) <= slots(reached)):
         return

@@ -18,8 +18,8 @@ from models.config import ModelConfig
 from models.params import num_params
 from rl.config import TrainConfig
 from rl.gin.loader import dump
-from rl.legs import Leg
 from rl.metrics.writer import Row
+from rl.run_folder import Launch
 
 CARD = "README.md"
 MAX_CHARACTERS = 300  # of one text from outside
@@ -47,7 +47,7 @@ class History:
     run: str
     step: int
     rows: Sequence[Row]
-    legs: Sequence[Leg]
+    legs: Sequence[Launch]
 
 
 @dataclasses.dataclass(frozen=True)

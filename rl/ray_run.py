@@ -16,12 +16,13 @@ from models.folder import replace_file
 from models.transformer import Params
 from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from rl.cluster.join import DRAFT_MODEL, POLICY
-from rl.config import Inputs, TrainConfig
-from rl.drafter_elsewhere import AnyDrafter
+from rl.config import TrainConfig
+from rl.drafter_run import AnyDrafter
 from rl.drafting.actors import DraftingActors
 from rl.drafting.plans import MeasuredSeconds, Planner
 from rl.drafting_run import have_idle_help, make_planner, open_actors
 from rl.engine.engine import Engine
+from rl.inputs import Inputs
 from rl.ray_workers.messages import Bounds, LearnedSettings, Measured, WorkerSettings
 from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.parallel_compile import OnCompiled

@@ -1,8 +1,12 @@
-"""A step's responses: prompts → rollouts → rewards, in one pass or in as many as it takes.
+"""The responses of a step: prompts → rollouts and rewards, in `Sched.mode` `sync` and `ahead`.
 
-Dynamic sampling drops groups whose rewards are all equal, and generates others in
-further passes of the same step. Everything is a function of (configuration, data
-cursor, step, state), so the cursor is part of what a checkpoint keeps.
+    sync    answer step s with v(s − 1)
+    ahead   recall the prefetched tokens of s → answer step s with v(s − 1), these tokens as drafts
+            plan step s + 1 → prefetched with v(s − 1) by idle workers, also during the update
+
+The responses are the same. `rl.pipeline` answers a step with v(s − 2). Dynamic sampling drops
+groups whose rewards are all equal, and generates others in further passes of the step. Everything
+is a function of (configuration, data cursor, step, state), so checkpoints keep the cursor.
 """
 
 from __future__ import annotations
@@ -10,121 +14,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
 from models.transformer import Params
-from rl.cluster.processes import Processes
-from rl.config import Inputs, TrainConfig
-from rl.data.prompts import MOST_PASSED_OVER, DataOrder, prompts_for_step
+from rl.data.prompts import MOST_PASSED_OVER, prompts_for_step
 from rl.data.tasks import Example
-from rl.drafter_elsewhere import AnyDrafter
-from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import OnRound, RolloutEngine
-from rl.engine.rollout_spec import RolloutSpec
+from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.stats import EngineStats, joined
-from rl.exchange import Responses, Shares
-from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.gathering import (
-    host_copy,
-    laid_out,
-    local_weights,
-    on_host,
-    own_devices,
-    own_part,
-)
-from rl.learner.trainer import Learner
+from rl.learner.optimizer import TrainState
 from rl.metrics.writer import Timings
-from rl.rewards.scores import Rewards, Score
-from rl.runtime.progress import Progress
-from rl.runtime.signals import Stopped, Watch
-from rl.scoring import Scorer
+from rl.responses import Responses, Scorer
+from rl.rewards.scores import Score
 from rl.speculation import reuse
-from rl.speculation.reuse import Reuse
-from rl.speculation.sources import Speculation
+from rl.system import System
 from rl.trajectory import Prompt, Request, Trajectory
-from rl.warm_up.longer_buckets import LongerBuckets
-from rl.workers.ahead_engine import AheadEngine, Begun
-from spec.reuse.rollout_cache import RolloutCache
+from rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
+from spec.reuse.prefix_rule import PrefixRule
 
-NOT_BEGUN = Begun()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class System:
-    """The parts of a run that live as long as it does.
-
-    `eval_engine` is the engine, where it does not run ahead of training. `longer` is the part of
-    the warm-up that waits for the first step, if any does.
-    """
-
-    config: TrainConfig
-    inputs: Inputs
-    learner: Learner
-    engine: RolloutEngine
-    eval_engine: RolloutEngine
-    cache: RolloutCache
-    speculation: Speculation
-    reuse: Reuse
-    rewards: Rewards
-    order: DataOrder
-    drafter: AnyDrafter | None
-    longer: LongerBuckets | None
-    shares: Shares
-    drafting: DraftingWorkers | None
-    show: Progress
-    watch: Watch
-
-    @property
-    def processes(self) -> Processes:
-        return self.shares.processes
-
-    def weights(self, params: Params) -> Params:
-        """Return the policy for rollouts (`rollout_weights`).
-
-        It is on the host where workers go on with it while an update consumes the trainer's.
-        """
-        weights = rollout_weights(params, self.engine, self.shares)
-        return on_host(weights) if isinstance(self.engine, AheadEngine) else weights
-
-    def evaluated(self, params: Params) -> Params:
-        """Return the policy for evaluations, on the devices of an engine that is theirs alone."""
-        one = self.eval_engine
-        if one is self.engine:
-            return self.weights(params)
-        weights = rollout_weights(params, one, self.shares)
-        return one.do(lambda: one.engines[0].place(weights))
-
-
-def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
-    """Return the policy in the engine's dtype, and in its layout if it has the trainer's devices.
-
-    It is rounded before it moves. Where processes have engines of their own, it is on this
-    process's devices of the trainer's mesh; where process 0 speaks for workers elsewhere, on its
-    host, and elsewhere a tree of None. All processes call it together.
-    """
-    one, *more = engine.engines
-    if shares.processes.alone or not shares.splits:
-        rounded = trainer.cast_params(params, engine.dtype)
-        return rounded if one.mesh is None else laid_out(rounded, one.model, one.mesh)
-    if shares.by_first:
-        rounded = trainer.cast_params(params, engine.dtype)
-        copy: Params = host_copy(rounded, keep=shares.processes.is_first)
-        return copy
-    place, mesh = one.mesh or one.device, jax.tree.leaves(params)[0].sharding.mesh
-    theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
-    if more or not set(theirs) <= set(own_devices(mesh)):
-        place = own_part(mesh)  # from where each takes it to its devices
-    return local_weights(params, one.model, place, engine.dtype)
+NO_PREFETCH = Prefetched()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompts:
     """Consecutive prompts of the data order: examples, their tokens, their numbers in the data.
 
-    `end` is the position behind the last one; prompts that are too long were passed over.
+    `end` is the position after the last one; prompts that are too long were passed over.
     """
 
     examples: tuple[Example, ...] = ()
@@ -156,33 +75,100 @@ class Prompts:
         return [example.example_id for example in self.examples]
 
 
+def prompts_at(system: System, cursor: int, count: int) -> Prompts:
+    """Return the next `count` prompts from position `cursor` of the data order on.
+
+    Those of more than `Rollout.max_prompt_tokens` are passed over; only data too large to be
+    checked before the run has any.
+    """
+    inputs, limit = system.inputs, system.config.rollout.max_prompt_tokens
+    prompts, passed_over = Prompts(end=cursor), 0
+    while (missing := count - len(prompts)) > 0:
+        examples = prompts_for_step(inputs.task, system.order, prompts.end, missing)
+        tokens = tuple(inputs.encode(example, system.config.task) for example in examples)
+        numbers = tuple(system.order.indices(prompts.end, missing).tolist())
+        end = prompts.end + missing
+        fits = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
+        prompts += Prompts(examples, tokens, numbers, end).take(fits)
+        passed_over = 0 if fits else passed_over + missing
+        if passed_over >= MOST_PASSED_OVER:
+            raise ValueError(
+                f"{passed_over} prompts in a row, up to {examples[-1].example_id}, are longer than "
+                f"Rollout.max_prompt_tokens={limit}: raise the limit"
+            )
+    return prompts
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class SamplingPass:
-    """One pass of sampling: responses and their scores; lists in the order of the samples."""
+class Rollouts:
+    """The scored responses of a step, in the order of the samples.
+
+    Group g answers `prompts.examples[g]`. `used_groups` are trained on: all of them without
+    dynamic sampling. `siblings` are the responses of the step before, in groups that continued in
+    this one. `cursor` is the position of the data order after the step's prompts.
+    """
 
     trajectories: list[Trajectory]
     scores: list[Score]
     completions: list[str]
     stats: EngineStats
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rollouts(SamplingPass):
-    """All passes of one step together; group g answers `prompts.examples[g]`.
-
-    `used_groups` are those to train on: all of them without dynamic sampling.
-    """
-
     prompts: Prompts
     used_groups: frozenset[int]
     metrics: dict[str, float]
-    cursor: int  # of the data order, behind the prompts that this step asked
-    siblings: Sequence[Trajectory] = ()  # of the step before, in the groups of the prompts behind
+    cursor: int
+    siblings: Sequence[Trajectory] = ()
 
     @property
     def used(self) -> np.ndarray:
-        """Which of the trajectories are trained on; bool [n]."""
+        """Return which trajectories are trained on; bool [n]."""
         return np.array([t.group_id in self.used_groups for t in self.trajectories])
+
+
+class StepRollouts:
+    """Returns the responses of a step; with an `ahead` engine idle workers prefetch the next one.
+
+    A checkpoint holds no prefetched tokens: a resumed run prefetches them again.
+    """
+
+    def __init__(self, ahead: AheadEngine | None = None) -> None:
+        self._ahead = ahead
+        self._planned = 0  # the data order's expected position at the prefetched step
+        self._num_dropped = 0  # requests prefetched for nothing since the last step
+
+    def __call__(
+        self, system: System, params: Params, cursor: int, step: int, timings: Timings
+    ) -> Rollouts:
+        """Return the responses of `step`, whose first prompt is at `cursor`."""
+        engine = self._ahead
+        if engine is None:
+            return generate(system, params, cursor, step, timings)
+        with timings.section("recall"):
+            prefetched = engine.recall(system.leave_if_asked)
+        size = system.config.rollout.prompts_per_step
+        self._plan(engine, system, prompts_at(system, cursor, size).end, step + 1)
+        rollouts = generate(system, params, cursor, step, timings, prefetched)
+        rollouts.metrics.update(
+            prefetch_metrics(prefetched, rollouts.trajectories, self._num_dropped)
+        )
+        self._num_dropped = 0
+        if rollouts.cursor != self._planned and step < system.config.run.steps:
+            # dynamic sampling has used the prompts that were prefetched for the next step
+            self._num_dropped = len(engine.recall(system.leave_if_asked).tokens)
+            self._plan(engine, system, rollouts.cursor, step + 1)
+            engine.begin()
+        return rollouts
+
+    def stale_params(self, state: TrainState, step: int) -> None:
+        """Older weights answer nothing."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def _plan(self, engine: AheadEngine, system: System, cursor: int, step: int) -> None:
+        """Plan the step whose first prompt is at `cursor`; none follows the last step."""
+        self._planned = cursor
+        if step <= system.config.run.steps:
+            engine.plan(coming_step(system, cursor, step))
 
 
 def generate(
@@ -191,25 +177,21 @@ def generate(
     cursor: int,
     step: int,
     timings: Timings,
-    begun: Begun = NOT_BEGUN,
+    prefetched: Prefetched = NO_PREFETCH,
 ) -> Rollouts:
-    """The responses of the step whose first prompt stands at `cursor` of the data order.
+    """Return the responses of the step whose first prompt is at `cursor` of the data order.
 
-    They start from what was `begun` of them ahead of the step.
-
-    With dynamic sampling each further pass asks as many new prompts as groups are
-    missing, until none is or `max_extra_phases` are done. What a group is judged by is
-    its rewards as scored, before any length penalty.
+    With dynamic sampling each further pass samples as many new prompts as groups are missing, until
+    none is or `max_extra_phases` are done. Rewards decide before any length penalty.
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
-    prompts, passes = Prompts(end=cursor), list[SamplingPass]()
+    prompts, passes = Prompts(end=cursor), list[Responses]()
     weights = system.weights(params)
     missing, used = wanted, frozenset(range(wanted))
     while missing and len(passes) <= (extra or 0):
         new = prompts_at(system, prompts.end, missing)
-        given = system, weights, prompts, new, step, timings
-        passes.append(generate_and_score(*given, begun))
+        passes.append(_sample(system, weights, prompts, new, step, timings, prefetched))
         prompts += new
         missing = 0
         if extra is not None:
@@ -226,96 +208,107 @@ def generate(
         newest = max((part.version for part in stats.parts), default=0)
         stats.parts = [*stats.parts, *system.drafting.parts(newest)]
     if extra is not None:
-        metrics |= {
-            "dynamic_sampling/phases": float(len(passes)),
-            "dynamic_sampling/generated_groups": float(len(prompts)),
-            "dynamic_sampling/used_groups": float(len(used)),
-        }
-    return Rollouts(
-        trajectories,
-        [s for p in passes for s in p.scores],
-        [c for p in passes for c in p.completions],
-        stats,
-        prompts,
-        used,
-        metrics,
-        prompts.end,
-    )
+        metrics |= sampling_metrics(len(passes), len(prompts), len(used))
+    scores = [s for p in passes for s in p.scores]
+    texts = [text for p in passes for text in p.texts]
+    return Rollouts(trajectories, scores, texts, stats, prompts, used, metrics, prompts.end)
 
 
-def _informative(passes: Sequence[SamplingPass]) -> set[int]:
-    """The groups so far whose rewards are not all equal."""
+def _informative(passes: Sequence[Responses]) -> set[int]:
+    """Return the groups so far whose rewards are not all equal."""
     rewards = [t.reward for p in passes for t in p.trajectories]
     return informative_groups(rewards, [t.group_id for p in passes for t in p.trajectories])
 
 
-def generate_and_score(
+def sampling_metrics(passes: int, groups: int, used: int) -> dict[str, float]:
+    """Return the metrics of dynamic sampling."""
+    return {
+        "dynamic_sampling/phases": float(passes),
+        "dynamic_sampling/generated_groups": float(groups),
+        "dynamic_sampling/used_groups": float(used),
+    }
+
+
+def _sample(
     system: System,
     weights: Params,
     before: Prompts,
     new: Prompts,
     step: int,
     timings: Timings,
-    begun: Begun = NOT_BEGUN,
-) -> SamplingPass:
-    """The responses of `weights` to `new`; each goes to the reward workers the moment it ends.
+    prefetched: Prefetched,
+) -> Responses:
+    """Return the responses of `weights` to `new`; each is sent to be scored as it ends.
 
-    `before` are the prompts that the step has had in earlier passes: groups are numbered,
-    and noise is named, as if all had been asked at once.
+    `before` are the prompts of the step's earlier passes: groups and noise are numbered as if all
+    were one pass.
     """
-    config, first = system.config, len(before)
+    config, first, drafter = system.config, len(before), system.drafter
     system.speculation.settle()  # the cache has one reader at a time
-    asked = begun.resumed(requests_of(system, new, before.keys))
-    requests = [r for r in asked if system.shares.answers(r.group_id)]
-    last = last_responses(requests)
+    every = prefetched.resumed(requests_of(system, new, before.keys))
+    requests = [r for r in every if system.partition.answers(r.group_id)]
     drafts = system.speculation.drafter_factory(
-        *(new.keys, new.tokens, last),
+        *(new.keys, new.tokens, own_drafts(requests)),
         group_size=config.rollout.group_size,
-        answers=system.shares.answers,
+        answers=system.partition.answers,
     )
-    scorer = open_scorer(system)
+    scorer = system.scorer()
     scorer.examples.update(enumerate(new.examples))
 
     def watch(finished: int, tokens: int) -> None:
         system.show.rollout(finished, len(requests), tokens)
-        leave_rollout_if_asked(system)
+        system.leave_rollout_if_asked()
 
-    drafter = system.drafter
     key = system.engine.do(partial(system.reuse.key, step))
     if drafter is not None:
         drafter.began(weights, step)
 
     def answer() -> Responses:
         with timings.section("rollout"):
-            spec = RolloutSpec(
-                weights,
-                config.sampling,
-                key,
-                system.inputs.model.eos_token_ids,
-                policy_version=step - 1,
-                drafts=drafts,
-                rule=system.reuse.rule(step),
-                sink=None if drafter is None else drafter.sink(step),
-                words=system.inputs.words_for(config.sampling),
-                times=system.speculation.times,
-            )
+            rule = system.reuse.rule(step)
+            spec = spec_of(system, weights, key, step, drafts, rule, version=step - 1)
             done, stats = run(system.engine, spec, requests, scorer, watch)
         if drafter is not None:
             with timings.section("drafter"):
                 drafter.after_rollout(system.engine, weights)
-        with timings.section("reward"):  # what is left of it once the last response has ended
+        with timings.section("reward"):  # the rest of it after the last response
             return scorer.responses(done, stats)
 
-    where = f"step {step}, from prompt {first} on" if first else f"step {step}"
-    found = system.shares.exchange(where, asked, answer, partial(asked_to_stop, system))
+    name = f"step {step}, from prompt {first} on" if first else f"step {step}"
+    found = system.partition.exchange(name, every, answer, system.asked_to_stop)
     moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in found.trajectories]
-    return SamplingPass(moved, found.scores, found.texts, found.stats)
+    return dataclasses.replace(found, trajectories=moved)
+
+
+def spec_of(
+    system: System,
+    weights: Params,
+    key: jax.Array,
+    step: int,
+    drafts: DrafterFactory,
+    rule: PrefixRule | None,
+    *,
+    version: int,
+) -> RolloutSpec:
+    """Return what all requests of a rollout have in common."""
+    return RolloutSpec(
+        weights,
+        system.config.sampling,
+        key,
+        system.inputs.model.eos_token_ids,
+        policy_version=version,
+        drafts=drafts,
+        rule=rule,
+        sink=None if system.drafter is None else system.drafter.sink(step),
+        words=system.inputs.words_for(system.config.sampling),
+        times=system.speculation.times,
+    )
 
 
 def requests_of(system: System, new: Prompts, before: Sequence[str] = ()) -> list[Request]:
     """Return the requests of a step to new prompts; `before` are the keys of its earlier passes.
 
-    First samples come first: siblings that start apart have something to draft from.
+    First samples come first, so that siblings that start later have text to draft from.
     """
     config = system.config
     return system.reuse.requests(
@@ -325,49 +318,10 @@ def requests_of(system: System, new: Prompts, before: Sequence[str] = ()) -> lis
     )
 
 
-def last_responses(requests: Sequence[Request]) -> dict[int, np.ndarray]:
-    """Return what requests draft from as their own: what was begun, or last epoch's response."""
+def own_drafts(requests: Sequence[Request]) -> dict[int, np.ndarray]:
+    """Return the text that each request drafts from: prefetched, or last epoch's response."""
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     return last | {r.request_id: np.array(r.begun, np.int32) for r in requests if r.begun}
-
-
-def open_scorer(system: System) -> Scorer:
-    """Return the scorer of a rollout's responses, which leaves its waits where asked to stop."""
-    check = partial(leave_if_asked, system)
-    return Scorer(system.inputs.tokenizer, system.rewards, check, system.shares)
-
-
-def leave_if_asked(system: System, may_leave: bool = True) -> None:
-    """A sign of life. Raises Stopped where the run is to stop and the step can leave no trace.
-
-    Not once the drafter has learnt from it, nor where it may not leave for other reasons: in what
-    several processes do together none leaves by itself.
-    """
-    trained = system.drafter is not None and system.drafter.trained_this_step
-    together = not (system.processes.alone or system.shares.splits)
-    if asked_to_stop(system) and may_leave and not (trained or together):
-        raise Stopped
-
-
-def leave_rollout_if_asked(system: System) -> None:
-    """As `leave_if_asked`, in a rollout; where one engine spans processes they agree on it."""
-    if system.processes.alone or system.shares.splits:
-        return leave_if_asked(system)
-    if system.shares.agrees_now() and system.processes.any("stop", asked_to_stop(system)):
-        raise Stopped
-
-
-def leave_update_if_asked(system: System, may_leave: bool) -> None:
-    """As `leave_if_asked`, in an update; several processes leave after it, together."""
-    leave_if_asked(system, may_leave and system.processes.alone)
-
-
-def asked_to_stop(system: System) -> bool:
-    """Return whether this process, or another one of the run, is asked to stop; a sign of life."""
-    asked = system.watch.asked()
-    if asked:
-        system.processes.ask_to_stop()
-    return asked or system.processes.asked
 
 
 def run(
@@ -390,10 +344,9 @@ def remember(
     coming: int | None,
     first_group: int = 0,
 ) -> dict[str, float]:
-    """Keep a step's responses for the next epoch, and start on the history of a step to come.
+    """Keep a step's responses for the next epoch; start to index the history of a step to come.
 
-    That is the next one whose prompts are asked, from position `coming` of the data order; its
-    groups are numbered from `first_group` on.
+    Its first prompt is at `coming` of the data order, and its groups begin at `first_group`.
     """
     speculation, scored = system.speculation, system.reuse.mode.enabled
     if speculation.keeps_history or scored:
@@ -404,35 +357,68 @@ def remember(
     if speculation.keeps_history and coming is not None:
         prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
         pairs = enumerate(zip(prompts.keys, prompts.tokens, strict=True), first_group)
-        own = {key: ids for group, (key, ids) in pairs if system.shares.answers(group)}
+        own = {key: ids for group, (key, ids) in pairs if system.partition.answers(group)}
         speculation.prepare(own)
     return metrics if system.drafter is None else metrics | system.drafter.metrics()
 
 
-def prompts_at(system: System, cursor: int, count: int) -> Prompts:
-    """Return the next `count` prompts from position `cursor` of the data order on.
-
-    Those of more than `Rollout.max_prompt_tokens` are passed over; there are none but in data
-    that is too large to be looked through beforehand.
-    """
-    inputs, limit = system.inputs, system.config.rollout.max_prompt_tokens
-    prompts, passed_over = Prompts(end=cursor), 0
-    while (missing := count - len(prompts)) > 0:
-        examples = prompts_for_step(inputs.task, system.order, prompts.end, missing)
-        tokens = tuple(inputs.encode(example, system.config.task) for example in examples)
-        numbers = tuple(system.order.indices(prompts.end, missing).tolist())
-        end = prompts.end + missing
-        fits = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
-        prompts += Prompts(examples, tokens, numbers, end).take(fits)
-        passed_over = 0 if fits else passed_over + missing
-        if passed_over >= MOST_PASSED_OVER:
-            raise ValueError(
-                f"{passed_over} prompts in a row, up to {examples[-1].example_id}, are longer than "
-                f"Rollout.max_prompt_tokens={limit}: raise the limit"
-            )
-    return prompts
-
-
 def left_out(system: System, prompts: int) -> dict[str, float]:
-    """The metric of the prompts that a step passed over, where any may be."""
+    """Return the metric of the prompts that a step passed over, if any may be."""
     return {"rollout/left_out_prompts": float(prompts)} if system.inputs.left_out is None else {}
+
+
+def coming_step(system: System, cursor: int, step: int) -> ComingStep:
+    """Return the step whose first prompt is at `cursor`, as this process may prefetch it.
+
+    Its drafts are the step's but for the prompts' history, whose index is not there yet.
+    """
+    config, answers = system.config, system.partition.answers
+    system.speculation.settle()  # the cache has one reader at a time
+    prompts = prompts_at(system, cursor, config.rollout.prompts_per_step)
+    requests = [r for r in requests_of(system, prompts) if answers(r.group_id)]
+    drafts = system.speculation.drafter_factory(
+        *(prompts.keys, prompts.tokens, own_drafts(requests)),
+        group_size=config.rollout.group_size,
+        answers=answers,
+        index=system.speculation.no_history,
+    )
+    lengths = _past_lengths(system, prompts.keys) if system.speculation.keeps_history else {}
+    key = system.engine.do(partial(system.reuse.key, step))
+    return ComingStep(requests, key, drafts, system.reuse.rule(step), lengths)
+
+
+def _past_lengths(system: System, keys: Sequence[str]) -> dict[int, tuple[int, ...]]:
+    """Return the lengths of last epoch's responses, by group, of the prompts that have any."""
+    cached = {group: system.cache.get(key) for group, key in enumerate(keys)}
+    return {
+        group: tuple(len(r.tokens) for r in found.responses)
+        for group, found in cached.items()
+        if found is not None
+    }
+
+
+def prefetch_metrics(
+    prefetched: Prefetched, trajectories: Sequence[Trajectory], dropped: int = 0
+) -> dict[str, float]:
+    """Return how many prefetched tokens the responses begin with, up to the first difference."""
+    drawn = {t.request_id: t.response_ids for t in trajectories}
+    used = {i: tokens for i, tokens in prefetched.tokens.items() if i in drawn}
+    kept = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
+    num_tokens = sum(map(len, used.values()))
+    total = sum(len(ids) for ids in drawn.values())
+    return {
+        "ahead/begun_requests": float(len(used)),
+        "ahead/begun_tokens": float(num_tokens),
+        "ahead/begun_fraction": num_tokens / max(total, 1),
+        "ahead/kept_tokens": float(sum(kept.values())),
+        "ahead/kept_fraction": sum(kept.values()) / max(num_tokens, 1),
+        "ahead/kept_whole": float(sum(n == len(used[i]) for i, n in kept.items())),
+        "ahead/dropped_requests": float(dropped + len(prefetched.tokens) - len(used)),
+    }
+
+
+def agreeing(prefetched: np.ndarray, drawn: np.ndarray) -> int:
+    """Return how many tokens are the same, up to the first difference."""
+    n = min(len(prefetched), len(drawn))
+    (differ,) = np.nonzero(prefetched[:n] != drawn[:n])
+    return int(differ[0]) if len(differ) else n

@@ -1,4 +1,4 @@
-"""Keeps the last whole step of a run: saved to a checkpoint, and restored from one."""
+"""The last whole step of a run: saved to a checkpoint, and restored from one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import jax
 
 from models.folder import Folder
 from models.transformer import Params, param_specs
-from rl import config as experiment
 from rl.checkpoint import reader
 from rl.checkpoint.best import BestRecord
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config import Inputs, TrainConfig
+from rl.config import TrainConfig, drafter_shape, recipe
 from rl.evaluation import RunEvaluation
-from rl.exchange import AGREED, PeerFailed
+from rl.inputs import Inputs
 from rl.learner import critic, trainer
 from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
 from rl.pipeline import PipelineRollouts
-from rl.rollouts import System
+from rl.responses import AGREED, PeerFailed
+from rl.rollouts import StepRollouts
 from rl.runtime.run_files import NEWEST_FILE
 from rl.runtime.signals import SAVING
-from rl.step_rollouts import StepRollouts
+from rl.system import System
 from spec.eagle import model as eagle
 from spec.eagle.training import state_of
 from spec.reuse.rollout_cache import RolloutCache
@@ -40,34 +40,34 @@ class RunPosition:
     cursor: int = 0
 
 
-class Keeper:
-    """Saves the last whole step: when asked to, and before an error ends the run.
+class RunCheckpointer:
+    """Saves the last whole step: on `save`, and before an error ends the run.
 
-    A step that was under way leaves no trace, except that the drafter keeps what it has learnt
-    when an error ends the step. Nothing is saved after an update was refused once others of its
-    step had been applied: the whole step's buffers are gone then, and the newest checkpoint stands.
+    An interrupted step leaves no trace, except that the drafter keeps its training if an error ends
+    the step. If an update is refused after others of its step, the whole step's buffers are gone:
+    nothing is saved, and the newest checkpoint stays.
     """
 
     def __init__(
         self,
         system: System,
         checkpoints: Checkpointer,
-        source: StepRollouts | PipelineRollouts,
+        rollouts: StepRollouts | PipelineRollouts,
         state: TrainState,
         position: RunPosition,
     ) -> None:
-        self._system, self._checkpoints, self._source = system, checkpoints, source
+        self._system, self._checkpoints, self._rollouts = system, checkpoints, rollouts
         self._saved_step = position.step
         self.whole_step(state, position)
 
     def whole_step(self, state: TrainState, position: RunPosition) -> None:
-        """Make this step the one that a step left half way goes back to."""
+        """Record a completed step as the rollback point of an interrupted one."""
         system = self._system
         self._state, self._position = state, position
-        self._learnt = {
+        self._learned = {
             "reuse": system.reuse.state(),
             "speculation": system.speculation.state(),
-            "source": self._source.state(),
+            "source": self._rollouts.state(),
         }
         system.cache.mark()
         if system.drafter is not None:
@@ -81,12 +81,12 @@ class Keeper:
             "cursor": position.cursor,
             "data": [len(system.inputs.task), system.inputs.data_digest],
             "rollouts": system.cache.state(),
-            **self._learnt,
+            **self._learned,
         }
         drafter = None
         if system.drafter is not None:
             drafter, host["drafter"] = system.drafter.saved()
-        stale_params = self._source.stale_params(self._state, position.step)
+        stale_params = self._rollouts.stale_params(self._state, position.step)
         arrays = SavedArrays.of(self._state, stale_params, drafter)
         self._checkpoints.save(position.step, arrays, host, _spilled(system.cache))
         self._saved_step = position.step
@@ -124,9 +124,9 @@ class Keeper:
 def resume(
     checkpoints: Checkpointer, state: TrainState, system: System
 ) -> tuple[RunPosition, TrainState, Params | None, dict[str, Any]]:
-    """Position, state, stale weights and host state of the newest whole checkpoint, or the start's.
+    """Return position, state, stale weights and host state of the newest checkpoint, or the start.
 
-    Stale weights are those that answer the next step, where rollouts run ahead; None: the state's.
+    In a pipeline the stale weights answer the next step; None: the state's.
     """
     drafter, behind = system.drafter, None
     if system.config.sched.mode == "pipeline":
@@ -166,12 +166,12 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
 
     Raises StructureMismatchError.
     """
-    recipe, model = experiment.recipe(config, inputs.model), inputs.model
-    state = state_shapes(param_specs(model), make_optimizer(config.optimizer, recipe.total_steps))
+    spec, model = recipe(config, inputs.model), inputs.model
+    state = state_shapes(param_specs(model), make_optimizer(config.optimizer, spec.total_steps))
     if config.algorithm.resolved.needs_critic:
-        state = dataclasses.replace(state, critic=critic.shapes(recipe))
+        state = dataclasses.replace(state, critic=critic.shapes(spec))
     behind = state.params if config.sched.mode == "pipeline" else None
-    drafter, shape = None, experiment.drafter_shape(config, model)
+    drafter, shape = None, drafter_shape(config, model)
     if shape is not None:
         init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
         drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))

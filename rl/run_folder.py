@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import json
 import os
 import re
 import shlex
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from models.folder import Folder
+import rl
+from models.folder import Folder, held
 from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.best import read_record
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, dump, resolve_path
 from rl.metrics.writer import read_metrics
+from rl.runtime import environment
 from rl.runtime.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
     DRAFTER_MODEL,
+    LEGS_FILE,
     MARKER_FILE,
     METRICS_FILE,
     NEWEST_FILE,
@@ -46,6 +51,7 @@ _EXPERIMENT_FIELDS = (
 )
 _HOW_FIELDS = ("Reward.workers", "Reward.deadline_s", "Reward.memory_limit_mib")
 _SHOWN = 4  # names in one message
+_MAX_LAUNCHES_BYTES = 2**20  # of the file: a launch takes 400 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,3 +296,51 @@ def _keep_leg(folder: Folder, before: TrainConfig) -> None:
 def _lines(config: TrainConfig) -> dict[str, str]:
     pairs = (line.partition(" = ") for line in dump(config).splitlines())
     return {name: value for name, equals, value in pairs if equals and not name.startswith("#")}
+
+
+# --- launches ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One start of a run's process: after which step, with the date, device and versions."""
+
+    after_step: int
+    began: str  # the date, in UTC
+    device: str
+    versions: dict[str, str]
+
+
+def note_launch(folder: Path, after_step: int) -> None:
+    """Add this process's launch to the run folder. Raises OSError."""
+    launch = Launch(
+        after_step,
+        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        environment.device(),
+        {"reprise": rl.__version__} | environment.versions(),
+    )
+    run = Folder(folder)
+    with contextlib.closing(run), run.append(LEGS_FILE) as file:
+        file.write(json.dumps(dataclasses.asdict(launch)).encode() + b"\n")
+
+
+def read_launches(folder: Path) -> list[Launch]:
+    """Return the launches of a run folder, which may be a stranger's; other rows are skipped."""
+    with held(folder) as run:
+        if not run.is_file(LEGS_FILE) or run.size_bytes(LEGS_FILE) > _MAX_LAUNCHES_BYTES:
+            return []
+        lines = run.read(LEGS_FILE).splitlines()
+    return [launch for launch in map(_launch, lines) if launch is not None]
+
+
+def _launch(line: bytes) -> Launch | None:
+    row: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        row = json.loads(line)
+    if not isinstance(row, dict) or row.keys() != {f.name for f in dataclasses.fields(Launch)}:
+        return None
+    texts = [row["began"], row["device"]]
+    if isinstance(row["versions"], dict):
+        texts += row["versions"].values()
+    fits = type(row["after_step"]) is int and all(isinstance(text, str) for text in texts)
+    return Launch(**row) if fits and isinstance(row["versions"], dict) else None

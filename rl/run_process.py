@@ -8,25 +8,40 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl import run_folder
+from jax.errors import JaxRuntimeError
+
+from rl import memory, run_export, run_folder
+from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
+from rl.cluster import join
 from rl.cluster.config import ClusterConfig
-from rl.cluster.processes import Processes
-from rl.config import Inputs, TrainConfig, remarks
+from rl.cluster.processes import Diverged, Processes, ProcessLost
+from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, dump
+from rl.inputs import Inputs, remarks
+from rl.learner.gathering import host_copy
+from rl.learner.gradient_accumulation import NonFiniteUpdate
+from rl.learner.optimizer import TrainState
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
-from rl.runtime import devices
+from rl.responses import PeerFailed
+from rl.rewards.process import RewardWorkerError
+from rl.run_checkpoint import check_can_resume
+from rl.runtime import devices, program_cache
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
+from rl.runtime.parallel_compile import TooManyMappings
 from rl.runtime.progress import Progress, progress, say
 from rl.runtime.run_files import CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
+from rl.runtime.waits import Hang, ProgramLost
+from rl.setup import engine_mesh, run_mesh
+from rl.workers.results import WorkerError
 
-if TYPE_CHECKING:
-    from rl.learner.optimizer import TrainState
+Train = Callable[..., TrainState]  # rl.train.train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +68,13 @@ def run(
     inputs: Inputs,
     folder: Path,
     before: TrainConfig | None,
+    train: Train,
     place: Place | None = None,
 ) -> int:
-    """Join the processes of the run, and train in `folder`; returns the exit status.
+    """Join the processes of the run, and train in `folder`; return the exit status.
 
-    `place` is that of a trainer process on Ray; the run folder is not told of it.
+    `place` is a trainer process's on Ray; the configuration in the run folder does not have it.
     """
-    from jax.errors import JaxRuntimeError
-
-    from rl.cluster import join
-    from rl.cluster.processes import Diverged, ProcessLost
 
     shared = dataclasses.replace(config, cluster=config.cluster.shared)
     try:
@@ -77,7 +89,7 @@ def run(
     with processes:
         try:
             address = shared.cluster.address if place is None else place.ray_address
-            status = _run_together(shared, inputs, folder, before, processes, address)
+            status = _run_together(shared, inputs, folder, before, train, processes, address)
             if status == 0:
                 processes.barrier("end of the run")
         except (ProcessLost, Diverged) as error:
@@ -100,6 +112,7 @@ def _run_together(
     inputs: Inputs,
     folder: Path,
     before: TrainConfig | None,
+    train: Train,
     processes: Processes,
     ray_address: str | None,
 ) -> int:
@@ -107,9 +120,6 @@ def _run_together(
 
     Where there is none to resume from, with the status that the signal stands for.
     """
-    from rl import legs, memory
-    from rl.runtime import program_cache
-    from rl.setup import engine_mesh, run_mesh
 
     try:
         own = not processes.alone and config.cluster.rollouts == "local"
@@ -141,7 +151,7 @@ def _run_together(
         among = "" if processes.alone else f" of {processes.count} processes"
         show.message(f"{verb} in {folder} on {found[0].device_kind} × {len(found)}{among}")
         if processes.is_first:
-            legs.note(folder, standing()[0])
+            run_folder.note_launch(folder, standing()[0])
         for text in filter(None, (devices.warning(), unkept, tight)):
             show.message(f"warning: {text}")
         for text in remarks(config, inputs):
@@ -149,7 +159,7 @@ def _run_together(
         # written above as it was set: the next leg of the run has another Ray
         cluster = dataclasses.replace(config.cluster, address=ray_address)
         config = dataclasses.replace(config, cluster=cluster)
-        return _train(config, inputs, folder, show, watch, processes)
+        return _train(train, config, inputs, folder, show, watch, processes)
 
 
 def _begin(
@@ -163,7 +173,6 @@ def _begin(
 
     Raises as `check_can_resume` and `run_folder.begin`, in all of them.
     """
-    from rl.run_checkpoint import check_can_resume
 
     lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -190,6 +199,7 @@ def _begin(
 
 
 def _train(
+    train: Train,
     config: TrainConfig,
     inputs: Inputs,
     folder: Path,
@@ -198,14 +208,6 @@ def _train(
     processes: Processes,
 ) -> int:
     """Train and export; says how it ended and returns the exit status."""
-    from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-    from rl.exchange import PeerFailed
-    from rl.learner.gradient_accumulation import NonFiniteUpdate
-    from rl.rewards.process import RewardWorkerError
-    from rl.runtime.parallel_compile import TooManyMappings
-    from rl.runtime.waits import Hang, ProgramLost
-    from rl.train_loop import train
-    from rl.workers.results import WorkerError
 
     options: dict[str, Any] = {"show": show, "watch": watch, "processes": processes}
     try:
@@ -244,19 +246,17 @@ def _export(
     processes: Processes,
 ) -> int:
     """Write the trained policy as a Hugging Face folder, and its drafter; returns the status."""
-    from rl import drafter_export, policy_export
-    from rl.train_loop import policy_params
 
-    params = policy_params(state, keep=processes.is_first)
+    params = host_copy(state.params, keep=processes.is_first)
     if not processes.is_first:
         return 0
     try:
         source = folder, config.run.steps
-        policy_export.write_checkpoint(config, inputs, params, source, folder / POLICY)
+        run_export.write_checkpoint(config, inputs, params, source, folder / POLICY)
         text = f"the policy is in {folder / POLICY}"
         if config.speculation.learns:
             target = folder / DRAFTER_MODEL
-            drafter_export.export(config, inputs, folder, target, params)
+            run_export.write_drafter(config, inputs, folder, target, params)
             text += f", its drafter in {target}"
     except OSError as error:
         show.message(f"error: the policy could not be written: {error}")

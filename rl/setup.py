@@ -19,35 +19,34 @@ from models.config import ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh, rollout_mesh
 from models.transformer import Params
-from rl import config as experiment
-from rl import drafter_run, first_programs
-from rl import drafting_run as drafting
+from rl import drafter_run, drafting_run, first_programs
+from rl.cluster.actors import ActorSettings
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
-from rl.config import Inputs, TrainConfig
+from rl.config import TrainConfig, drafter_shape, recipe
 from rl.data.prompts import DataOrder
-from rl.drafter_elsewhere import AnyDrafter, open_elsewhere
-from rl.drafter_run import DrafterRun
+from rl.drafter_run import AnyDrafter, DrafterRun
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
-from rl.exchange import Shares
+from rl.inputs import Inputs
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
 from rl.learner.gathering import own_devices
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
+from rl.responses import Partition
 from rl.rewards.pool import RewardPool
+from rl.rewards.scorers import Scorers
 from rl.rewards.scores import Rewards
-from rl.rollouts import System
 from rl.runtime import devices
 from rl.runtime.progress import Progress
 from rl.runtime.run_files import ROLLOUTS, spill_folder
 from rl.runtime.signals import Watch
 from rl.runtime.waits import Patience
-from rl.scoring import open_rewards
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
+from rl.system import System
 from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
@@ -67,10 +66,10 @@ def remove_other_spills(run: Folder, num_processes: int) -> None:
             run.remove(name)
 
 
-def _shares(config: TrainConfig, processes: Processes) -> Shares:
+def _partition(config: TrainConfig, processes: Processes) -> Partition:
     """Return the way in which processes share out rollouts; process 0 has the workers on Ray."""
-    by_first = config.cluster.kind == "ray"
-    return Shares(processes, by_first or config.cluster.rollouts == "local", by_first)
+    is_central = config.cluster.kind == "ray"
+    return Partition(processes, is_central or config.cluster.rollouts == "local", is_central)
 
 
 @contextlib.contextmanager
@@ -94,7 +93,7 @@ def build(
         mesh = run_mesh(config)
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
-        shares = _shares(config, processes)
+        partition = _partition(config, processes)
         run = Folder(folder, create=True)
         if processes.is_first:
             remove_other_spills(run, processes.count)
@@ -106,7 +105,7 @@ def build(
             epochs=config.reuse.epochs,
         )
         patience = Patience(config.run.hang_limit_s, watch.alive)
-        drafter, drafters = _drafters(config, inputs, folder, mesh, stack, clock, watch, shares)
+        drafter, drafters = _drafters(config, inputs, folder, mesh, stack, clock, watch, partition)
         speculation = stack.enter_context(
             Speculation(
                 *(config.speculation, cache, drafters, config.tuner),
@@ -115,40 +114,41 @@ def build(
             )
         )
         specs = tuple(dict.fromkeys((*config.task.specs, *inputs.evals.specs)))
-        opened = open_rewards(config, specs, show.message)
+        opened = _open_rewards(config, specs, show.message)
         rewards: Rewards | None = None
-        if not shares.scores_any:
+        if not partition.scores_any:
             rewards = RewardPool(config.reward, specs)  # nothing is given to it, nor started
         elif not config.cluster.scorers:
             rewards = stack.enter_context(opened)
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
+        dtype = learner.recipe.trainer.dtype
         workers, on_ray = None, config.cluster.kind == "ray"
         if on_ray:
             speculation.for_others = True
             if config.drafting.workers:
                 speculation.apart_elsewhere = frozenset({MODEL})
         if on_ray and processes.is_first:
-            from rl import ray_run as ray_workers
+            from rl import ray_run
 
-            ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
-            workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
-            builder = ray_workers.open_history(config, cache, show.message)
+            ours = dtype, speculation, drafter, show.message
+            workers = stack.enter_context(ray_run.open_workers(config, inputs, *ours))
+            builder = ray_run.open_history(config, cache, show.message)
             speculation.history_workers = stack.enter_context(builder)
         if rewards is None:
             rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
         if on_ray:
             processes.barrier("workers on Ray", watch.alive)
-        lockstep = _lockstep(shares, stack)
-        engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
-        apart = drafting.take_workers(config, engine, speculation, clock, show.message)
+        lockstep = _lockstep(partition, stack)
+        engine = _engine(config, inputs, mesh, dtype, drafter, workers, partition, lockstep)
+        apart = drafting_run.take_workers(config, engine, speculation, clock, show.message)
         if apart is not None:
             stack.enter_context(apart)
-        eval_engine = _eval_engine(config, inputs, mesh, engine, shares)
+        eval_engine = _eval_engine(config, inputs, mesh, engine, partition)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, shares, apart),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, partition, apart),
             show=show,
             watch=watch,
         )
@@ -157,11 +157,36 @@ def build(
         yield dataclasses.replace(system, longer=longer), state
 
 
+@contextlib.contextmanager
+def _open_rewards(
+    config: TrainConfig, tasks: Sequence[str], say: Callable[[str], None]
+) -> Iterator[Rewards]:
+    """Start reward workers without waiting for them, and end them at the end.
+
+    With `Cluster.scorers` they are actors of Ray, which is open (`rl.ray_run.open_workers`).
+    """
+    with contextlib.ExitStack() as stack:
+        rewards: Rewards
+        if count := config.cluster.scorers:
+            from rl.cluster.ray_session import reserve
+
+            limit_s, cpus = config.cluster.deadline_s, config.reward.workers
+            setting = f"Cluster.scorers={count} of Reward.workers={cpus}"
+            room = stack.enter_context(reserve(count, setting, 2 * limit_s, cpus=cpus))
+            settings = ActorSettings({}, limit_s, 2 * limit_s, say)
+            rewards = Scorers(config.reward, tasks, count, room, settings)
+        else:
+            rewards = RewardPool(config.reward, tasks)
+        stack.callback(rewards.close)
+        rewards.start()  # their processes start while training is traced
+        yield rewards
+
+
 def _compile(
     system: System, state: TrainState, folder: Path, workers: RayWorkers | None
 ) -> LongerBuckets | None:
     """Compile training, rollouts and evaluation; return what waits until the first step is done."""
-    config, inputs, watch, shares = system.config, system.inputs, system.watch, system.shares
+    config, inputs, watch, partition = system.config, system.inputs, system.watch, system.partition
     engine, speculation, processes = system.engine, system.speculation, system.processes
 
     def told(what: str, done: int, total: int) -> None:
@@ -172,14 +197,14 @@ def _compile(
     training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
     system.rewards.wait_started()
     heard = partial(told, "training and rollouts")
-    reach = first_programs.rollout_reach(config, shares)
+    reach = first_programs.rollout_reach(config, partition)
     longer, on_ray = None, config.cluster.kind == "ray"
     if on_ray:
-        from rl import ray_run as ray_workers
+        from rl import ray_run
     if workers is not None:
-        bounds = ray_workers.bounds(config, inputs, reach, system.drafter)
+        bounds = ray_run.bounds(config, inputs, reach, system.drafter)
         workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
-    elif not shares.scores_any:  # another process speaks with the workers
+    elif not partition.scores_any:  # another process speaks with the workers
         compile_buckets.compile_programs(engine.engines[0], (), heard, training)
     else:
         # several processes leave together: not in the middle of what each compiles
@@ -191,16 +216,16 @@ def _compile(
         engine.do(partial(first_programs.warm_up, config, *given))
     if not on_ray or system.eval_engine is not engine:
         evaluated = weights
-        if system.eval_engine is not engine and (processes.alone or not shares.by_first):
+        if system.eval_engine is not engine and (processes.alone or not partition.is_central):
             evaluated = system.evaluated(state.params)  # laid out by other programs
-        asked = evaluated, partial(told, "evaluation"), shares
+        asked = evaluated, partial(told, "evaluation"), partition
         first_programs.warm_up_evaluation(config, inputs, system.eval_engine, *asked)
     if system.drafter is not None:
         system.drafter.warm_up(engine, weights)
     # a collective does not wait for as long as a compilation may take
     processes.barrier("compiled", watch.alive)
     if on_ray:
-        ray_workers.read_times(speculation, folder)  # which the workers have measured
+        ray_run.read_times(speculation, folder)  # which the workers have measured
     return longer
 
 
@@ -212,7 +237,7 @@ def _drafters(
     stack: contextlib.ExitStack,
     clock: Callable[[], float],
     watch: Watch,
-    shares: Shares,
+    partition: Partition,
 ) -> tuple[AnyDrafter | None, dict[str, DeviceDrafterSource]]:
     """The training of a learned drafter, if there is one, and all drafters on the device."""
     drafter: AnyDrafter | None = None
@@ -220,14 +245,14 @@ def _drafters(
 
     def opened(home: Engine | None = None) -> DrafterRun:
         start = drafter_run.open_drafter(config, inputs)
-        given = stack, clock, watch.alive, shares, home
+        given = stack, clock, watch.alive, partition, home
         return drafter_run.open_run(config, start, folder, *given)
 
     if config.speculation.learns:
-        if not shares.scores_any:
-            drafter = open_elsewhere(config, inputs)
+        if not partition.scores_any:
+            drafter = drafter_run.open_stub(config, inputs)
         elif elsewhere:
-            home = _home(config, inputs, mesh, shares)
+            home = _home(config, inputs, mesh, partition)
             drafter = home.do(partial(opened, home))
         else:
             drafter = opened()
@@ -238,26 +263,26 @@ def _drafters(
     return drafter, drafters
 
 
-def _home(config: TrainConfig, inputs: Inputs, mesh: Mesh | None, shares: Shares) -> Engine:
+def _home(config: TrainConfig, inputs: Inputs, mesh: Mesh | None, partition: Partition) -> Engine:
     """The trainer's devices for a drafter of workers elsewhere; of several processes this one's."""
-    shape = experiment.drafter_shape(config, inputs.model)
+    shape = drafter_shape(config, inputs.model)
     assert shape is not None, "it is asked where a drafter learns"
-    dtype = experiment.recipe(config, inputs.model).trainer.dtype
+    dtype = recipe(config, inputs.model).trainer.dtype
     options: dict[str, Any] = {"dtype": dtype, "feature_layers": shape.feature_layers}
-    if shares.processes.alone:
+    if partition.processes.alone:
         return Engine(inputs.model, config.engine, mesh=mesh, **options)
     return _own_engine(config, inputs, mesh, **options)
 
 
 def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:
     """Load the policy and lay out the training state."""
-    recipe = experiment.recipe(config, inputs.model)
+    spec = recipe(config, inputs.model)
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
-    reference = _reference(params, recipe) if config.algorithm.needs_reference else None
-    values = critic.init(params, recipe) if config.algorithm.resolved.needs_critic else None
-    state = init_state(params, make_optimizer(config.optimizer, recipe.total_steps))
-    shape = trainer.batch_shape(recipe, config.longest_tokens)
-    learner = Learner(recipe, shape, config.sampling, config.run.seed, reference)
+    reference = _reference(params, spec) if config.algorithm.needs_reference else None
+    values = critic.init(params, spec) if config.algorithm.resolved.needs_critic else None
+    state = init_state(params, make_optimizer(config.optimizer, spec.total_steps))
+    shape = trainer.batch_shape(spec, config.longest_tokens)
+    learner = Learner(spec, shape, config.sampling, config.run.seed, reference)
     return learner, dataclasses.replace(state, critic=values)
 
 
@@ -271,10 +296,10 @@ def _engine(
     config: TrainConfig,
     inputs: Inputs,
     mesh: Mesh | None,
-    recipe: TrainSpec,
+    dtype: Any,
     drafter: AnyDrafter | None,
     workers: RayWorkers | None,
-    shares: Shares,
+    partition: Partition,
     lockstep: LockstepWatch | None,
 ) -> RolloutEngine:
     """One engine on the trainer's devices, or several workers on devices of their own.
@@ -283,14 +308,14 @@ def _engine(
     """
     if workers is not None:
         return workers.engine
-    if not shares.scores_any:  # another process speaks with the workers
-        shapes = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype)
+    if not partition.scores_any:  # another process speaks with the workers
+        shapes = Engine(inputs.model, config.engine, dtype=dtype)
         return MultiEngine([shapes], config.sched, places=())
-    options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
+    options: dict[str, Any] = {"dtype": dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.learned.config.feature_layers
     if config.sched.workers == 1 and config.sched.mode == "sync":
-        if shares.splits and not shares.processes.alone:
+        if partition.splits and not partition.processes.alone:
             return _own_engine(config, inputs, mesh, **options)
         layout = engine_mesh(config, inputs.model, mesh)
         return Engine(inputs.model, config.engine, mesh=layout, lockstep=lockstep, **options)
@@ -315,10 +340,10 @@ def _own_engine(
     return ThreadedEngine(inputs.model, config.engine, **place, **options)
 
 
-def _lockstep(shares: Shares, stack: contextlib.ExitStack) -> LockstepWatch | None:
+def _lockstep(partition: Partition, stack: contextlib.ExitStack) -> LockstepWatch | None:
     """The watch over what processes launch together, where one engine spans several."""
-    processes = shares.processes
-    if processes.alone or shares.splits:
+    processes = partition.processes
+    if processes.alone or partition.splits:
         return None
     return stack.enter_context(LockstepWatch(processes, lambda text: processes.end(text)))
 
@@ -328,15 +353,15 @@ def _eval_engine(
     inputs: Inputs,
     mesh: Mesh | None,
     engine: RolloutEngine,
-    shares: Shares,
+    partition: Partition,
 ) -> RolloutEngine:
     """Rollouts' engine; where its workers begin or answer the next step meanwhile, another.
 
     Where process 0 answers for all, it alone has one.
     """
-    if not config.sched.beside_training or not inputs.evals.sets or not shares.scores_any:
+    if not config.sched.beside_training or not inputs.evals.sets or not partition.scores_any:
         return engine
-    if not shares.processes.alone:
+    if not partition.processes.alone:
         return _own_engine(config, inputs, mesh, dtype=engine.dtype)
     layout = engine_mesh(config, inputs.model, mesh)
     return Engine(inputs.model, config.engine, dtype=engine.dtype, mesh=layout)

@@ -1,37 +1,259 @@
 """`python -m rl.train`: train a policy on verifiable tasks.
 
-With no arguments it runs configs/tiny_cpu.gin. A run lives in one folder:
-config.gin (resolved, reruns as it is), metrics.jsonl, samples.jsonl, TensorBoard
-events, checkpoints, and at the end the policy as a Hugging Face folder, with its drafter where
-it learned one. Ctrl-C and SIGTERM save the last whole step and exit with 75.
+Without arguments it runs configs/tiny_cpu.gin. A run has one folder: config.gin (resolved, runs
+again as it is), metrics.jsonl, samples.jsonl, TensorBoard events, checkpoints, and at the end the
+policy as a Hugging Face folder, with its drafter if it learned one. Ctrl-C and SIGTERM save the
+last whole step and exit with 75.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from models.params import num_params
-from rl import run_folder
-from rl.config import Inputs, TrainConfig, open_inputs, remarks
+from models.folder import Folder
+from models.transformer import Params
+from rl import run_folder, run_process, setup
+from rl.checkpoint.best import BestRecord
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.cluster.processes import ALONE, Processes
+from rl.config import RunConfig, TrainConfig
+from rl.engine.stats import save_timeline
+from rl.engine.worker_record import WorkerLog
+from rl.evaluation import RunEvaluation
 from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError, dump, load
-from rl.metrics.writer import check_installed
+from rl.gin.loader import ConfigError, load
+from rl.inputs import Inputs, open_inputs
+from rl.learner import trainer
+from rl.learner.optimizer import TrainState
+from rl.metrics.writer import (
+    MetricsWriter,
+    RowsOnly,
+    Timings,
+    check_installed,
+    read_metrics,
+)
+from rl.pipeline import PipelineRollouts
 from rl.rewards.check import check_rewards
+from rl.rollouts import StepRollouts
+from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
 from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.run_files import CONFIG_FILE
-from rl.runtime.signals import leave
+from rl.runtime.progress import Progress, say
+from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, ROUNDS_FILE
+from rl.runtime.signals import SAVING, Stopped, Watch, leave
+from rl.runtime.waits import Patience
+from rl.step import StepRecord, speed_metrics, train_step
+from rl.system import System
+from rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
+from rl.workers.ahead_engine import AheadEngine
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
+MAX_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
+
+
+def train(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    *,
+    show: Progress,
+    watch: Watch,
+    clock: Callable[[], float],
+    processes: Processes = ALONE,
+) -> TrainState:
+    """Run or resume in `folder`, up to `Run.steps`; return the last state.
+
+    A step is a function of (configuration, step number, state before it), so a run that was stopped
+    anywhere and resumed writes the same bits as one that was not. Raises Stopped if a stop was
+    requested, or if `Run.time_limit_s` leaves no time for another step.
+    """
+    start_s, num_skipped = clock(), 0
+    with _opened(config, inputs, folder, show, watch, clock, processes) as run:
+        system, state, position = run.system, run.state, run.position
+        run.checkpointer.evaluate_with(run.evaluation)
+        while position.step < config.run.steps:
+            timings = Timings(clock, partial(_begins, show, watch, position.step + 1))
+            state, position, record = train_step(system, state, position, timings, run.rollouts)
+            run.checkpointer.whole_step(state, position)
+            run.save_if_due(position.step, record, timings)
+            row, step_s = run.write(position, record, timings, clock())
+            finish_warm_up(system, state, folder)
+            run.checkpointer.evaluate_with(run.evaluation)
+            num_skipped = _in_a_row(num_skipped, row, position.step)
+            if position.step < config.run.steps:
+                is_late = _is_out_of_time(config.run, clock() - start_s, step_s, show)
+                _stop_together(system, position.step, is_late)
+        return state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """The parts of a run, and its state and position at its start."""
+
+    system: System
+    folder: Path
+    metrics: MetricsWriter | RowsOnly
+    workers: WorkerLog
+    evaluation: RunEvaluation
+    rollouts: StepRollouts | PipelineRollouts
+    seconds: SecondsRecord
+    checkpointer: RunCheckpointer
+    state: TrainState
+    position: RunPosition
+
+    def save_if_due(self, step: int, record: StepRecord, timings: Timings) -> None:
+        """Save a checkpoint after the last step, and when `Checkpoint` says so."""
+        system, config = self.system, self.system.config
+        with timings.section("checkpoint"):
+            if config.checkpoint.due(step) or step == config.run.steps:
+                system.show.part(step, SAVING)
+                if system.processes.is_first:
+                    save_timeline(self.folder, step, record.stats.timeline)
+                self.checkpointer.save()
+
+    def write(
+        self, position: RunPosition, record: StepRecord, timings: Timings, now_s: float
+    ) -> tuple[dict[str, Any], float]:
+        """Write a step's metrics and samples; return its metrics and its seconds."""
+        step, stats, show = position.step, record.stats, self.system.show
+        workers, of_workers = self.workers.step(step, stats.parts, stats.events, now_s)
+        turned_off = after_step(
+            self.system.speculation, self.seconds, step, stats.timeline, show.message
+        )
+        row = record.metrics | of_workers | turned_off | {"num_tokens": position.num_tokens}
+        self.metrics.write_workers(workers)
+        self.metrics.write_samples(step, record.samples)
+        seconds = timings.seconds()
+        show.step(self.metrics.write(step, row | speed_metrics(row, seconds)))
+        return row, sum(seconds.values())
+
+
+@contextlib.contextmanager
+def _opened(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    show: Progress,
+    watch: Watch,
+    clock: Callable[[], float],
+    processes: Processes,
+) -> Iterator[_Run]:
+    """Open the parts of a run as its newest checkpoint has them; process 0 writes the folder."""
+    with contextlib.ExitStack() as stack:
+        files, enter = Folder(folder, create=True), stack.enter_context
+        best = BestRecord(
+            files,
+            inputs.evals.fingerprint(config.eval, config.sampling),
+            writes=processes.is_first,
+            from_first=partial(processes.from_first, "best step"),
+        )
+        checkpoints = enter(
+            Checkpointer(
+                files.folder(CHECKPOINTS),
+                config.checkpoint,
+                Patience(config.run.hang_limit_s, watch.alive),
+                committed=partial(committed, files, best),
+                spared=best.spared,
+                processes=processes,
+            )
+        )
+        metrics: MetricsWriter | RowsOnly
+        metrics = enter(MetricsWriter(folder, config.metrics) if processes.is_first else RowsOnly())
+        system, state = enter(
+            setup.build(
+                config, inputs, folder, show=show, watch=watch, clock=clock, processes=processes
+            )
+        )
+        position, state, stale_params, host = resume(checkpoints, state, system)
+        metrics.truncate_to_step(position.step)
+        processes.barrier("rows of the run", watch.alive)
+        rows = read_metrics(folder) if files.exists(METRICS_FILE) else []
+        evaluation = RunEvaluation(system, best, metrics, clock, rows)
+        seconds = SecondsRecord(files, processes)
+        go_on(system.speculation, seconds, position.step)
+        saved = host.get("source", {})
+        rollouts = enter(open_rollouts(system, position.step + 1, stale_params, saved))
+        saver = enter(RunCheckpointer(system, checkpoints, rollouts, state, position))
+        log = WorkerLog(position.step)
+        parts = system, folder, metrics, log, evaluation, rollouts, seconds, saver
+        yield _Run(*parts, state, position)
+
+
+@contextlib.contextmanager
+def open_rollouts(
+    system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
+) -> Iterator[StepRollouts | PipelineRollouts]:
+    """Yield the rollouts of a run by its mode, from `first_step` on.
+
+    A resumed run has the weights before the last update in `stale_params`, and the saved `state`.
+    """
+    config, engine = system.config, system.engine
+    if config.sched.mode == "pipeline":
+        with PipelineRollouts(system, first_step, stale_params) as pipeline:
+            pipeline.load_state(state)
+            yield pipeline
+    elif isinstance(engine, AheadEngine):
+        most = system.partition.most_groups(config.rollout.prompts_per_step)
+        with engine.open(most * config.rollout.group_size, config.longest_tokens):
+            yield StepRollouts(engine)
+    else:  # also a process without workers
+        yield StepRollouts()
+
+
+def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
+    """Compile and time the programs that the first step did not need."""
+    if system.longer is not None and not system.longer.done:
+        settings = system.weights(state.params), folder / ROUNDS_FILE, system.speculation.times
+        finish = partial(system.longer.finish, *settings, processes=system.processes)
+        system.engine.do(finish)
+
+
+def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
+    """Note that a part of a step begins."""
+    watch.at(part)
+    if part != SAVING:  # most steps save nothing
+        show.part(step, part)
+
+
+def _is_out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> bool:
+    """Return whether another step of `step_s` would end after the time limit."""
+    if run.time_limit_s is None or elapsed_s + step_s <= run.time_limit_s:
+        return False
+    show.message(f"stopping: Run.time_limit_s={run.time_limit_s:g} leaves no time for a step")
+    return True
+
+
+def _stop_together(system: System, step: int, is_late: bool) -> None:
+    """Raise Stopped if the time is up, or several processes agree on a requested stop."""
+    processes = system.processes
+    asked = not processes.alone and system.asked_to_stop()
+    if processes.any(f"stop after step {step}", is_late or asked):
+        raise Stopped
+
+
+def _in_a_row(num_skipped: int, row: Mapping[str, Any], step: int) -> int:
+    """Return how many steps in a row, this one included, had no finite update."""
+    if not row.get("update/skipped") or row["batch/optimizer_steps"]:
+        return 0
+    if num_skipped + 1 == MAX_SKIPPED_STEPS:
+        raise trainer.NonFiniteUpdate(
+            f"step {step}: no update was finite in {MAX_SKIPPED_STEPS} steps, one after the "
+            "other; a lower Optimizer.learning_rate often helps",
+            None,
+            (),
+        )
+    return num_skipped + 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, resolve, check, run; returns the exit code."""
+    """Parse, resolve, check, run; return the exit code."""
     host_memory.bound_arenas()
     parser = config_parser("rl.train", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
@@ -59,7 +281,9 @@ def main(argv: Sequence[str]) -> int:
     for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
         say(text, sys.stderr)
     if args.dry_run:
-        return _print_plan(config, inputs, folder)
+        from rl.memory import print_plan
+
+        return print_plan(config, inputs, folder)
     if args.resume and run_folder.is_finished(folder, config):
         say(
             f"{folder} is done, all {config.run.steps} steps: to go on raise Run.steps; "
@@ -79,15 +303,13 @@ def main(argv: Sequence[str]) -> int:
         from rl.launch import launch
 
         return launch(config, folder, resume=args.resume)
-    from rl import run_process
-
-    return run_process.run(config, inputs, folder, before)
+    return run_process.run(config, inputs, folder, before, train)
 
 
 def _resolve(
     files: Sequence[str], overrides: Sequence[str], *, resume: bool
 ) -> tuple[TrainConfig, TrainConfig | None]:
-    """The run's configuration; of a resumed run also the one that it wrote, and starts from."""
+    """Return the configuration of the run, and of a resumed run the one it has had so far."""
     config = load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     name = Path((files or [DEFAULT_CONFIG])[-1]).stem
     if resume:
@@ -111,10 +333,10 @@ def _resolve(
 
 
 def _refuse_open_sizes_of_several(config: TrainConfig) -> None:
-    """Raise ConfigError for sizes of "auto" where several processes would each find theirs."""
+    """Raise ConfigError for sizes of "auto" if several processes would each find theirs."""
     if config.open_sizes and config.cluster.kind != "local":
         raise ConfigError(
-            f"{', '.join(config.open_sizes)}: expected numbers where Cluster.kind is "
+            f"{', '.join(config.open_sizes)}: expected numbers if Cluster.kind is "
             f"{config.cluster.kind!r}, got 'auto': python -m rl.preflight --target=… finds them"
         )
 
@@ -137,47 +359,6 @@ def _newest_run(name: str) -> Path:
             f"--resume: no run called {name}-N in ./runs; name one with --gin.Run.directory=…"
         )
     return max(found, key=lambda p: (p / CONFIG_FILE).stat().st_mtime)
-
-
-def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
-    """Print what would run, and in how much memory; returns the exit code."""
-    from rl import first_programs, memory
-
-    model, devices_here = inputs.model, memory.unopened_devices()
-    say(dump(config))
-    say(f"# run folder    {folder}")
-    say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
-    say(f"# examples      {len(inputs.task)}")
-    first = inputs.task[0]
-    say(f"# first         {str(first.prompt)[-100:]!r}, answer {str(first.answer)[-100:]!r}")
-    for asked in inputs.evals.sets:
-        say(f"# evaluation    {asked.name}: {len(asked.examples)} questions of {asked.spec}")
-    say(f"# per step      {config.rollout.num_requests} responses")
-    for field, value in vars(config.algorithm.resolved).items():
-        say(f"# algorithm     {field:24s} {value}")
-    if config.open_sizes:
-        say(f"# open          {', '.join(config.open_sizes)}: found when it runs, by what fits")
-        say("# ok            all is checked but Mesh and memory, which are looked at when it runs")
-        return 0
-    compiled = first_programs.num_whole_model(config, model, is_cpu=devices_here.is_cpu)
-    say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
-    try:
-        needed = memory.estimate(config, model, devices_here)
-        for part, arrays in needed.parts.items():
-            for name, size in arrays.items():
-                say(f"# memory        {part}: {name:36s} {size / 2**20:10.1f} MiB")
-        total = "total of one device, without activations"
-        say(f"# memory        {total:46s} {needed.total_bytes / 2**20:10.1f} MiB")
-        warning = needed.check(devices_here)
-    except ValueError as error:
-        say(f"error: {error}", sys.stderr)
-        return EXIT_USAGE
-    if devices_here.bytes_each is None:
-        say("# memory        the size of a device is unknown: compared when it runs")
-    for remark in [*filter(None, [warning]), *remarks(config, inputs)]:
-        say(f"# note          {remark}")
-    say("# ok            all is checked but Mesh: devices are looked at when it runs")
-    return 0
 
 
 if __name__ == "__main__":

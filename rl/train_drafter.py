@@ -30,7 +30,6 @@ from models import hf
 from models.config import ModelConfig
 from models.params import num_params
 from models.transformer import Params
-from rl.config import open_policy
 from rl.drafter_run import first_drafter
 from rl.drafter_training import export as drafter_folder
 from rl.drafter_training import hidden_states
@@ -40,6 +39,7 @@ from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.drafter_training.traces import DrafterTraces, num_tokens
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
+from rl.inputs import open_policy
 from rl.learner.config import TrainerConfig
 from rl.packing import Response
 from rl.runtime import devices

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rl import run_process
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.ray_trainers import Start
 from rl.runtime import host_memory
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave
+from rl.train import train
 
 
 def main(orders: BinaryIO) -> int:
@@ -39,7 +41,7 @@ def main(orders: BinaryIO) -> int:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     place = run_process.Place(start.coordinator, start.process_id, start.ray_address)
-    return run_process.run(config, inputs, folder, before, place)
+    return run_process.run(config, inputs, folder, before, train, place)
 
 
 def _config(start: Start) -> TrainConfig:

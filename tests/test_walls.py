@@ -68,11 +68,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 # are imported by one another, by `preflight` and by commands, which nothing imports.
 RECORDS = {"trajectory", "packing"}
 RUN = {
-    *("config", "config_checks", "eval_sets", "evaluation", "train_loop", "run_process"),
-    *("run_folder", "legs", "run_checkpoint", "rollouts", "step_rollouts", "pipeline", "collected"),
-    *("receiving", "step_scheduler", "exchange", "scoring", "setup", "first_programs"),
-    *("drafter_run", "drafter_elsewhere", "drafter_export", "drafting_run", "ray_run", "launch"),
-    *("ray_trainers", "trainer_process", "memory", "model_card", "policy_export"),
+    *("config", "config_checks", "inputs", "eval_sets", "evaluation", "train", "run_process"),
+    *("run_folder", "run_checkpoint", "run_export", "model_card", "system", "step", "rollouts"),
+    *("pipeline", "collected", "responses", "setup", "first_programs", "memory", "drafter_run"),
+    *("drafting_run", "ray_run", "launch", "ray_trainers"),
 }
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
 CODE = (*MAY_IMPORT, "benchmarks", "policies", "tests")
@@ -227,14 +226,14 @@ def unseeded_prob(node: ast.AST) -> list[str]:
 def no_code_from_data(root: Path) -> list[str]:
     """Nothing that a model or a file says is ever executed or unpickled.
 
-    Processes of one job read one another's pickles of a few classes (`rl.exchange.read_part`).
+    Processes of one job read one another's pickles of a few classes (`rl.responses.read_part`).
     """
     modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     complaints = []
     for relative, path in python_files(root):
         tree = parse(path)
         for found in imports(relative, tree):
-            is_pickle = found.top in modules and relative != "rl/exchange.py"
+            is_pickle = found.top in modules and relative != "rl/responses.py"
             if is_pickle or found.name.endswith("parse_expr"):
                 complaints.append(f"{found.where}: {found.name} must not be imported")
         for node in ast.walk(tree):

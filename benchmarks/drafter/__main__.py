@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from benchmarks import environment
 from benchmarks.drafter import runs, tuner
 from models import hf
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 
 SPOT = environment.ROOT / "configs/tlt_tiny_cpu.gin"
 

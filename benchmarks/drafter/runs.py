@@ -18,19 +18,22 @@ import numpy as np
 
 from benchmarks import environment
 from models.transformer import Params
-from rl import train_loop
-from rl.config import Inputs, TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.drafter_training.spot_trainer import Span, SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.gin.loader import load
+from rl.inputs import Inputs, open_inputs
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
 from rl.metrics.writer import Timings
-from rl.rollouts import System, prompts_at
+from rl.rollouts import prompts_at
+from rl.run_checkpoint import RunPosition
 from rl.speculation.learned_drafter import LearnedDrafter
+from rl.step import train_step
+from rl.system import System
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine
@@ -74,7 +77,7 @@ def accept_lengths(
     inputs = open_inputs(config)
     with tiny_run.opened(config, inputs) as (system, state):
         assert system.drafter is not None
-        learned, place = system.drafter.trainer.learned, train_loop.RunPosition()
+        learned, place = system.drafter.trainer.learned, RunPosition()
         untrained, first = learned.drafter.params, Probe(system, inputs, state, place)
         state, place, rows = _train(system, state, place, first_steps)
         probe, frozen = first.after(state, place), learned.drafter.params
@@ -90,12 +93,12 @@ def accept_lengths(
 
 
 def _train(
-    system: System, state: TrainState, place: train_loop.RunPosition, steps: int
-) -> tuple[TrainState, train_loop.RunPosition, list[dict[str, Any]]]:
+    system: System, state: TrainState, place: RunPosition, steps: int
+) -> tuple[TrainState, RunPosition, list[dict[str, Any]]]:
     rows = []
     for _ in range(steps):
         timings = Timings(time.perf_counter)
-        state, place, wrote = train_loop.train_step(system, state, place, timings)
+        state, place, wrote = train_step(system, state, place, timings)
         rows.append(wrote.metrics)
     return state, place, rows
 
@@ -108,7 +111,7 @@ class Probe:
         system: System,
         inputs: Inputs,
         state: TrainState,
-        place: train_loop.RunPosition,
+        place: RunPosition,
         *,
         max_nodes: int = 64,
         depth: int = TREE.max_depth,
@@ -121,7 +124,7 @@ class Probe:
         layers = self.learned.config.feature_layers
         self.engine = Engine(inputs.model, config, feature_layers=layers)
 
-    def after(self, state: TrainState, place: train_loop.RunPosition) -> Probe:
+    def after(self, state: TrainState, place: RunPosition) -> Probe:
         """Return a probe of a later policy with the same engine."""
         later = copy.copy(self)
         later.state, later.place = state, place

@@ -21,11 +21,12 @@ import numpy as np
 
 from benchmarks.turns import in_turns
 from models.transformer import Params
-from rl.config import Inputs, TrainConfig
+from rl.config import TrainConfig
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
+from rl.inputs import Inputs
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.learned_drafter import LearnedDrafter

@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.real_policy.questions import ask
 from models import hf
 from models.transformer import Params
-from rl.config import open_policy
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.inputs import open_policy
 from rl.learner import trainer
 from rl.learner.advantages import group_advantages
 from rl.learner.algorithms import AlgorithmConfig

@@ -283,12 +283,12 @@ def stop(folder: Path) -> dict[str, Any]:
 
 def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
     """Run `rl.train` in this process, which sends itself SIGTERM in `part` and notes the time."""
-    from rl import train, train_loop
+    from rl import train
     from rl.checkpoint import checkpointer
     from rl.engine.engine import Engine
     from rl.learner import logprobs
 
-    begins, is_reached = train_loop._begins, threading.Event()
+    begins, is_reached = train._begins, threading.Event()
 
     def send() -> None:
         sent.write_text(repr(time.time()))
@@ -315,7 +315,7 @@ def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
             return function(*args, **options)
 
         setattr(owner, name, slowed)
-    train_loop._begins = watched
+    train._begins = watched
     return train.main(argv)
 
 

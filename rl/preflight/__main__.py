@@ -19,7 +19,8 @@ from pathlib import Path
 
 from models import hf
 from models.config import ModelConfig
-from rl.config import TrainConfig, check_sections
+from rl.config import TrainConfig
+from rl.config_checks import check_sections
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import load, resolve_path
 from rl.preflight import targets

@@ -49,7 +49,7 @@ class ComingStep:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Begun:
+class Prefetched:
     """The begun part of a step: its requests, and the tokens of those that have any, by number."""
 
     requests: Sequence[Request] = ()
@@ -143,10 +143,10 @@ class AheadEngine(MultiEngine):
             oldest=self._place,
         )
 
-    def recall(self, check: Callable[[], object] = lambda: None) -> Begun:
+    def recall(self, check: Callable[[], object] = lambda: None) -> Prefetched:
         """Return what was begun, once workers have let go of it; `check` is called meanwhile."""
         if self._begun_place is None:
-            return Begun()
+            return Prefetched()
         self._session.recall()
         while self._open:
             check()
@@ -154,7 +154,7 @@ class AheadEngine(MultiEngine):
             assert finished is None, "the step's own requests are all answered"
         # what was begun of a step is a part of it, with older weights
         self._begun_parts += self._session.stats(self._begun_place).parts
-        begun = Begun(self._begun_requests, self._begun_tokens)
+        begun = Prefetched(self._begun_requests, self._begun_tokens)
         self._forget_begun()
         return begun
 

@@ -17,7 +17,7 @@ import pytest
 from command_runs import call_main
 
 from models import hf, tokenizer, transformer
-from rl import evaluate, export, memory, report, train, train_loop
+from rl import evaluate, export, memory, report, train
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation import draft_model
 from rl.speculation.config import DraftModelConfig
@@ -160,7 +160,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):
 
 
 def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys, monkeypatch):
-    monkeypatch.setattr(train_loop, "train", None)  # nothing is opened, nothing compiled
+    monkeypatch.setattr(train, "train", None)  # nothing is opened, nothing compiled
     files = ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "config.gin"]
     before = [(run / file).read_bytes() for file in files]
     assert run_train("--resume", f"--gin.Run.directory='{run}'") == 0

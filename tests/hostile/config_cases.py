@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rl import memory
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.gin.loader import dump, load
+from rl.inputs import open_inputs
 from tests.hostile.watch import CANARY, Case
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl.collected import Asked, Collected, load_unfinished, unfinished_state, whole_groups
+from rl.collected import StepPrompts, StepResponses, load_unfinished, unfinished_state, whole_groups
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats
 from rl.rewards.scores import Score
@@ -14,7 +14,9 @@ from rl.trajectory import FinishReason, Trajectory
 
 def asked(step, first_group, count=2):
     examples = tuple(Example(f"{step}.{g}", "1", None, {}, "t") for g in range(count))
-    return Asked(0, first_group, Prompts(examples, ((1,),) * count, tuple(range(count)), count))
+    return StepPrompts(
+        0, first_group, Prompts(examples, ((1,),) * count, tuple(range(count)), count)
+    )
 
 
 def scored(group, sample, reward, tokens=(5, 6)):
@@ -42,7 +44,7 @@ SIBLINGS = {4: [scored(4, 1, 1.0)[0]]}
 
 def test_a_group_that_went_on_is_judged_and_compared_with_its_siblings():
     responses = [scored(11, 1, 1.0), scored(10, 0, 1.0), scored(4, 0, 0.0), scored(10, 1, 1.0)]
-    collected = Collected(NOW, SIBLINGS, [*responses, scored(11, 0, 1.0)])
+    collected = StepResponses(NOW, SIBLINGS, [*responses, scored(11, 0, 1.0)])
     assert collected.carried == [4] and collected.informative() == {4}
     assert collected.num_missing(2) == 2, "what went on is none of the step's own"
     rollouts = collected.rollouts(BEFORE, EngineStats(), 7, dynamic=True)
@@ -58,7 +60,7 @@ def test_a_group_that_went_on_is_judged_and_compared_with_its_siblings():
 
 
 def test_groups_are_kept_for_later_epochs_once_they_are_whole():
-    collected = Collected(NOW, SIBLINGS, [scored(10, 0, 1.0), scored(4, 0, 0.0)])
+    collected = StepResponses(NOW, SIBLINGS, [scored(10, 0, 1.0), scored(4, 0, 0.0)])
     rollouts = collected.rollouts(BEFORE, EngineStats(), 7, dynamic=False)
     kept = whole_groups(rollouts, 2)
     assert sorted((rollouts.prompts.keys[t.group_id], t.sample_index) for t in kept) == [
@@ -71,7 +73,9 @@ def test_groups_are_kept_for_later_epochs_once_they_are_whole():
 
 def test_another_pass_follows_while_groups_are_missing():
     step = asked("now", 10)
-    collected = Collected(step, {}, [scored(10, 0, 1.0), scored(10, 1, 0.0), scored(11, 0, 1.0)])
+    collected = StepResponses(
+        step, {}, [scored(10, 0, 1.0), scored(10, 1, 0.0), scored(11, 0, 1.0)]
+    )
     assert collected.num_missing(2) == 1 and collected.num_missing(1) == 0
     step.add(9, Prompts(step.prompts.examples[:1], ((1,),), (9,), 12))
     assert step.phases == 2 and step.passed_over == 2 and len(step.prompts) == 3

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from models import hf, tokenizer, transformer
-from rl.config import TrainConfig, open_inputs, recipe, remarks
+from rl.config import TrainConfig, recipe
 from rl.engine.config import EngineConfig
 from rl.gin.loader import ConfigError, load
+from rl.inputs import open_inputs, remarks
 from rl.learner.algorithms import ALGORITHMS
 from spec.budget.bandit_budget import node_counts
 from spec.budget.config import TunerConfig

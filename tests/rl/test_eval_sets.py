@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from rl.config import TrainConfig, open_inputs, remarks
+from rl.config import TrainConfig
 from rl.data.tasks import TaskConfig, open_tasks
 from rl.eval_sets import EvalConfig, EvalSet, EvalSets, open_sets, split_names
 from rl.gin.loader import load
+from rl.inputs import open_inputs, remarks
 from spec.config import SamplingConfig
 from tests.support import tiny_run
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from loop_runs import compilations, finish
 
-from rl import train_loop
 from rl.checkpoint.best import read_best
 from rl.checkpoint.folders import list_steps
 from rl.metrics.writer import read_metrics, read_samples, step_rows
+from rl.runtime.signals import Stopped
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -131,7 +131,7 @@ def test_stopped_in_an_evaluation_and_resumed_gives_the_same(tiny, sets, greedy,
         parts = [p for p in evaluating if p[1] == "evaluation"]
         return len(parts) == asked // 3 + 1 and evaluating[-1][1] == "evaluation"
 
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(tiny, tmp_path, *EVALUATED, sets, *more, show=show, should_stop=should_stop)
     done_before = len([m for m in show.messages if m.startswith("eval ")])
     assert done_before == asked // 3

@@ -13,9 +13,10 @@ import pytest
 from models import hf, hf_files, tokenizer, transformer
 from rl import export, train
 from rl.checkpoint.checkpointer import Checkpointer
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.drafter_run import open_drafter
 from rl.gin.loader import dump, load
+from rl.inputs import open_inputs
 from rl.learner.optimizer import SavedArrays
 from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout

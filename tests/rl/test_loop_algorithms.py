@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from loop_runs import assert_same_bits, compilations, finish
 
-from rl import train_loop
 from rl.checkpoint import host_state as checkpoint_host
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.data.prompts import DataOrder
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.learner.algorithms import ALGORITHMS
+from rl.runtime.signals import Stopped
 from tests.support import tiny_run
 
 REWARD = '''
@@ -106,7 +107,7 @@ def test_dapo_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, dapo, tmp_p
     """The data cursor is in the checkpoint: it does not follow from the step."""
     settings = (*DAPO, rewarded_by(tiny, "lucky"), "Checkpoint.every_steps=0")
     show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(
             tiny,
             tmp_path,
@@ -171,7 +172,7 @@ def test_ppo_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, fetches):
     """Critic and its optimizer state are in the checkpoint."""
     whole = finish(tiny, tmp_path / "whole", *PPO)
     show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(
             tiny,
             tmp_path / "stopped",

@@ -11,9 +11,9 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 from whole_steps import whole_steps
 
-from rl import train_loop
 from rl.drafter_run import DrafterRun
 from rl.rewards.pool import RewardPool
+from rl.runtime.signals import Stopped
 from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
 from spec.eagle.data_buffer import DataBuffer
@@ -86,7 +86,7 @@ def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, 
         cut.mkdir()
         for name in ("round_times.json", "step_seconds.jsonl"):
             shutil.copy(tmp_path / "whole" / name, cut)
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(tiny, cut, *AFTER, *more, show=show, should_stop=lambda: len(show.rows) == 2)
     resumed = finish(tiny, cut, *AFTER, *more)
     assert "resuming after step 2" in resumed.show.messages
@@ -97,7 +97,7 @@ def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, 
 def test_stopped_in_a_rollout_its_responses_are_caught_once(tiny, tmp_path, trained_after):
     """Those of the step that is left half way are taken out of the buffer again."""
     show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(
             tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: show.fetches >= 15
         )
@@ -123,7 +123,7 @@ def test_a_step_that_the_drafter_has_learnt_from_is_brought_to_its_end(
 
     monkeypatch.setattr(DrafterRun, "after_rollout", noted)
     monkeypatch.setattr(RewardPool, "result", waited_for)
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(
             tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: len(trained) >= 2
         )

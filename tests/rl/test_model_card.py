@@ -10,17 +10,17 @@ import yaml
 from huggingface_hub import ModelCardData
 from markdown_it import MarkdownIt
 
-from rl import legs, model_card
+from rl import model_card, run_folder
 from rl.config import TrainConfig
 from rl.gin.loader import dump, load
-from rl.legs import Leg
 from rl.model_card import Base, Form, History
+from rl.run_folder import Launch
 from tests.support import tiny_run
 
 HTML = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 BASE = Base("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M", "apache-2.0")
 FORM = Form(tiny_run.MODEL, "bfloat16", True, "2026-11-23")
-LEG = Leg(0, "2026-11-20", "1 × NVIDIA H200", {"reprise": "0.1.0", "jax": "0.10.2"})
+LEG = Launch(0, "2026-11-20", "1 × NVIDIA H200", {"reprise": "0.1.0", "jax": "0.10.2"})
 ROWS = [
     {"step": i, "reward": i / 40, "completions/mean_length": 30.0, "step_time": 180.0}
     | {"num_tokens": 1000 * i}
@@ -126,7 +126,7 @@ def test_text_of_others_stays_in_its_place(text):
         base=Base(text, None, text),
         rows=[{"step": 40, "reward": 1.0, name: 0.5}],
         run=text,
-        device=Leg(0, text, text, {text: text}),
+        device=Launch(0, text, text, {text: text}),
     )
     head, rest = front_matter(whole)
     assert set(head) == {"library_name", "pipeline_tag", "tags"}
@@ -158,11 +158,11 @@ def test_a_base_policy_is_known_by_its_own_files(tmp_path):
 
 
 def test_legs_are_noted_and_rows_that_no_run_writes_left_out(tmp_path):
-    assert legs.read(tmp_path) == []
-    legs.note(tmp_path, 0)
+    assert run_folder.read_launches(tmp_path) == []
+    run_folder.note_launch(tmp_path, 0)
     (tmp_path / "legs.jsonl").open("a").write('{"device": 3}\n[[\n{"after_step": 1}\n')
-    legs.note(tmp_path, 7)
-    first, second = legs.read(tmp_path)
+    run_folder.note_launch(tmp_path, 7)
+    first, second = run_folder.read_launches(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
     assert "jax" in first.versions and first.device
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", first.began)

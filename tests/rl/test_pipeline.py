@@ -13,16 +13,19 @@ from loop_runs import compilations, finish, stop_after
 from pipelines import Deferring
 
 from models import hf
-from rl import pipeline, train_loop
+from rl import pipeline
+from rl import step as run_step
 from rl.checkpoint import reader
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.data.prompts import DataOrder, prompts_for_step
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
 from rl.metrics.writer import read_metrics
+from rl.runtime.signals import Stopped
 from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
@@ -205,14 +208,14 @@ def deferring(monkeypatch):
 def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, deferring, monkeypatch):
     """And is compared with its siblings of the step before."""
     seen = []
-    train_step = train_loop._advantages
+    train_step = run_step._advantages
 
     def spy(config, rollouts, trajectories):
         advantages, metrics = train_step(config, rollouts, trajectories)
         seen.append((rollouts, advantages))
         return advantages, metrics
 
-    monkeypatch.setattr(train_loop, "_advantages", spy)
+    monkeypatch.setattr(run_step, "_advantages", spy)
     settings = ("Sched.workers=1",)
     done = finish(tiny, tmp_path, *PIPELINE, *settings)
     assert [row["completions/count"] for row in done.rows] == [7, 9, 8, 8]
@@ -234,7 +237,7 @@ def test_what_went_on_when_a_run_was_stopped_is_asked_anew(tiny, tmp_path, monke
     """By the step that it had gone on into, so that every sample is learnt from once."""
     settings = (*PIPELINE, "Sched.workers=1", "Checkpoint.every_steps=0")
     show = tiny_run.Recorder()
-    with monkeypatch.context() as patch, pytest.raises(train_loop.Stopped):
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(pipeline, "step_scheduler", lambda *args, **options: Deferring())
         tiny_run.train(
             tiny, tmp_path, *settings, show=show, should_stop=lambda: len(show.rows) == 1

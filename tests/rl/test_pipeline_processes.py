@@ -13,17 +13,20 @@ import pytest
 from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
 from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
-from rl import first_programs, pipeline, train_loop
-from rl import rollouts as generation
+from rl import first_programs, pipeline
 from rl import setup as run_setup
+from rl import system as run_system
 from rl.cluster.processes import ALONE, Processes
-from rl.config import TrainConfig, open_inputs
-from rl.exchange import PeerFailed, Shares
+from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.learner import trainer
 from rl.metrics.writer import Timings
+from rl.responses import Partition, PeerFailed
+from rl.run_checkpoint import RunPosition
 from rl.runtime.signals import Stopped, Watch
-from rl.step_rollouts import open_rollouts
+from rl.step import train_step
+from rl.train import open_rollouts
 from rl.workers.results import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play
@@ -42,17 +45,17 @@ def tiny(tiny):
 def without_a_mesh(monkeypatch):
     """Each plays a trainer of its own: weights come from one device, not from a common mesh."""
 
-    def weights(params, engine, shares):
+    def weights(params, engine, partition):
         return trainer.cast_params(params, engine.dtype)
 
-    monkeypatch.setattr(generation, "rollout_weights", weights)
+    monkeypatch.setattr(run_system, "rollout_weights", weights)
 
 
 def let_the_first_answer(monkeypatch):
     """Give process 0 alone workers, whose rounds it times for itself."""
     kept = first_programs.Kept
-    by_first = lambda config, processes: Shares(processes, by_first=True)  # noqa: E731
-    monkeypatch.setattr(run_setup, "_shares", by_first)
+    is_central = lambda config, processes: Partition(processes, is_central=True)  # noqa: E731
+    monkeypatch.setattr(run_setup, "_partition", is_central)
     monkeypatch.setattr(first_programs, "Kept", lambda folder, _, *more: kept(folder, ALONE, *more))
 
 
@@ -107,10 +110,10 @@ def steps_of(processes: Processes, tiny: Path, folder: Path, stops=None, *overri
             seen.states.append(repr(source.state()))
             return rollouts
 
-        position = train_loop.RunPosition()
+        position = RunPosition()
         while position.step < config.run.steps:
             timings = Timings(time.perf_counter)
-            state, position, _ = train_loop.train_step(system, state, position, timings, noted)
+            state, position, _ = train_step(system, state, position, timings, noted)
             if position.step < config.run.steps:
                 stale = jax.tree.leaves(source.stale_params(state, position.step))
                 seen.stale.append([np.asarray(x).tobytes() for x in stale])

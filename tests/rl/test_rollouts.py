@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl import rollouts as generation
-from rl import scoring as rewards
 from rl.data.prompts import DataOrder
 from rl.data.tasks import Example
+from rl.responses import Scorer, failures_text
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Score
+from rl.rollouts import prompts_at
 from rl.runtime.signals import Stopped, Watch
-from rl.scoring import Scorer
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
@@ -24,16 +23,16 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
     scorer = Scorer(None, RewardPool(RewardConfig()), watch.check)
     scorer._waiting[7] = Future(), "text"  # whose score never comes
     with pytest.raises(Stopped):
-        scorer.result(SimpleNamespace(request_id=7))
+        scorer.responses([SimpleNamespace(request_id=7, group_id=0, sample_index=0)], None)
 
 
 def test_a_failure_that_quotes_a_response_is_one_line():
     hostile = "f/raised: ValueError: no number in 'x\n\nstep 9/9  reward 1.000\r\x1b[2J'"
     scores = [Score({}, None, hostile), Score({}, 1.0), Score({}, 1.0)]
-    told = rewards.told_failures(scores)
-    assert told.startswith("1 of 3 samples: f/raised: ValueError: no number in 'x step 9/9")
-    assert "\n" not in told and "\r" not in told
-    assert rewards.told_failures(scores[1:]) == ""
+    text = failures_text(scores)
+    assert text.startswith("1 of 3 samples: f/raised: ValueError: no number in 'x step 9/9")
+    assert "\n" not in text and "\r" not in text
+    assert failures_text(scores[1:]) == ""
 
 
 PROMPTS = ["12", "12345", "1", "123456", "123", "1234567", "1234"]
@@ -53,7 +52,7 @@ def streaming(prompts=PROMPTS, limit=4):
 def test_prompts_that_are_too_long_are_passed_over_wherever_a_run_is_resumed(counts):
     system, cursor, numbers = streaming(), 0, []
     for count in counts:
-        prompts = generation.prompts_at(system, cursor, count)
+        prompts = prompts_at(system, cursor, count)
         assert len(prompts) == count
         assert [e.example_id for e in prompts.examples] == [f"e#{n}" for n in prompts.numbers]
         assert [len(ids) for ids in prompts.tokens] == [len(PROMPTS[n]) for n in prompts.numbers]
@@ -64,4 +63,4 @@ def test_prompts_that_are_too_long_are_passed_over_wherever_a_run_is_resumed(cou
 
 def test_a_thousand_prompts_in_a_row_that_are_too_long_end_the_run():
     with pytest.raises(ValueError, match="1000 prompts in a row, up to e#.*max_prompt_tokens=0"):
-        generation.prompts_at(streaming(limit=0), 5, 4)
+        prompts_at(streaming(limit=0), 5, 4)

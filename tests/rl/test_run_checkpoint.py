@@ -8,8 +8,9 @@ import pytest
 from loop_runs import finish
 
 from rl.checkpoint.reader import StructureMismatchError
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.run_checkpoint import check_can_resume
 from rl.runtime.run_files import CHECKPOINTS
 from tests.support import tiny_run

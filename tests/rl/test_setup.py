@@ -9,12 +9,13 @@ from live_by_hand import live_slots
 
 from models.config import ModelConfig
 from rl import setup
-from rl.config import TrainConfig, open_policy
+from rl.config import TrainConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.model_runner import ModelRunner
 from rl.first_programs import drafted_alone, num_whole_model
 from rl.gin.loader import load
+from rl.inputs import open_policy
 from rl.warm_up import compile_buckets
 from rl.warm_up.rollout_programs import Reach
 from spec.budget.budget import FixedBudget, best_trees, equal_trees

@@ -9,12 +9,12 @@ import pytest
 from loop_runs import compilations, finish, stop_after
 from pipelines import DAPO, SETTINGS, rewarded, with_rewards
 
-from rl import step_rollouts
+from rl import rollouts as run_rollouts
 from rl.engine.engine import Engine
 from rl.metrics.writer import read_metrics, step_rows
-from rl.step_rollouts import agreeing, metrics
+from rl.rollouts import agreeing, prefetch_metrics
 from rl.trajectory import Request
-from rl.workers.ahead_engine import Begun
+from rl.workers.ahead_engine import Prefetched
 from rl.workers.results import WorkerError
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -99,13 +99,13 @@ def test_stopped_and_resumed_it_learns_the_same_bits(tiny, settings, ahead, tmp_
 
 def test_wrong_tokens_that_were_begun_change_nothing(tiny, tmp_path, monkeypatch):
     """Every one of them is verified, whoever has drawn it."""
-    resumed = Begun.resumed
+    resumed = Prefetched.resumed
 
     def wrong(self, requests):
         tokens = {i: tuple(t ^ 1 for t in ids) for i, ids in self.tokens.items()}
-        return resumed(Begun(self.requests, tokens), requests)
+        return resumed(Prefetched(self.requests, tokens), requests)
 
-    monkeypatch.setattr(Begun, "resumed", wrong)
+    monkeypatch.setattr(Prefetched, "resumed", wrong)
     settings = (*SETTINGS, rewarded(tiny), "Run.steps=3")
     done = finish(tiny, tmp_path / "wrong", *settings, *AHEAD)
     monkeypatch.undo()
@@ -125,13 +125,13 @@ def test_begun_tokens_make_fewer_rounds(tiny, tmp_path):
 
 def test_what_dynamic_sampling_asks_itself_is_begun_again(tiny, tmp_path, monkeypatch):
     """The prompts that were begun as the next step's become those of a further pass."""
-    planned, plan = [], step_rollouts.coming_step
+    planned, plan = [], run_rollouts.coming_step
 
     def noted(system, cursor, step):
         planned.append((step, cursor))
         return plan(system, cursor, step)
 
-    monkeypatch.setattr(step_rollouts, "coming_step", noted)
+    monkeypatch.setattr(run_rollouts, "coming_step", noted)
     settings = (*SETTINGS, *DAPO, rewarded(tiny))
     done = finish(tiny, tmp_path, *settings, *AHEAD)
     asked = [row["dynamic_sampling/generated_groups"] for row in done.rows]
@@ -199,8 +199,8 @@ def test_what_stands_is_counted_up_to_the_first_difference():
             self.request_id, self.response_ids = request_id, np.array(tokens)
 
     requests = [Request(i, (1,)) for i in range(3)]
-    begun = Begun(requests, {0: (5, 6), 1: (5, 7, 8), 2: (1,)})
-    got = metrics(begun, [Drawn(0, [5, 6, 9]), Drawn(1, [5, 6]), Drawn(7, [1])], dropped=4)
+    begun = Prefetched(requests, {0: (5, 6), 1: (5, 7, 8), 2: (1,)})
+    got = prefetch_metrics(begun, [Drawn(0, [5, 6, 9]), Drawn(1, [5, 6]), Drawn(7, [1])], dropped=4)
     assert got == {
         "ahead/begun_requests": 2.0,
         "ahead/begun_tokens": 5.0,
@@ -214,5 +214,5 @@ def test_what_stands_is_counted_up_to_the_first_difference():
 
 def test_begun_tokens_go_to_the_request_with_that_prompt():
     asked = [Request(0, (1,)), Request(1, (2,)), Request(2, (3,))]
-    begun = Begun([Request(0, (1,)), Request(1, (9,)), Request(2, (3,))], {0: (5,), 1: (6,)})
+    begun = Prefetched([Request(0, (1,)), Request(1, (9,)), Request(2, (3,))], {0: (5,), 1: (6,)})
     assert [r.begun for r in begun.resumed(asked)] == [(5,), (), ()]

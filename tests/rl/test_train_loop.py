@@ -11,13 +11,14 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt, stop_after
 
 from rl import setup as run_setup
-from rl import simulate, train_loop
+from rl import simulate
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.metrics.writer import read_samples
 from rl.rewards.process import RewardWorkerError
 from rl.runtime import devices
+from rl.runtime.signals import Stopped
 from tests.support import tiny_run
 
 STEPS = 3
@@ -68,7 +69,7 @@ def test_what_a_run_writes_of_its_samples_can_be_simulated(never_stopped, tmp_pa
 @pytest.mark.parametrize("fetches", [1, 3, 5])
 def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, tmp_path, fetches):
     show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(
             tiny,
             tmp_path,
@@ -92,7 +93,7 @@ def test_prompts_that_are_too_long_are_passed_over_as_they_come(tiny, tmp_path):
     assert len(prompts) == 6 and set(prompts) == {"1+1=", "2+3=", "7=", "0+8="}
     assert 2 <= sum(row["rollout/left_out_prompts"] for row in whole.rows) <= 4
     show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         tiny_run.train(
             tiny, tmp_path / "parts", *stream, show=show, should_stop=lambda: len(show.rows) == 2
         )
@@ -114,7 +115,7 @@ def test_parts_of_a_time_limit_give_the_same_bits(tiny, never_stopped, tmp_path)
     limit = "Run.time_limit_s=0.001", "Checkpoint.every_steps=0"  # one step each
     for part in (1, 2):
         show = tiny_run.Recorder()
-        with pytest.raises(train_loop.Stopped):
+        with pytest.raises(Stopped):
             tiny_run.train(tiny, tmp_path, *limit, show=show)
         assert [row["step"] for row in show.rows] == [part]
         assert "stopping: Run.time_limit_s=0.001 leaves no time for a step" in show.messages

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from rl import setup as run_setup
-from rl import train_loop
 from rl.metrics.writer import deterministic_view, read_metrics
-from rl.runtime.signals import COMPILING, Watch
+from rl.runtime.signals import COMPILING, Stopped, Watch
 from tests.support import tiny_run
 
 
@@ -42,7 +41,7 @@ def finish(tiny, folder, *overrides) -> Finished:
 def stop_after(tiny, folder, steps, *overrides) -> None:
     """Stop a run after so many steps: the last one is saved."""
     show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
+    with pytest.raises(Stopped):
         should_stop = lambda: len(show.rows) == steps  # noqa: E731
         tiny_run.train(tiny, folder, *overrides, show=show, should_stop=should_stop)
 

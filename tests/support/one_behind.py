@@ -1,6 +1,6 @@
 """The answers of a pipeline, the slow way: one engine, each step when it is due, nothing ahead.
 
-A source of responses for `train_loop.train_step`. What a step is answered with is written down here
+A source of responses for `train_step`. What a step is answered with is written down here
 once more, from docs/architecture.md: its weights, its rule, its cached responses, its prompts, and
 the names of its noise.
 """
@@ -15,15 +15,17 @@ import time
 import jax
 import numpy as np
 
-from rl import train_loop
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.engine.rollout_spec import RolloutSpec
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.learner.advantages import informative_groups
 from rl.metrics.writer import Timings
+from rl.responses import Scorer
 from rl.rollouts import Prompts, Rollouts, prompts_at
-from rl.scoring import Scorer
+from rl.run_checkpoint import RunPosition
 from rl.speculation.reuse import remember
+from rl.step import train_step
 from rl.trajectory import Request
 from spec.sampling import step_key
 from tests.support import tiny_run
@@ -145,9 +147,9 @@ def run(tiny, *overrides) -> Reference:
 
     with contextlib.ExitStack() as stack:
         system, state = stack.enter_context(tiny_run.opened(config, open_inputs(config)))
-        position = train_loop.RunPosition()
+        position = RunPosition()
         while position.step < config.run.steps:
             timings = Timings(time.perf_counter)
-            state, position, _ = train_loop.train_step(system, state, position, timings, noted)
+            state, position, _ = train_step(system, state, position, timings, noted)
         found.leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     return found

@@ -24,12 +24,13 @@ import jax.numpy as jnp
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
 from rl import setup as run_setup
-from rl import train_loop
-from rl.config import Inputs, TrainConfig, open_inputs
+from rl import train as run_train
+from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.inputs import Inputs, open_inputs
 from rl.learner.optimizer import TrainState
-from rl.rollouts import System
 from rl.runtime.signals import Watch
+from rl.system import System
 
 ROOT = Path(__file__).parents[2]
 CHARACTERS = "0123456789+=abc"
@@ -153,7 +154,7 @@ def train(
 ) -> TrainState:
     """Run or resume `config` in this process, in the folder `run`; returns the last state."""
     resolved = load(TrainConfig, [config], [*overrides, f"Run.directory={str(run)!r}"])
-    return train_loop.train(
+    return run_train.train(
         resolved,
         open_inputs(resolved),
         run,
@@ -177,7 +178,7 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
             clock=time.perf_counter,
         ) as (system, state),
     ):
-        train_loop.finish_warm_up(system, state, Path(folder))
+        run_train.finish_warm_up(system, state, Path(folder))
         yield system, state
 
 

@@ -13,8 +13,9 @@ from pyarrow import parquet
 
 from rl import memory
 from rl.ablate import AblationRun, cells
-from rl.config import PolicyConfig, TrainConfig, open_inputs
+from rl.config import PolicyConfig, TrainConfig
 from rl.gin.loader import dump, load
+from rl.inputs import open_inputs
 from rl.simulate import SimulateRun
 
 ROOT = Path(__file__).parents[3]

@@ -8,11 +8,11 @@ import pytest
 from rl import train
 from rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from rl.data.tasks import open_task
+from rl.responses import report_failures
 from rl.rewards.check import check_rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
-from rl.scoring import tell_failures
 
 PLUGINS = Path(__file__).parent / "plugins"
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = 72 clips.\n#### {}"
@@ -120,14 +120,14 @@ def test_failures_are_said_at_their_step_and_a_first_step_of_nothing_else_ends_t
     raised = Score({"f": None}, 0.0, "f/raised: TypeError: 'x'")
     again = Score({"f": None}, 0.0, "f/raised: TypeError: 'y'")
     late = Score({"f": None}, 0.0, "f/deadline: no result")
-    tell_failures(show, [good, good], 1)
+    report_failures(show, [good, good], 1)
     assert show == []
-    tell_failures(show, [good, raised, late, again], 1)
-    tell_failures(show, [raised], 2)
+    report_failures(show, [good, raised, late, again], 1)
+    report_failures(show, [raised], 2)
     told = "2 of 4 samples: f/raised: TypeError: 'x'; 1 of 4 samples: f/deadline: no result"
     assert show == [
         f"warning: step 1: {told}",
         "warning: step 2: 1 of 1 samples: f/raised: TypeError: 'x'",
     ]
     with pytest.raises(RewardWorkerError, match="no sample of the first step.*2 of 2 samples"):
-        tell_failures(show, [raised, again], 1)
+        report_failures(show, [raised, again], 1)

@@ -11,8 +11,9 @@ import pytest
 from loop_runs import finish, learnt
 
 from models import hf, tokenizer, transformer
-from rl.config import TrainConfig, open_inputs
+from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.draft_model import DraftModel
 from tests.support import tiny_run

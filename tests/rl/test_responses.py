@@ -9,10 +9,10 @@ import os
 import numpy as np
 import pytest
 
-from rl import exchange
+from rl import responses
 from rl.cluster.processes import ALONE, Diverged, Processes
 from rl.engine.stats import CachedCounts, EngineStats, RoundRecord
-from rl.exchange import UNSCORED, Part, PeerFailed, Responses, Shares, read_part
+from rl.responses import UNSCORED, Part, Partition, PeerFailed, Responses, read_part
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
@@ -73,9 +73,9 @@ def counts(request_ids: list[int]) -> EngineStats:
     return stats
 
 
-def answered(own: list[Request], shares: Shares) -> Responses:
+def answered(own: list[Request], partition: Partition) -> Responses:
     ts = sorted((response(r) for r in own), key=lambda t: (t.group_id, t.sample_index))
-    here = [shares.scores(t.group_id) for t in ts]
+    here = [partition.scores(t.group_id) for t in ts]
     failure = "digits/raised: ü"
     scores = [
         Score({"digits": t.reward, "other": None}, t.reward, failure if t.group_id == 3 else None)
@@ -91,9 +91,9 @@ def answered(own: list[Request], shares: Shares) -> Responses:
 def exchanged(
     p: Processes, *, way: tuple[bool, bool] = (True, False), asked: list[Request] | None = None
 ):
-    shares, asked = Shares(p, *way), asked or requests()
-    own = [r for r in asked if shares.answers(r.group_id)]
-    return shares.exchange("step 1", asked, lambda: answered(own, shares))
+    partition, asked = Partition(p, *way), asked or requests()
+    own = [r for r in asked if partition.answers(r.group_id)]
+    return partition.exchange("step 1", asked, lambda: answered(own, partition))
 
 
 def same(one: Responses, other: Responses) -> bool:
@@ -132,21 +132,21 @@ def test_counts_of_the_processes_add_up() -> None:
 
 def test_every_group_is_answered_by_one_and_nobody_has_many_more() -> None:
     for count in (1, 2, 3, 8):
-        shares = [
-            Shares(Processes(i, count, object() if count > 1 else None)) for i in range(count)
+        partition = [
+            Partition(Processes(i, count, object() if count > 1 else None)) for i in range(count)
         ]  # type: ignore[arg-type]
-        held = [[g for g in range(GROUPS) if one.answers(g)] for one in shares]
+        held = [[g for g in range(GROUPS) if one.answers(g)] for one in partition]
         assert sorted(itertools.chain(*held)) == list(range(GROUPS))
-        assert max(map(len, held)) == shares[0].most_groups(GROUPS)
+        assert max(map(len, held)) == partition[0].most_groups(GROUPS)
 
 
 def test_process_0_answers_and_scores_all_where_it_speaks_for_workers() -> None:
-    shares = [Shares(Processes(i, 3, object()), by_first=True) for i in range(3)]  # type: ignore[arg-type]
-    assert [one.scores_any for one in shares] == [True, False, False]
-    for one in shares:
+    partition = [Partition(Processes(i, 3, object()), is_central=True) for i in range(3)]  # type: ignore[arg-type]
+    assert [one.scores_any for one in partition] == [True, False, False]
+    for one in partition:
         assert one.most_groups(GROUPS) == GROUPS
         assert {one.answers(g) for g in range(GROUPS)} == {one.processes.is_first}
-    assert all(Shares(p).scores_any for p in (ALONE, shares[1].processes))
+    assert all(Partition(p).scores_any for p in (ALONE, partition[1].processes))
 
 
 def test_who_has_other_prompts_is_named() -> None:
@@ -160,17 +160,17 @@ def test_a_token_of_another_kind_on_one_process_is_named() -> None:
     """Where one engine spans the processes: each has drawn all tokens itself."""
 
     def work(p: Processes) -> Responses:
-        shares = Shares(p, splits=False)
+        partition = Partition(p, splits=False)
 
         def answer() -> Responses:
-            own = answered(requests(), shares)
+            own = answered(requests(), partition)
             if p.index == 1:
                 own.trajectories[4].response_ids[0] += 1
             return own
 
-        return shares.exchange("step 9", requests(), answer)
+        return partition.exchange("step 9", requests(), answer)
 
-    wrong = answered(requests(), Shares(ALONE)).trajectories[4].request_id
+    wrong = answered(requests(), Partition(ALONE)).trajectories[4].request_id
     for one in play(4, work):
         assert isinstance(one, Diverged)
         assert str(one).startswith(f"step 9: process 1 differs in 1 of 10: request {wrong}: ")
@@ -181,9 +181,9 @@ def test_a_stop_of_one_is_a_stop_of_all() -> None:
         def answer() -> Responses:
             if p.index == 1:
                 raise Stopped
-            return answered([r for r in requests() if r.group_id % 3 == p.index], Shares(p))
+            return answered([r for r in requests() if r.group_id % 3 == p.index], Partition(p))
 
-        return Shares(p).exchange("step 1", requests(), answer)
+        return Partition(p).exchange("step 1", requests(), answer)
 
     assert [type(one) for one in play(3, work)] == [Stopped, Stopped, Stopped]
 
@@ -193,9 +193,9 @@ def test_what_fails_in_one_ends_all_alike() -> None:
         def answer() -> Responses:
             if p.index == 0:
                 raise RewardWorkerError("no scorer starts")
-            return answered([], Shares(p))
+            return answered([], Partition(p))
 
-        return Shares(p).exchange("step 1", requests(), answer)
+        return Partition(p).exchange("step 1", requests(), answer)
 
     first, second = play(2, work)
     assert isinstance(first, RewardWorkerError)
@@ -211,10 +211,10 @@ class Planted:
 @pytest.mark.parametrize("planted", [Planted(), Part(0.0, Planted())])
 def test_a_part_calls_nothing_but_the_classes_of_responses(planted):
     with pytest.raises(
-        exchange.pickle.UnpicklingError, match="expected parts of responses, got posix.getc"
+        responses.pickle.UnpicklingError, match="expected parts of responses, got posix.getc"
     ):
-        read_part(exchange.pickle.dumps(planted))
+        read_part(responses.pickle.dumps(planted))
     with pytest.raises(
-        exchange.pickle.UnpicklingError, match="expected a part of responses, got dict"
+        responses.pickle.UnpicklingError, match="expected a part of responses, got dict"
     ):
-        read_part(exchange.pickle.dumps({}))
+        read_part(responses.pickle.dumps({}))

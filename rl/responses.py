@@ -1,4 +1,4 @@
-"""Responses between the processes of a run: who answers, and how all get all of them.
+"""Responses of a rollout: scored as they end, and exchanged between the processes of a run.
 
     requests of the step, the same on all → one part answered and scored → gathered → compared
 
@@ -19,16 +19,20 @@ import os
 import pickle
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from models.tokenizer import Tokenizer
 from rl.cluster.processes import ALONE, Diverged, Processes
+from rl.data.tasks import Example
 from rl.engine.stats import CachedCounts, EngineStats, RoundRecord, joined
 from rl.engine.worker_record import WorkerEvent, WorkerPart, moved
 from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score
+from rl.rewards.scores import Rewards, Score, ScoreJob
+from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import FinishReason, Request, Trajectory
@@ -69,28 +73,28 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shares:
+class Partition:
     """The partition of a rollout's requests between processes.
 
-    `splits`: each process answers one part; else all answer all, with one engine. With `by_first`
+    `splits`: each process answers one part; else all answer all, with one engine. With `is_central`
     process 0, which has the workers in other programs, answers all.
     """
 
     processes: Processes
     splits: bool = True
-    by_first: bool = False
+    is_central: bool = False
     _rounds: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def scores(self, group_id: int) -> bool:
         """Return whether this process scores the responses of a group."""
-        if self.by_first:
+        if self.is_central:
             return self.processes.is_first
         return group_id % self.processes.count == self.processes.index
 
     @property
     def scores_any(self) -> bool:
         """True if this process ever scores a response."""
-        return self.processes.is_first or not self.by_first
+        return self.processes.is_first or not self.is_central
 
     def answers(self, group_id: int) -> bool:
         """Return whether this process generates the responses of a group."""
@@ -102,7 +106,7 @@ class Shares:
 
     def most_groups(self, num_groups: int) -> int:
         """Return how many of so many groups a process answers at most."""
-        spread = self.splits and not self.by_first
+        spread = self.splits and not self.is_central
         return -(-num_groups // self.processes.count) if spread else num_groups
 
     def exchange(
@@ -149,7 +153,7 @@ class Shares:
 
     def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
         """Tell this process's workers from those of others; an engine alone is one."""
-        if self.by_first:
+        if self.is_central:
             return
         me = f"process {self.processes.index}" if self.splits else "all processes"
         place = f"{platform.node()}, process {os.getpid()}"
@@ -212,7 +216,78 @@ class Shares:
         )
 
 
-WHOLE = Shares(ALONE)
+WHOLE = Partition(ALONE)
+
+
+class Scorer:
+    """Called with a response as it ends, it sends it to the reward workers; `examples` by group.
+
+    It skips the groups that another process scores.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rewards: Rewards,
+        check: Callable[[], None],
+        partition: Partition = WHOLE,
+    ) -> None:
+        self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
+        self._partition = partition
+        self.examples: dict[int, Example] = {}
+        self._waiting: dict[int, tuple[Future[Score], str]] = {}
+
+    def __call__(self, t: Trajectory) -> None:
+        if not self._partition.scores(t.group_id):
+            return
+        text = self._tokenizer.decode(t.response_ids.tolist())
+        job = ScoreJob(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
+        self._waiting[t.request_id] = self._rewards.submit(job), text
+
+    def _result(self, t: Trajectory) -> tuple[Score, str]:
+        """Wait for the response's score, calling `check`; return it with the response's text."""
+        if not self._partition.scores(t.group_id):
+            return UNSCORED, ""
+        future, text = self._waiting.pop(t.request_id)
+        return self._rewards.result(future, self._check), text
+
+    def responses(self, done: Iterable[Trajectory], stats: EngineStats) -> Responses:
+        """Return the responses with their scores and texts, by group and sample."""
+        ordered = sorted(done, key=lambda t: (t.group_id, t.sample_index))
+        scored = [self._result(t) for t in ordered]
+        pairs = zip(ordered, scored, strict=True)
+        rewarded = [dataclasses.replace(t, reward=score.total) for t, (score, _) in pairs]
+        return Responses(rewarded, [s for s, _ in scored], [x for _, x in scored], stats)
+
+    def forget(self, *, before: int) -> None:
+        """Forget the examples of groups below this number."""
+        self.examples = {g: example for g, example in self.examples.items() if g >= before}
+
+
+def report_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
+    """Report how many samples could not be scored, and why.
+
+    Raises RewardWorkerError if no sample of a run's first step could: it would learn nothing.
+    """
+    text = failures_text(scores)
+    if step == 1 and all(score.failure is not None for score in scores):
+        raise RewardWorkerError(f"no sample of the first step could be scored: {text}")
+    if text:
+        show.message(f"warning: step {step}: {text}")
+
+
+def failures_text(scores: Sequence[Score]) -> str:
+    """Return how many samples could not be scored, and why; empty if all could.
+
+    It is one line, though a reward's message may quote the response.
+    """
+    kinds: dict[str, list[str]] = {}
+    for failure in (score.failure for score in scores):
+        if failure is not None:
+            line = " ".join(failure.split())
+            kinds.setdefault(line.split(": ")[0], []).append(line)
+    return "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
+
 
 _CLASSES = (
     *(Part, Responses, Trajectory, FinishReason, SamplingConfig, Score, EngineStats),

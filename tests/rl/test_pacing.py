@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rl.engine.stats import EngineStats, RoundRecord
+from rl.pipeline import Pacing, pace_of, step_scheduler
 from rl.rollouts import Prompts
-from rl.step_scheduler import Pacing, pace_of, step_scheduler
 from rl.workers.config import SchedConfig
 from sched.policies.histopipe import Pace
 from sched.simulator.measured_costs import MeasuredCosts
@@ -42,7 +42,7 @@ def test_the_pace_is_the_tokens_and_the_nodes_of_a_requests_round():
 def test_tau_follows_the_last_step():
     costs = MeasuredCosts({(2, 2, 8): 1.0, (4, 4, 8): 2.0, (4, 12, 8): 6.0}, {8: (1.0, 1.0)})
     pacing = Pacing(costs)
-    pacing.asked(Prompts((), ((1,) * 2, (1,) * 4), (), 0))
+    pacing.plans(Prompts((), ((1,) * 2, (1,) * 4), (), 0))
     assert pacing.tau()(10, 2) == pytest.approx(10 * 1.0)
     assert pacing.tau()(10, 8) == pytest.approx(10 * 2 * 2.0), "two turns of four"
     pacing.played(EngineStats(timeline=[fetch(12, [1, 1], [5, 5])]))

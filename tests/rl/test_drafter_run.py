@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from rl.checkpoint.reader import describe, flatten
-from rl.config import TrainConfig, open_inputs
-from rl.drafter_elsewhere import open_elsewhere
-from rl.drafter_run import open_drafter
+from rl.config import TrainConfig
+from rl.drafter_run import open_drafter, open_stub
 from rl.engine.engine import Engine
 from rl.gin.loader import load
+from rl.inputs import open_inputs
 from rl.rollout import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation
@@ -42,7 +42,7 @@ def opened(request, tiny, tmp_path):
 
 def test_it_has_the_shapes_of_what_process_0_saves(opened):
     config, inputs = opened
-    start, there = open_drafter(config, inputs), open_elsewhere(config, inputs)
+    start, there = open_drafter(config, inputs), open_stub(config, inputs)
     params = jax.tree.map(jax.numpy.asarray, start.params)
     state = drafter_training.state_of(config.drafter_training, params)
     wanted = describe(flatten(state, concrete=True))
@@ -57,7 +57,7 @@ def test_what_bandits_have_learnt_is_read_with_it(opened):
     config, inputs = opened
     drafters = (
         LearnedDrafter(open_drafter(config, inputs), config.drafter.tree),
-        open_elsewhere(config, inputs).learned,
+        open_stub(config, inputs).learned,
     )
     first, other = (
         Speculation(config.speculation, RolloutCache(), {LEARNED: d}, config.tuner)

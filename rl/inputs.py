@@ -1,0 +1,192 @@
+"""The inputs that a configuration names, opened and checked: policy, tokenizer, task, evaluations.
+
+Nothing here touches a device, so `--dry_run` opens and checks all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+from models import hf, tokenizer
+from models.config import ModelConfig
+from models.token_text import TokenBytes
+from models.tokenizer import Tokenizer
+from rl import config_checks
+from rl.config import TrainConfig
+from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
+from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
+from rl.eval_sets import EvalSets, open_sets
+from rl.gin.loader import resolve_path
+from rl.rewards.config import validate
+from rl.speculation.config import check_coupling
+from spec.config import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """The inputs that a configuration names, opened and checked; `task` holds the usable
+    examples, or all of them where prompts are looked at as they come (`left_out` is None).
+    `evals` holds the questions of evaluations.
+    """
+
+    policy: Path
+    model: ModelConfig
+    tokenizer: Tokenizer
+    task: Task
+    left_out: int | None
+    data_digest: str = ""  # of the files that the task is read from
+    evals: EvalSets = dataclasses.field(default_factory=EvalSets)
+
+    @functools.cached_property
+    def shape_name(self) -> str:
+        """Names the shape of the policy and its vocabulary: whose tokens cached responses hold."""
+        words = sorted(self.tokenizer.backend.get_vocab().items())
+        digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
+        return f"{self.model.architecture}-{digest[:16]}"
+
+    def words_for(self, sampling: SamplingConfig) -> TokenBytes | None:
+        """The text of the tokens, where a rollout of this sampling needs it."""
+        has_strings = any(one.stop for one in sampling.variants)
+        return self.tokenizer.token_bytes if has_strings else None
+
+    def encode(self, example: Example, config: TaskConfig) -> tuple[int, ...]:
+        return encode_prompt(self.tokenizer, example, config)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Subset:
+    """Some examples of a task."""
+
+    task: Task
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.task[self.indices[index]]
+
+
+def open_inputs(config: TrainConfig) -> Inputs:
+    """Open policy, tokenizer and tasks, and check that they fit together.
+
+    Raises ValueError or FileNotFoundError with expected, got and mend.
+    """
+    policy, model, words = open_policy(config.policy.directory)
+    config_checks.check_sections(config, model)
+    config_checks.check_stops(config.sampling, model, words)
+    if config.speculation.asks_model:
+        from rl.speculation import draft_model
+
+        for one in config.draft_model.each:
+            draft_model.check(one, model, words, config.longest_tokens)
+    validate(config.reward)
+    task = open_tasks(config.task, config.run.seed)
+    inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
+    streams = len(task) > config.task.stream_above_examples
+    inputs = (_open_stream if streams else _open_whole)(config, inputs)
+    evals = open_sets(
+        config.eval,
+        config.task,
+        config.eval_prompt_tokens,
+        lambda example: inputs.encode(example, config.task),
+        lambda: inputs.task,
+    )
+    return dataclasses.replace(inputs, evals=evals)
+
+
+def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
+    """Look at all prompts, and keep those that fit."""
+    task, limit = inputs.task, config.rollout.max_prompt_tokens
+    lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
+    usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
+    if not usable:
+        raise ValueError(
+            f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
+            f"(the shortest has {min(lengths)}): raise the limit"
+        )
+    _check_coupling(config, len(usable))
+    if len(usable) == len(task):
+        return inputs
+    return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
+
+
+def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
+    """Look at as many prompts as it takes to find one that fits, in the order of the run."""
+    task, limit = inputs.task, config.rollout.max_prompt_tokens
+    first = DataOrder(len(task), config.run.seed).indices(0, MOST_PASSED_OVER)
+    if not any(len(inputs.encode(task[int(i)], config.task)) <= limit for i in first):
+        raise ValueError(
+            f"the first {len(first)} prompts of the data order are longer than "
+            f"Rollout.max_prompt_tokens={limit}: raise the limit"
+        )
+    _check_coupling(config, len(task))
+    return dataclasses.replace(inputs, left_out=None)
+
+
+def _check_coupling(config: TrainConfig, num_examples: int) -> None:
+    phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
+    prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
+    # in a pipeline those of two steps take turns
+    scattered = config.sched.mode == "pipeline" and phases > 1 and 2 * prompts > num_examples
+    check_coupling(config.reuse, num_examples, prompts, size, most_times=2 + scattered)
+
+
+def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
+    """A policy's folder, shape and tokenizer; the shape names an end token.
+
+    Raises ValueError or FileNotFoundError where they are missing or do not fit together.
+    """
+    policy = resolve_path(directory)
+    model = hf.check(policy)
+    words = tokenizer.load(policy)
+    tokenizer.check_vocabulary(words, model)
+    # a chat's turn may end in another token than a text does, and a folder may name each in a file
+    ends = tuple(dict.fromkeys((*model.eos_token_ids, *words.eos_token_ids)))
+    model = dataclasses.replace(model, eos_token_ids=ends)
+    if not ends:
+        raise ValueError(
+            f"neither the config of {policy} nor its tokenizer names an end token: no response "
+            "could end; set eos_token_id in config.json"
+        )
+    return policy, model, words
+
+
+def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
+    """Return remarks on a run that are worth knowing before it begins; none is an error."""
+    found = []
+    if not config.speculation.enabled:
+        found.append(
+            'speculation: off in this configuration; Speculation.budget = "goodput" drafts where '
+            "measured seconds say that it pays"
+        )
+    if config.trainer.minibatches > (groups := config.rollout.prompts_per_step):
+        found.append(
+            f"Trainer.minibatches={config.trainer.minibatches} becomes {groups}: a minibatch holds "
+            "whole groups, and a step has Rollout.prompts_per_step of them"
+        )
+    for spec in config.task.specs:
+        if len(paths := data_files(spec)) > 1:
+            found.append(f"{spec}: {len(paths)} files, {paths[0]} … {paths[-1].name}")
+        elif paths and str(paths[0]) not in spec:
+            found.append(f"{spec}: the file {paths[0]}")
+    template = inputs.tokenizer.chat_template
+    for name, _ in config.task.chat_template_kwargs:
+        if not re.search(rf"\b{name}\b", template):
+            has = "does not mention it" if template else "does not exist: the tokenizer has none"
+            found.append(
+                f"Task.chat_template_kwargs sets {name}, and the policy's chat template {has}; "
+                "it changes nothing"
+            )
+    if inputs.left_out:
+        found.append(f"{inputs.left_out} examples are left out: prompt too long")
+    if inputs.left_out is None:
+        found.append(
+            f"{len(inputs.task):,} examples, above Task.stream_above_examples: they are read, "
+            "checked and tokenized as they come"
+        )
+    return found + inputs.evals.remarks()
