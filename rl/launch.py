@@ -1,29 +1,34 @@
-"""A run whose trainer processes are actors of Ray, as the user's program sees it.
+"""A run whose trainer processes are children of Ray actors: the user's program, and a child.
 
-    this program → Ray: an actor for each trainer → its child: rl/trainer_process.py
+    `launch` in the user's program → an actor for each trainer → its child: `python -m rl.launch`
 
-Process 0 has the rollout workers, their schedulers and the coordinator, and writes the run folder.
+Process 0 has the rollout workers and their scheduler, and writes the run folder.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
-from rl import ray_run as ray_workers
-from rl import run_folder
+from rl import ray_run, run_folder, run_process
 from rl.cluster.actors import Actor, ActorSettings
 from rl.config import TrainConfig
 from rl.config_checks import trainer_devices
-from rl.gin.loader import dump
+from rl.gin.loader import dump, load
+from rl.inputs import open_inputs
 from rl.ray_trainers import COMMAND, Start, StoppedAtOnce, Trainer, run_trainers
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
+from rl.runtime import host_memory
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
+from rl.runtime.run_files import CONFIG_FILE
+from rl.runtime.signals import leave
 from rl.runtime.waits import ProgramLost
 
 LAST_LINES = 40  # of a process that fails without an error of its own
@@ -44,7 +49,7 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
     setting, devices = f"Cluster.num_processes={count}", trainer_devices(config)
     try:
         with (
-            open_ray(cluster.address, count + ray_workers.num_cpus(config), limit_s) as address,
+            open_ray(cluster.address, count + ray_run.num_cpus(config), limit_s) as address,
             reserve(count, setting, 2 * limit_s, devices=devices) as room,
             StopSignals() as signals,
         ):
@@ -126,3 +131,41 @@ class Screen:
 
     def _print(self, index: int, text: str, stream: TextIO) -> None:
         say(f"process {index}: {text}" if index else text, stream)
+
+
+def main(orders: BinaryIO) -> int:
+    """Run a trainer process, whose `Start` is read from `orders`; return the exit status.
+
+    `orders` is open while the process's actor lives: at its end the process stops as if signaled.
+    """
+    from rl.train import train
+
+    host_memory.bound_arenas()
+    start = Start(**json.loads(orders.readline()))
+    threading.Thread(target=_stop_at_end, args=(orders,), name="launcher", daemon=True).start()
+    try:
+        config = _config(start)
+        folder = Path(config.run.directory or "").absolute()
+        before = load(TrainConfig, [folder / CONFIG_FILE]) if start.resume else None
+        inputs = open_inputs(config)
+    except (ValueError, OSError, ImportError) as error:
+        say(f"error: {error}", sys.stderr)
+        return EXIT_USAGE
+    place = run_process.Place(start.coordinator, start.process_id, start.ray_address)
+    return run_process.run(config, inputs, folder, before, train, place)
+
+
+def _config(start: Start) -> TrainConfig:
+    """Return the configuration that `dump` wrote: it has a line for each field."""
+    lines = start.config.splitlines()
+    return load(TrainConfig, [], [line for line in lines if line and not line.startswith("#")])
+
+
+def _stop_at_end(orders: BinaryIO) -> None:
+    """A thread: wait until the actor's program has closed `orders`."""
+    orders.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    leave(main(sys.stdin.buffer))

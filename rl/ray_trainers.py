@@ -1,7 +1,6 @@
 """The trainer processes of a run on Ray: children of actors, which `rl.launch` starts.
 
-A child has a main thread, handlers of signals, a jax and an exit status. Its standard input is open
-while the actor lives: at its end the process stops as if it were signalled.
+A child has a main thread, handlers of signals, a jax and an exit status.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rl.cluster import ray_session
 from rl.cluster.actors import Actor
 from rl.runtime.waits import POLL_S, ROOT, ProgramLost
 
-COMMAND = (sys.executable, "-m", "rl.trainer_process")
+COMMAND = (sys.executable, "-m", "rl.launch")
 LISTEN_S = 1.0  # of a call of `Trainer.listen`
 LAST_LINES_S = 2.0  # after the end of a process, whose pipes its children may hold open
 ENDING_S = 5.0  # for killed processes to end

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jax.errors import JaxRuntimeError
 
@@ -46,14 +45,14 @@ Train = Callable[..., TrainState]  # rl.train.train
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a trainer process on Ray meets the others, which number it has, and where Ray is."""
+    """The rendezvous of a trainer process on Ray, its number, and the address of Ray."""
 
     coordinator: str
     process_id: int
     ray_address: str
 
     def joining(self, cluster: ClusterConfig) -> ClusterConfig:
-        """The settings by which this process joins the others, as one of `spmd` does."""
+        """Return the settings with which it joins the others, as a process of `spmd` does."""
         return dataclasses.replace(
             cluster,
             kind="spmd",
@@ -73,9 +72,8 @@ def run(
 ) -> int:
     """Join the processes of the run, and train in `folder`; return the exit status.
 
-    `place` is a trainer process's on Ray; the configuration in the run folder does not have it.
+    `before` is the configuration of a resumed run so far; `place` is a trainer process's on Ray.
     """
-
     shared = dataclasses.replace(config, cluster=config.cluster.shared)
     try:
         folders = inputs.policy, config.draft_model_folder
@@ -85,221 +83,192 @@ def run(
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    processes.end = partial(_end_lost, folder, processes)
+    one = _RunProcess(shared, inputs, folder, before, train, processes)
+    processes.end = one.end_lost
     with processes:
         try:
-            address = shared.cluster.address if place is None else place.ray_address
-            status = _run_together(shared, inputs, folder, before, train, processes, address)
+            status = one.run(shared.cluster.address if place is None else place.ray_address)
             if status == 0:
                 processes.barrier("end of the run")
         except (ProcessLost, Diverged) as error:
-            _say_lost(folder, processes, error)
-            return EXIT_FAILED
+            return one.lost(error)
         except JaxRuntimeError as error:
-            if (lost := processes.blame()) is None:
-                return _failed(processes, error)
-            _say_lost(folder, processes, lost)
-            return EXIT_FAILED
+            lost = processes.blame()
+            return one.failed(error) if lost is None else one.lost(lost)
         except Exception as error:
-            return _failed(processes, error)
+            return one.failed(error)
     if status == 0:
         join.leave()
     return status
 
 
-def _run_together(
-    config: TrainConfig,
-    inputs: Inputs,
-    folder: Path,
-    before: TrainConfig | None,
-    train: Train,
-    processes: Processes,
-    ray_address: str | None,
-) -> int:
-    """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _RunProcess:
+    """One of a run's `processes`; `before` is the configuration of a resumed run so far."""
 
-    Where there is none to resume from, with the status that the signal stands for.
-    """
+    config: TrainConfig
+    inputs: Inputs
+    folder: Path
+    before: TrainConfig | None
+    train: Train
+    processes: Processes
 
-    try:
-        own = not processes.alone and config.cluster.rollouts == "local"
-        engine_mesh(config, inputs.model, run_mesh(config), own=own)
-        found = devices.found()
-        opened = memory.opened_devices(found)
-        tight = memory.estimate(config, inputs.model, opened).check(opened)
-        lock = _begin(config, inputs, folder, before, processes)
-    except (ValueError, OSError) as error:
-        say(f"error: {error}", sys.stderr)
-        return EXIT_USAGE
-    unkept = program_cache.keep()
-    run = config.run
-    limits = Limits(run.hang_limit_s, run.compile_limit_s, run.stop_limit_s)
-    standing = partial(run_folder.standing, folder)
-    with (
-        lock,
-        progress(total_steps=run.steps, process=processes.index) as show,
-        Watch(
-            limits,
-            standing=standing,
-            should_stop=lambda: processes.asked,
-            say=show.message,
-            close=show.close,
-            end=partial(_end_at_once, processes),
-        ) as watch,
-    ):
-        verb = "running" if before is None else "resuming"
-        among = "" if processes.alone else f" of {processes.count} processes"
-        show.message(f"{verb} in {folder} on {found[0].device_kind} × {len(found)}{among}")
-        if processes.is_first:
-            run_folder.note_launch(folder, standing()[0])
-        for text in filter(None, (devices.warning(), unkept, tight)):
-            show.message(f"warning: {text}")
-        for text in remarks(config, inputs):
-            show.message(text)
-        # written above as it was set: the next leg of the run has another Ray
-        cluster = dataclasses.replace(config.cluster, address=ray_address)
-        config = dataclasses.replace(config, cluster=cluster)
-        return _train(train, config, inputs, folder, show, watch, processes)
+    def run(self, ray_address: str | None) -> int:
+        """Train, with signals handled; return the exit status.
 
-
-def _begin(
-    config: TrainConfig,
-    inputs: Inputs,
-    folder: Path,
-    before: TrainConfig | None,
-    processes: Processes,
-) -> contextlib.AbstractContextManager[object]:
-    """Take the run folder, by the process that writes there; the others see that it is the same.
-
-    Raises as `check_can_resume` and `run_folder.begin`, in all of them.
-    """
-
-    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-
-    def begin() -> bytes:
-        nonlocal lock
+        SIGTERM and Ctrl-C save the last whole step and exit 75, or with the signal's status if
+        there is no step to resume from.
+        """
+        config, processes, limits = self.config, self.processes, self.config.run
         try:
-            if before is not None:
-                check_can_resume(config, inputs, folder / CHECKPOINTS)
-            lock = run_folder.begin(config, before)
+            own = not processes.alone and config.cluster.rollouts == "local"
+            engine_mesh(config, self.inputs.model, run_mesh(config), own=own)
+            found = devices.found()
+            opened = memory.opened_devices(found)
+            tight = memory.estimate(config, self.inputs.model, opened).check(opened)
+            lock = self._take_folder()
         except (ValueError, OSError) as error:
-            return json.dumps({"error": str(error)}).encode()
-        return json.dumps({"error": None, "inode": folder.stat().st_ino}).encode()
+            say(f"error: {error}", sys.stderr)
+            return EXIT_USAGE
+        not_cached = program_cache.keep()
+        standing = partial(run_folder.standing, self.folder)
+        with (
+            lock,
+            progress(total_steps=limits.steps, process=processes.index) as show,
+            Watch(
+                Limits(limits.hang_limit_s, limits.compile_limit_s, limits.stop_limit_s),
+                standing=standing,
+                should_stop=lambda: processes.asked,
+                say=show.message,
+                close=show.close,
+                end=self._end_at_once,
+            ) as watch,
+        ):
+            verb = "running" if self.before is None else "resuming"
+            among = "" if processes.alone else f" of {processes.count} processes"
+            device = f"{found[0].device_kind} × {len(found)}"
+            show.message(f"{verb} in {self.folder} on {device}{among}")
+            if processes.is_first:
+                run_folder.note_launch(self.folder, standing()[0])
+            for text in filter(None, (devices.warning(), not_cached, tight)):
+                show.message(f"warning: {text}")
+            for text in remarks(config, self.inputs):
+                show.message(text)
+            # the run folder has the user's setting: a resumed run has another Ray
+            cluster = dataclasses.replace(config.cluster, address=ray_address)
+            return self._train(dataclasses.replace(config, cluster=cluster), show, watch)
 
-    there = json.loads(processes.from_first("run folder", begin))
-    if there["error"] is not None:
-        raise ConfigError(there["error"])
-    here = folder.stat().st_ino if folder.is_dir() else None
-    if processes.any("run folder of another file system", here != there["inode"]):
-        raise ConfigError(
-            f"Run.directory: expected the same folder {folder} in all processes, got another one "
-            "in some: it must be on a file system that all of them share"
-        )
-    return lock
+    def _take_folder(self) -> contextlib.AbstractContextManager[object]:
+        """Lock the run folder, by the process that writes there; all see that it is the same.
 
+        Raises as `check_can_resume` and `run_folder.begin`, in all of them.
+        """
+        lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
-def _train(
-    train: Train,
-    config: TrainConfig,
-    inputs: Inputs,
-    folder: Path,
-    show: Progress,
-    watch: Watch,
-    processes: Processes,
-) -> int:
-    """Train and export; says how it ended and returns the exit status."""
+        def begin() -> bytes:
+            nonlocal lock
+            try:
+                if self.before is not None:
+                    check_can_resume(self.config, self.inputs, self.folder / CHECKPOINTS)
+                lock = run_folder.begin(self.config, self.before)
+            except (ValueError, OSError) as error:
+                return json.dumps({"error": str(error)}).encode()
+            return json.dumps({"error": None, "inode": self.folder.stat().st_ino}).encode()
 
-    options: dict[str, Any] = {"show": show, "watch": watch, "processes": processes}
-    try:
-        state = train(config, inputs, folder, **options, clock=time.perf_counter)
-    except Stopped:
-        step, words = run_folder.standing(folder)
-        _say_summary(folder, show)
-        show.message(f"stopped and saved; {words}" if step else f"stopped; {words}")
-        return watch.exit_status
-    except (
-        NonFiniteUpdate,
-        TooManyMappings,
-        RewardWorkerError,
-        WorkerError,
-        PeerFailed,
-        Hang,
-        ProgramLost,
-        NoWholeCheckpointError,
-        StructureMismatchError,
-        DamagedRowError,
-        OSError,  # a full disk, a link in the folder
-    ) as error:
-        show.message(f"error: {error}")
-        processes.fail(str(error))
-        return EXIT_FAILED
-    watch.at(EXPORTING)
-    return _export(config, inputs, folder, state, show, processes)
+        there = json.loads(self.processes.from_first("run folder", begin))
+        if there["error"] is not None:
+            raise ConfigError(there["error"])
+        here = self.folder.stat().st_ino if self.folder.is_dir() else None
+        if self.processes.any("run folder of another file system", here != there["inode"]):
+            raise ConfigError(
+                f"Run.directory: expected the same folder {self.folder} in all processes, got "
+                "another one in some: it must be on a file system that all of them share"
+            )
+        return lock
 
+    def _train(self, config: TrainConfig, show: Progress, watch: Watch) -> int:
+        """Train and export; report the end and return the exit status."""
+        try:
+            options = {"show": show, "watch": watch, "processes": self.processes}
+            state = self.train(config, self.inputs, self.folder, clock=time.perf_counter, **options)
+        except Stopped:
+            step, text = run_folder.standing(self.folder)
+            self._show_summary(show)
+            show.message(f"stopped and saved; {text}" if step else f"stopped; {text}")
+            return watch.exit_status
+        except (
+            NonFiniteUpdate,
+            TooManyMappings,
+            RewardWorkerError,
+            WorkerError,
+            PeerFailed,
+            Hang,
+            ProgramLost,
+            NoWholeCheckpointError,
+            StructureMismatchError,
+            DamagedRowError,
+            OSError,  # a full disk, a link in the folder
+        ) as error:
+            return self._ended(str(error), show)
+        watch.at(EXPORTING)
+        return self._export(state, show)
 
-def _export(
-    config: TrainConfig,
-    inputs: Inputs,
-    folder: Path,
-    state: TrainState,
-    show: Progress,
-    processes: Processes,
-) -> int:
-    """Write the trained policy as a Hugging Face folder, and its drafter; returns the status."""
-
-    params = host_copy(state.params, keep=processes.is_first)
-    if not processes.is_first:
+    def _export(self, state: TrainState, show: Progress) -> int:
+        """Write the trained policy as a Hugging Face folder, and its drafter; return the status."""
+        config, folder = self.config, self.folder
+        params = host_copy(state.params, keep=self.processes.is_first)
+        if not self.processes.is_first:
+            return 0
+        try:
+            source = folder, config.run.steps
+            run_export.write_checkpoint(config, self.inputs, params, source, folder / POLICY)
+            text = f"the policy is in {folder / POLICY}"
+            if config.speculation.learns:
+                target = folder / DRAFTER_MODEL
+                run_export.write_drafter(config, self.inputs, folder, target, params)
+                text += f", its drafter in {target}"
+        except OSError as error:
+            return self._ended(f"the policy could not be written: {error}", show)
+        self._show_summary(show)
+        show.message(f"done; {text}; python -m rl.report {folder}")
         return 0
-    try:
-        source = folder, config.run.steps
-        run_export.write_checkpoint(config, inputs, params, source, folder / POLICY)
-        text = f"the policy is in {folder / POLICY}"
-        if config.speculation.learns:
-            target = folder / DRAFTER_MODEL
-            run_export.write_drafter(config, inputs, folder, target, params)
-            text += f", its drafter in {target}"
-    except OSError as error:
-        show.message(f"error: the policy could not be written: {error}")
-        processes.fail(f"the policy could not be written: {error}")
+
+    def _show_summary(self, show: Progress) -> None:
+        """Show seconds by part and the gain of drafts, since the start of this launch."""
+        rows = read_metrics(self.folder) if (self.folder / METRICS_FILE).is_file() else []
+        for line in summary_lines(step_rows(rows), [row for row in rows if "eval_s" in row]):
+            show.message(line)
+
+    # -- other ends -----------------------------------------------------------------------
+
+    def _ended(self, text: str, show: Progress) -> int:
+        """Report an error that users can cause; the other processes end as well."""
+        show.message(f"error: {text}")
+        self.processes.fail(text)
         return EXIT_FAILED
-    _say_summary(folder, show)
-    show.message(f"done; {text}; python -m rl.report {folder}")
-    return 0
 
+    def failed(self, error: Exception) -> int:
+        """Report an unexpected error; jax would wait for the others at exit. Alone it is raised."""
+        if self.processes.alone:
+            raise error
+        traceback.print_exception(error)
+        self.processes.fail(f"{type(error).__name__}: {error}")
+        return EXIT_FAILED
 
-def _failed(processes: Processes, error: Exception) -> int:
-    """Tell the other processes of an error that nobody expected; returns the exit status.
+    def lost(self, error: BaseException | str) -> int:
+        """Report another process's loss."""
+        _, standing = run_folder.standing(self.folder)
+        say(f"error: process {self.processes.index} ends: {error}; {standing}", sys.stderr)
+        return EXIT_FAILED
 
-    Jax would wait for them at exit, so that the traceback is printed here. Alone it is raised.
-    """
-    if processes.alone:
-        raise error
-    traceback.print_exception(error)
-    processes.fail(f"{type(error).__name__}: {error}")
-    return EXIT_FAILED
+    def end_lost(self, text: str) -> None:
+        """End this process, whose main thread waits for one that is lost."""
+        status = self.lost(text)
+        self.processes.depart()
+        leave(status)
 
-
-def _say_lost(folder: Path, processes: Processes, error: BaseException | str) -> None:
-    _, standing = run_folder.standing(folder)
-    say(f"error: process {processes.index} ends: {error}; {standing}", sys.stderr)
-
-
-def _end_lost(folder: Path, processes: Processes, text: str) -> None:
-    """End this process, whose main thread waits for one that is lost."""
-    _say_lost(folder, processes, text)
-    processes.depart()
-    leave(EXIT_FAILED)
-
-
-def _end_at_once(processes: Processes, status: int) -> None:
-    """End this process wherever its main thread is; the others of the run hear of it."""
-    processes.fail(f"it ended at once, with status {status}")
-    processes.depart()
-    leave(status)
-
-
-def _say_summary(folder: Path, show: Progress) -> None:
-    """Say where the run's time went, and what drafts brought; of a resumed one, since its start."""
-    rows = read_metrics(folder) if (folder / METRICS_FILE).is_file() else []
-    for line in summary_lines(step_rows(rows), [row for row in rows if "eval_s" in row]):
-        show.message(line)
+    def _end_at_once(self, status: int) -> None:
+        """End this process in any state of its main thread; the others of the run end too."""
+        self.processes.fail(f"it ended at once, with status {status}")
+        self.processes.depart()
+        leave(status)

@@ -248,7 +248,7 @@ def trainer_processes(launcher: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        found += [pid] * (b"rl.trainer_process" in command)
+        found += [pid] * (b"rl.launch" in command)
     return found
 
 

@@ -14,10 +14,9 @@ from rl.cluster.ray_session import RayProblem
 from rl.config import TrainConfig
 from rl.config_checks import check_trainers, trainer_devices
 from rl.gin.loader import dump, load
-from rl.launch import Screen, launch
+from rl.launch import Screen, _config, launch
 from rl.ray_trainers import Start
 from rl.runtime.run_files import NEWEST_FILE
-from rl.trainer_process import _config
 
 TWO = ("Cluster.kind='ray'", "Cluster.num_processes=2", "Mesh.data=2")
 

@@ -13,7 +13,7 @@ from loop_runs import compilations, finish, stop_after
 from pipelines import Deferring
 
 from models import hf
-from rl import pipeline
+from rl import pipeline, responses
 from rl import step as run_step
 from rl.checkpoint import reader
 from rl.config import TrainConfig
@@ -70,14 +70,14 @@ def ahead(compiled):
 @contextlib.contextmanager
 def noting(tokens):
     """The tokens that are scored meanwhile are noted, by request id."""
-    score = pipeline.Scorer.__call__
+    score = responses.Scorer.__call__
 
     def noted(self, t):
         tokens[t.request_id] = t.response_ids.tolist()
         score(self, t)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.Scorer, "__call__", noted)
+        patch.setattr(responses.Scorer, "__call__", noted)
         yield
 
 
@@ -160,7 +160,7 @@ def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
 
 def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkeypatch):
     scored, enough = [], threading.Event()
-    score = pipeline.Scorer.__call__
+    score = responses.Scorer.__call__
 
     def counted(self, t):
         score(self, t)
@@ -174,7 +174,7 @@ def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkey
         waited.append(enough.wait(timeout=120))  # for the answers to the next step
         return update(*args, **options)
 
-    monkeypatch.setattr(pipeline.Scorer, "__call__", counted)
+    monkeypatch.setattr(responses.Scorer, "__call__", counted)
     monkeypatch.setattr(trainer, "update", slow)
     finish(tiny, tmp_path, *PIPELINE, "Run.steps=2")
     assert waited == [True, True]

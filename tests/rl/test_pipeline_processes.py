@@ -13,7 +13,7 @@ import pytest
 from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
 from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
-from rl import first_programs, pipeline
+from rl import first_programs, pipeline, responses
 from rl import setup as run_setup
 from rl import system as run_system
 from rl.cluster.processes import ALONE, Processes
@@ -184,14 +184,14 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tiny, tmp_path):
 
 @pytest.mark.fault
 def test_a_worker_that_fails_in_one_ends_all(tiny, tmp_path, monkeypatch):
-    answers = pipeline.Scorer.__call__
+    answers = responses.Scorer.__call__
 
     def failing(self, t):
         if t.group_id == 3:  # of step 2, in process 1
             raise WorkerError(0, [t.request_id], RuntimeError("a device is gone"))
         answers(self, t)
 
-    monkeypatch.setattr(pipeline.Scorer, "__call__", failing)
+    monkeypatch.setattr(responses.Scorer, "__call__", failing)
     first, second = together(2, tiny, tmp_path, *SETTINGS, *PIPELINE)
     assert isinstance(second, WorkerError) and isinstance(first, PeerFailed)
     assert "process 1 failed" in str(first) and "a device is gone" in str(first)

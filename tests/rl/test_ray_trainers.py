@@ -112,7 +112,7 @@ def test_a_folder_that_a_host_does_not_have_is_a_sentence(tmp_path):
 
 
 def test_a_process_stops_once_its_actor_is_gone():
-    from rl.trainer_process import _stop_at_end
+    from rl.launch import _stop_at_end
 
     came, before = [], signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: came.append(True))
