@@ -21,7 +21,7 @@ from rl.warm_up.rollout_programs import Reach
 from spec.budget.budget import FixedBudget, best_trees, equal_trees
 from spec.config import SamplingConfig
 
-DEFAULT = Path(__file__).parents[3] / "configs" / "tiny_cpu.gin"
+DEFAULT = Path(__file__).parents[2] / "configs" / "tiny_cpu.gin"
 MOST = 12  # of rollouts and training
 MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
 
