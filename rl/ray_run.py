@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,29 @@ import numpy as np
 from models.config import ModelConfig
 from models.folder import replace_file
 from models.transformer import Params
+from rl import drafter_run
 from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from rl.cluster.join import DRAFT_MODEL, POLICY
-from rl.config import TrainConfig
+from rl.config import TrainConfig, drafter_shape, recipe
 from rl.drafter_run import AnyDrafter
 from rl.drafting.actors import DraftingActors
 from rl.drafting.plans import MeasuredSeconds, Planner
 from rl.drafting_run import have_idle_help, make_planner, open_actors
-from rl.engine.engine import Engine
+from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs
+from rl.learner.optimizer import TrainState
 from rl.ray_workers.messages import Bounds, LearnedSettings, Measured, WorkerSettings
 from rl.ray_workers.place import RayPlace, Shared
+from rl.rewards.pool import RewardPool
+from rl.rewards.scores import Rewards
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.waits import POLL_S
+from rl.setup import RunBuilder
+from rl.speculation.draft_model import DraftModel
 from rl.speculation.history_workers import HistoryWorkers
 from rl.speculation.sources import Speculation, history_rule
+from rl.system import System
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from rl.warm_up.rollout_programs import Reach
@@ -286,3 +294,89 @@ def open_history(
         with contextlib.closing(HistoryWorkers(rule, cache, count, room, settings)) as workers:
             workers.wait_started()
             yield workers
+
+
+@dataclasses.dataclass(eq=False)
+class RayRunBuilder(RunBuilder):
+    """Makes the parts of a run whose workers are actors of Ray."""
+
+    workers: RayWorkers | None = None
+
+    def drafter(self) -> AnyDrafter:
+        """Return the training of the learned drafter, on the trainer's devices."""
+        shape, model = drafter_shape(self.config, self.inputs.model), self.inputs.model
+        assert shape is not None, "a drafter learns"
+        options = {"dtype": recipe(self.config, model).trainer.dtype}
+        options["feature_layers"] = shape.feature_layers
+        if self.partition.processes.alone:
+            engine = Engine(model, self.config.engine, mesh=self.mesh, **options)
+        else:
+            engine = self._trainer_engine(**options)
+        return engine.do(partial(self._open_drafter, engine))
+
+    def draft_model(self) -> DraftModel:
+        return DraftModel.elsewhere(self.config.draft_model)
+
+    def engine(
+        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
+    ) -> RolloutEngine:
+        """Start Ray and its workers; all processes wait for them."""
+        config, say = self.config, self.show.message
+        speculation.for_others = True
+        if config.drafting.workers:
+            speculation.apart_elsewhere = frozenset({MODEL})
+        opened = open_workers(config, self.inputs, dtype, speculation, drafter, say)
+        self.workers = self.stack.enter_context(opened)
+        history = open_history(config, self.cache, say)
+        speculation.history_workers = self.stack.enter_context(history)
+        return self.workers.engine
+
+    def rewards(self) -> Rewards:
+        rewards = super().rewards()
+        self.partition.processes.barrier("workers on Ray", self.watch.alive)
+        return rewards
+
+    def compile(self, system: System, state: TrainState) -> None:
+        super().compile(system, state)
+        read_times(system.speculation, self.folder)  # the workers have measured them
+
+    def compile_rollouts(
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+    ) -> None:
+        assert self.workers is not None
+        limits = bounds(self.config, self.inputs, reach, system.drafter)
+        on_compiled = self.on_compiled("training and rollouts")
+        self.workers.warm_up(limits, weights, self.folder, training, on_compiled, self.watch.alive)
+
+    def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
+        if system.eval_engine is not system.engine:  # the workers have compiled theirs
+            super().compile_evaluation(system, state, weights)
+
+
+class FollowerBuilder(RayRunBuilder):
+    """Of a trainer process other than 0, which has the workers, the drafter and the rewards."""
+
+    def drafter(self) -> AnyDrafter:
+        return drafter_run.open_stub(self.config, self.inputs)
+
+    def engine(
+        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
+    ) -> RolloutEngine:
+        speculation.for_others = True
+        if self.config.drafting.workers:
+            speculation.apart_elsewhere = frozenset({MODEL})
+        shapes = Engine(self.inputs.model, self.config.engine, dtype=dtype)
+        return MultiEngine([shapes], self.config.sched, places=())
+
+    def eval_engine(self, dtype: Any) -> None:
+        return None
+
+    def rewards(self) -> Rewards:
+        self.partition.processes.barrier("workers on Ray", self.watch.alive)
+        return RewardPool(self.config.reward, self._specs)  # not started
+
+    def compile_rollouts(
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+    ) -> None:
+        on_compiled = self.on_compiled("training and rollouts")
+        compile_buckets.compile_programs(system.engine.engines[0], (), on_compiled, training)
