@@ -34,7 +34,7 @@ Siblings = Mapping[int, Sequence[Trajectory]]  # by group
 
 @dataclasses.dataclass(eq=False)
 class StepPrompts:
-    """The prompts of a step, in all of its passes, of which the first begins at `begins`.
+    """All prompts of a step, pass by pass; the first is at position `begins` of the data order.
 
     Group `first_group + g` answers prompt g.
     """
@@ -46,14 +46,14 @@ class StepPrompts:
     passed_over: int = 0
 
     def add(self, begins: int, new: Prompts) -> None:
-        """Note another pass, whose prompts stand from `begins` on."""
+        """Note another pass, with prompts from position `begins`."""
         self.prompts, self.phases = self.prompts + new, self.phases + 1
         self.passed_over += new.end - begins - len(new)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResponses:
-    """The responses of a step so far; `siblings` are those of groups that went on into it."""
+    """The responses of a step so far; `siblings` belong to groups that continued in it."""
 
     step_prompts: StepPrompts
     siblings: Siblings
@@ -70,7 +70,7 @@ class StepResponses:
 
     @property
     def carried(self) -> list[int]:
-        """The groups that went on into this step."""
+        """Return the groups that continued in this step."""
         groups = {t.group_id for t, _, _ in self.scored}
         return sorted(group for group in groups if group < self.step_prompts.first_group)
 
@@ -81,7 +81,7 @@ class StepResponses:
         return informative_groups([t.reward for t in known], [t.group_id for t in known])
 
     def num_missing(self, wanted: int) -> int:
-        """Return how many of the `wanted` groups of its own the step has yet to find."""
+        """Return how many of the step's `wanted` groups are missing."""
         found = sum(group >= self.step_prompts.first_group for group in self.informative())
         return max(0, wanted - found)
 
@@ -114,7 +114,7 @@ class StepResponses:
         )
 
     def unfinished(self, group_size: int) -> dict[int, list[Trajectory]]:
-        """Return what has ended of its own groups, where others of the group went on."""
+        """Return the finished responses of the step's groups that continue in the next one."""
         first = self.step_prompts.first_group
         groups: dict[int, list[Trajectory]] = {
             first + g: [] for g in range(len(self.step_prompts.prompts))
@@ -139,7 +139,7 @@ def _moved(t: Trajectory, group: int) -> Trajectory:
 class ResultCollector:
     """Receives results in the driver's thread, also while an update runs.
 
-    A request that is deferred is expected in the step after its own.
+    A deferred request is expected in the next step.
     """
 
     def __init__(self, system: System, scorer: Scorer) -> None:
@@ -160,9 +160,9 @@ class ResultCollector:
             self._expected[step] += len(ids)
 
     def take(self, step: int, num_tokens: Callable[[], int]) -> list[Trajectory]:
-        """Return the responses of a step, once all are there but those of deferred requests.
+        """Wait for the responses of a step but for deferred requests; return them.
 
-        Raises Stopped, or what a worker raised.
+        Raises Stopped, or a worker's error.
         """
         while True:
             if self._system.asked_to_stop():

@@ -37,11 +37,11 @@ SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 class RunConfig:
     """A run's folder, its length, and the seed of its data order and noise.
 
-    What shows no sign of life for `hang_limit_s` hangs: it is named, and the run ends or does
-    without it; compiling has `compile_limit_s` for each program. Asked to stop, a run that has not
-    come to its next save within `stop_limit_s` ends without one. With `time_limit_s` a run saves
-    and ends before a step that, at the pace of the last one, would end later than that after the
-    start; `--resume` continues it, with as much time again.
+    A part of a run without a heartbeat for `hang_limit_s` hangs: it is named, and the run ends or
+    continues without it; compiling has `compile_limit_s` for each program. After a stop request, a
+    run that does not reach its next save within `stop_limit_s` ends without one. With
+    `time_limit_s` a run saves and ends before a step that, at the pace of the last one, would end
+    after that time; `--resume` continues it, with as much time again.
     """
 
     directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
@@ -74,10 +74,10 @@ class PolicyConfig:
 class RolloutConfig:
     """The rollouts of one step: `group_size` responses to each of `prompts_per_step` prompts.
 
-    Examples whose prompt has more than `max_prompt_tokens` are left out of the
-    run; how many is said at the start, or by each step (`rollout/left_out_prompts`) if there are
-    more than `Task.stream_above_examples`. Last epoch's responses, for drafts and reuse,
-    take `cache_bytes` of memory, compressed; what is beyond goes to the run folder.
+    Examples whose prompt has more than `max_prompt_tokens` are left out of the run; their number is
+    logged at the start, or by each step (`rollout/left_out_prompts`) if there are more than
+    `Task.stream_above_examples`. Last epoch's responses, for drafts and reuse, take `cache_bytes`
+    of memory, compressed; the rest goes to the run folder.
     """
 
     prompts_per_step: int = 16
@@ -99,7 +99,7 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that `python -m rl.train` can be told."""
+    """All settings of `python -m rl.train`."""
 
     run: RunConfig
     policy: PolicyConfig
@@ -146,7 +146,7 @@ class TrainConfig:
         return changed
 
     def with_sizes_of(self, before: TrainConfig) -> Self:
-        """Return the configuration with the sizes of an earlier one where its own are "auto"."""
+        """Return the configuration with the sizes of `before` for those that are "auto"."""
         return self.with_sizes({name: before._size(name) for name in self.open_sizes})
 
     def _size(self, name: str) -> Any:
@@ -162,7 +162,7 @@ class TrainConfig:
 
     @property
     def num_verifying(self) -> int:
-        """The workers that answer requests, where it is set how many draft for them."""
+        """Return how many workers answer requests if the number of drafting workers is set."""
         return self.sched.workers - (self.drafting.workers or 0)
 
     @property

@@ -15,7 +15,7 @@ from spec.config import SamplingConfig
 
 
 def check_sections(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError where sections do not fit one another, or the policy's shape."""
+    """Raise ValueError if sections do not fit one another, or the policy's shape."""
     check_lengths(config, model)
     check_layout(config, model)
     check_sampling(config)
@@ -27,7 +27,7 @@ def check_sections(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError where the longest prompt and response do not fit the policy."""
+    """Raise ValueError if the longest prompt and response do not fit the policy."""
     if config.longest_tokens > model.max_positions:
         raise ValueError(
             f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
@@ -44,7 +44,7 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def check_layout(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError where the heads of the policy's caches are not split as weights are."""
+    """Raise ValueError if the heads of the policy's caches are not split as weights are."""
     asked = config.mesh.rollout_tensor
     if asked != "auto":
         rollout_tensor(asked, asked, model.num_kv_heads, asked)  # devices are not known yet
@@ -70,7 +70,7 @@ def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) 
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Raise ValueError where the algorithm could not learn from what a step generates."""
+    """Raise ValueError if the algorithm could not learn from a step's responses."""
     name, size = config.algorithm.name, config.rollout.group_size
     if size < 2 and not config.algorithm.resolved.needs_critic:
         raise ValueError(
@@ -87,7 +87,7 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def check_tuner(config: TrainConfig) -> None:
-    """Raise ValueError where the bandit's arms are larger than trees get."""
+    """Raise ValueError if the bandit's arms are larger than trees get."""
     if config.speculation.budget != "bandit":
         return
     most, tuner = config.engine.max_nodes - 1, config.tuner
@@ -109,7 +109,7 @@ def check_tuner(config: TrainConfig) -> None:
 
 
 def check_drafting(config: TrainConfig) -> None:
-    """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
+    """Raise ValueError if drafting workers or helpers have no work, or no worker verifies."""
     settings = config.drafting
     further = config.draft_model.directories
     if further and not settings.drafts_apart:
@@ -185,7 +185,7 @@ def _check_helpers(config: TrainConfig) -> None:
 
 
 def check_cluster(config: TrainConfig) -> None:
-    """Raise ValueError for what several processes cannot do, or were not told."""
+    """Raise ValueError for settings that several processes cannot have, or lack."""
     count, sources = config.cluster.history_workers, config.speculation.sources
     if count and config.speculation.history_source is None:
         raise ValueError(
@@ -208,7 +208,7 @@ def check_cluster(config: TrainConfig) -> None:
 
 
 def check_trainers(config: TrainConfig) -> None:
-    """Raise ValueError for what trainer processes on Ray cannot do, or are told by others."""
+    """Raise ValueError for settings that trainer processes on Ray cannot have."""
     cluster = config.cluster
     if (count := cluster.num_processes) is not None and count < 1:
         raise ValueError(f"expected Cluster.num_processes of 1 or more, got {count}")

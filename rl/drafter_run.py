@@ -1,4 +1,4 @@
-"""The learned drafter of a run: opened, trained beside the policy, and saved."""
+"""The learned drafter of a run: opened, trained during the run, and saved."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def first_drafter(
     seed: int,
     texts: Iterable[Sequence[int] | np.ndarray],
 ) -> EagleWeights:
-    """Return the drafter to start from: that of a folder, or one of random weights.
+    """Return the drafter to start from: a folder's, or one of random weights.
 
     A reduced vocabulary has the most frequent tokens of `texts`, which are not read otherwise.
     """
@@ -80,8 +80,8 @@ def frequent_tokens(
 class DrafterRun:
     """Training of a run's drafter, step by step. Made by `open_run`.
 
-    Where workers are other programs, `home` are the trainer's devices, of several processes' those
-    of process 0: gradients are added up and applied there, and it trains there after rollouts.
+    If workers are other programs, `home` is an engine on the trainer's devices (of process 0), on
+    which gradients are added up and applied, and which trains after rollouts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DrafterRun:
         self._config, self._rl_step, self._first_step = config, 0, 0
 
     def sink(self, step: int) -> BufferSink:
-        """Return the sink for the responses of a step: those of a sample of its requests."""
+        """Return the sink for hidden states of a sample of a step's requests."""
         config, buffer = self._config, self.trainer.buffer
         width = self.trainer.learned.config.hidden_width
         token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
@@ -107,7 +107,7 @@ class DrafterRun:
         return BufferSink(buffer, step, RequestSample(config.run.seed, step, share))
 
     def began(self, params: Params, step: int) -> None:
-        """Note that a rollout of a step begins with these weights; a step may have several."""
+        """Note that a rollout of a step starts with these weights; a step may have several."""
         if step != self._rl_step:
             self._rl_step, self._first_step = step, self.trainer.step
         if self.spot is None:
@@ -126,7 +126,7 @@ class DrafterRun:
 
     @property
     def trained_this_step(self) -> bool:
-        """True if it trained since the step's rollouts began; spot training belongs to no step."""
+        """True if it trained since the step's rollouts started; spot training has no step."""
         return self.spot is None and self.trainer.step != self._first_step
 
     def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
@@ -144,16 +144,16 @@ class DrafterRun:
         """Compile what training needs on every worker that may train."""
         trainer, workers = self.trainer, engine.engines
         if self.home is not None:
-            workers = [self.home]  # others compile theirs where they are
+            workers = [self.home]  # other programs compile theirs
         for worker in workers if self.spot is not None else workers[:1]:
             do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
     def mark(self) -> None:
-        """Make what is caught by now what `undo` goes back to."""
+        """Make the present buffer the rollback point of `undo`."""
         self.trainer.buffer.mark()
 
     def undo(self) -> None:
-        """Forget what was caught since `mark`."""
+        """Remove all entries since `mark`."""
         self.trainer.buffer.undo()
 
     def metrics(self) -> dict[str, float]:
@@ -176,12 +176,12 @@ class DrafterRun:
         return self.trainer.state
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
-        """Return what a run's checkpoint keeps: arrays, and plain state."""
+        """Return the arrays and the plain state of a run's checkpoint."""
         state, step = self.trainer.snapshot()
         return state, {"step": step, "buffer": self.trainer.buffer.state()}
 
     def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
-        """Continue from a run's checkpoint, or unless `exact` from a newer one of its own."""
+        """Continue from a run's checkpoint, or unless `exact` from a newer one of the drafter."""
         self.trainer.buffer.load_state(state["buffer"])
         step = int(state["step"])
         if not exact and self.trainer.checkpoints is not None:
@@ -207,9 +207,9 @@ def open_run(
 ) -> DrafterRun:
     """Open a drafter's training; its last checkpoint is written when `stack` closes.
 
-    `alive` is called while a save is waited for. Of several processes with engines of their own
-    each trains a drafter on what it has answered, and that of process 0 is saved; where one engine
-    spans them they train one together.
+    Waiting for a save calls `alive`. Each of several processes with separate engines trains a
+    drafter on its own responses, and process 0's is saved; under one engine they train one
+    together.
     """
     options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)

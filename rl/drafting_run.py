@@ -1,4 +1,4 @@
-"""The drafting workers of a run: engines of its own program, or actors on Ray."""
+"""The drafting workers of a run: engines of this program, or actors on Ray."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from spec.config import LEAST_TEMPERATURE, SamplingConfig
 
 Prompt = tuple[int, ...]  # token ids
 Encode = Callable[[Example], Prompt]
-_Question = tuple[int, Example, Prompt]  # and where it stands in its task
+_Question = tuple[int, Example, Prompt]  # and its index in the task
 MOST_PROMPTS = 100_000  # of a set
 _LOOKED_AT = 20_000  # training examples at least
 _CANDIDATES = 4  # generated questions for each one wanted: training may hold some of them
@@ -28,14 +28,14 @@ _CANDIDATES = 4  # generated questions for each one wanted: training may hold so
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Section `Eval`: what a policy is asked to see whether it gets better, and when.
+    """Section `Eval`: questions that measure a policy's progress, and when.
 
     A run is evaluated before its first step, after every `every_steps` steps (0: no further ones)
     and after its last one. `sets` are tasks, `NAME=SPEC`; without any they are the run's own
     generated tasks, with questions that training does not have. Up to `num_prompts` questions of
-    each set are asked `samples` times; 0 evaluates nothing. Temperature 0 is greedy. A response
-    is correct where its reward is at least `correct_at`; `ks` are those of pass@k, by default the
-    powers of two up to `samples`. The best step is the one with the highest `best_by`:
+    each set get `samples` responses; 0 evaluates nothing. Temperature 0 is greedy. A response is
+    correct if its reward is at least `correct_at`; `ks` are the k of pass@k, by default the powers
+    of two up to `samples`. The best step is the one with the highest `best_by`:
     `mean_reward` or `pass@K` over all sets, or `NAME/mean_reward` of one.
     """
 
@@ -152,7 +152,7 @@ class EvalSets:
 def split_names(sets: Sequence[str]) -> list[tuple[str, str]]:
     """Return (name, spec) of each set; one without a name has its task's.
 
-    Raises ValueError where two have the same name.
+    Raises ValueError if two have the same name.
     """
     pairs = [(_short_name(text), text) for text in sets]
     names = [name for name, _ in pairs]
@@ -165,7 +165,7 @@ def split_names(sets: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _short_name(spec: str) -> str:
-    """Return a task's name, or one for a task that has none: gcd, or that of its file."""
+    """Return a task's name, or one for a task that has none: gcd, or its file's name."""
     parsed = parse_spec(spec)
     if parsed.name != parsed.text:
         return parsed.name
@@ -175,7 +175,7 @@ def _short_name(spec: str) -> str:
 
 
 def _own_sets(task: TaskConfig) -> list[tuple[str, str]]:
-    """Return (name, spec) of the run's own tasks, numbered where they have one name."""
+    """Return (name, spec) of the run's tasks, numbered if they share a name."""
     pairs: list[tuple[str, str]] = []
     for spec in task.specs:
         name, number = _short_name(spec), 1
@@ -192,7 +192,7 @@ def is_generated(spec: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingPrompts:
-    """Hashes of the prompts that training holds: as they stand, and without case and spaces."""
+    """Hashes of training's prompts: exact, and without case and spaces."""
 
     exact: frozenset[int] = frozenset()
     normalized: frozenset[int] = frozenset()
@@ -205,7 +205,7 @@ class TrainingPrompts:
         return TrainingPrompts(frozenset(e for e, _ in pairs), frozenset(n for _, n in pairs))
 
     def holds(self, prompt: str | tuple[Message, ...]) -> str | None:
-        """Return `seen` or `alike` where training holds a prompt, else None."""
+        """Return `seen` or `alike` if training holds a prompt, else None."""
         if hash(_exact(prompt)) in self.exact:
             return "seen"
         return "alike" if hash(prompt_key(prompt)) in self.normalized else None
@@ -224,11 +224,11 @@ def open_sets(
     *,
     keeps_seen: bool = False,
 ) -> EvalSets:
-    """Open the sets of an evaluation: those named, or the run's own generated tasks.
+    """Open the sets of an evaluation: the named ones, or the run's generated tasks.
 
-    `training` opens what the run trains on, None where that is not known. Questions that it holds
-    are left out of generated sets, and counted in files. A task of which nothing else is left
-    is skipped, or kept with `keeps_seen`. Raises ValueError for a set without usable questions.
+    `training` opens the run's training task; None: unknown. Its questions are left out of generated
+    sets, and counted in files. A task without other questions is skipped, or kept with
+    `keeps_seen`. Raises ValueError for a set without usable questions.
     """
     if not config.num_prompts:
         return EvalSets()
@@ -327,7 +327,7 @@ def _why_empty(found: EvalSet, limit_tokens: int) -> str:
 
 
 def check_best_by(config: EvalConfig, names: Sequence[str]) -> None:
-    """Raise ValueError where `best_by` is no figure of an evaluation of these sets."""
+    """Raise ValueError if `best_by` is no figure of an evaluation of these sets."""
     figures = ["mean_reward", *(f"pass@{k}" for k in config.all_ks)]
     known = figures + [f"{name}/{figure}" for name in names for figure in figures]
     if names and config.best_by not in known:

@@ -1,9 +1,9 @@
-"""Evaluations: the responses of a policy to named sets of questions, and what they come to.
+"""Evaluations: the responses of a policy to named sets of questions, and their figures.
 
-A run evaluates the weights as they are after a step, on its own engine, with noise that is the same
-in every evaluation and unknown to training. Nothing of it reaches training: the data cursor, the
-cached responses, drafters and budgets are not touched, so that a run learns the same bits with and
-without it. `rl.evaluate` serves the same to any policy.
+A run evaluates the weights after a step on its engine, with noise that is the same in every
+evaluation and unknown to training. The data cursor, the cached responses, drafters and budgets are
+not touched: a run learns the same bits with evaluations and without. `rl.evaluate` does the same
+for any policy.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def row_of(answers: Sequence[Answers], config: EvalConfig) -> dict[str, float]:
 
 
 class RunEvaluation:
-    """The evaluations of a run: which are due, what they say, and which step is the best.
+    """The evaluations of a run: due ones, their figures, and the best step.
 
-    `rows` are the run's so far, of which a resumed run has some: what they hold is not asked again.
+    `rows` are a resumed run's so far: evaluations in them are not repeated.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RunEvaluation:
     def __call__(self, params: Params, step: int) -> bool:
         """Evaluate the weights after `step`; return whether none before were better.
 
-        Raises Stopped where the run is asked to stop meanwhile: it is then done on resuming.
+        Raises Stopped if a stop is requested meanwhile; a resumed run repeats it.
         """
         system, config = self._system, self._system.config
         system.watch.at("evaluation")
@@ -211,7 +211,7 @@ class RunEvaluation:
         ]
 
     def _tell(self, row: Mapping[str, float], step: int) -> None:
-        """Say how it went: before training, in its course, or at its end compared with before."""
+        """Show the figures; those of the last step beside the figures before training."""
         say, figure = self._system.show.message, self._config.best_by.rpartition("/")[2]
         names = {s.name: f"eval/{s.name}/{figure}" for s in self._sets}
         if len(names) > 1:
@@ -240,10 +240,10 @@ def plus_minus(row: Mapping[str, Any], metric: str) -> str:
 def load_checkpoint(
     run: Path, model: ModelConfig, mesh: Any = None, step: int | None = None
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """(parameters, step, warnings) of a run's newest whole checkpoint, or of `step`, on `mesh`.
+    """Return (parameters, step, warnings) of a run's newest whole checkpoint, or of `step`.
 
-    Raises NoWholeCheckpointError, or StructureMismatchError where the policy folder
-    has another shape than the run's.
+    Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
+    than the run's.
     """
     import jax.numpy as jnp
 
@@ -268,7 +268,7 @@ def load_checkpoint(
 
 
 def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:
-    """The figures by set and over all, with what they depend on; plain JSON."""
+    """Return the figures by set and over all, with their settings; plain JSON."""
     sets: dict[str, Row] = {}
     for a in answers:
         sets[a.asked.name] = a.metrics(config.eval) | {

@@ -1,6 +1,6 @@
-"""Compiles and times what a run needs before its first step, on the devices of its engines.
+"""Compiles and times the programs of a run before its first step, on the devices of its engines.
 
-What rollouts can reach decides which programs they need (`rollout_reach`).
+The bounds of its rollouts (`rollout_reach`) decide on the programs.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _node_sizes(config: TrainConfig) -> NodeSizes | None:
 
 
 def _no_nodes(num_slots: int) -> set[int]:
-    """Return the numbers of nodes of rounds without drafts beside the plain one."""
+    """Return the numbers of nodes of rounds without drafts but for the plain one."""
     return set()
 
 
 def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
-    """Decisions for rounds in which one drafter alone drafts, on the device, by its name."""
+    """Return the decisions for rounds with one drafter, on the device, by its name."""
     longest = config.engine.max_nodes - 1
     asked = {LEARNED: longest, MODEL: min(config.draft_model.max_depth, longest)}
     sources, nodes = config.speculation.sources, _node_sizes(config)
@@ -87,7 +87,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
 
 def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
-    """Return what a process's rollouts can reach, but for drafters on the device."""
+    """Return the bounds of a process's rollouts, but for drafters on the device."""
     beside = config.sched.beside_training  # evaluated on another engine
     return Reach(
         partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
@@ -152,10 +152,10 @@ def warm_up(
     training: Sequence[Any],
     longer: LongerBuckets | None,
 ) -> None:
-    """Compile all that rollouts can need, and time what the budget and the scheduler decide by.
+    """Compile the programs of rollouts, and time rounds for the budget and the scheduler.
 
-    Called as `engine.do` does. The lowered steps of `training` are compiled with it: nothing is
-    timed beside a compilation.
+    Called by `engine.do`. The lowered steps of `training` are compiled first: nothing is timed
+    during a compilation.
     """
     drafters, drafting = dict(speculation.drafters), kept.drafting
     for source in speculation.apart.keys() - set(speculation.methods_of_copies):
@@ -168,7 +168,7 @@ def warm_up(
         else:
             longer.warm_up(told, training)
         training = ()
-    # workers are alike: the last one's times are those of all
+    # workers are alike: the times of the last one hold for all
     if isinstance(engine, MultiEngine):
         path = kept.folder / MOVES_FILE
         settings = one, placed, config.sampling, reach, path

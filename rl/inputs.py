@@ -49,7 +49,7 @@ class Inputs:
         return f"{self.model.architecture}-{digest[:16]}"
 
     def words_for(self, sampling: SamplingConfig) -> TokenBytes | None:
-        """The text of the tokens, where a rollout of this sampling needs it."""
+        """Return the text of the tokens if a rollout of this sampling needs it."""
         has_strings = any(one.stop for one in sampling.variants)
         return self.tokenizer.token_bytes if has_strings else None
 
@@ -131,15 +131,15 @@ def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
 def _check_coupling(config: TrainConfig, num_examples: int) -> None:
     phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
     prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
-    # in a pipeline those of two steps take turns
+    # in a pipeline two steps' phases take turns
     scattered = config.sched.mode == "pipeline" and phases > 1 and 2 * prompts > num_examples
     check_coupling(config.reuse, num_examples, prompts, size, most_times=2 + scattered)
 
 
 def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
-    """A policy's folder, shape and tokenizer; the shape names an end token.
+    """Return a policy's folder, shape and tokenizer; the shape names an end token.
 
-    Raises ValueError or FileNotFoundError where they are missing or do not fit together.
+    Raises ValueError or FileNotFoundError if they are missing or do not fit together.
     """
     policy = resolve_path(directory)
     model = hf.check(policy)
@@ -157,7 +157,7 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
 
 
 def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
-    """Return remarks on a run that are worth knowing before it begins; none is an error."""
+    """Return notes on a run for its start; none is an error."""
     found = []
     if not config.speculation.enabled:
         found.append(

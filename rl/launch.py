@@ -31,13 +31,13 @@ from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave
 from rl.runtime.waits import ProgramLost
 
-LAST_LINES = 40  # of a process that fails without an error of its own
+LAST_LINES = 40  # of a process that fails without an error message
 
 
 def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
-    """Start the trainer processes and show what they print; returns the run's exit status.
+    """Start the trainer processes and show their output; return the run's exit status.
 
-    SIGTERM and Ctrl-C stop them as they would stop one process, at the last whole step.
+    SIGTERM and Ctrl-C stop them like a single process, at the last whole step.
     """
     from rl.cluster.ray_session import open_ray, reserve
 
@@ -98,9 +98,9 @@ class StopSignals:
 
 
 class Screen:
-    """Shows the user all that process 0 says, and errors of the others with their number.
+    """Shows the output of process 0, and errors of the others with their number.
 
-    Where several say the same error, it is shown once.
+    An error of several processes is shown once.
     """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
@@ -110,7 +110,7 @@ class Screen:
         self._hidden: dict[int, collections.deque[str]] = {}
 
     def show(self, index: int, is_error: bool, text: str) -> None:
-        """Show a line of a process, or not."""
+        """Show a line of a process, unless it is routine output or a repeated error."""
         text = text.removeprefix(f"process {index}: ")
         if text.startswith("error"):
             self._explained.add(index)
@@ -124,7 +124,7 @@ class Screen:
         self._print(index, text, self._err if is_error else self._out)
 
     def explain(self, index: int) -> None:
-        """Show the last that a process said which has failed without naming an error."""
+        """Show the last lines of a process that failed without an error message."""
         if index not in self._explained:
             for text in self._hidden.pop(index, ()):
                 self._print(index, text, self._err)

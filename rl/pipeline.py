@@ -152,7 +152,7 @@ class PipelineRollouts:
         """Return the weights that answer the step after this one, for its checkpoint."""
         return self._policies[step + 1].weights.put_as(state.params)
 
-    # -- what goes out ----------------------------------------------------------------
+    # -- submission ----------------------------------------------------------------
 
     def _first_group(self, step: int) -> int:
         """Groups, and with them requests and their noise, are numbered over all steps."""
@@ -185,7 +185,7 @@ class PipelineRollouts:
         self._submit(step, step + 1, new, own.first_group + len(before), requests)
 
     def _requests(self, step: int, new: Prompts, before: Sequence[str]) -> list[Request]:
-        """The requests of a step for `new`; `before` are the keys of its earlier passes."""
+        """Return the requests of a step for `new`; `before` are the keys of its earlier passes."""
         system, config = self._system, self._system.config
         size, first = config.rollout.group_size, self._first_group(step)
         # noise that repeats is named by the example, so that a name may be in use twice
@@ -204,7 +204,7 @@ class PipelineRollouts:
     ) -> None:
         """Submit requests of `step` to the workers, as a part of the step `place`.
 
-        A process submits its own, of a new place also none.
+        A process submits its share, for a new place also none.
         """
         self._engine.engines[0].check(requests, self._system.config.sampling)
         self._open.setdefault(step, {}).update({r.request_id: r for r in requests})
@@ -235,7 +235,7 @@ class PipelineRollouts:
         return spec_of(*settings, version=max(step - 2, 0))
 
     def _deferred(self) -> list[Request]:
-        """The requests that had gone on into this step when the run was stopped."""
+        """Return the requests that HistoPipe had deferred into this step before the stop."""
         before = self._first - 1
         ended = {(t.group_id, t.sample_index) for ts in self._unfinished.values() for t in ts}
         return [
@@ -244,7 +244,7 @@ class PipelineRollouts:
             if r.group_id in self._unfinished and (r.group_id, r.sample_index) not in ended
         ]
 
-    # -- what comes back --------------------------------------------------------------
+    # -- collection --------------------------------------------------------------
 
     def _collect(self, step: int, timings: Timings) -> Responses:
         """Wait for the submitted responses of a step and their scores, of all processes."""
@@ -280,7 +280,7 @@ class PipelineRollouts:
         self._open.setdefault(step + 1, {}).update(requests)
         return found
 
-    # -- what is kept for later steps ---------------------------------------------------
+    # -- state for later steps ---------------------------------------------------
 
     def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
         """Record what later steps need of this one, and add to its metrics."""
@@ -347,8 +347,8 @@ class PipelineRollouts:
 class Pacing:
     """The τ of a ranking group by the seconds of a worker's rounds, at the pace of the last step.
 
-    How many tokens a round brings a request, and what it verifies for them, is what the last step's
-    rounds had: HistoPipe's cooperation with HistoSpec (RhymeRL, figure 12).
+    The tokens that a round gains per request, and the nodes it verifies for them, are the last
+    step's: HistoPipe's cooperation with HistoSpec (RhymeRL, figure 12).
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -369,7 +369,7 @@ class Pacing:
 
 
 def pace_of(stats: EngineStats) -> Pace:
-    """Return the mean nodes and tokens of a request's round; those of plain rounds if none was."""
+    """Return the mean nodes and tokens of a request's round; without rounds, a plain round's."""
     requests, tokens, slots, nodes = 0, 0, 0, 0
     for record in stats.timeline:
         rounds = int(record.rounds_A.max(initial=0))

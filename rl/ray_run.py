@@ -49,7 +49,7 @@ from spec.budget.config import MODEL
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 
-SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and services
+SPARE_CPUS = 2  # of a Ray that a run starts, in addition to workers and services
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,9 +74,9 @@ class RayWorkers:
         told: OnCompiled,
         alive: Callable[[], object],
     ) -> None:
-        """Have the workers compile and measure, while `training` is compiled here.
+        """Compile and measure on the workers while `training` is compiled here.
 
-        What they measured goes into the run's folder.
+        The measurements go into the run's folder.
         """
         rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
         known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
@@ -85,7 +85,7 @@ class RayWorkers:
             first = self.engine.engines[0]
             compile_buckets.compile_programs(first, (), told, training)
             while not wait([there], POLL_S).done:
-                alive()  # each answer has its own deadline
+                alive()  # each call has a deadline
             measured = there.result()
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
@@ -99,7 +99,7 @@ class RayWorkers:
             self.helping.seconds = self._seconds(times, moved)
 
     def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
-        """Return what a copy costs: none for a draft model's weights, which workers have."""
+        """Return a copy's seconds: none for a draft model's weights, which workers have."""
         costs = MeasuredCosts(times.rounds, moves.seconds)
         draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
         return MeasuredSeconds.of(costs, times, draft_s)
@@ -120,7 +120,7 @@ class RayWorkers:
 
 
 def num_cpus(config: TrainConfig) -> int:
-    """The CPUs of a Ray that a run starts, beside those of its trainers."""
+    """Return the CPUs of a Ray that a run starts, in addition to its trainers'."""
     scoring = config.cluster.scorers * config.reward.workers
     drafting = (config.drafting.workers or 0) * config.sched.devices_per_worker
     return config.num_verifying + drafting + scoring + config.cluster.history_workers + SPARE_CPUS
@@ -246,8 +246,8 @@ def bounds(
     reach: Reach,
     drafter: AnyDrafter | None = None,
 ) -> Bounds:
-    """Return what workers compile: what rollouts reach, evaluations that they answer, and what
-    idle ones do for `drafter`.
+    """Return the bounds of the programs that workers compile: for rollouts, evaluations that they
+    answer, and the drafter's training on idle ones.
     """
     options, spot = config.drafter, drafter is not None and drafter.spot is not None
     slots = config.engine

@@ -76,8 +76,8 @@ class Part:
 class Partition:
     """The partition of a rollout's requests between processes.
 
-    `splits`: each process answers one part; else all answer all, with one engine. With `is_central`
-    process 0, which has the workers in other programs, answers all.
+    `splits`: each process answers one part; else all answer all, with one engine. `is_central`:
+    process 0 has all workers, in other programs, and answers all.
     """
 
     processes: Processes
@@ -152,7 +152,7 @@ class Partition:
         return found
 
     def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
-        """Tell this process's workers from those of others; an engine alone is one."""
+        """Name this process's workers; a single engine is one."""
         if self.is_central:
             return
         me = f"process {self.processes.index}" if self.splits else "all processes"
@@ -184,7 +184,7 @@ class Partition:
         rows.sort(key=lambda row: (row[0].group_id, row[0].sample_index))
         trajectories = [t for t, _, _ in rows]
         stats = joined([part.stats for part in parts]) if self.splits else own.stats
-        if not self.splits:  # what this process has generated itself is what is compared
+        if not self.splits:  # each process compares the responses of its engine
             mine = {t.request_id: t for t in own.trajectories}
             trajectories = [
                 dataclasses.replace(mine[t.request_id], reward=t.reward) for t in trajectories
@@ -198,7 +198,7 @@ class Partition:
         found: Responses,
         may_go_on: Collection[int],
     ) -> None:
-        """Raise Diverged unless all processes asked the same, in one order, and have the same."""
+        """Raise Diverged unless all processes have the same requests and responses in order."""
         prompts = {r.request_id: np.asarray(r.prompt_ids, np.int32) for r in requests}
         answered = {t.request_id for t in found.trajectories}
         asked = prompts.keys() - (set(may_go_on) - answered)
@@ -326,7 +326,7 @@ def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
 
 
 def _by_clock(part: Part, began_s: float) -> Responses:
-    """Return a part's responses by the clock on which the rollout began at `began_s`."""
+    """Return a part's responses on the clock of `began_s`, this process's start of the rollout."""
     assert part.responses is not None
     stats, by_s = part.responses.stats, began_s - part.began_s
     stats = dataclasses.replace(

@@ -346,7 +346,7 @@ def remember(
 ) -> dict[str, float]:
     """Keep a step's responses for the next epoch; start to index the history of a step to come.
 
-    Its first prompt is at `coming` of the data order, and its groups begin at `first_group`.
+    Its first prompt is at `coming` of the data order, and its first group is `first_group`.
     """
     speculation, scored = system.speculation, system.reuse.mode.enabled
     if speculation.keeps_history or scored:
@@ -400,7 +400,7 @@ def _past_lengths(system: System, keys: Sequence[str]) -> dict[int, tuple[int, .
 def prefetch_metrics(
     prefetched: Prefetched, trajectories: Sequence[Trajectory], dropped: int = 0
 ) -> dict[str, float]:
-    """Return how many prefetched tokens the responses begin with, up to the first difference."""
+    """Return how many prefetched tokens the responses start with, up to the first difference."""
     drawn = {t.request_id: t.response_ids for t in trajectories}
     used = {i: tokens for i, tokens in prefetched.tokens.items() if i in drawn}
     kept = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}

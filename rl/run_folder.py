@@ -1,9 +1,9 @@
-"""Which runs may start or resume in a folder: checked before anything is written, then locked.
+"""The folder of a run: checked before anything is written, then locked.
 
 a new folder, or an empty one            a run may start
 a run without a step, by its marker      may start over
-a run                                    resumes with --resume, by the settings it began with
-anything else                            is refused, and stays as it is
+a run                                    resumes with --resume, with its first settings
+anything else                            is refused, and left unchanged
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MAX_LAUNCHES_BYTES = 2**20  # of the file: a launch takes 400 bytes
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A field that a resumed run has otherwise than the run had it."""
+    """A field that a resumed run changes."""
 
     field: str
     before: str
@@ -83,7 +83,7 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
 
 
 def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
-    """Raise ConfigError where a resumed run would be another experiment."""
+    """Raise ConfigError if a resumed run would be another experiment."""
     other = [change for change in found if change.of_experiment]
     if other and not allow:
         more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
@@ -95,9 +95,9 @@ def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
 
 
 def check(config: TrainConfig, *, resume: bool) -> Path:
-    """The run's folder, where a run may start or resume there. Writes nothing.
+    """Return the run's folder if a run may start or resume there. Writes nothing.
 
-    Raises ConfigError, ValueError or OSError with what is in the way and how to mend it.
+    Raises ConfigError, ValueError or OSError with the obstacle and how to fix it.
     """
     folder = _writable(config.run.directory or "")
     _check_outside(folder, config)
@@ -116,7 +116,7 @@ def check(config: TrainConfig, *, resume: bool) -> Path:
 
 
 def is_finished(folder: Path, config: TrainConfig) -> bool:
-    """True once all steps are done and what a run exports is there."""
+    """Return whether all steps are done and the exports are there."""
     steps = _whole_steps(folder / CHECKPOINTS)
     left = [POLICY] + [DRAFTER_MODEL] * config.speculation.learns
     return bool(steps) and steps[0] >= config.run.steps and all((folder / n).is_dir() for n in left)
@@ -125,8 +125,8 @@ def is_finished(folder: Path, config: TrainConfig) -> bool:
 def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
     """Take the folder for this process and write the configuration, from which a run resumes.
 
-    `before` is that of a resumed run. Returns the lock, to be closed at the end. Raises as
-    `check`, and ConfigError where another process has the run.
+    `before` is a resumed run's so far. Returns the lock, to be closed at the end. Raises as
+    `check`, and ConfigError if another process has the run.
     """
     folder = Folder(check(config, resume=before is not None), create=True)
     lock = _lock(folder)
@@ -156,11 +156,11 @@ def resume_command(folder: Path) -> str:
     return f"python -m rl.train --resume --gin.Run.directory={shlex.quote(str(folder))}"
 
 
-# --- what is looked at -----------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------
 
 
 def _writable(directory: str) -> Path:
-    """The folder as a path. Raises ConfigError where none can be made or written to there."""
+    """Return the folder as a path. Raises ConfigError if it cannot be made or written to."""
     if "\0" in directory:
         raise ConfigError("Run.directory: expected a path, got one with a NUL character")
     if re.match(r"\w+:/", directory):
@@ -267,7 +267,7 @@ def _whole_steps(checkpoints: Path) -> list[int]:
     ]
 
 
-# --- what is written -------------------------------------------------------------------
+# --- writes --------------------------------------------------------------------------
 
 
 def _lock(folder: Folder) -> BinaryIO:

@@ -159,7 +159,7 @@ class _RunProcess:
             return self._train(dataclasses.replace(config, cluster=cluster), show, watch)
 
     def _take_folder(self) -> contextlib.AbstractContextManager[object]:
-        """Lock the run folder, by the process that writes there; all see that it is the same.
+        """Lock the run folder in process 0, and check that all have the same one.
 
         Raises as `check_can_resume` and `run_folder.begin`, in all of them.
         """

@@ -1,4 +1,4 @@
-"""A run's parts: made, laid out on devices, and compiled as far as its first step needs it."""
+"""A run's parts: made, laid out on devices, and compiled for its first step."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class RunBuilder:
     def engine(
         self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
     ) -> RolloutEngine:
-        """Return an engine on the trainer's devices, or workers on devices of their own."""
+        """Return an engine on the trainer's devices, or workers on separate devices."""
         sched, options = self.config.sched, dict[str, Any]()
         if drafter is not None:
             options["feature_layers"] = drafter.learned.config.feature_layers

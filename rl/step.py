@@ -1,4 +1,4 @@
-"""One step: generate, score, compare, update; what the run folder records of it."""
+"""One step: generate, score, compare, update; and its record for the run folder."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
 
 
 def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
-    """Note that a part of a step begins."""
+    """Note the start of a part of a step."""
     watch.at(part)
     if part != SAVING:  # most steps save nothing
         show.part(step, part)

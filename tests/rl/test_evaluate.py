@@ -22,7 +22,7 @@ def run(tiny, tmp_path_factory):
     (folder / "config.gin").write_text(tiny.read_text())
     asked = ("Eval.num_prompts=3", f"Eval.sets=('own=jsonl:{tiny.parent / 'task.jsonl'}',)")
     state = tiny_run.train(tiny, folder, "Run.steps=2", *asked, "Eval.every_steps=1")
-    hf.save_pretrained(folder / "policy", tiny_run.MODEL, host_copy(state))
+    hf.save_pretrained(folder / "policy", tiny_run.MODEL, host_copy(state.params))
     tokenizer.save_character_tokenizer(folder / "policy", tiny_run.CHARACTERS)
     return folder
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from rl.config import TrainConfig
 from rl.engine.rollout_spec import RolloutSpec
+from rl.engine.stats import EngineStats
 from rl.gin.loader import load
 from rl.inputs import open_inputs
 from rl.learner.advantages import informative_groups
@@ -113,8 +114,10 @@ class OneBehind:
             number = new.numbers[t.group_id - len(before)]
             names = step, phase, t.group_id, t.sample_index, number
             self.answers.append((*names, t.response_ids.tolist()))
-        scored = [(t, *scorer.result(t)) for t in done]
-        return [(dataclasses.replace(t, reward=s.total), s, text) for t, s, text in scored]
+        found = scorer.responses(done, EngineStats())
+        rows = zip(found.trajectories, found.scores, found.texts, strict=True)
+        scored = {row[0].request_id: row for row in rows}
+        return [scored[t.request_id] for t in done]
 
 
 @dataclasses.dataclass

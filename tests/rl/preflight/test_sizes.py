@@ -126,7 +126,7 @@ def test_a_run_finds_its_own_and_several_processes_are_told_to_ask_preflight(
     assert not given[0].open_sizes and given[0].engine.slots == 128
     assert train.main((*flags, "--gin.Cluster.kind='spmd'")) == 2
     said = capsys.readouterr().err
-    assert "expected numbers where Cluster.kind is 'spmd', got 'auto'" in said
+    assert "expected numbers if Cluster.kind is 'spmd', got 'auto'" in said
     assert len(given) == 1
     assert train.main((*flags, "--dry_run")) == 0
     assert "# open          Engine.slots, Engine.pages" in capsys.readouterr().out
