@@ -38,16 +38,13 @@ def take_workers(
     speculation: Speculation,
     clock: Callable[[], float],
     report: Callable[[str], None],
-) -> DraftingWorkers | None:
-    """Take the drafting workers from the engine's, and have idle ones help; None without either.
+) -> DraftingWorkers:
+    """Take the drafting workers from the engine's, and have idle ones help.
 
-    On Ray they are actors (`open_actors`). Raises ValueError if there are more than devices.
+    Raises ValueError if there are more than devices.
     """
     settings = config.drafting
-    if config.cluster.kind == "ray" or not isinstance(engine, MultiEngine):
-        return None
-    if not (settings.drafts_apart or settings.helps):
-        return None
+    assert isinstance(engine, MultiEngine), "drafting workers draft for others"
     num_devices = len(jax.local_devices())
     if (count := settings.workers or 1) > num_devices:
         raise ValueError(

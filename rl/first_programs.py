@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -17,8 +17,6 @@ from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
 from rl.config import TrainConfig
-from rl.drafting.plans import MeasuredSeconds
-from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs
 from rl.responses import WHOLE, Partition
@@ -39,6 +37,9 @@ from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
 from spec.config import SamplingConfig
 from spec.sampling import step_key
+
+if TYPE_CHECKING:
+    from rl.drafting.workers import DraftingWorkers
 
 
 def _node_sizes(config: TrainConfig) -> NodeSizes | None:
@@ -214,6 +215,8 @@ def warm_up_drafting(
     told: OnCompiled,
 ) -> None:
     """Plan how many workers draft, if that is left to the plan; compile and time their programs."""
+    from rl.drafting.plans import MeasuredSeconds
+
     times, planner = speculation.times, drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
     seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)

@@ -32,7 +32,6 @@ from rl.learner import critic
 from rl.learner.optimizer import make_optimizer
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
-from spec.eagle import model as eagle
 
 TRAINING, ROLLOUTS = "training", "rollouts"
 USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
@@ -234,6 +233,8 @@ def _rollouts(
     }
     drafters = []
     if shape is not None:
+        from spec.eagle import model as eagle
+
         whole = _Shards(dict.fromkeys(mesh.sizes, 1))
         drafters.append((shape.layer, whole.params(eagle.param_specs(shape), dtype)))
     if config.speculation.asks_model:

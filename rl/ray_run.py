@@ -331,6 +331,9 @@ class RayRunBuilder(RunBuilder):
         speculation.history_workers = self.stack.enter_context(history)
         return self.workers.engine
 
+    def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
+        """They are actors (`rl.drafting_run.open_actors`)."""
+
     def rewards(self) -> Rewards:
         rewards = super().rewards()
         self.partition.processes.barrier("workers on Ray", self.watch.alive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -20,15 +20,15 @@ from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
 from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
-from rl.pipeline import PipelineRollouts
 from rl.responses import AGREED, PeerFailed
 from rl.rollouts import StepRollouts
 from rl.runtime.run_files import NEWEST_FILE
 from rl.runtime.signals import SAVING
 from rl.system import System
-from spec.eagle import model as eagle
-from spec.eagle.training import state_of
 from spec.reuse.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from rl.pipeline import PipelineRollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +173,9 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
     behind = state.params if config.sched.mode == "pipeline" else None
     drafter, shape = None, drafter_shape(config, model)
     if shape is not None:
+        from spec.eagle import model as eagle
+        from spec.eagle.training import state_of
+
         init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
         drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))
     template = SavedArrays.of(state, behind, drafter)

@@ -22,15 +22,12 @@ from rl import model_card
 from rl.checkpoint import reader
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig
-from rl.drafter_run import open_drafter
-from rl.drafter_training import export as drafter_folder
 from rl.inputs import Inputs
 from rl.learner.optimizer import SavedArrays
 from rl.metrics.writer import read_metrics
 from rl.model_card import Form, History
 from rl.run_folder import read_launches
 from rl.runtime.run_files import CHECKPOINTS, DRAFTER, METRICS_FILE, POLICY
-from spec.eagle.training import DrafterState
 from spec.sampling import SamplingConfig
 
 
@@ -156,6 +153,10 @@ def write_drafter(
     are the policy's of the run's newest checkpoint, else of the finished policy.
     Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
     """
+    from rl.drafter_run import open_drafter
+    from rl.drafter_training import export as drafter_folder
+    from spec.eagle.training import DrafterState
+
     start = open_drafter(config, inputs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)
     state: Any = DrafterState(shapes, (), jax.ShapeDtypeStruct((), "int32"))  # type: ignore[arg-type]

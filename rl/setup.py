@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,11 @@ from models.config import ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh, rollout_mesh
 from models.transformer import Params
-from rl import drafter_run, drafting_run, first_programs
-from rl.cluster.actors import ActorSettings
+from rl import first_programs
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.config import TrainConfig, recipe
 from rl.data.prompts import DataOrder
-from rl.drafter_run import AnyDrafter, DrafterRun
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
@@ -36,7 +34,6 @@ from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
 from rl.responses import Partition
 from rl.rewards.pool import RewardPool
-from rl.rewards.scorers import Scorers
 from rl.rewards.scores import Rewards
 from rl.runtime import devices
 from rl.runtime.parallel_compile import OnCompiled
@@ -55,6 +52,10 @@ from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from rl.drafter_run import AnyDrafter, DrafterRun
+    from rl.drafting.workers import DraftingWorkers
 
 
 @contextlib.contextmanager
@@ -94,9 +95,7 @@ def build(
         learner, state = _learner(config, inputs, mesh)
         engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
         rewards = builder.rewards()
-        drafting = drafting_run.take_workers(config, engine, speculation, clock, show.message)
-        if drafting is not None:
-            stack.enter_context(drafting)
+        drafting = builder.drafting_workers(engine, speculation)
         evaluates_apart = config.sched.beside_training and inputs.evals.sets
         eval_engine = builder.eval_engine(engine.dtype) if evaluates_apart else None
         system = System(
@@ -177,6 +176,8 @@ class RunBuilder:
         return DraftModel.load(self.config.draft_model)
 
     def _open_drafter(self, trainer_engine: Engine | None = None) -> DrafterRun:
+        from rl import drafter_run
+
         start = drafter_run.open_drafter(self.config, self.inputs)
         places = self.stack, self.clock, self.watch.alive, self.partition, trainer_engine
         return drafter_run.open_run(self.config, start, self.folder, *places)
@@ -231,13 +232,27 @@ class RunBuilder:
         watch = LockstepWatch(processes, lambda text: processes.end(text))
         return self.stack.enter_context(watch)
 
+    def drafting_workers(
+        self, engine: RolloutEngine, speculation: Speculation
+    ) -> DraftingWorkers | None:
+        """Take drafting workers from the engine's, and have idle ones help; None without either."""
+        settings = self.config.drafting
+        if not (settings.drafts_apart or settings.helps):
+            return None
+        from rl import drafting_run
+
+        places = engine, speculation, self.clock, self.show.message
+        return self.stack.enter_context(drafting_run.take_workers(self.config, *places))
+
     # -- rewards --------------------------------------------------------------------------
 
     def rewards(self) -> Rewards:
         """Start the reward workers, which start while programs are traced."""
         config, specs, rewards = self.config, self._specs, None
         if count := config.cluster.scorers:
+            from rl.cluster.actors import ActorSettings
             from rl.cluster.ray_session import reserve
+            from rl.rewards.scorers import Scorers
 
             limit_s, cpus = config.cluster.deadline_s, config.reward.workers
             setting = f"Cluster.scorers={count} of Reward.workers={cpus}"

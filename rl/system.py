@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,8 +13,6 @@ from models.transformer import Params
 from rl.cluster.processes import Processes
 from rl.config import TrainConfig
 from rl.data.prompts import DataOrder
-from rl.drafter_run import AnyDrafter
-from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import RolloutEngine
 from rl.inputs import Inputs
 from rl.learner import trainer
@@ -38,6 +36,10 @@ from rl.speculation.sources import Speculation
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
 from spec.reuse.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from rl.drafter_run import AnyDrafter
+    from rl.drafting.workers import DraftingWorkers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

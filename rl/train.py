@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.folder import Folder
 from models.transformer import Params
@@ -39,7 +39,6 @@ from rl.metrics.writer import (
     check_installed,
     read_metrics,
 )
-from rl.pipeline import PipelineRollouts
 from rl.rewards.check import check_rewards
 from rl.rollouts import StepRollouts
 from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
@@ -53,6 +52,9 @@ from rl.step import StepRecord, speed_metrics, train_step
 from rl.system import System
 from rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
 from rl.workers.ahead_engine import AheadEngine
+
+if TYPE_CHECKING:
+    from rl.pipeline import PipelineRollouts
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 MAX_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
@@ -196,6 +198,8 @@ def open_rollouts(
     """
     config, engine = system.config, system.engine
     if config.sched.mode == "pipeline":
+        from rl.pipeline import PipelineRollouts
+
         with PipelineRollouts(system, first_step, stale_params) as pipeline:
             pipeline.load_state(state)
             yield pipeline

@@ -16,7 +16,6 @@ from rl.drafting_run import (
     have_idle_help,
     make_planner,
     open_actors,
-    take_workers,
 )
 from rl.gin.loader import load
 from rl.ray_run import worker_settings
@@ -105,7 +104,6 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
         assert [[p.number for p in actors.apart(k).places] for k in (0, 1)] == [[0, 2], [1, 3]]
     assert settings(config).model_apart and not settings(made(RAY)).model_apart
     assert not settings(config).model_here
-    assert take_workers(config, None, None, None, print) is None  # they are no threads
 
 
 def test_a_run_without_drafting_workers_starts_none():
