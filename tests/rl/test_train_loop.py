@@ -376,17 +376,10 @@ def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tm
     assert_warm_up_compiled_all(done.rows[STEPS:], *compiled)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("Reuse.mode='random'", *DRAFTS[:2]),
-        ("Reuse.mode='coupled'", "Engine.min_slots=8"),  # batches that shrink: test_loop_workers.py
-    ],
-    ids=["random", "coupled"],
-)
-def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path, more):
+def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path):
     [task] = load(TrainConfig, [tiny]).task.specs
     by_task = "Sampling.by_task=('t: temperature=0.7, top_k=9, max_new_tokens=20, stop=\"1\"',)"
+    more = "Reuse.mode='coupled'", "Engine.min_slots=8"  # shrinking batches: test_loop_workers.py
     settings = (*BUCKETS, *more, f"Task.specs=('t={task}',)", by_task)
     whole, *compiled = compilations(tiny, tmp_path / "whole", *settings)
     assert_warm_up_compiled_all(whole.rows, *compiled)
