@@ -1,7 +1,4 @@
-"""Waiting for another thread with a deadline, so that a hang becomes an error that names it.
-
-A deadline runs from the last progress, not from the beginning.
-"""
+"""Waiting for another thread; a deadline runs from the last progress, not from the beginning."""
 
 from __future__ import annotations
 

@@ -77,7 +77,6 @@ def test_the_default_is_grpo_as_it_always_was():
             {"correction": "token_tis:2", "old_logprobs": "emission"},
             "correction = 'token_tis:2'.*got old_logprobs = 'emission'.*leave old_logprobs out",
         ),
-        ({"name": "trpo"}, "name must be one of grpo, dr_grpo, dapo, gspo, rloo, ppo, got 'trpo'"),
     ],
 )
 def test_what_contradicts_the_name_is_refused(settings, message):

@@ -200,8 +200,7 @@ def test_the_critic_comes_to_foresee_what_a_response_earns():
         assert metrics["critic/lr"] == pytest.approx(0.05) and metrics["lr"] == 0
     assert explained[0] == 0  # zeros explain nothing
     assert np.mean(explained[-2:]) > 0.3
-    for old, new in zip(leaves(policy()), leaves(state.params), strict=True):
-        np.testing.assert_array_equal(old, new)
+    jax.tree.map(np.testing.assert_array_equal, leaves(policy()), leaves(state.params))
 
 
 def test_the_two_networks_learn_apart():
@@ -212,8 +211,7 @@ def test_the_two_networks_learn_apart():
         RECIPE, critic=dataclasses.replace(RECIPE.critic, learning_rate=0.0)
     )
     state, metrics = run(state, some_trajectories(), recipe=quiet)
-    for old, new in zip(before[0], leaves(state.critic.params), strict=True):
-        np.testing.assert_array_equal(old, new)
+    jax.tree.map(np.testing.assert_array_equal, before[0], leaves(state.critic.params))
     assert any((a != b).any() for a, b in zip(before[1], leaves(state.params), strict=True))
     assert int(state.step) == 2 == metrics["batch/optimizer_steps"]
 
@@ -226,8 +224,7 @@ def test_values_that_are_not_finite_stop_both_networks():
     with pytest.raises(trainer.NonFiniteUpdate, match="step 3.*not finite") as caught:
         run(state, some_trajectories(), step=3)
     assert caught.value.state is state
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
 
 
 def test_a_critic_gradient_that_overflows_is_named_as_the_critics():
@@ -237,8 +234,7 @@ def test_a_critic_gradient_that_overflows_is_named_as_the_critics():
     before = leaves(state)
     with pytest.raises(trainer.NonFiniteUpdate, match="the critic's .*Critic.learning_rate"):
         run(state, trajectories)
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
 
 
 def test_a_state_without_a_critic_is_an_error():
@@ -255,8 +251,7 @@ def test_nothing_compiles_after_warm_up():
     with counted_compilations() as found:
         state = trainer.warm_up(state, shape, recipe=RECIPE)
         compiled = len(found)
-        for old, new in zip(before, leaves(state), strict=True):
-            np.testing.assert_array_equal(new, old)
+        jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
         batches = set()
         for step in range(4):
             batch = some_trajectories(16, seed=step, max_response=4 + 12 * step)

@@ -9,8 +9,8 @@ import pytest
 
 from rl.learner import losses
 from rl.learner.algorithms import AlgorithmConfig, Correction, parse_correction
-from rl.learner.importance_correction import importance_weights
 from rl.learner.losses import LossInputs
+from rl.learner.policy_losses import importance_weights
 
 # ratios 4, 1/2 and 1, then padding; and 1/4 alone
 TRAINER = jnp.log(jnp.array([[0.8, 0.2, 0.5, 1.0], [0.1, 1.0, 1.0, 1.0]], jnp.float32))

@@ -161,9 +161,6 @@ def test_rows_that_are_not_finite_are_told_apart():
         {"clip_low": 1.1},
         {"clip_high": float("nan")},
         {"kl_coefficient": -1.0},
-        {"kl_estimator": "k4"},
-        {"aggregation": "mean"},
-        {"name": "sarsa"},
     ],
 )
 def test_bad_settings_are_refused(bad):
