@@ -63,9 +63,7 @@ def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]
 
 
 def overlong_penalties(
-    lengths: Sequence[int],
-    max_new_tokens: int | Sequence[int],
-    buffer_tokens: int | Sequence[int],
+    lengths: Sequence[int], max_new_tokens: int | Sequence[int], buffer_tokens: int | Sequence[int]
 ) -> np.ndarray:
     """0 up to max_new_tokens − buffer, then linear to −1 at max_new_tokens; float64 [n].
 

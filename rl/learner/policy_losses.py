@@ -13,39 +13,6 @@ import jax.numpy as jnp
 from rl.learner.algorithms import Algorithm, Correction
 
 
-def clipped_policy_loss(
-    logprobs_BT: jax.Array,
-    old_logprobs_BT: jax.Array,
-    advantages_BT: jax.Array,
-    clip_low: float,
-    clip_high: float,
-) -> jax.Array:
-    """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) per token, ρ = exp(logp − old); [B, T].
-
-    Source: PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476.
-    """
-    ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-
-
-def sequence_clipped_policy_loss(
-    logprobs_BT: jax.Array,
-    old_logprobs_BT: jax.Array,
-    advantages_BT: jax.Array,
-    mask_BT: jax.Array,
-    clip_low: float,
-    clip_high: float,
-) -> jax.Array:
-    """−min(s·A, clip(s, 1 − low, 1 + high)·A), s = exp(mean over t of (logp − old)); [B, T].
-
-    Each token has the sequence's loss. Source: GSPO, arXiv 2507.18071, equations 5 to 7.
-    """
-    ratio_BT = sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-
-
 def sequence_ratio(
     logprobs_BT: jax.Array, old_logprobs_BT: jax.Array, mask_BT: jax.Array
 ) -> jax.Array:
@@ -54,14 +21,6 @@ def sequence_ratio(
     tokens_B1 = jnp.maximum(jnp.sum(mask_BT, axis=1, keepdims=True), 1)
     ratio_B1 = jnp.exp(jnp.sum(d_BT, axis=1, keepdims=True) / tokens_B1)
     return jnp.broadcast_to(ratio_B1, d_BT.shape)
-
-
-def reinforce_policy_loss(logprobs_BT: jax.Array, advantages_BT: jax.Array) -> jax.Array:
-    """−A·logp per token, whose sum over a sequence is −A·log p(sequence); [B, T].
-
-    Source: RLOO, arXiv 2402.14740.
-    """
-    return -advantages_BT * logprobs_BT
 
 
 def clipped_value_loss(
@@ -83,18 +42,22 @@ def policy_loss(
     advantages_BT: jax.Array,
     mask_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss that the algorithm names, and the ratio that it clips; [B, T] twice."""
-    bounds = algorithm.clip_low, algorithm.clip_high
+    """The loss of each token by the algorithm's name for it, and the ratio that it clips.
+
+    clipped            −min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = exp(logp − old)
+    sequence_clipped   the same with s = exp(mean over t of (logp − old)) at each token
+    reinforce          −A·logp, whose sum over a sequence is −A·log p(sequence)
+
+    [B, T] twice. Sources: PPO, arXiv 1707.06347, two bounds: DAPO, 2503.14476; GSPO, 2507.18071,
+    equations 5 to 7; RLOO, 2402.14740.
+    """
     ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
     if algorithm.policy_loss == "reinforce":
-        return reinforce_policy_loss(logprobs_BT, advantages_BT), ratio_BT
+        return -advantages_BT * logprobs_BT, ratio_BT
     if algorithm.policy_loss == "sequence_clipped":
-        loss_BT = sequence_clipped_policy_loss(
-            logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, *bounds
-        )
-        return loss_BT, sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
-    loss_BT = clipped_policy_loss(logprobs_BT, old_logprobs_BT, advantages_BT, *bounds)
-    return loss_BT, ratio_BT
+        ratio_BT = sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    clipped_BT = jnp.clip(ratio_BT, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT), ratio_BT
 
 
 def importance_weights(

@@ -37,10 +37,7 @@ class ProgramLost(RuntimeError):
 
 
 def result_of(
-    future: Future[T],
-    what: str,
-    patience: Patience,
-    progress: Callable[[], Any] = lambda: None,
+    future: Future[T], what: str, patience: Patience, progress: Callable[[], Any] = lambda: None
 ) -> T:
     """Return the future's result. Raises Hang once `progress` has not changed for too long."""
     seen, since_s = progress(), time.monotonic()

@@ -147,12 +147,7 @@ class LongerBuckets:
         self._compiled = True
 
     def finish(
-        self,
-        params: Params,
-        path: Path,
-        times: RoundTimes | None,
-        *,
-        processes: Processes = ALONE,
+        self, params: Params, path: Path, times: RoundTimes | None, *, processes: Processes = ALONE
     ) -> None:
         """Compile the rest and run it once; measure its rounds for `times`, unless it is None.
 

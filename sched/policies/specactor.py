@@ -170,11 +170,7 @@ class Acceptance:
 
 
 def batch_prices(
-    batch: float,
-    window: int,
-    draft: DraftSeconds,
-    verify: VerifySeconds,
-    acceptance: Acceptance,
+    batch: float, window: int, draft: DraftSeconds, verify: VerifySeconds, acceptance: Acceptance
 ) -> Prices:
     """Return the prices in a batch of b requests, which all have windows of w draft tokens.
 

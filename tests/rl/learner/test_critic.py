@@ -19,10 +19,7 @@ from rl.learner import critic, micro_batches, trainer
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.critic import Critic, value_loss
-from rl.learner.gradient_accumulation import StepScalars, accumulate, start
-from rl.learner.logprobs import place
 from rl.learner.losses import CriticInputs, LossInputs
-from rl.learner.micro_batches import CriticTargets
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
@@ -156,37 +153,6 @@ def test_value_loss_and_statistics_by_hand():
     sums = {name: float(x) for name, x in statistics.sums.items()}
     assert sums["critic/clip_fraction"] == 1 and sums["tokens"] == 3
     assert sums["critic/value_mean"] == pytest.approx(4.0, rel=1e-6)
-
-
-def gradient_of(samples, shape):
-    judge = random_critic()
-    packed = micro_batches.micro_batches(samples, shape)
-    num_tokens = np.float32(sum(s.trajectory.num_tokens for s in samples))
-    scalars = StepScalars(num_tokens, num_tokens, np.bool_(True))
-    total = start(network=critic.CRITIC, recipe=RECIPE)
-    for p in packed:
-        batch = place(p.batch)
-        total, _ = accumulate(judge, total, batch, scalars, network=critic.CRITIC, recipe=RECIPE)
-    return np.concatenate([x.ravel() for x in leaves(total.gradients)]), len(packed)
-
-
-def samples_with_targets():
-    def targets(n):
-        zeros = np.zeros(n, np.float32)
-        return CriticTargets(zeros, np.linspace(-1, 1, n, dtype=np.float32), zeros)
-
-    samples = select(some_trajectories())
-    return [
-        dataclasses.replace(s, critic_targets=targets(s.trajectory.num_tokens)) for s in samples
-    ]
-
-
-def test_any_split_into_micro_batches_gives_the_same_gradient():
-    whole, one = gradient_of(samples_with_targets(), Shape(2, 64, 32))
-    split, some = gradient_of(samples_with_targets()[::-1], Shape(2, 16, 3))
-    assert one == 1 < some
-    assert np.linalg.norm(whole) > 0.01
-    assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)
 
 
 def test_the_critic_comes_to_foresee_what_a_response_earns():

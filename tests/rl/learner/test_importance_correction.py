@@ -82,10 +82,7 @@ def test_they_weigh_the_policy_loss_and_not_the_kl_and_have_no_gradient_of_their
 
 @pytest.mark.parametrize(
     ("text", "name", "mean", "fraction"),
-    [
-        ("token_tis:2", "truncated", 3.75 / 4, 1 / 4),
-        ("token_mask:0.4:2", "masked", 2 / 4, 2 / 4),
-    ],
+    [("token_tis:2", "truncated", 3.75 / 4, 1 / 4), ("token_mask:0.4:2", "masked", 2 / 4, 2 / 4)],
 )
 def test_mean_weight_and_what_was_cut_are_reported(text, name, mean, fraction):
     _, (statistics, _) = loss_of(TRAINER, correction=text)

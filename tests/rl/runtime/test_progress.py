@@ -13,14 +13,7 @@ from pathlib import Path
 import pytest
 
 import rl
-from rl.runtime.progress import (
-    ErrorsOnly,
-    Progress,
-    RichProgress,
-    format_step,
-    progress,
-    say,
-)
+from rl.runtime.progress import ErrorsOnly, Progress, RichProgress, format_step, progress, say
 
 ROW = {
     "step": 7,
