@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.runtime.environment import device, versions
+from rl.runtime.devices import device, versions
 
 ROOT = Path(__file__).parents[1]
 JAX = ("jax", "jaxlib", "numpy")

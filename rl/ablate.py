@@ -44,6 +44,11 @@ MEANS = {  # columns that are means over steps, with their metrics
     "self_bleu": "diversity/self_bleu",
 }
 DIGITS = {"generated_tokens": 0, "rollout_s": 1, "verify_s": 1, "epochs": 1, "clip_fraction": 5}
+LEGEND = (
+    "Mean ± deviation over seeds. tokens: generated, relative to the first row; speedup: the first "
+    "row's rollout seconds over the row's; final_reward is the mean of the last epoch, or of all "
+    "steps if there was less than one."
+)
 NOTES = {
     "verify_s": "verify_s is part of rollout_s.",
     "reused_fraction": "reused_fraction is from the second epoch on.",
@@ -104,7 +109,6 @@ class Cell:
 
     @property
     def is_done(self) -> bool:
-        """True once all steps are done and the policy is written."""
         return self.steps_done >= self.config.run.steps and (self.folder / POLICY).is_dir()
 
     @property
@@ -121,8 +125,8 @@ class Cell:
 def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path) -> list[Cell]:
     """Return the runs of a grid, seed by seed: every variant has one run before any has two.
 
-    Raises ConfigError, before anything runs, if `rl.gin.loader.load` refuses any of them, or a
-    folder holds a run of another configuration.
+    Raises ConfigError, before anything runs, for a faulty variant or another configuration's
+    folder.
     """
     whole = load(AblationRun, files, overrides)
     if whole.run.directory:
@@ -164,9 +168,7 @@ Spreads = Mapping[str, Mapping[str, Spread]]  # by variant and column
 def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
     """Return the run's row of the table, by `COLUMNS`; nan if a run has no such metric.
 
-    Tokens and seconds are sums over all steps (no rollout seconds if rollouts run ahead). The
-    final reward is the mean over the last epoch (every prompt was answered once); reuse is
-    from the second epoch on.
+    Tokens and seconds are sums over all steps; the final reward is the mean over the last epoch.
     """
     rows = step_rows(read_metrics(cell.folder))
     # dynamic sampling takes as many prompts as it needs
@@ -204,8 +206,7 @@ def reward_curves(done: Sequence[Cell]) -> dict[str, dict[int, float]]:
     for cell in done:
         for row in read_metrics(cell.folder):
             if row.get("reward") is not None:
-                samples = rewards[cell.name].setdefault(int(row["step"]), [])
-                samples.append(float(row["reward"]))
+                rewards[cell.name].setdefault(row["step"], []).append(row["reward"])
     return {
         name: {step: float(np.mean(by_step[step])) for step in sorted(by_step)}
         for name, by_step in rewards.items()
@@ -221,13 +222,11 @@ def spread(values: Sequence[float]) -> Spread:
 
 def by_variant(rows: Sequence[Mapping[str, float | str | int]]) -> dict[str, dict[str, Spread]]:
     """Return each variant's columns over its seeds, in the order of the rows."""
-    return {
-        name: {
-            column: spread([float(row[column]) for row in rows if row["name"] == name])
-            for column in COLUMNS[2:]
-        }
-        for name in dict.fromkeys(str(row["name"]) for row in rows)
-    }
+    table: dict[str, dict[str, Spread]] = {}
+    for name in dict.fromkeys(str(row["name"]) for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        table[name] = {c: spread([float(row[c]) for row in own]) for c in COLUMNS[2:]}
+    return table
 
 
 def markdown(spreads: Spreads) -> str:
@@ -249,12 +248,7 @@ def markdown(spreads: Spreads) -> str:
         times = "" if math.isnan(speedup) else f"{speedup:.2f}×"  # rollouts that ran ahead
         values = [_value(row[column], digits[column]) for column in shown]
         lines.append([name.replace("|", "\\|"), f"{tokens:.2f}", times, *values])
-    legend = (
-        "Mean ± deviation over seeds. tokens: generated, relative to the first row; speedup: the "
-        "first row's rollout seconds over the row's; final_reward is the mean of the last epoch, "
-        "or of all steps if there was less than one."
-    )
-    notes = " ".join([legend, *(note for column, note in NOTES.items() if column in shown)])
+    notes = " ".join([LEGEND, *(note for column, note in NOTES.items() if column in shown)])
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes, ""])
 
 
@@ -269,26 +263,23 @@ def _value(spread: Spread, digits: int) -> str:
 
 def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
     """Draw tokens, seconds and reward of every variant, with deviations, and reward by step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     from rl.reports.style import INK, RUN_COLORS, STYLE, plain_text, run_look, step_axis
 
     names = list(spreads)
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         bars_inch = 1.2 + 0.36 * len(names)
-        picture = plt.figure(figsize=(11, bars_inch + 3.6), layout="constrained")
+        picture = Figure(figsize=(11, bars_inch + 3.6), layout="constrained")
         above, below = picture.subfigures(2, 1, height_ratios=(bars_inch, 3.6))
         axes = above.subplots(1, len(PANELS), sharey=True)
         for axis, (column, title, is_relative) in zip(axes, PANELS, strict=True):
             base = spreads[names[0]][column][0] if is_relative else 1.0
             means, errors = ([_ratio(spreads[n][column][i], base) for n in names] for i in (0, 1))
             colors = [RUN_COLORS[-1], *[RUN_COLORS[0]] * (len(names) - 1)]
-            axis.barh(
-                range(len(names)), means, xerr=np.nan_to_num(errors), color=colors, ecolor=INK
-            )
+            lines = {"xerr": np.nan_to_num(errors), "ecolor": INK}
+            axis.barh(range(len(names)), means, color=colors, **lines)
             axis.set_title(title)
             axis.grid(axis="y", visible=False)
         axes[0].set_yticks(range(len(names)), [plain_text(n, 28) for n in names])
@@ -296,13 +287,12 @@ def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Pa
         curve = below.subplots()
         for index, (name, rewards) in enumerate(curves.items()):
             color, style = run_look(index)
-            label = plain_text(name, 28)
-            curve.plot(list(rewards), list(rewards.values()), style, color=color, label=label)
+            look = {"color": color, "label": plain_text(name, 28)}
+            curve.plot(list(rewards), list(rewards.values()), style, **look)
         curve.set_title("Reward by step, mean over seeds")
         step_axis(curve)
         curve.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         picture.savefig(path)
-        plt.close(picture)
 
 
 # --- the command ------------------------------------------------------------------------
@@ -327,9 +317,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USAGE
     if args.dry_run:
         for cell in grid:
-            state = (
-                "done" if cell.is_done else f"{cell.steps_done} of {cell.config.run.steps} steps"
-            )
+            steps = f"{cell.steps_done} of {cell.config.run.steps} steps"
+            state = "done" if cell.is_done else steps
             say(f"{cell.name}, seed {cell.seed}: {state}, {cell.folder}")
         return 0
     if args.table:

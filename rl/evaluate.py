@@ -35,7 +35,7 @@ from rl.inputs import Inputs, open_policy
 from rl.rewards.config import validate
 from rl.rewards.scores import Rewards
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
-from rl.runtime.progress import Progress, progress, say
+from rl.runtime.progress import Progress, aligned, progress, say
 from rl.runtime.run_files import CONFIG_FILE
 
 OnRound = Callable[[int, int], None]
@@ -44,14 +44,10 @@ DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, check, ask, print; returns the exit code."""
+    """Parse, check, evaluate, print; return the exit code."""
     parser = config_parser("rl.evaluate", __doc__)
     parser.add_argument("--policy", metavar="DIR", help="evaluate this folder or GGUF file")
-    parser.add_argument(
-        "--run",
-        metavar="RUN",
-        help="a run folder: its configuration, and one of its checkpoints",
-    )
+    parser.add_argument("--run", metavar="RUN", help="a run folder: its config, a checkpoint of it")
     parser.add_argument(
         "--step", default="newest", metavar="STEP", help="with --run: newest, best, or a kept step"
     )
@@ -68,9 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """A checked command; `run` is None where --policy has the weights, `step` where the newest is
-    meant.
-    """
+    """A checked command; `run` is None with --policy, `step` of None is the newest."""
 
     config: TrainConfig
     inputs: Inputs
@@ -80,7 +74,7 @@ class _Evaluation:
 
 
 def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
-    """Open and check all that the command names; touches no device."""
+    """Open and check every argument; touches no device."""
     run = Path(args.run) if args.run else None
     training, config = _configurations(run, args.gin_file, overrides)
     if run is None and not args.policy:
@@ -113,7 +107,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
 def _configurations(
     run: Path | None, files: Sequence[str], overrides: Sequence[str]
 ) -> tuple[TrainConfig | None, TrainConfig]:
-    """(what the run trained on, None where no run is named; the evaluation's own)."""
+    """Return the run's configuration (None without --run), and the evaluation's."""
     if run is None:
         return None, load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     saved = run / CONFIG_FILE
@@ -123,13 +117,14 @@ def _configurations(
 
 
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
-    """Load the weights, ask, print."""
+    """Load the weights, evaluate, print."""
     from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
     from rl.rewards.pool import RewardPool
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
     from rl.setup import engine_mesh, run_mesh
 
+    errors = NoWholeCheckpointError, RewardWorkerError, StructureMismatchError
     evals = job.inputs.evals
     total = evals.num_questions * job.config.eval.samples
     tasks = tuple(dict.fromkeys(evals.specs))
@@ -139,13 +134,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
             pool = stack.enter_context(RewardPool(job.config.reward, tasks=tasks))
             mesh = engine_mesh(job.config, job.inputs.model, run_mesh(job.config))
             params, source = _weights(job, mesh, show)
-        except (
-            ValueError,
-            OSError,
-            NoWholeCheckpointError,
-            RewardWorkerError,
-            StructureMismatchError,
-        ) as error:
+        except (ValueError, OSError, *errors) as error:
             show.message(f"error: {error}")
             return EXIT_USAGE
         if warning := devices.warning():
@@ -154,13 +143,11 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
             show.message(remark)
         show.message(f"{evals.num_questions} questions, {total} responses")
         try:
-            answers = _ask(
-                job,
-                params,
-                mesh,
-                pool,
-                lambda finished, tokens: show.rollout(finished, total, tokens),
-            )
+
+            def on_round(finished: int, tokens: int) -> None:
+                show.rollout(finished, total, tokens)
+
+            answers = _respond(job, params, mesh, pool, on_round)
         except RewardWorkerError as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
@@ -173,7 +160,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     return 0
 
 
-def _ask(
+def _respond(
     job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
 ) -> list[Answers]:
     """Return the answers of these weights, scored by the pool, on a separate engine."""
@@ -191,7 +178,7 @@ def _ask(
 
 
 def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str, Any]]:
-    """The parameters, and where they come from."""
+    """Return the parameters, and a record of their source."""
     import jax.numpy as jnp
 
     from models import hf
@@ -209,36 +196,28 @@ def table(result: dict[str, Any]) -> str:
     """A result for reading."""
     overall = result["overall"]
     passes = [name for name in overall if name.startswith("pass@") and name[5:].isdecimal()]
-    header = ["set", "questions", "reward", *passes, "length", "truncated"]
-    rows = [header]
+    rows = [["set", "questions", "reward", *passes, "length", "truncated"]]
     for name, row in [*result["sets"].items(), ("all", overall)]:
         figures = [plus_minus(row, figure) for figure in ("mean_reward", *passes)]
         length, cut = f"{row['mean_length']:.1f}", f"{row['truncated']:.3f}"
         rows.append([name, str(row["questions"]), *figures, length, cut])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
     step = result["checkpoint_step"]
     head = [f"policy     {result['policy']}" + ("" if step is None else f", step {step}")]
     head += [f"questions  {_origin(result)}", ""]
     tail = ["", "± is half of the 95% interval over questions; `all` weighs every set the same"]
     if failures := overall["failures"]:
         tail += [f"{failures} responses could not be scored; they count as not correct"]
-    return "\n".join(head + lines + tail)
+    return "\n".join(head + aligned(rows) + tail)
 
 
 def _origin(result: dict[str, Any]) -> str:
-    """Say where the questions come from, and whether training has seen them."""
+    """Return a sentence on the source of the questions, and on those that training has seen."""
     text = f"generated from seed {result['seed']} (files as they stand)"
     seen = {name: row["seen_in_training"] for name, row in result["sets"].items()}
     if any(count is None for count in seen.values()):
         return text + "; training's are not known: name them with --run"
-    held = [
-        f"{count} of {result['sets'][name]['questions']} of {name}"
-        for name, count in seen.items()
-        if count
-    ]
+    sizes = {name: row["questions"] for name, row in result["sets"].items()}
+    held = [f"{count} of {sizes[name]} of {name}" for name, count in seen.items() if count]
     if not held:
         return text + ", none of them in training's examples"
     return text + "; TRAINING SAW " + ", ".join(held)

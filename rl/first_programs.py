@@ -25,8 +25,7 @@ from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.signals import Watch
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets, transfer_times
-from rl.warm_up.host_kernels import compile_host_kernels
-from rl.warm_up.longer_buckets import LongerBuckets
+from rl.warm_up.compile_buckets import LongerBuckets
 from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine
@@ -191,7 +190,7 @@ def warm_up(
             warm_up_drafting(sampling, engine, drafting, speculation, costs, told)
             one = engine.engines[-1]  # the last one may be a drafting worker's now
             placed = one.place(weights)
-        compile_host_kernels(
+        compile_buckets.compile_host_kernels(
             config.speculation,
             speculation.times,
             one,

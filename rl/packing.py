@@ -1,10 +1,9 @@
-"""Responses become rows of one fixed shape, with little padding.
+"""Responses become rows of one fixed shape, with little padding, for training and reuse alike.
 
-A row holds several prompts, each computed once, followed by the responses to it,
-which do not see one another (`models.attention.Packing`). The last prompt token
-opens every response again, since it predicts the first token of each: so a response
-of n tokens takes n positions, its prompt of P takes P − 1 more, once per row.
-Training and the verification of cached responses use the same rows. Plain numpy.
+A row holds several prompts, each computed once, followed by the responses to it, which do not see
+one another (`models.attention.Packing`). The last prompt token opens every response again, since
+it predicts its first token: a response of n tokens takes n positions, its prompt of P takes P − 1
+more, once per row. Plain numpy.
 """
 
 from __future__ import annotations
@@ -56,10 +55,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Rows of int32 [B, T], and where in the flattened [B · T] the responses lie.
+    """Rows of int32 [B, T], and the places of the responses in the flattened [B · T].
 
-    `targets_BT` are the tokens that the positions predict. Response `order[e]` is predicted at
-    `starts[e]` and the positions after it, its prompt begins at `prompt_starts[e]`.
+    Response `order[e]` is predicted from `starts[e]` on, its prompt is at `prompt_starts[e]`.
     """
 
     tokens_BT: np.ndarray
@@ -74,26 +72,15 @@ class Layout:
 def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1) -> Shape:
     """Return rows for the longest prompt and response, of about `micro_batch_tokens` in all.
 
-    `row_multiple` is the ways of the mesh's batch axes: rows are a multiple of it,
-    and at least that many. Raises ValueError for sizes below 1.
+    The number of rows is a multiple of `row_multiple`, the ways of the mesh's batch axes.
     """
-    for name, value in (
-        ("micro_batch_tokens", micro_batch_tokens),
-        ("max_tokens", max_tokens),
-        ("row_multiple", row_multiple),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
     rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
     return Shape(rows, length, SAMPLES_PER_ROW * rows)
 
 
 def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
-    """Pack the responses into as few rows as a greedy search finds, the rows into micro-batches.
-
-    Raises ValueError where a prompt and response do not fit a row.
-    """
+    """Pack the responses into as few rows as a greedy search finds, the rows into micro-batches."""
     batches: list[list[Row]] = []
     for row in _fill_rows(responses, shape):
         for rows in batches:
@@ -142,9 +129,8 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
     rows: list[Row] = []
     for chunk in sorted(chunks, key=lambda c: (-size(c), c[0])):
         needed = size(chunk)
-        fitting = [
-            r for r in rows if r.free >= needed and r.num_samples + len(chunk) <= shape.samples
-        ]
+        limit = shape.samples - len(chunk)
+        fitting = [r for r in rows if r.free >= needed and r.num_samples <= limit]
         row = min(fitting, key=lambda r: r.free, default=None)
         if row is None:
             row = Row(shape.length)
@@ -158,9 +144,8 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
     """Return the arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
     from models.attention import Packing
 
-    tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = np.zeros(
-        (5, shape.rows, shape.length), np.int32
-    )
+    T, zeros_5BT = shape.length, np.zeros((5, shape.rows, shape.length), np.int32)
+    tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = zeros_5BT
     order, starts, prompt_starts = list[int](), list[int](), list[int]()
     for b, row in enumerate(rows):
         at = 0
@@ -177,16 +162,10 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 positions_BT[b, here] = np.arange(shared, shared + len(tokens))
                 branch_BT[b, here] = branch
                 order.append(i)
-                starts.append(b * shape.length + at)
-                prompt_starts.append(b * shape.length + prompt_at)
+                starts.append(b * T + at)
+                prompt_starts.append(b * T + prompt_at)
                 at = here.stop
             prompt_BT[b, prompt_at:at] = number
-    return Layout(
-        tokens_BT,
-        targets_BT,
-        Packing(positions_BT, prompt_BT, branch_BT),
-        np.array(order),
-        np.array(starts),
-        np.array(prompt_starts),
-        sum(shape.length - row.free for row in rows),
-    )
+    packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
+    places = np.array(order), np.array(starts), np.array(prompt_starts)
+    return Layout(tokens_BT, targets_BT, packing, *places, used)

@@ -28,7 +28,7 @@ from rl.checkpoint.folders import list_steps, step_folder
 from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, dump, resolve_path
 from rl.metrics.writer import read_metrics
-from rl.runtime import environment
+from rl.runtime import devices
 from rl.runtime.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -316,8 +316,8 @@ def note_launch(folder: Path, after_step: int) -> None:
     launch = Launch(
         after_step,
         datetime.datetime.now(datetime.UTC).date().isoformat(),
-        environment.device(),
-        {"reprise": rl.__version__} | environment.versions(),
+        devices.device(),
+        {"reprise": rl.__version__} | devices.versions(),
     )
     run = Folder(folder)
     with contextlib.closing(run), run.append(LEGS_FILE) as file:

@@ -30,9 +30,9 @@ from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
 from rl.responses import PeerFailed
 from rl.rewards.process import RewardWorkerError
 from rl.run_checkpoint import check_can_resume
-from rl.runtime import devices, program_cache
+from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
-from rl.runtime.parallel_compile import TooManyMappings
+from rl.runtime.parallel_compile import TooManyMappings, keep_programs
 from rl.runtime.progress import Progress, progress, say
 from rl.runtime.run_files import CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
@@ -130,7 +130,7 @@ class _RunProcess:
         except (ValueError, OSError) as error:
             say(f"error: {error}", sys.stderr)
             return EXIT_USAGE
-        not_cached = program_cache.keep()
+        not_cached = keep_programs()
         standing = partial(run_folder.standing, self.folder)
         with (
             lock,

@@ -46,7 +46,7 @@ from rl.speculation.draft_model import DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.system import System
-from rl.warm_up.longer_buckets import LongerBuckets
+from rl.warm_up.compile_buckets import LongerBuckets
 from rl.warm_up.rollout_programs import Reach
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices

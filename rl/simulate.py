@@ -22,7 +22,7 @@ from rl.gin.loader import load
 from rl.metrics.writer import Row, read_samples
 from rl.reports.style import STYLE
 from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
+from rl.runtime.progress import aligned, say
 from rl.warm_up.measured_run import read_profile
 from sched.policies.divided import POLICIES
 from sched.simulator.cluster import Cluster, Record, WorkerSample, play_policy
@@ -124,13 +124,9 @@ def make_cluster(config: SimulateRun) -> Cluster:
     if cluster.profile is not None:
         costs = read_profile(Path(cluster.profile))
         return Cluster(costs, cluster.workers, cluster.max_requests, cluster.kv_tokens)
-    instance = Instance(
-        ACCELERATORS[cluster.device],
-        MODELS[cluster.model],
-        cluster.devices_per_worker,
-        config.efficiency,
-        cluster.ranks_per_instance,
-    )
+    device, model = ACCELERATORS[cluster.device], MODELS[cluster.model]
+    sizes = cluster.devices_per_worker, config.efficiency, cluster.ranks_per_instance
+    instance = Instance(device, model, *sizes)
     return Cluster(instance, cluster.workers, cluster.max_requests, cluster.kv_tokens)
 
 
@@ -177,10 +173,7 @@ def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
 def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
     """Yield (row of the table, its record) of every policy on the rollout of every seed."""
     cluster = make_cluster(config)
-    options: dict[str, Any] = {
-        "chunk_tokens": config.simulate.chunk_tokens,
-        "keep_samples": True,
-    }
+    options: dict[str, Any] = {"chunk_tokens": config.simulate.chunk_tokens, "keep_samples": True}
     for seed in config.simulate.seeds:
         requests, by_number = make_requests(*rollout_of(config, seed), known=True)
         first: Record | None = None
@@ -225,11 +218,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     )
     lines = [[title for _, title, _ in columns]]
     lines += [[form.format(row[key]) for key, _, form in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+    return "\n".join(aligned(lines))
 
 
 def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -260,36 +249,25 @@ def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
 
     A dashed line marks the start of the tail, a solid one the end.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     until_s = max(record.completion_s for record in records.values())
     grids = {name: grid(record, until_s) for name, record in records.items()}
     max_running = max(running.max() for running, _ in grids.values())
-    with plt.rc_context(STYLE):
-        picture, axes = plt.subplots(
-            len(grids) + 1, 1, figsize=(10, 1.6 * len(grids) + 2.2), sharex=True
-        )
+    with rc_context(STYLE):
+        picture = Figure(figsize=(10, 1.6 * len(grids) + 2.2), layout="constrained")
+        axes = picture.subplots(len(grids) + 1, sharex=True)
         for axis, (name, (running, _)) in zip(axes, grids.items(), strict=False):
-            shades = axis.imshow(
-                running[:MAX_WORKERS],
-                aspect="auto",
-                interpolation="nearest",
-                extent=(0, until_s, min(len(running), MAX_WORKERS) - 0.5, -0.5),
-                vmin=0,
-                vmax=max_running,
-                cmap="Blues",
-            )
+            extent = 0, until_s, min(len(running), MAX_WORKERS) - 0.5, -0.5
+            look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "Blues"}
+            look |= {"extent": extent, "vmin": 0, "vmax": max_running}
+            shades = axis.imshow(running[:MAX_WORKERS], **look)
             done_s, tail_s = records[name].completion_s, records[name].tail_s
             axis.axvline(done_s, color="#222222", linewidth=1.5)
             axis.axvline(done_s - tail_s, color="#222222", linewidth=1, linestyle="--")
-            axis.set_title(
-                f"{name}: {done_s:,.0f} s, of which the last tenth of the requests (from the "
-                f"dashed line) {tail_s:,.0f} s",
-                fontsize="medium",
-            )
+            tail = f"the last tenth of the requests (from the dashed line) {tail_s:,.0f} s"
+            axis.set_title(f"{name}: {done_s:,.0f} s, of which {tail}", fontsize="medium")
             axis.set_ylabel("worker")
             axis.grid(visible=False)
         times = np.linspace(0, until_s, COLUMNS)
@@ -300,11 +278,9 @@ def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
         axes[-1].set_xlim(0, 1.02 * until_s)  # the last line is not on the frame
         axes[-1].legend(loc="upper right")
         picture.suptitle(title)
-        picture.tight_layout()
         bar = picture.colorbar(shades, ax=list(axes), shrink=0.5, pad=0.01)
         bar.set_label("running requests")
         picture.savefig(path)
-        plt.close(picture)
 
 
 def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped, Watch
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
-from rl.warm_up.longer_buckets import LongerBuckets
+from rl.warm_up.compile_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
 from spec.reuse.rollout_cache import RolloutCache
 

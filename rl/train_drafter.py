@@ -37,6 +37,7 @@ from rl.drafter_training import traces as drafter_traces
 from rl.drafter_training.config import shape_of
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.drafter_training.traces import DrafterTraces, num_tokens
+from rl.drafter_training.trainer import SUMS
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
 from rl.inputs import open_policy
@@ -81,7 +82,10 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         say(dump(job.config))
     _print_plan(job)
-    return 0 if args.dry_run else _run(job)
+    if args.dry_run:
+        return 0
+    with Watch(Limits(hang_s=COMPILE_LIMIT_S), saving="what was learnt") as watch:
+        return _train(job, watch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,19 +133,8 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     learned, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
     sizes = _sizes_bytes(learned, shape, LEAST_VALUE_BYTES)
     hidden_states.check_room(sizes, config.data_buffer.max_bytes)
-    return _Training(
-        config,
-        policy,
-        model,
-        shape,
-        trace,
-        learned,
-        held_out,
-        out,
-        args.steps,
-        args.seed,
-        args.temperature,
-    )
+    inputs = config, policy, model, shape, trace, learned, held_out, out
+    return _Training(*inputs, args.steps, args.seed, args.temperature)
 
 
 def _print_plan(job: _Training) -> None:
@@ -171,12 +164,6 @@ def _counts(responses: Sequence[Response]) -> str:
 
 def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes: int) -> list[int]:
     return [hidden_states.num_bytes(r, shape, value_bytes) for r in responses]
-
-
-def _run(job: _Training) -> int:
-    """Train in this process; SIGTERM and Ctrl-C save the drafter, and exit 75."""
-    with Watch(Limits(hang_s=COMPILE_LIMIT_S), saving="what was learnt") as watch:
-        return _train(job, watch)
 
 
 def _train(job: _Training, watch: Watch) -> int:
@@ -241,8 +228,7 @@ class _Speaker:
 
 
 def _said(metrics: Mapping[str, float]) -> str:
-    columns = {"loss": "loss", "top-1": "accuracy_top1", "top-3": "accuracy_top3"}
-    columns["agreement"] = "agreement"
+    columns = {"loss": SUMS[0], "top-1": SUMS[1], "top-3": SUMS[2], "agreement": SUMS[3]}
     return "  ".join(f"{title} {metrics[name]:.3f}" for title, name in columns.items())
 
 

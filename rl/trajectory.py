@@ -1,7 +1,6 @@
 """Requests in, trajectories out: the plain host-side records of a rollout.
 
-Invariant: a trajectory is a function of (policy, step key, request, sampling)
-alone. Nothing here depends on a slot, a batch or a worker.
+A trajectory is a function of (policy, step key, request, sampling) alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Prompt = tuple[int, ...]  # token ids
 
 
 class Origin(enum.IntEnum):
-    """The way in which a response token was generated."""
+    """The source of a response token."""
 
     PLAIN = 0  # drawn at the root of a tree that held no draft
     ACCEPTED = 1  # a draft that equalled the draw
@@ -39,12 +38,10 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One response to be generated.
 
-    `request_id` modulo 2³¹ names the noise: the same name under the same step key draws the
-    same uniforms wherever and whenever it runs. Ids are unique within a call.
-    `sampling` of None means that of the rollout, whose scheme of draws all requests have;
-    `max_new_tokens` of None means the sampling's own limit. `cached` is an earlier response
-    to the same prompt, whose prefix may be reused. `begun` are tokens that were
-    drawn for it with the same noise and older weights, before its step's were there.
+    `request_id` modulo 2³¹ names the noise; ids are unique within a call. `sampling` of None is the
+    rollout's, whose scheme of draws all requests have. `cached` is an earlier response to the same
+    prompt, whose prefix may be reused; `begun` are tokens drawn with the same noise and older
+    weights.
     """
 
     request_id: int
@@ -65,12 +62,10 @@ class Request:
 class Trajectory:
     """One finished response, with everything that training needs of it.
 
-    `response_ids` int32 [n] include the end token; `logprobs` float32 [n] are
-    those of the processed distribution (after temperature, top-k and top-p) of the
-    policy at hand, in the pass that emitted the token, or that verified it where it was
-    reused; `emission_logprobs` those of the policy that drew it, whose version
-    `policy_versions` int32 [n] holds; `origins` uint8 [n] hold `Origin` values. `sampling` of
-    None means that of the rollout.
+    `response_ids` int32 [n] include the end token; `logprobs` float32 [n] are of the processed
+    distribution (after temperature, top-k and top-p) in the pass that emitted or verified the
+    token; `emission_logprobs` of the policy that drew it, of version `policy_versions` int32 [n];
+    `origins` uint8 [n] hold `Origin` values.
     """
 
     request_id: int
@@ -99,8 +94,7 @@ class Trajectory:
 class Prefix:
     """The response tokens that a request starts with; arrays as in `Trajectory`.
 
-    The first `reused_tokens` were taken over. `finish_reason` is set where the response ends
-    with them.
+    `finish_reason` is set if the response ends with them.
     """
 
     response_ids: np.ndarray
@@ -129,10 +123,9 @@ class HostKv:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRequest:
-    """A request with the response that it has so far, which may get `max_tokens` more in its row.
+    """A request with its response so far, which may get `max_tokens` more in its row (None: all).
 
-    Without a `prefix` there is no response yet, without `kv` its keys and values are recomputed.
-    `max_tokens` of None means all that the request may have.
+    Without `kv` keys and values are recomputed.
     """
 
     request: Request
@@ -160,19 +153,10 @@ class PartialRequest:
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
     """Return the trajectory of a request whose whole response is its prefix."""
     assert prefix.finish_reason is not None, "the response has not ended"
-    return Trajectory(
-        request_id=request.request_id,
-        group_id=request.group_id,
-        sample_index=request.sample_index,
-        prompt_ids=np.asarray(request.prompt_ids, np.int32),
-        response_ids=prefix.response_ids,
-        logprobs=prefix.logprobs,
-        policy_versions=prefix.policy_versions,
-        origins=prefix.origins,
-        finish_reason=prefix.finish_reason,
-        sampling=request.sampling,
-        emission_logprobs=prefix.emission_logprobs,
-    )
+    arrays = {k: v for k, v in vars(prefix).items() if k != "reused_tokens"}
+    names = request.request_id, request.group_id, request.sample_index
+    prompt_ids = np.asarray(request.prompt_ids, np.int32)
+    return Trajectory(*names, prompt_ids, **arrays, sampling=request.sampling)
 
 
 def longest_tokens(requests: Sequence[Request], sampling: SamplingConfig) -> int:
@@ -183,10 +167,7 @@ def longest_tokens(requests: Sequence[Request], sampling: SamplingConfig) -> int
 def check_requests(
     model: ModelConfig, requests: Sequence[Request], sampling: SamplingConfig
 ) -> None:
-    """Raise ValueError for requests that cannot run in a rollout of this sampling.
-
-    Before any device work.
-    """
+    """Raise ValueError for requests that cannot run in a rollout of this sampling."""
     samplings = {sampling, *(r.sampling for r in requests if r.sampling is not None)}
     if outside := [i for s in samplings for i in s.stop_ids if i >= model.vocab_size]:
         raise ValueError(

@@ -1,11 +1,8 @@
 """Schedulers as pure state machines: which request runs on which worker, and when.
 
-No jax, no clock, no I/O, no threads: the time is an argument, decisions are return values, so that
-a simulator and a real rollout drive the same objects.
-
-The standard library has a module of this name, and `import rl` adds our submodules to it. This file
-runs only in a checkout, which comes first on the import path: it executes the standard module, so
-that all of its names are there as well.
+The time is an argument and decisions are return values, so that a simulator and a real rollout
+drive the same objects. The standard library has a module of this name, and `import rl` adds our
+submodules to it. This file runs only in a checkout, and executes the standard module.
 """
 
 import sys

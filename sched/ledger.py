@@ -1,22 +1,13 @@
 """A scheduler's ledger: it records every event and makes every start.
 
-Asserted invariants: a request runs on one worker at a time, and reservations never exceed a
-worker's room. Reports of a start whose worker was lost meanwhile are ignored. An event takes O(1),
-and the same for each request that it submits, drops or sets waiting.
+Asserted: a request runs on one worker at a time, and reservations never exceed a worker's room.
+Reports of a start whose worker was lost are ignored. An event takes O(1), and the same for each
+request that it submits, drops or sets waiting.
 """
 
 from __future__ import annotations
 
-from sched.protocol import (
-    OF_NO_WORKER,
-    ChunkDone,
-    Event,
-    Finished,
-    Start,
-    Submitted,
-    WorkerJoined,
-    WorkerLost,
-)
+from sched.protocol import ChunkDone, Event, Finished, Start, Submitted, WorkerJoined, WorkerLost
 from sched.request import Group, Kv, RequestState, Status, Worker
 
 
@@ -45,13 +36,11 @@ class Ledger:
         if type(event) is WorkerJoined:
             if event.worker_id in self.workers:
                 raise ValueError(f"worker {event.worker_id} exists already")
-            self.workers[event.worker_id] = Worker(
-                event.worker_id, event.kv_tokens, event.max_requests
-            )
+            room = event.kv_tokens, event.max_requests
+            self.workers[event.worker_id] = Worker(event.worker_id, *room)
             return []
         if type(event) is WorkerLost:
             return self._lost(self.workers.pop(event.worker_id))
-        assert isinstance(event, OF_NO_WORKER), event
         return []
 
     def _submitted(self, event: Submitted) -> list[RequestState]:
@@ -104,7 +93,7 @@ class Ledger:
         return request
 
     def nothing_held(self) -> None:
-        """Note that other events have happened since the last one here: no row is held any more."""
+        """Note that other events have happened since: no row is held any more."""
         self._held = None
 
     def drop(self, request: RequestState) -> None:

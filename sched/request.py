@@ -36,9 +36,9 @@ class RequestSpec:
     """A submitted request.
 
     `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the lengths
-    of the last epoch's responses to the same prompt, `step` is its training step. A reused response
-    can provide `prefix_tokens` at once. An `urgent` request is one of the last that an earlier step
-    waits for; one that runs `ahead` belongs to a step whose weights are not available yet.
+    of the last epoch's responses to the same prompt. A reused response can provide `prefix_tokens`
+    at once. An earlier step waits for an `urgent` request; one that runs `ahead` has no weights
+    yet.
     """
 
     request_id: int

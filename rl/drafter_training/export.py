@@ -1,4 +1,4 @@
-"""Folders of trained drafters: which may be overwritten, and what is written to them."""
+"""Folders of trained drafters."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def write(
 ) -> str:
     """Write a drafter of the policy `model` with the tokenizer, and return a description.
 
-    Only `policy`'s embedding and head are needed; None leaves out the copies for serving engines
-    (spec.eagle.files). Raises as `eagle_files.save` does.
+    `policy`'s embedding and head are copied for serving engines, unless it is None.
     """
     eagle_files.save(folder, drafter, model, policy, variant=variant)
     copy_files(tokenizer, folder)

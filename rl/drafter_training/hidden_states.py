@@ -1,8 +1,6 @@
-"""The policy's hidden states over recorded sequences, from which drafters learn offline.
+"""The policy's hidden states over recorded sequences, for offline training of drafters.
 
-Sequences of similar lengths share rows, and responses to one prompt share it (rl.packing); the
-states come to the host pass by pass. If they do not fit the host at once, training visits chunks
-of the trace that do, in a new order in each epoch.
+Sequences of similar lengths share rows, and responses to one prompt share it (rl.packing).
 """
 
 from __future__ import annotations
@@ -61,20 +59,16 @@ def hidden_of(
     options = {"config": model, "feature_layers": drafter.feature_layers, "dtype": np.dtype(dtype)}
     for some, rows, shape in _passes(responses):
         layout = packing.lay_out(some, rows, shape)
-        found = packed_states(params, layout.tokens_BT, layout.packing, **options)
-        states_XW = np.asarray(jax.device_get(found))
+        states = packed_states(params, layout.tokens_BT, layout.packing, **options)
+        states_XW = np.asarray(jax.device_get(states))
         columns = layout.order, layout.starts, layout.prompt_starts
         for i, start, prompt_start in zip(*(c.tolist() for c in columns), strict=True):
             prompt_ids, tokens = some[i].prompt_ids, some[i].tokens
             # the last prompt token opens the response
             shared = states_XW[prompt_start : prompt_start + len(prompt_ids) - 1]
             own = states_XW[start : start + len(tokens)]
-            yield HiddenStates(
-                np.concatenate([prompt_ids, tokens]),
-                len(prompt_ids),
-                np.concatenate([shared, own]),
-                0,
-            )
+            whole_T, states_TW = np.concatenate([prompt_ids, tokens]), np.concatenate([shared, own])
+            yield HiddenStates(whole_T, len(prompt_ids), states_TW, 0)
 
 
 def num_bytes(response: Response, drafter: EagleConfig, value_bytes: int) -> int:
@@ -95,13 +89,9 @@ def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:
 def chunks(
     responses: Sequence[Response], sizes_bytes: Sequence[int], max_bytes: int, seed: int, epoch: int
 ) -> Iterator[list[Response]]:
-    """Yield all sequences once, in the epoch's own order, in parts of at most `max_bytes`.
-
-    Raises as `check_room` does.
-    """
+    """Yield all sequences once, in the epoch's own order, in parts of at most `max_bytes`."""
     check_room(sizes_bytes, max_bytes)
-    chunk: list[Response] = []
-    filled = 0
+    chunk, filled = list[Response](), 0
     for i in np.random.default_rng([seed, epoch]).permutation(len(responses)).tolist():
         if filled + sizes_bytes[i] > max_bytes:
             yield chunk
@@ -111,9 +101,7 @@ def chunks(
     yield chunk
 
 
-def _passes(
-    responses: Sequence[Response],
-) -> Iterator[tuple[list[Response], list[Row], Shape]]:
+def _passes(responses: Sequence[Response]) -> Iterator[tuple[list[Response], list[Row], Shape]]:
     """Yield each pass's rows, with the sequences that they refer to."""
 
     def row_tokens(response: Response) -> int:
@@ -129,14 +117,13 @@ def _passes(
                 yield some, planned, shape
 
 
-def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield runs of consecutive items whose sizes come to `most`; the last may be smaller."""
-    run: list[T] = []
-    filled = 0
+def runs(items: Iterable[T], size: Callable[[T], int], size_limit: int) -> Iterator[list[T]]:
+    """Yield runs of consecutive items whose sizes come to `size_limit`; the last may be smaller."""
+    run, filled = list[T](), 0
     for item in items:
         run.append(item)
         filled += size(item)
-        if filled >= most:
+        if filled >= size_limit:
             yield run
             run, filled = [], 0
     if run:

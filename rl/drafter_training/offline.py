@@ -1,7 +1,6 @@
-"""Training of a drafter without rollouts, on recorded sequences.
+"""Training of a drafter without rollouts, on recorded sequences, on the default device.
 
-The steps are those of a run's drafter (rl.drafter_training.trainer), on the default device; the
-buffer is filled with one chunk of the trace at a time in place of rollouts.
+The buffer has one chunk of the trace at a time in place of rollouts.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from rl.engine.model_runner import ModelRunner
 from rl.packing import Response
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import DrafterBatch
+from spec.eagle.batch import DrafterBatch, HiddenStates
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, EagleWeights, SharedParams
 from spec.eagle.packing import pack
 
+HiddenOf = Callable[[Sequence[Response]], Iterator[HiddenStates]]
 EVALUATED_STEPS = 8  # held-out sequences are packed for this many steps' tokens at a time
 
 
@@ -78,19 +78,13 @@ class OfflineTraining:
         dtype: Any,
     ) -> None:
         self.config, self._seed, self._temperature = config, seed, np.float32(temperature)
-        self.trainer = DrafterTrainer(
-            config.drafter,
-            config.drafter_training,
-            LearnedDrafter(start, config.drafter.tree),
-            DataBuffer(config.data_buffer),
-            seed=seed,
-            temperature=temperature,
-        )
+        learned, buffer = LearnedDrafter(start, config.drafter.tree), DataBuffer(config.data_buffer)
+        sections = config.drafter, config.drafter_training, learned, buffer
+        self.trainer = DrafterTrainer(*sections, seed=seed, temperature=temperature)
         self._start, self._dtype = start, np.dtype(dtype)
         self._context = self.trainer.context(ModelRunner(model, dtype=dtype), params)
-        self._hidden_of = partial(
-            hidden_of, params=params, model=model, drafter=start.config, dtype=dtype
-        )
+        policy = {"params": params, "model": model, "dtype": dtype}
+        self._hidden_of: HiddenOf = partial(hidden_of, drafter=start.config, **policy)
 
     @property
     def drafter(self) -> EagleWeights:
@@ -104,10 +98,10 @@ class OfflineTraining:
         should_stop: Callable[[], bool],
         on_step: Callable[[int, dict[str, float]], None],
     ) -> int:
-        """Train up to `num_steps` in all, fewer if asked to stop; return the steps trained.
+        """Train up to `num_steps` in all, fewer if stopped; return the steps trained.
 
-        Hidden states are computed once if all fit `DataBuffer.max_bytes`; otherwise chunk by chunk,
-        with as many steps on each as it has tokens for. Raises as `chunks` does.
+        If hidden states do not fit `DataBuffer.max_bytes`, a chunk is trained on for its tokens'
+        steps.
         """
         trainer = self.trainer
         for visit, chunk in enumerate(self._visits(responses)):
@@ -128,34 +122,25 @@ class OfflineTraining:
     def evaluate(self, responses: Sequence[Response]) -> dict[str, float]:
         """Return loss, accuracies and agreement over all entries of held-out sequences."""
         sums, num_entries, options = collections.Counter[str](), 0.0, self.config.drafter
-        for some in runs(
-            self._hidden_of(responses),
-            lambda sequence: len(sequence.tokens_T),
-            EVALUATED_STEPS * self.config.step_tokens,
-        ):
+        static = {"config": self._start.config, "training": self.config.drafter_training}
+        weights = self.trainer.state.params, self._context.frozen
+        limit = EVALUATED_STEPS * self.config.step_tokens
+        for some in runs(self._hidden_of(responses), lambda s: len(s.tokens_T), limit):
             for batch in pack(some, options.batch_rows, options.row_tokens):
-                metrics = evaluated(
-                    self.trainer.state.params,
-                    self._context.frozen,
-                    batch,
-                    self._temperature,
-                    config=self._start.config,
-                    training=self.config.drafter_training,
-                )
-                found = {name: float(x) for name, x in jax.device_get(metrics).items()}
-                num_entries += found["num_entries"]
-                sums.update({name: found["num_entries"] * found[name] for name in SUMS})
+                metrics = evaluated(*weights, batch, self._temperature, **static)
+                numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
+                num_entries += numbers["num_entries"]
+                sums.update({name: numbers["num_entries"] * numbers[name] for name in SUMS})
         return {name: sums[name] / num_entries for name in SUMS}
 
     def _visits(self, responses: Sequence[Response]) -> Iterator[list[Response]]:
         sizes = [num_bytes(r, self._start.config, self._dtype.itemsize) for r in responses]
+        max_bytes = self.config.data_buffer.max_bytes
         for epoch in itertools.count():
-            yield from chunks(
-                responses, sizes, self.config.data_buffer.max_bytes, self._seed, epoch
-            )
+            yield from chunks(responses, sizes, max_bytes, self._seed, epoch)
 
     def _fill(self, chunk: Sequence[Response], visit: int, should_stop: Callable[[], bool]) -> bool:
-        """Replace the buffer's contents by a chunk; return False if asked to stop."""
+        """Replace the buffer's contents by a chunk; return False if stopped."""
         buffer = self.trainer.buffer
         buffer.drop_before(visit)
         self.trainer.begin(visit)

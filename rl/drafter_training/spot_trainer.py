@@ -6,7 +6,6 @@
                                             │
     a request comes, or the rollout ends ─→ busy, after the current unit
 
-A worker checks for requests between two units, so a rollout waits for one unit at most.
 Source: TLT section 4.2.
 """
 
@@ -41,7 +40,7 @@ MakeContext = Callable[[ModelRunner, Params], TrainContext]
 class SpotTrainer:
     """Spot training of one drafter by the workers of a run. Any thread may call it.
 
-    `contexts` makes what units need; without it, of engines in this program.
+    `contexts` returns what units need; the default is for engines in this program.
     """
 
     def __init__(
@@ -55,11 +54,8 @@ class SpotTrainer:
         self._make_context = contexts or self._placed
         self.spans: list[Span] = []
         self._clock, self._lock = clock, threading.Lock()
-        self._min_idle_workers = min_idle_workers
         self._states = SpotCoordinator(min_idle_workers)
-        self._present: set[int] = set()
         self._params: Params | None = None
-        self._runs = False
         self._contexts = PerRunner[TrainContext]()
 
     def prepare(self, params: Params, rl_step: int) -> None:
@@ -70,32 +66,22 @@ class SpotTrainer:
             self._contexts.clear()
 
     def rollout_began(self) -> None:
-        """Begin a rollout, once its requests are assigned: workers without any are idle.
-
-        With asynchronous rollouts the next one may begin before the last has ended.
-        """
+        """Begin a rollout, once its requests are assigned, unless the last one still runs."""
         with self._lock:
-            assert self._params is not None, "prepare comes first"
-            if not self._runs:
-                self._runs = True
-                self._states.rollout_began()
+            self._states.rollout_began()
 
     def rollout_ended(self) -> None:
         """Stop training; workers finish their current unit."""
         with self._lock:
-            if self._runs:
-                self._runs = False
-                self._states.rollout_ended()
+            self._states.rollout_ended()
 
     def joined(self, worker_id: int) -> None:
         with self._lock:
-            self._present.add(worker_id)
             self._states.joined(worker_id)
 
     def lost(self, worker_id: int, *, hangs: bool = False) -> None:
         """Remove a worker; one that `hangs` may hold a micro-batch of the current step."""
         with self._lock:
-            self._present.remove(worker_id)
             if hangs and self._states.leads(worker_id) is not None:
                 self.trainer.abandon()
             self._states.lost(worker_id)
@@ -122,7 +108,7 @@ class SpotTrainer:
 
     def dismiss(self) -> None:
         """Remove all workers, whose threads have ended."""
-        for worker_id in list(self._present):
+        for worker_id in self._states.workers:
             self.lost(worker_id)
 
     def busy(self, worker_id: int) -> None:

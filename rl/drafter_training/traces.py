@@ -1,14 +1,13 @@
-"""Prompts and responses in .jsonl files, on which drafters are trained offline.
+"""Prompts and responses in .jsonl files, for offline training of drafters.
 
 A line is an object of one of two kinds:
 
     {"prompt_ids": [...], "response_ids": [...]}      tokens, with the end token
     {"prompt": "...", "completion": "..."}            texts, as in a run's samples.jsonl
 
-Texts are tokenized again, prompt and completion separately, which may give other tokens than were
-drawn. A completion with `finish_reason` "stop" gets the policy's first end token, which texts lack,
-unless it has its `num_tokens` without one: then a stop string ended it. Other columns are ignored.
-Plain numpy.
+Texts are tokenized again, prompt and completion separately. A completion with `finish_reason`
+"stop" gets the policy's first end token, unless it has its `num_tokens` without one: then a stop
+string ended it. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ LEAST_TOKENS = 3  # an entry of training spans three tokens
 
 @dataclasses.dataclass(frozen=True)
 class DrafterTraces:
-    """Usable sequences, the numbers left out, and how many were texts.
-
-    Responses of one group answer the same prompt.
-    """
+    """Usable sequences, the numbers left out, and how many were texts."""
 
     responses: tuple[Response, ...]
     too_long: int
@@ -51,14 +47,12 @@ def num_tokens(response: Response) -> int:
 def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> DrafterTraces:
     """Read the sequences of .jsonl files and of run folders' samples.jsonl, in their order.
 
-    Sequences with more tokens than the policy has positions, with fewer than three, and without
-    prompt or response are left out. A torn last line, as in the folder of a live run, is ignored.
-    Raises FileNotFoundError for a missing file, and ValueError for damaged lines, tokens that the
-    policy does not have, and if nothing is left.
+    Sequences longer than the policy's positions, shorter than three tokens, and without prompt or
+    response are left out; a torn last line is ignored. Raises FileNotFoundError for a missing file,
+    and ValueError for damaged lines, tokens that the policy does not have, and if nothing is left.
     """
-    groups: dict[tuple[int, ...], int] = {}
-    found: list[Response] = []
-    too_long, too_short, num_texts = 0, 0, 0
+    groups, responses = dict[tuple[int, ...], int](), list[Response]()
+    too_long = too_short = num_texts = 0
     for path in map(_file, paths):
         for where, row in _rows(path):
             if IDS[1] not in row and "completion" in row:
@@ -74,13 +68,13 @@ def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Drafter
             else:
                 group = groups.setdefault(tuple(prompt), len(groups))
                 arrays = (np.asarray(ids, np.int32) for ids in (prompt, response))
-                found.append(Response(where, group, *arrays))
-    if not found:
+                responses.append(Response(where, group, *arrays))
+    if not responses:
         raise ValueError(
             f"nothing to learn from in {', '.join(map(str, paths))}: {too_short} sequences are too "
             f"short, {too_long} longer than the policy's {model.max_positions} positions"
         )
-    return DrafterTraces(tuple(found), too_long, too_short, num_texts)
+    return DrafterTraces(tuple(responses), too_long, too_short, num_texts)
 
 
 def hold_out(
@@ -88,9 +82,8 @@ def hold_out(
 ) -> tuple[list[Response], list[Response]]:
     """Split into (training, held-out) sequences, the latter with at least `share` of the tokens.
 
-    Whole prompts are held out, with all responses to them, and at least one is left for training;
-    with a single prompt, responses are held out. A function of (responses, share, seed).
-    Raises ValueError for fewer than two sequences.
+    Whole prompts are held out, at least one is left for training; with a single prompt, responses
+    are. Raises ValueError for fewer than two sequences.
     """
     if not share:
         return list(responses), []
@@ -110,10 +103,8 @@ def hold_out(
             break
         held.add(part)
         left -= sizes[part]
-    both: tuple[list[Response], list[Response]] = [], []
-    for part, response in zip(parts, responses, strict=True):
-        both[part in held].append(response)
-    return both
+    pairs = list(zip(parts, responses, strict=True))
+    return [r for part, r in pairs if part not in held], [r for part, r in pairs if part in held]
 
 
 # --- lines ------------------------------------------------------------------------------
@@ -152,8 +143,7 @@ def _ids(row: dict[str, Any], key: str, model: ModelConfig, where: str) -> list[
             f"{where}: expected {key} as a list of tokens (prompt_ids with response_ids, or the "
             f"texts prompt with completion), got {key}={str(ids)[:60]} among {sorted(row)}"
         )
-    wrong = [i for i in ids if not 0 <= i < model.vocab_size]
-    if wrong:
+    if wrong := [i for i in ids if not 0 <= i < model.vocab_size]:
         raise ValueError(
             f"{where}: expected tokens of the policy, 0 … {model.vocab_size - 1}, got {wrong[0]} "
             f"in {key}: give the policy that the trace is of"

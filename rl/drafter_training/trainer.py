@@ -5,7 +5,6 @@ A step is the gradients of a few micro-batches, by any workers, then one update:
     buffer → sequences → packed micro-batches ─┬─ gradients (any worker) ─┐
                                                └─ gradients (any worker) ─┴→ update → swap, save
 
-A worker that has to leave finishes at most one micro-batch, and the gradients so far are kept.
 Gradients are weighted by the entries that count. Source: TLT section 4.2.
 """
 
@@ -47,8 +46,8 @@ Elsewhere = Callable[[int, EagleParams, DrafterBatch], tuple[EagleParams, Mappin
 class TrainContext:
     """A worker's devices, and the policy's shared parameters there.
 
-    Of a worker in another program the devices are those where gradients are added up; `elsewhere`
-    has it compute the gradient of a step's weights and a micro-batch.
+    `elsewhere` computes a gradient of a step's weights on a worker in another program; `runner`
+    then has the devices where gradients are added up.
     """
 
     runner: ModelRunner
@@ -58,10 +57,7 @@ class TrainContext:
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """The current step: micro-batches that nobody has taken, and the sum of the gradients.
-
-    `is_updating`: somebody updates the state with them.
-    """
+    """The current step: micro-batches that are left, and the sum of the gradients."""
 
     todo: collections.deque[DrafterBatch]
     missing: int
@@ -93,7 +89,7 @@ def empty_batch(shape: tuple[int, int], config: EagleConfig, dtype: np.dtype) ->
 
 
 class BufferSink:
-    """Adds the responses of one RL step to the buffer: all, or those of a sample of requests."""
+    """Adds the responses of one RL step, or of a sample of its requests, to the buffer."""
 
     def __init__(self, buffer: DataBuffer, step: int, sample: RequestSample | None = None) -> None:
         self._buffer, self._step, self.sample = buffer, step, sample
@@ -192,8 +188,7 @@ class DrafterTrainer:
         batch = empty_batch(shape, self.learned.config, runner.dtype)
         params = _moved(self.state.params, self._state_at, runner)
         grads, _ = self._gradients(context, params, batch)
-        total = add_weighted(None, grads, np.float32(0))
-        total = add_weighted(total, grads, np.float32(0))
+        total = add_weighted(add_weighted(None, grads, np.float32(0)), grads, np.float32(0))
         state = jax.tree.map(runner.put, copied(self.state))  # the step donates it
         state, skipped = drafter_training.apply(state, total, training=self.training)
         jax.block_until_ready((state, skipped))
@@ -204,10 +199,7 @@ class DrafterTrainer:
             self.learned.swap(copied(self.state.params))
 
     def save(self) -> None:
-        """Write the newest state in the background, unless another save is still being written.
-
-        The state holds the trained weights and the optimizer's, not the policy's shared ones.
-        """
+        """Write the newest state in the background, unless another save is still being written."""
         if self.checkpoints is not None:
             with self._state_lock:
                 if self.checkpoints.save_if_free(self.step, self.state, {"step": self.step}):
@@ -263,12 +255,12 @@ class DrafterTrainer:
                     step, params = self.step, self.state.params
                 grads, metrics = context.elsewhere(step, params, batch)
                 grads = jax.tree.map(context.runner.put, grads)
-            found = {name: float(x) for name, x in jax.device_get(metrics).items()}
+            numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
         except BaseException:
             with self._lock:
                 now.todo.append(batch)  # for another worker
             raise
-        weight = found["num_entries"]
+        weight = numbers["num_entries"]
         with self._lock:
             if now.total is None:
                 now.total_at = context.runner
@@ -278,21 +270,17 @@ class DrafterTrainer:
                 grads = _moved(grads, context.runner, at)
                 now.total = add_weighted(now.total, grads, np.float32(weight))
             now.num_entries += weight
-            now.sums.update({name: weight * found[name] for name in SUMS})
+            now.sums.update({name: weight * numbers[name] for name in SUMS})
             now.missing -= 1
 
     def _gradients(
         self, context: TrainContext, params: EagleParams, batch: DrafterBatch
     ) -> tuple[EagleParams, Any]:
         assert context.frozen is not None, "these devices have the policy"
-        grads, metrics = drafter_training.gradients(
-            params,
-            context.frozen,
-            jax.tree.map(context.runner.argument, batch),
-            self._temperature,
-            config=self.learned.config,
-            training=self.training,
-        )
+        batch = jax.tree.map(context.runner.argument, batch)
+        args = params, context.frozen, batch, self._temperature
+        static = {"config": self.learned.config, "training": self.training}
+        grads, metrics = drafter_training.gradients(*args, **static)
         return jax.tree.map(context.runner.readable, grads), metrics
 
     def _update(self, runner: ModelRunner, now: _Step) -> None:
@@ -321,7 +309,7 @@ class DrafterTrainer:
 
 
 def _moved(tree: Any, source: ModelRunner | None, target: ModelRunner | None) -> Any:
-    """Return arrays of one runner on another's devices; None: they may lie anywhere."""
+    """Return arrays of one runner (None: any) on another's devices."""
     assert target is not None
     if source is not None and (source.mesh, source.device) == (target.mesh, target.device):
         return tree

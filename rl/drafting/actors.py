@@ -24,7 +24,7 @@ from rl.drafting.workers import drafting_engine, share
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext
-from rl.runtime import program_cache
+from rl.runtime.parallel_compile import keep_programs
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import DrafterSource
 from rl.speculation.draft_model import DraftModel
@@ -59,7 +59,7 @@ class DraftingActor(DraftingWorker):
     """A drafting worker in a program of its own, which reads the draft model from its folder."""
 
     def __init__(self, settings: DraftingSettings) -> None:
-        program_cache.keep()
+        keep_programs()
         window = settings.max_window
         engine = Engine(settings.policy, settings.engine, dtype=settings.dtype)
         engine = drafting_engine(engine, settings.num_rows, settings.longest_tokens, window)

@@ -1,8 +1,4 @@
-"""Rewards become advantages: how much better a response was than its siblings, or than expected.
-
-Plain numpy on the host. Whatever a group holds, the result is finite: a group
-without differences teaches nothing and gets advantages of exactly 0.
-"""
+"""Rewards become advantages, in plain numpy; a group without differences gets exactly 0."""
 
 from __future__ import annotations
 
@@ -19,18 +15,11 @@ STD_FLOOR = 1e-4  # TRL's; keeps a group of nearly equal rewards from exploding
 def group_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[int], *, normalise: Normalisation = "std"
 ) -> np.ndarray:
-    """A_i = r_i − mean(group), divided by std(group) + 1e-4 where `normalise` is "std".
+    """A_i = r_i − mean(group), divided by std(group) + 1e-4 if `normalise` is "std"; float32 [n].
 
-    The standard deviation has n − 1 in its denominator. A reward of None (a
-    response that could not be scored) counts in no mean and gets advantage 0;
-    `rl.learner.micro_batches` leaves it out of the loss. Equal rewards and groups of one get 0
-    exactly. Groups may lie in any order. Returns float32 [n].
-
-    Raises ValueError for unequal lengths, a reward that is not finite, and an
-    unknown `normalise`. Source: GRPO, arXiv 2402.03300; TRL's GRPOTrainer.
+    The standard deviation has n − 1 in its denominator. A reward of None (not scored) counts in no
+    mean and gets 0; so do equal rewards and groups of one. Source: GRPO, arXiv 2402.03300; TRL.
     """
-    if normalise not in ("std", "none"):
-        raise ValueError(f"normalise must be 'std' or 'none', got {normalise!r}")
     advantages = np.zeros(len(rewards), np.float32)
     for indices, values in _groups(rewards, group_ids).values():
         if _differ(values):
@@ -44,7 +33,6 @@ def leave_one_out_advantages(
 ) -> np.ndarray:
     """A_i = r_i − mean of the others of its group = (r_i − mean) · n / (n − 1); float32 [n].
 
-    Missing rewards, equal ones and groups of one as in `group_advantages`.
     Source: RLOO, arXiv 2402.14740.
     """
     advantages = np.zeros(len(rewards), np.float32)
@@ -61,10 +49,7 @@ def response_advantages(
     estimator: Estimator,
     normalise: Normalisation,
 ) -> np.ndarray:
-    """The advantage of each response by the named estimator; float32 [n].
-
-    "gae" compares no siblings: zeros here, the trainer's critic gives every token its own.
-    """
+    """Return the advantage of each response, float32 [n]; 0 for "gae", which has them by token."""
     if estimator == "gae":
         return np.zeros(len(rewards), np.float32)
     if estimator == "leave_one_out":
@@ -73,22 +58,17 @@ def response_advantages(
 
 
 def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]) -> set[int]:
-    """The groups whose rewards are not all equal: those that dynamic sampling keeps.
-
-    Missing rewards count for nothing. Source: DAPO, arXiv 2503.14476, section 3.2.
-    """
+    """Return the groups whose rewards are not all equal (DAPO, arXiv 2503.14476, section 3.2)."""
     return {g for g, (_, values) in _groups(rewards, group_ids).items() if _differ(values)}
 
 
 def overlong_penalties(
-    lengths: Sequence[int],
-    max_new_tokens: int | Sequence[int],
-    buffer_tokens: int | Sequence[int],
+    lengths: Sequence[int], max_new_tokens: int | Sequence[int], buffer_tokens: int | Sequence[int]
 ) -> np.ndarray:
     """0 up to max_new_tokens − buffer, then linear to −1 at max_new_tokens; float64 [n].
 
     Limits and buffers are one for all or one each; a buffer of 0 gives zeros. Source: DAPO,
-    arXiv 2503.14476, equation 13, whose limit is one that no response passes here.
+    arXiv 2503.14476, equation 13.
     """
     buffer = np.asarray(buffer_tokens, np.float64)
     over = np.asarray(lengths, np.float64) - (np.asarray(max_new_tokens) - buffer)
@@ -103,11 +83,10 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of each token; float32 [B, T] twice, 0 behind a row's length.
+    """Advantages and returns of each token; float32 [B, T] twice, 0 after a row's length.
 
-    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}; r is the response's reward at
-    its last token, 0 before it; V and A are 0 after it, at the length limit too. V_t is
-    the value where token t is predicted. Returns are A + V. Source: arXiv 1506.02438.
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns A + V; r is the response's reward
+    at its last token, and V and A are 0 after it. Source: arXiv 1506.02438.
     """
     B, T = values_BT.shape
     advantages_BT = np.zeros((B, T + 1))
@@ -125,10 +104,7 @@ def gae(
 
 
 def whiten(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
-    """(x − mean) / (std + 1e-8) over all positions of the mask, 0 elsewhere; float32 [B, T].
-
-    The standard deviation has n − 1 in its denominator; equal values and a single one give 0.
-    """
+    """(x − mean) / (std + 1e-8) over the mask, 0 elsewhere and for equal values; float32 [B, T]."""
     inside = values_BT[mask_BT].astype(np.float64)
     result = np.zeros(values_BT.shape, np.float32)
     if _differ(inside):
@@ -159,17 +135,16 @@ def _groups(
 
 
 def _differ(values: np.ndarray) -> bool:
-    """True if they are not all equal: the mean of equal numbers may round away from them."""
+    """Return whether not all are equal; the mean of equal numbers may round away from them."""
     return values.size > 1 and bool(values.min() != values.max())
 
 
 def reward_statistics(
     rewards: Sequence[float | None], group_ids: Sequence[int]
 ) -> dict[str, float]:
-    """TRL's `reward`, `reward_std` and `frac_reward_zero_std`, the last two over groups.
+    """TRL's `reward`, `reward_std` and `frac_reward_zero_std`, and counts.
 
-    Also the counts `reward/skipped_samples` and `reward/groups_of_one`.
-    The means are left out where nothing was scored: 0 would be a claim.
+    Means are left out if nothing was scored.
     """
     groups = _groups(rewards, group_ids).values()
     scored = [r for r in rewards if r is not None]

@@ -1,8 +1,6 @@
-"""The algorithms by name: what each one's paper has, and what a configuration changes of it.
+"""The algorithms by name: their papers' settings, and the changes of a configuration.
 
-One table, `ALGORITHMS`, holds the differences; the trainer and the loop are the same
-for all. The functions that the names stand for are in `rl.learner.advantages`,
-`rl.learner.policy_losses`, `rl.learner.losses` and `rl.learner.importance_correction`.
+`ALGORITHMS` holds all differences; trainer and loop are the same for all.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import typing
 from typing import Any, Literal
 
 Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
@@ -28,12 +25,19 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 }
 
 
+def require(section: Any, **rules: tuple[bool, str]) -> None:
+    """Raise ValueError for the first field of `section` whose (rule, words) does not hold."""
+    for field, (holds, words) in rules.items():
+        if not holds:
+            raise ValueError(f"{field} must be {words}, got {getattr(section, field)}")
+
+
 CORRECTIONS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequence_mask:LOW:HIGH"
 
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """`tis` truncates ratios at `high`; `mask` drops what is outside `low` … `high`.
+    """`tis` truncates ratios at `high`; `mask` drops ratios outside `low` … `high`.
 
     Of each token's ratio, or of the product over its sequence.
     """
@@ -148,7 +152,7 @@ class AlgorithmConfig:
     otherwise than the engine's, so that on-policy ratios of `rollout` are not 1. `correction`
     weighs tokens by how far that score is from the emission: `none`, `token_tis:C`,
     `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH`
-    (`rl.learner.importance_correction`). `mask_truncated` leaves responses that met the length
+    (`rl.learner.policy_losses`). `mask_truncated` leaves responses that met the length
     limit out of the loss (their rewards still count in the group's mean). `max_extra_phases` bounds
     dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before
     the length limit; 0 is off.
@@ -168,18 +172,15 @@ class AlgorithmConfig:
     overlong_buffer_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for field, hint in typing.get_type_hints(AlgorithmConfig).items():
-            _check_choice(field, hint, getattr(self, field))
-        if self.clip_low is not None and not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low must be in [0, 1] (1 is no clipping), got {self.clip_low}")
-        if self.clip_high is not None and not self.clip_high >= 0:
-            raise ValueError(f"clip_high must be 0 or more, got {self.clip_high}")
-        if not (self.kl_coefficient >= 0 and math.isfinite(self.kl_coefficient)):
-            raise ValueError(f"kl_coefficient must be 0 or positive, got {self.kl_coefficient}")
-        for field in ("max_extra_phases", "overlong_buffer_tokens"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                raise ValueError(f"{field} must be 0 or more, got {value}")
+        kl = self.kl_coefficient
+        require(
+            self,
+            clip_low=(0 <= (self.clip_low or 0) <= 1, "in [0, 1] (1 is no clipping)"),
+            clip_high=((self.clip_high or 0) >= 0, "0 or more"),
+            kl_coefficient=(kl >= 0 and math.isfinite(kl), "0 or positive"),
+            max_extra_phases=((self.max_extra_phases or 0) >= 0, "0 or more"),
+            overlong_buffer_tokens=((self.overlong_buffer_tokens or 0) >= 0, "0 or more"),
+        )
         self._check_fit()
 
     def _check_fit(self) -> None:
@@ -216,12 +217,9 @@ class AlgorithmConfig:
 
     @functools.cached_property
     def resolved(self) -> Algorithm:
-        """The algorithm of that name, with what this configuration changes of it."""
-        changes: dict[str, Any] = {
-            field: getattr(self, field)
-            for field in _OF_THE_TABLE
-            if getattr(self, field) is not None
-        }
+        """The algorithm of that name, with the changes of this configuration."""
+        own = {field: getattr(self, field) for field in _OF_THE_TABLE}
+        changes = {field: value for field, value in own.items() if value is not None}
         if self.importance is not None:
             changes["old_logprobs"] = "recomputed"
         return dataclasses.replace(ALGORITHMS[self.name], **changes)
@@ -235,14 +233,6 @@ class AlgorithmConfig:
         if self.overlong_buffer_tokens is not None:
             return self.overlong_buffer_tokens
         return int(self.resolved.overlong_fraction * max_new_tokens)
-
-
-def _check_choice(field: str, hint: Any, value: Any) -> None:
-    """Raise ValueError for a value that is none of those which a Literal names."""
-    literals = [hint, *typing.get_args(hint)]
-    names = [n for h in literals if typing.get_origin(h) is Literal for n in typing.get_args(h)]
-    if names and value is not None and value not in names:
-        raise ValueError(f"{field} must be one of {', '.join(names)}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,12 +251,11 @@ class CriticConfig:
     value_clip: float = 0.2
 
     def __post_init__(self) -> None:
-        if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
-            raise ValueError(f"learning_rate must be 0 or positive, got {self.learning_rate}")
-        for field in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} must be in [0, 1], got {getattr(self, field)}")
-        if not self.value_clip > 0:
-            raise ValueError(
-                f"value_clip must be positive (1e999 is no clipping), got {self.value_clip}"
-            )
+        rate = self.learning_rate
+        require(
+            self,
+            learning_rate=(rate >= 0 and math.isfinite(rate), "0 or positive"),
+            gamma=(0 <= self.gamma <= 1, "in [0, 1]"),
+            gae_lambda=(0 <= self.gae_lambda <= 1, "in [0, 1]"),
+            value_clip=(self.value_clip > 0, "positive (1e999 is no clipping)"),
+        )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from models.config import ModelConfig
 from models.layout import layers_kept_apart
 from rl.gin.values import AUTO, found_size
-from rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from rl.learner.algorithms import AlgorithmConfig, CriticConfig, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,33 +37,22 @@ class TrainerConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
-        for field in (
-            "inner_updates",
-            "minibatches",
-            "micro_batch_tokens",
-            "logprob_chunk_tokens",
-        ):
-            if getattr(self, field) != AUTO and getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        sizes = ("inner_updates", "minibatches", "micro_batch_tokens", "logprob_chunk_tokens")
+        known = {name: value for name in sizes if (value := getattr(self, name)) != AUTO}
+        require(self, **{name: (value >= 1, "at least 1") for name, value in known.items()})
         try:
             layers_kept_apart(self.remat_on(is_cpu=True))
         except ValueError as error:
             raise ValueError(f"remat: {error}; 'auto' is valid too") from None
-        if self.on_nonfinite not in ("stop", "skip"):
-            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {self.on_nonfinite!r}")
-        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(
-                f"compute_dtype must be 'auto', 'float32' or 'bfloat16', got {self.compute_dtype!r}"
-            )
 
     @property
     def positions_of_micro_batch(self) -> int:
-        """About how many a micro-batch has. Raises ValueError where they are not found yet."""
+        """About how many a micro-batch has. Raises ValueError if they are "auto" still."""
         return found_size("Trainer.micro_batch_tokens", self.micro_batch_tokens)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of matrix products; `auto` asks jax for its backend."""
+        """The dtype of matrix products, on jax's backend for `auto`."""
         import jax
 
         return self.dtype_on(jax.default_backend() == "cpu")
@@ -76,14 +65,14 @@ class TrainerConfig:
         return jnp.dtype(auto if self.compute_dtype == "auto" else self.compute_dtype)
 
     def remat_on(self, is_cpu: bool) -> str:
-        """Return what is computed again there, by a name of `models.remat`."""
+        """Return the recomputed part there, by a name of `models.remat`."""
         if self.remat == "auto":
             return "none" if is_cpu else "layer"
         return self.remat
 
     @property
     def remat_policy(self) -> str:
-        """Return what the backward pass computes again; `auto` asks jax for its backend."""
+        """Return the part that the backward pass computes again, on jax's backend."""
         import jax
 
         return self.remat_on(jax.default_backend() == "cpu")
@@ -111,28 +100,17 @@ class OptimizerConfig:
     first_moment: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if not self.learning_rate >= 0:
-            raise ValueError(f"learning_rate must be 0 or positive, got {self.learning_rate}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(
-                f"schedule must be 'constant', 'linear' or 'cosine', got {self.schedule!r}"
-            )
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be 0 or more, got {self.warmup_steps}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay must be 0 or positive, got {self.weight_decay}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(
-                f"max_grad_norm must be positive, or None for no clipping, got {self.max_grad_norm}"
-            )
-        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
-            raise ValueError(f"b1 and b2 must be in [0, 1), got {self.b1} and {self.b2}")
-        if self.first_moment not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"first_moment must be 'float32' or 'bfloat16', got {self.first_moment!r}"
-            )
-        if not self.eps > 0:
-            raise ValueError(f"eps must be positive, got {self.eps}")
+        norm = self.max_grad_norm
+        require(
+            self,
+            learning_rate=(self.learning_rate >= 0, "0 or positive"),
+            warmup_steps=(self.warmup_steps >= 0, "0 or more"),
+            weight_decay=(self.weight_decay >= 0, "0 or positive"),
+            max_grad_norm=(norm is None or norm > 0, "positive, or None for no clipping"),
+            b1=(0 <= self.b1 < 1, "in [0, 1)"),
+            b2=(0 <= self.b2 < 1, "in [0, 1)"),
+            eps=(self.eps > 0, "positive"),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,5 +136,4 @@ class TrainSpec:
         return self.algorithm.resolved.old_logprobs == "recomputed" and steps > 1
 
     def __post_init__(self) -> None:
-        if self.total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}")
+        require(self, total_steps=(self.total_steps >= 1, "at least 1"))

@@ -1,8 +1,6 @@
-"""PPO's critic: the policy's trunk with a scalar head, which learns what a response will earn.
+"""PPO's critic: a copy of the policy's trunk with a scalar head, which learns expected rewards.
 
-It starts from the policy with a head of zeros and shares nothing with it afterwards. It
-reads the same packed micro-batches: the value of a token is taken where the token is
-predicted. Its steps are those of `rl.learner.gradient_accumulation`, as the policy's are.
+It reads the same packed micro-batches; a token's value is at the position that predicts it.
 Axes: B rows, T positions, E samples, M their response tokens, D model width.
 """
 
@@ -70,10 +68,7 @@ def shapes(recipe: TrainSpec) -> CriticState:
 
 
 def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
-    """V = hidden · head where each response token is predicted; float32 [E, M].
-
-    Beyond a sample's end they mean nothing.
-    """
+    """V = hidden · head where each response token is predicted; float32 [E, M]."""
     hidden_BTD = transformer.hidden(
         recipe.model,
         params.trunk,
@@ -89,11 +84,8 @@ def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
 def value_loss(
     values_BT: jax.Array, inputs: LossInputs, normaliser: jax.Array, clip: float
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
-    """Σ clipped value loss / normaliser, its statistics, and which rows are finite.
-
-    Arrays as in `rl.learner.losses`; the normaliser counts the optimizer step's tokens.
-    """
-    assert inputs.critic is not None, "a critic learns from what it was told"
+    """Σ clipped value loss / normaliser (tokens of the step), statistics, which rows are finite."""
+    assert inputs.critic is not None, "a critic learns from targets"
     mask_BT = inputs.mask_BT
     values_BT = jnp.where(mask_BT, values_BT, 0.0)
     loss_BT, clipped_BT = clipped_value_loss(
@@ -154,30 +146,24 @@ def evaluate(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return the samples with advantages, returns and values of each token, and metrics of these.
 
-    The reward is earned at the last token. Explained variance is 1 − Var(returns −
-    values) / Var(returns) over all tokens, left out where all returns are equal.
+    Explained variance is 1 − Var(returns − values) / Var(returns) over all tokens.
     """
     if not samples:
         return samples, {}
-    settings = recipe.critic
-    found = sample_values(params, samples, shape, recipe, on_pass)
-    lengths_E = np.array([len(v) for v in found])
+    values_E = sample_values(params, samples, shape, recipe, on_pass)
+    lengths_E = np.array([len(v) for v in values_E])
     rewards_E = np.array([s.trajectory.reward for s in samples], np.float64)
     mask_EM = np.arange(lengths_E.max()) < lengths_E[:, None]
     values_EM = np.zeros(mask_EM.shape, np.float32)
-    values_EM[mask_EM] = np.concatenate(found)
-    advantages_EM, returns_EM = gae(
-        rewards_E, values_EM, lengths_E, gamma=settings.gamma, gae_lambda=settings.gae_lambda
-    )
+    values_EM[mask_EM] = np.concatenate(values_E)
+    rates = {"gamma": recipe.critic.gamma, "gae_lambda": recipe.critic.gae_lambda}
+    advantages_EM, returns_EM = gae(rewards_E, values_EM, lengths_E, **rates)
     if recipe.algorithm.resolved.advantage_normalisation == "batch":
         advantages_EM = whiten(advantages_EM, mask_EM)
-    evaluated = [
-        dataclasses.replace(
-            s,
-            critic_targets=CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n]),
-        )
-        for e, (s, n) in enumerate(zip(samples, lengths_E, strict=True))
-    ]
+    evaluated = []
+    for e, (sample, n) in enumerate(zip(samples, lengths_E, strict=True)):
+        targets = CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
+        evaluated.append(dataclasses.replace(sample, critic_targets=targets))
     returns, errors = returns_EM[mask_EM], (returns_EM - values_EM)[mask_EM]
     metrics = {"critic/return_mean": float(returns.mean(dtype=np.float64))}
     if (variance := float(returns.var(dtype=np.float64))) > 0:

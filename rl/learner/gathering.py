@@ -1,7 +1,4 @@
-"""Weights of a mesh over several processes, for each: for its engine, its host and its disk.
-
-All processes call these functions together, with the same weights.
-"""
+"""Weights of a mesh over several processes, for each; all processes call these together."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ def own_devices(mesh: Mesh) -> list[jax.Device]:
 
 
 def own_part(mesh: Mesh) -> Mesh | jax.Device:
-    """Return this process's devices of a mesh as a mesh of their own; one device as it is.
-
-    An axis is as long as it is within the process.
-    """
+    """Return a mesh of this process's devices of a mesh; one device as it is."""
     mine = own_devices(mesh)
     if len(mine) == 1:
         return mine[0]
@@ -43,12 +37,11 @@ def own_part(mesh: Mesh) -> Mesh | jax.Device:
 
 
 def laid_out(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
-    """Return weights laid out on another mesh of the same devices in the same order.
+    """Return weights laid out on another mesh of the same devices in the same order, one by one.
 
-    Weights that lie elsewhere are returned as they are. One array after the other moves from device
-    to device. Where there are more copies than before, an array is first split over these too, and
-    each of them then gathers its own: XLA would make the whole of it on every device instead.
-    Memory may be shared with `params`.
+    Weights on other devices are returned unchanged; memory may be shared with `params`. If there
+    are more copies than before, an array is first split over these too, then gathered: XLA would
+    make the whole of it on every device instead.
     """
     leaves, tree = jax.tree.flatten(params)
     before = getattr(leaves[0].sharding, "mesh", None)
@@ -70,11 +63,10 @@ def local_weights(
 ) -> Params:
     """Return the weights in `dtype` as arrays of this process alone, laid out on its `place`.
 
-    `params` lie on a mesh over several processes. `place` is one of this process's devices, or a
-    mesh of some, and on every process that of the same number and form. What is missing here comes
-    from the devices of the others, after rounding; nothing passes through a host. Memory may be
-    shared with `params`: what is returned is to be used no longer than these.
-    Raises ValueError where the devices of a process cannot be divided so.
+    `params` are on a mesh over several processes; `place` is one of this process's devices or a
+    mesh of some, of the same form on every process. Missing parts come from devices of other
+    processes, after rounding. Memory may be shared with `params`. Raises ValueError if devices
+    cannot be divided so.
     """
     leaves, tree = jax.tree.flatten(params)
     local = place if isinstance(place, Mesh) else Mesh(np.full((1, 1, 1), place), AXES)
@@ -95,7 +87,7 @@ def local_weights(
 
 
 def host_copy(tree: Any, *, keep: bool = True) -> Any:
-    """Return the arrays as numpy arrays, where they are to be kept; else a tree of None.
+    """Return numpy arrays if they are to be kept, else a tree of None.
 
     One array after the other is gathered on the devices: never more than one is there whole.
     """
@@ -110,15 +102,12 @@ def host_copy(tree: Any, *, keep: bool = True) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """Return copies on the host of arrays that this process has: an update consumes its own."""
+    """Return copies on the host of this process's arrays, which an update would consume."""
     return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
 
 
 def own_shards(tree: Any) -> Any:
-    """Return, for each array, copies on the host of the parts that this process's devices have.
-
-    A part that several of them have is there once. `from_shards` puts them back.
-    """
+    """Return copies on the host of each array's parts on this process's devices, each once."""
 
     def one(x: jax.Array) -> dict[_Bounds, np.ndarray]:
         parts = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
@@ -128,7 +117,7 @@ def own_shards(tree: Any) -> Any:
 
 
 def from_shards(shards: Any, like: Any) -> Any:
-    """Return arrays on the shardings of `like`, of the parts that `own_shards` gave of such."""
+    """Return arrays on the shardings of `like` from the parts that `own_shards` returned."""
 
     def one(x: jax.Array, parts: dict[_Bounds, np.ndarray]) -> jax.Array:
         part = lambda index: parts[_bounds(index, x.shape)]  # noqa: E731  # asked for at once
@@ -144,24 +133,21 @@ def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> _Bounds:
 def _spread(
     leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding], dtype: np.dtype
 ) -> list[jax.Array]:
-    """Return the leaves in `dtype` on these shardings.
-
-    A program that constrains its results to another mesh may leave them whole nevertheless.
-    """
+    """Return the leaves in `dtype` on these shardings; constraints may leave them whole."""
     pairs = zip(in_turn(_rounded(tuple(leaves), dtype=dtype)), shardings, strict=True)
     return [in_turn(jax.device_put(x, sharding)) for x, sharding in pairs]
 
 
 @partial(jax.jit, static_argnames=("dtype",))
 def _rounded(leaves: tuple[jax.Array, ...], *, dtype: np.dtype) -> list[jax.Array]:
-    """Return the leaves rounded where they lie."""
+    """Return the leaves rounded, each on its devices."""
     return [leaf.astype(dtype) for leaf in leaves]
 
 
 def _copies_of(local: Mesh, mesh: Mesh) -> Mesh:
-    """Return the devices of `mesh` as copies of `local`, those of one process side by side.
+    """Return the devices of `mesh` as copies of `local`, grouped by process.
 
-    Sizes are (processes, copies in each, those of `local`). Devices keep their order if they can.
+    Sizes are (processes, copies in each, `local`'s). Devices keep their order if they can.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for device in mesh.devices.flat:

@@ -1,8 +1,8 @@
-"""The jitted steps of one optimizer step, and the check that stands before it is applied.
+"""The jitted steps of one optimizer step, and the check before it is applied.
 
     start → accumulate, once a micro-batch → inspect → check, on the host → apply
 
-Policy and critic share them: a `Network` says what differs, and is their static argument.
+Policy and critic share them: a `Network`, their static argument, holds the differences.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Call(NamedTuple):
 class NonFiniteUpdate(RuntimeError):
     """A loss or gradient that is not finite; its update was not applied.
 
-    `state` is the state before the refused optimizer step, whole and usable;
-    `samples` are the names of the samples at fault.
+    `state` is the whole state before the step; `samples` are the names of the samples at fault.
     """
 
     def __init__(self, message: str, state: Any, samples: tuple[str, ...]) -> None:
@@ -86,10 +85,9 @@ class Report:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepScalars:
-    """The scalars that the losses of one optimizer step share; traced.
+    """The traced scalars of one optimizer step's losses: the policy's divisor, the critic's.
 
-    `normaliser` divides the policy's loss and `num_tokens` the critic's. `unmoved`: the policy is
-    still the one that the batch began with (`rl.learner.losses.loss`).
+    `unmoved`: the policy has not been updated with this batch yet.
     """
 
     normaliser: Any
@@ -99,10 +97,9 @@ class StepScalars:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The static part of one trained network: how its steps differ from another's.
+    """The static part of one trained network.
 
-    `specs` is the tree of `ParamSpec`, `loss` returns (loss, (statistics, finite_B)) of one
-    micro-batch, `optimizer` the settings, `no_statistics` the neutral statistics of `loss`.
+    `loss` returns (loss, (statistics, finite_B)) of one micro-batch.
     """
 
     specs: Callable[[ModelConfig], Any]
@@ -163,10 +160,7 @@ def accumulate(
 def inspect(
     accumulator: Accumulator, step: jax.Array, *, network: Network, recipe: TrainSpec
 ) -> Report:
-    """Return the gradient's norm before clipping, the learning rate to come, and the statistics.
-
-    `step` counts the policy's optimizer steps; the critic's are as many.
-    """
+    """Return the gradient's norm before clipping, the learning rate to come, and the statistics."""
     lr = learning_rate(network.optimizer(recipe), recipe.total_steps, step)
     squares = [jnp.sum(g * g) for g in jax.tree.leaves(accumulator.gradients)]
     return replicated(Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics))
@@ -176,10 +170,7 @@ def inspect(
 def apply(
     state: State, gradients: Any, commit: jax.Array, *, network: Network, recipe: TrainSpec
 ) -> State:
-    """Make one step of the optimizer; with `commit` False return the state as it was.
-
-    A policy's state is handed in without its critic.
-    """
+    """Make one step of the optimizer; with `commit` False return the state as it was."""
     optimizer = make_optimizer(network.optimizer(recipe), recipe.total_steps)
     changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = network.constrain(recipe, optax.apply_updates(state.params, changes))
@@ -191,10 +182,7 @@ def apply(
 def calls(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Call]:
-    """Return calls of `accumulate`, `apply` and `inspect`, for the caller to lower.
-
-    All of it may be shapes.
-    """
+    """Return calls of `accumulate`, `apply` and `inspect`, perhaps of shapes, to be lowered."""
     total = empty_shapes(**static)
     return [
         Call(accumulate, (state.params, total, batch, scalars), static),
@@ -206,10 +194,7 @@ def calls(
 def run_once(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> State:
-    """Run each step on nothing; the state comes back unchanged, the one given is donated.
-
-    Calls find what was compiled; running them once proves it, and settles their buffers.
-    """
+    """Run each compiled step on nothing; the state is donated, and comes back unchanged."""
     total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
     in_turn(inspect(total, step, **static))
     return in_turn(apply(state, total.gradients, np.bool_(False), **static))
@@ -225,7 +210,7 @@ def check(
     *,
     whose: str = "",
 ) -> None:
-    """Raises NonFiniteUpdate, naming the fewest samples that can be at fault."""
+    """Raise NonFiniteUpdate, naming the fewest samples that can be at fault."""
     pairs = list(zip(packed, health, strict=True))
     bad = [i for p, h in pairs for i, ok in zip(p.sample_indices, h.loss_B, strict=False) if not ok]
     what = f"the {whose}loss"

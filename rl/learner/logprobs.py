@@ -1,8 +1,6 @@
 """Log-probabilities of given tokens under a policy, without batch × length × vocabulary.
 
-The distribution is the sampler's (after temperature, top-k and top-p), by the
-same `spec.sampling`. `logprobs_and_entropy` is what training differentiates; `token_logprobs`
-and `sample_logprobs` are for references, old policies and checks.
+The distribution is the sampler's (after temperature, top-k and top-p), by `spec.sampling`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from spec.sampling import Processing, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:
-    """The parameters in `dtype`; the same arrays where they have it already."""
+    """Return the parameters in `dtype`; the same arrays if they have it already."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
@@ -39,9 +37,8 @@ def logprobs_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
 
-    Beyond a sample's end they mean nothing. Logits exist for
-    `Trainer.logprob_chunk_tokens` positions at a time, in the backward pass too.
-    Gradients flow through the log-probabilities alone.
+    Logits exist for `Trainer.logprob_chunk_tokens` positions at a time. Gradients flow through the
+    log-probabilities alone.
     """
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
@@ -86,10 +83,7 @@ def _head(params: Params, vocab_axis: str) -> Params:
 def _map_chunks(
     chunk: Any, rows: tuple[jax.Array, jax.Array, Processing], chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `chunk` to equal slices of the T axis, one after the other, and join its results.
-
-    Rows stay whole, so that a batch split over devices stays where it is.
-    """
+    """Apply `chunk` to equal slices of the T axis in turn; rows stay on their devices."""
     B, T = rows[1].shape
     count = -(-T // max(1, chunk_tokens // B))
     size = -(-T // count)
@@ -113,14 +107,11 @@ def token_logprobs(
 
 
 def unwatched() -> None:
-    """Nobody is told of a pass."""
+    """Ignore the end of a pass."""
 
 
 def keep_pace(passes: Sequence[Any], on_pass: Callable[[], None]) -> None:
-    """Wait for the last pass but one, and tell: devices keep one more to do.
-
-    Otherwise all passes would be handed over at once, and nothing could come between them.
-    """
+    """Wait for the last pass but one, so that devices have one more to do; then call `on_pass`."""
     jax.block_until_ready(passes[-2:-1])
     on_pass()
 
@@ -132,9 +123,9 @@ def batch_ways() -> int:
 
 
 def place(batch: Any) -> Any:
-    """Host arrays onto the devices, split by rows under the mesh in use.
+    """Put host arrays onto the devices, split by rows under the mesh in use.
 
-    On a mesh over several processes each gives the same arrays, and puts only its own rows.
+    On a mesh over several processes each has the same arrays, and puts a part of the rows.
     """
     sharding = _rows_split()
     if sharding is None:
@@ -153,7 +144,7 @@ def placed_shapes(batch: Any) -> Any:
 
 
 def _rows_split() -> NamedSharding | None:
-    """Return how rows lie on the mesh in use; None without one."""
+    """Return the sharding of rows on the mesh in use; None without one."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
@@ -179,10 +170,7 @@ def by_sample(
     shape: Shape,
     on_pass: Callable[[], None],
 ) -> list[np.ndarray]:
-    """Return what `run` gives of each sample's tokens, [num_tokens] each; one fetch.
-
-    `run` turns a micro-batch into an array [E, M]; `on_pass` is called as passes are done.
-    """
+    """Return what `run` gives of each sample's tokens, [num_tokens] each; one fetch."""
     packed = micro_batches.micro_batches(samples, shape)
     passes: list[jax.Array] = []
     for p in packed:

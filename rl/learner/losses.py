@@ -1,8 +1,7 @@
 """The policy-gradient objective as functions of per-token arrays [B, T].
 
-Here B counts samples and T their response tokens, end token included (the [E, M]
-of `rl.learner.micro_batches`). What is summed is divided by a normaliser that the caller takes
-over the whole optimizer step, so that micro-batches add up to the full batch.
+B counts samples, T their response tokens. Sums are divided by a normaliser of the whole optimizer
+step, so that micro-batches add up to the full batch.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, Correction, KLEstimator
-from rl.learner.importance_correction import importance_weights
-from rl.learner.policy_losses import policy_loss
+from rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
+from rl.learner.policy_losses import importance_weights, policy_loss
 from rl.trajectory import Origin
 
 
@@ -32,11 +30,9 @@ class CriticInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossInputs:
-    """The inputs of the loss beside the policy; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
+    """The inputs of the loss; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
-    Where the mask is False the other arrays may hold anything finite. `origins_BT` (int32) say
-    how the tokens came to be (`rl.trajectory.Origin`). `critic` is set
-    where a critic valued the tokens: its advantages then stand for `advantages_B`.
+    `origins_BT` are of `rl.trajectory.Origin`; `critic` has advantages in place of `advantages_B`.
     """
 
     mask_BT: jax.Array
@@ -72,27 +68,18 @@ def kl_estimate(
         return -d_BT
     if estimator == "k2":
         return 0.5 * d_BT * d_BT
-    if estimator == "k3":
-        return jnp.expm1(d_BT) - d_BT
-    raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+    return jnp.expm1(d_BT) - d_BT
 
 
 def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggregation) -> jax.Array:
     """The weight of each token in the loss; the sum of weight · loss is the aggregate.
 
-    "sequence": mask / (tokens of its row) / normaliser; rows without tokens weigh
-    nothing. All others: mask / normaliser. The normaliser is that of `normaliser_of`,
-    over the whole optimizer step. Raises ValueError for an unknown name.
+    "sequence": mask / (tokens of its row) / normaliser. All others: mask / normaliser.
     """
-    if aggregation in ("token", "sequence_sum", "constant"):
+    if aggregation != "sequence":
         return mask_BT / normaliser
-    if aggregation == "sequence":
-        tokens_B = jnp.sum(mask_BT, axis=1)
-        return mask_BT / jnp.maximum(tokens_B, 1)[:, None] / normaliser
-    raise ValueError(
-        "aggregation must be 'token', 'sequence', 'sequence_sum' or 'constant', got "
-        f"{aggregation!r}"
-    )
+    tokens_B = jnp.sum(mask_BT, axis=1)
+    return mask_BT / jnp.maximum(tokens_B, 1)[:, None] / normaliser
 
 
 def normaliser_of(
@@ -100,9 +87,9 @@ def normaliser_of(
 ) -> float:
     """Return the divisor of `token_weights`, for one optimizer step's tokens and sequences.
 
-    "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the
-    sequences (GRPO's paper, arXiv 2402.03300; RLOO, 2402.14740); "constant": the limits of all
-    sequences, whatever their length (Dr. GRPO, 2503.20783).
+    "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the sequences
+    (GRPO, 2402.03300; RLOO, 2402.14740); "constant": the limits of all sequences (Dr. GRPO,
+    2503.20783).
     """
     if aggregation == "token":
         return float(num_tokens)
@@ -119,22 +106,17 @@ def loss(
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
     """Σ weight · (importance · policy loss + coefficient · KL), statistics, which rows are finite.
 
-    The importance is 1 without a correction. `unmoved`: the policy has not been updated with this
-    batch yet, so that `recomputed` denominators are these very log-probs, whatever they round to.
-    Returns (scalar, (statistics, finite_B bool)).
+    `unmoved`: the policy has not been updated with this batch yet, so that `recomputed`
+    denominators are these very log-probs, whatever they round to.
     """
     algorithm, mask_BT = config.resolved, inputs.mask_BT
+
     # masked tokens are replaced before any exp: 0 · inf would be NaN in the gradient
-    logprobs_BT, old_BT, rollout_BT, reference_BT, emission_BT = (
-        jnp.where(mask_BT, x, 0.0)
-        for x in (
-            logprobs_BT,
-            inputs.old_logprobs_BT,
-            inputs.rollout_logprobs_BT,
-            inputs.reference_logprobs_BT,
-            inputs.emission_logprobs_BT,
-        )
-    )
+    def masked(x_BT: jax.Array) -> jax.Array:
+        return jnp.where(mask_BT, x_BT, 0.0)
+
+    logprobs_BT, old_BT = masked(logprobs_BT), masked(inputs.old_logprobs_BT)
+    emission_BT = masked(inputs.emission_logprobs_BT)
     if algorithm.old_logprobs == "recomputed":
         old_BT = jnp.where(unmoved, jax.lax.stop_gradient(logprobs_BT), old_BT)
     advantages_BT = inputs.advantages_B[:, None]
@@ -145,15 +127,18 @@ def loss(
     if config.importance is not None:
         importance_BT, cut_BT = importance_weights(config.importance, old_BT, emission_BT, mask_BT)
         loss_BT = importance_BT * loss_BT
-        per_token |= _correction_statistics(config.importance, importance_BT, cut_BT)
+        name = "truncated" if config.importance.kind == "tis" else "masked"
+        per_token["correction/weight_mean"] = importance_BT
+        per_token[f"correction/{name}_fraction"] = cut_BT.astype(jnp.float32)
     if config.needs_reference:
+        reference_BT = masked(inputs.reference_logprobs_BT)
         kl_BT = kl_estimate(logprobs_BT, reference_BT, config.kl_estimator)
         loss_BT = loss_BT + config.kl_coefficient * kl_BT
         per_token["kl"] = kl_BT
     weight_BT = token_weights(mask_BT, normaliser, algorithm.aggregation)
     finite_B = jnp.all(jnp.isfinite(loss_BT) | ~mask_BT, axis=1)
     total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * weight_BT)
-    mismatch = _mismatch_statistics(logprobs_BT, rollout_BT)
+    mismatch = _mismatch_statistics(logprobs_BT, masked(inputs.rollout_logprobs_BT))
     statistics = _reduce(per_token | mismatch, mask_BT)
     statistics.sums["loss"] = total
     statistics.sums.update(_by_origin(logprobs_BT - emission_BT, inputs.origins_BT, mask_BT))
@@ -174,21 +159,8 @@ def _policy_statistics(
     }
 
 
-def _correction_statistics(
-    correction: Correction, weight_BT: jax.Array, cut_BT: jax.Array
-) -> dict[str, jax.Array]:
-    name = "truncated" if correction.kind == "tis" else "masked"
-    return {
-        "correction/weight_mean": weight_BT,
-        f"correction/{name}_fraction": cut_BT.astype(jnp.float32),
-    }
-
-
 def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[str, jax.Array]:
-    """The distance of the trainer from the sampler: |d| and exp(d) − 1 − d, d = trainer − sampler.
-
-    The latter's mean estimates KL(sampler ‖ trainer).
-    """
+    """|d| and exp(d) − 1 − d, whose mean estimates KL(sampler ‖ trainer); d = trainer − sampler."""
     d_BT = logprobs_BT - rollout_BT
     return {
         "sampling/sampling_logp_difference/mean": jnp.abs(d_BT),
@@ -197,10 +169,7 @@ def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[
 
 
 def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
-    """Sums of exp(d) − 1 − d over the tokens of each origin, and their counts.
-
-    With d = trainer − emission their ratio estimates KL(emission ‖ trainer) at those tokens.
-    """
+    """Sums of exp(d) − 1 − d, d = trainer − emission, over the tokens of each origin; counts."""
     sums = {}
     for origin in Origin:
         these_BT = mask_BT & (origins_BT == int(origin))
@@ -236,11 +205,10 @@ def _reduce(per_token: Mapping[str, jax.Array], mask_BT: jax.Array) -> TokenStat
 
 def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
     """The neutral element of `add_statistics`, with the names that `loss` gives."""
-    zero = jnp.zeros((), jnp.float32)
-    shape = jnp.zeros((1, 1), jnp.float32)
-    origins = jnp.zeros((1, 1), jnp.int32)
-    inputs = LossInputs(shape > 0, shape[0], shape, shape, shape, shape, origins)
-    _, (statistics, _) = loss(config, shape, shape, inputs, zero + 1)
+    zero_11 = jnp.zeros((1, 1), jnp.float32)
+    logprobs = zero_11, zero_11, zero_11, zero_11
+    inputs = LossInputs(zero_11 > 0, zero_11[0], *logprobs, zero_11.astype(jnp.int32))
+    _, (statistics, _) = loss(config, zero_11, zero_11, inputs, jnp.float32(1))
     return statistics
 
 

@@ -1,8 +1,6 @@
-"""Trajectories become micro-batches of one fixed shape (`rl.packing`), with what the loss needs.
+"""Trajectories become micro-batches of one fixed shape (`rl.packing`), in plain numpy.
 
-Invariants: every response token is trained once, the end token included; padding
-never has weight; every micro-batch has the same shape, so that one compilation
-serves them all. Plain numpy on the host.
+Every response token is trained once, the end token included; padding never has weight.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class CriticTargets:
 class TrainSample:
     """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
 
-    `sampling` is what its tokens were drawn by. `old_logprobs` of None stands for those of the
-    rollout, `reference_logprobs` of None for no reference, `critic_targets` of None for no critic.
+    `old_logprobs` of None are the rollout's; other fields of None are not needed.
     """
 
     trajectory: Trajectory
@@ -60,13 +57,10 @@ class TrainSample:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch as the device gets it.
+    """A micro-batch as the device gets it: rows b of T positions, samples e with tokens m < T.
 
-    Rows b of T positions; samples e with response tokens m < T.
-    `targets_BT` are the tokens that the positions predict; `index_EM` says where in
-    the flattened [B · T] each sample's response tokens are predicted (0 beyond its
-    end); the loss works on [E, M]. `processing_BT` is the distribution of each response token;
-    at prompts and padding it means nothing.
+    `targets_BT` are the tokens that the positions predict; `index_EM` is the place in the flattened
+    [B · T] where each response token is predicted; the loss works on [E, M].
     """
 
     tokens_BT: jax.Array
@@ -93,11 +87,10 @@ def select(
     *,
     mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The samples that are in the loss, in order; `sampling` is that of trajectories without one.
+    """Return the samples that are in the loss; `sampling` is for trajectories without one.
 
-    Left out: responses without a reward (they could not be scored), and truncated
-    ones where `mask_truncated`. Raises ValueError for unequal lengths, and for an
-    empty prompt or response, whose tokens nothing could predict.
+    Left out: responses without a reward, and truncated ones if `mask_truncated`. Raises ValueError
+    for unequal lengths, and for an empty prompt or response.
     """
     if len(trajectories) != len(advantages):
         raise ValueError(
@@ -121,11 +114,7 @@ def select(
 def minibatch_indices(
     group_ids: Sequence[int], num_minibatches: int, seed: Sequence[int]
 ) -> list[np.ndarray]:
-    """Samples of each optimizer step of an epoch: whole groups, in a seeded order.
-
-    A function of its arguments alone, for resuming. Fewer groups than minibatches
-    give as many minibatches as there are groups.
-    """
+    """Return the samples of each optimizer step of an epoch: whole groups, in a seeded order."""
     ids = np.asarray(group_ids)
     if num_minibatches == 1:
         return [np.arange(len(ids))] if len(ids) else []
@@ -135,10 +124,7 @@ def minibatch_indices(
 
 
 def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
-    """Pack samples into as few rows as a greedy search finds, rows into micro-batches.
-
-    Raises ValueError where a prompt and response do not fit a row.
-    """
+    """Pack samples into few rows, rows into micro-batches; ValueError if one does not fit a row."""
     responses = [sample.response for sample in samples]
     return [_pack(samples, responses, rows, shape) for rows in packing.plan(responses, shape)]
 
@@ -185,7 +171,7 @@ def _pack(
 
 
 def _fill(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) -> None:
-    """Row e of what the loss needs; `index` says where the sample's tokens are predicted."""
+    """Fill row e of the loss's inputs; `index` are the positions that predict its tokens."""
     t, n = sample.trajectory, len(index)
     batch.index_EM[e, :n] = index
     batch.processing_BT.put(index, sample.sampling)

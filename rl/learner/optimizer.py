@@ -29,10 +29,7 @@ class CriticState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps taken (int32), the float32 master parameters, and optax's state.
-
-    `critic` is None for algorithms without one.
-    """
+    """Optimizer steps taken (int32), float32 master parameters, optax's state, and a critic."""
 
     step: jax.Array
     params: Params
@@ -43,10 +40,10 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedArrays:
-    """The arrays of a checkpoint: the training state, and what rollouts need beside it.
+    """The arrays of a checkpoint; field names are paths on the disk.
 
-    Field names are paths on the disk. `behind`, of runs whose rollouts run ahead: the stale
-    weights that answer the step to come. `drafter`, of runs with a learned one: its training state.
+    `behind`: the stale weights that answer the next step, of runs whose rollouts run ahead.
+    `drafter`: the training state of a learned one.
     """
 
     step: jax.Array
@@ -97,11 +94,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step, in float32, laid out as the parameters are.
-
-    It takes the parameters over: a float32 tree is not copied, and the first
-    update donates its buffers.
-    """
+    """Return the state before the first step, in float32; a float32 tree is taken over."""
     params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     return settle(TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)))
 
@@ -131,8 +124,7 @@ def trained_shapes(specs: Any, optimizer: optax.GradientTransformation) -> tuple
 def settle(tree: Any) -> Any:
     """Return the arrays with shardings spelt as jit spells them, scalars on every device.
 
-    P(None) and P() mean the same, yet calls with the one do not find the program
-    compiled for the other. Without a mesh in use there is nothing to do.
+    P(None) and P() mean the same, yet calls with the one do not find the program of the other.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:

@@ -1,49 +1,16 @@
-"""The policy losses of the algorithms, and PPO's value loss: one pure function each.
+"""The policy losses of the algorithms, PPO's value loss, and importance weights.
 
 Arrays are [B, T]: B sequences of T response tokens. Advantages are [B, T] or [B, 1].
-What stands where a mask is False means nothing; `rl.learner.losses` weighs and sums the rest.
 """
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from rl.learner.algorithms import Algorithm
-
-
-def clipped_policy_loss(
-    logprobs_BT: jax.Array,
-    old_logprobs_BT: jax.Array,
-    advantages_BT: jax.Array,
-    clip_low: float,
-    clip_high: float,
-) -> jax.Array:
-    """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) per token, ρ = exp(logp − old); [B, T].
-
-    Source: PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476.
-    """
-    ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-
-
-def sequence_clipped_policy_loss(
-    logprobs_BT: jax.Array,
-    old_logprobs_BT: jax.Array,
-    advantages_BT: jax.Array,
-    mask_BT: jax.Array,
-    clip_low: float,
-    clip_high: float,
-) -> jax.Array:
-    """−min(s·A, clip(s, 1 − low, 1 + high)·A), s = exp(mean over t of (logp − old)); [B, T].
-
-    The sequence's one loss stands at each of its tokens, so that their mean is that loss.
-    Source: GSPO, arXiv 2507.18071, equations 5 to 7.
-    """
-    ratio_BT = sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+from rl.learner.algorithms import Algorithm, Correction
 
 
 def sequence_ratio(
@@ -56,28 +23,15 @@ def sequence_ratio(
     return jnp.broadcast_to(ratio_B1, d_BT.shape)
 
 
-def reinforce_policy_loss(logprobs_BT: jax.Array, advantages_BT: jax.Array) -> jax.Array:
-    """−A·logp per token, whose sum over a sequence is −A·log p(sequence); [B, T].
-
-    There is no ratio: after the first optimizer step on a batch it is off-policy, unless
-    `rl.learner.importance_correction` weighs it. Source: RLOO, arXiv 2402.14740.
-    """
-    return -advantages_BT * logprobs_BT
-
-
 def clipped_value_loss(
     values_BT: jax.Array, old_values_BT: jax.Array, returns_BT: jax.Array, clip: float
 ) -> tuple[jax.Array, jax.Array]:
-    """½·max((v − R)², (clip(v, old − c, old + c) − R)²), and where the clip took the gradient.
+    """½·max((v − R)², (clip(v, old − c, old + c) − R)²), and a mask of the clipped tokens; [B, T].
 
-    [B, T] twice. Source: the PPO code of openai/baselines, described in "The 37
-    Implementation Details of PPO" (ICLR blog track 2022), detail 9.
+    Source: openai/baselines, by "The 37 Implementation Details of PPO", detail 9.
     """
     clipped_BT = jnp.clip(values_BT, old_values_BT - clip, old_values_BT + clip)
-    loss_BT, clipped_loss_BT = (
-        jnp.square(values_BT - returns_BT),
-        jnp.square(clipped_BT - returns_BT),
-    )
+    loss_BT, clipped_loss_BT = (jnp.square(v - returns_BT) for v in (values_BT, clipped_BT))
     return 0.5 * jnp.maximum(loss_BT, clipped_loss_BT), clipped_loss_BT > loss_BT
 
 
@@ -88,15 +42,40 @@ def policy_loss(
     advantages_BT: jax.Array,
     mask_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss that the algorithm names, and the ratio that it clips; [B, T] twice."""
-    bounds = algorithm.clip_low, algorithm.clip_high
+    """The loss of each token by the algorithm's name for it, and the ratio that it clips.
+
+    clipped            −min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = exp(logp − old)
+    sequence_clipped   the same with s = exp(mean over t of (logp − old)) at each token
+    reinforce          −A·logp, whose sum over a sequence is −A·log p(sequence)
+
+    [B, T] twice. Sources: PPO, arXiv 1707.06347, two bounds: DAPO, 2503.14476; GSPO, 2507.18071,
+    equations 5 to 7; RLOO, 2402.14740.
+    """
     ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
     if algorithm.policy_loss == "reinforce":
-        return reinforce_policy_loss(logprobs_BT, advantages_BT), ratio_BT
+        return -advantages_BT * logprobs_BT, ratio_BT
     if algorithm.policy_loss == "sequence_clipped":
-        loss_BT = sequence_clipped_policy_loss(
-            logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, *bounds
-        )
-        return loss_BT, sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
-    loss_BT = clipped_policy_loss(logprobs_BT, old_logprobs_BT, advantages_BT, *bounds)
-    return loss_BT, ratio_BT
+        ratio_BT = sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    clipped_BT = jnp.clip(ratio_BT, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT), ratio_BT
+
+
+def importance_weights(
+    correction: Correction, trainer_BT: jax.Array, emission_BT: jax.Array, mask_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Weights of w = p_trainer / p_emission, and a mask of those cut (bool); constants, [B, T].
+
+    log w = trainer − emission per token; a sequence's is its sum over the mask. tis: min(w, high),
+    cut if w > high. mask: 1 for low ≤ w ≤ high, else 0 and cut. Source: verl, "Rollout Correction".
+    """
+    log_BT = jnp.where(mask_BT, trainer_BT - emission_BT, 0.0)
+    if correction.level == "sequence":
+        log_BT = jnp.broadcast_to(jnp.sum(log_BT, axis=1, keepdims=True), log_BT.shape)
+    low = math.log(correction.low) if correction.low else -math.inf
+    high = math.log(correction.high)
+    if correction.kind == "tis":
+        weight_BT, cut_BT = jnp.exp(jnp.minimum(log_BT, high)), log_BT > high
+    else:
+        cut_BT = (log_BT < low) | (log_BT > high)
+        weight_BT = jnp.where(cut_BT, 0.0, 1.0)
+    return jax.lax.stop_gradient((weight_BT, cut_BT))

@@ -1,9 +1,7 @@
 """One batch of trajectories becomes optimizer steps: log-probs, accumulate, check, apply.
 
-Invariants: an update that is not finite is never applied; micro-batches add up to
-the full batch; after `warm_up` nothing compiles. The jitted steps are in
-`rl.learner.gradient_accumulation` and `rl.learner.logprobs`; a mesh is the caller's
-(`jax.set_mesh`), with parameters laid out by `models.sharding`.
+Invariants: an update that is not finite is never applied; micro-batches add up to the full batch;
+after `warm_up` nothing compiles. The caller sets a mesh (`jax.set_mesh`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from jax.sharding import NamedSharding
 from models.transformer import Params, param_specs
 from rl import packing
 from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
-from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import TrainSpec
 from rl.learner.critic import CRITIC
 from rl.learner.gradient_accumulation import (
@@ -52,8 +49,7 @@ OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
-    `sampling` is the distribution of responses that do not name their own, `shape` that of all
-    micro-batches, `reference` the policy of the KL term, in the dtype of products.
+    `sampling` is for responses without one; `reference` is the policy of the KL term.
     """
 
     recipe: TrainSpec
@@ -95,24 +91,18 @@ def cast_call(params: Params, dtype: Any) -> Call:
 
 
 def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
-    """The shape of all micro-batches, under the mesh in use.
-
-    `max_tokens` bounds prompt and response together.
-    """
+    """Return the shape of all micro-batches, for prompts and responses of up to `max_tokens`."""
     return packing.batch_shape(
         recipe.trainer.positions_of_micro_batch, max_tokens, row_multiple=logprobs.batch_ways()
     )
 
 
 def warm_up(
-    state: TrainState, shape: Shape, *, recipe: TrainSpec, told: OnCompiled = unwatched
+    state: TrainState, shape: Shape, *, recipe: TrainSpec, on_compiled: OnCompiled = unwatched
 ) -> TrainState:
-    """Compile every step, in threads, and run each on nothing.
-
-    Returns the state, unchanged; the one given is donated. `told` hears how many are compiled.
-    """
+    """Compile every step, in threads, and run each on nothing; the state is donated."""
     steps = lowered(state, shape, recipe=recipe)
-    compile_all(steps, len(steps), told)
+    compile_all(steps, len(steps), on_compiled)
     return first_run(state, shape, recipe=recipe)
 
 
@@ -122,27 +112,21 @@ def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
 
 
 def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
-    """Return a call of every step on nothing, the largest first.
-
-    The state may be of shapes, as of `rl.learner.optimizer.state_shapes`.
-    """
+    """Return a call of every step on nothing, the largest first; the state may be of shapes."""
     plain, *rest = _nothing(state, shape, placed_shapes)
-    found = []
+    every = []
     for network, trained in _networks(state):
-        found += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
+        every += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
     static = {"recipe": recipe}
     for params in _scored(state.params, recipe, _shapes_in):
-        found.append(Call(logprobs.token_logprobs, (params, plain), static))
+        every.append(Call(logprobs.token_logprobs, (params, plain), static))
     if state.critic:
-        found.append(Call(critic.token_values, (state.critic.params, plain), static))
-    return found
+        every.append(Call(critic.token_values, (state.critic.params, plain), static))
+    return every
 
 
 def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainState:
-    """Run every step on nothing, once it is compiled; returns the state, unchanged.
-
-    The one given is donated.
-    """
+    """Run every compiled step on nothing; the state is donated, and returned unchanged."""
     plain, *rest = _nothing(state, shape)
     for params in _scored(state.params, recipe, cast_params):
         in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
@@ -157,10 +141,10 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
 
 def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Params]) -> list[Any]:
     """Return what samples are scored with: the policy before its updates, and the reference."""
-    found = [params] if recipe.recomputes_old else []
-    if recipe.algorithm.needs_reference and not (found and recipe.trainer.dtype == jnp.float32):
-        found.append(cast(params, recipe.trainer.dtype))
-    return found
+    policies = [params] if recipe.recomputes_old else []
+    if recipe.algorithm.needs_reference and not (policies and recipe.trainer.dtype == jnp.float32):
+        policies.append(cast(params, recipe.trainer.dtype))
+    return policies
 
 
 def _shapes_in(params: Params, dtype: Any) -> Params:
@@ -184,7 +168,7 @@ def _nothing(
 
 
 def _networks(state: TrainState) -> list[tuple[Network, Any]]:
-    """The networks that are trained, each with its own state."""
+    """Return the trained networks with their states."""
     policy = (POLICY, dataclasses.replace(state, critic=None))
     return [policy, (CRITIC, state.critic)] if state.critic else [policy]
 
@@ -208,29 +192,23 @@ def update(
     """Make all inner updates of one batch of trajectories; one fetch an optimizer step.
 
     `state` is donated. `step` (the training step) and the learner's seed order the minibatches.
-    Metrics under TRL's names: means over tokens and optimizer steps, `lr` the last.
-    A batch without a usable sample changes nothing and gives `batch/*` alone. Samples
-    without a gradient (advantage 0, no KL) still count in the loss's divisor, so that the
-    update is the same, but no pass is spent on them, and means over tokens lack them. Where no
-    sample has a gradient the optimizer makes no step: momentum alone moves nothing. `on_pass` is
-    called as passes are done, and told whether nothing is applied yet; what it raises then leaves
-    `state` whole. With a critic, `advantages` are not looked at: it makes its own from the rewards.
+    Metrics have TRL's names: means over tokens and optimizer steps, `lr` the last. Samples without
+    a gradient (advantage 0, no KL) count in the loss's divisor, but no pass is spent on them; if no
+    sample has one the optimizer makes no step. `on_pass` is called after passes, with whether
+    nothing is applied yet: an error that it raises then leaves `state` whole. With a critic,
+    `advantages` are not used.
 
-    Raises NonFiniteUpdate before such an update is applied, where `Trainer.on_nonfinite` does not
-    have it skipped: `on_skip` is told then. Raises ValueError where a sample does not fit the
-    shape, or a reference or critic is needed and missing.
+    Raises NonFiniteUpdate before such an update is applied, or calls `on_skip`
+    (`Trainer.on_nonfinite`). Raises ValueError if a sample does not fit the shape, or a reference
+    or critic is missing.
     """
     recipe = learner.recipe
-    samples = micro_batches.select(
-        trajectories,
-        advantages,
-        learner.sampling,
-        mask_truncated=recipe.algorithm.mask_truncated,
-    )
+    masks = {"mask_truncated": recipe.algorithm.mask_truncated}
+    samples = micro_batches.select(trajectories, advantages, learner.sampling, **masks)
     leave = partial(on_pass, True)
     samples = with_logprobs(state.params, samples, learner, leave)
     samples, critic_metrics = _with_critic_targets(state, samples, learner, leave)
-    made: list[tuple[_StepInputs, list[Report]]] = []
+    steps: list[tuple[_StepInputs, list[Report]]] = []
     applied = skipped = num_micro_batches = 0
     for number, part in enumerate(_minibatches(samples, step, learner), start=1):
         where = f"step {step}, optimizer step {number} of its batch"
@@ -245,16 +223,16 @@ def update(
             skipped += 1
             continue
         applied += inputs.moves
-        made.append((inputs, reports))
+        steps.append((inputs, reports))
     counts = {
         "batch/samples": float(len(samples)),
         "batch/left_out": float(len(trajectories) - len(samples)),
         "batch/optimizer_steps": float(applied),
         "batch/micro_batches": float(num_micro_batches),
         "update/skipped": float(skipped),
-        "update/without_gradient": float(len(made) - applied),
+        "update/without_gradient": float(len(steps) - applied),
     }
-    return state, _metrics(made, counts, critic_metrics) if made else counts
+    return state, _metrics(steps, counts, critic_metrics) if steps else counts
 
 
 def _minibatches(
@@ -271,7 +249,7 @@ def _minibatches(
 def _with_critic_targets(
     state: TrainState, samples: list[TrainSample], learner: Learner, on_pass: Callable[[], None]
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Samples with the critic's targets, where the algorithm has one, and its metrics."""
+    """Return samples with the critic's targets, if the algorithm has one, and its metrics."""
     algorithm = learner.recipe.algorithm
     if not algorithm.resolved.needs_critic:
         return samples, {}
@@ -289,10 +267,7 @@ def with_logprobs(
     learner: Learner,
     on_pass: Callable[[], None] = logprobs.unwatched,
 ) -> list[TrainSample]:
-    """Samples with the log-probs under reference and current policy that the algorithm asks for.
-
-    A batch of one optimizer step needs no `recomputed` ones: that step has them (`losses.loss`).
-    """
+    """Return samples with the log-probs under reference and old policy that the algorithm needs."""
     algorithm = learner.recipe.algorithm
 
     def under(params: Params) -> list[np.ndarray]:
@@ -320,7 +295,7 @@ def with_logprobs(
 
 @dataclasses.dataclass(frozen=True)
 class _StepInputs:
-    """One optimizer step: all of its samples' packed micro-batches, and what its losses share.
+    """One optimizer step: its samples' packed micro-batches, and the scalars of its losses.
 
     Without `moves` no sample has a gradient, and nothing is applied.
     """
@@ -338,56 +313,36 @@ class _StepInputs:
         """Pack the samples that have a gradient; all count in the normaliser."""
         algorithm = learner.recipe.algorithm
         num_tokens = sum(s.trajectory.num_tokens for s in samples)
-        normaliser = losses.normaliser_of(
-            num_tokens,
-            len(samples),
-            algorithm.resolved.aggregation,
-            sum(s.sampling.max_new_tokens for s in samples),
-        )
-        scalars = StepScalars(
-            np.float32(normaliser),
-            np.float32(num_tokens),
-            np.bool_(unmoved),
-        )
-        used = _with_gradient(samples, algorithm)
+        aggregation = algorithm.resolved.aggregation
+        limit_tokens = sum(s.sampling.max_new_tokens for s in samples)
+        divisor = losses.normaliser_of(num_tokens, len(samples), aggregation, limit_tokens)
+        scalars = StepScalars(np.float32(divisor), np.float32(num_tokens), np.bool_(unmoved))
+        has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
+        moving = [s for s in samples if has_other_terms or s.advantage]
+        used = moving or samples  # for the statistics
         packed = micro_batches.micro_batches(used, learner.shape)
-        moves = any(_moves(s, algorithm) for s in used)
-        return cls(used, packed, scalars, where, moves)
-
-
-def _with_gradient(samples: list[TrainSample], algorithm: AlgorithmConfig) -> list[TrainSample]:
-    """The samples that move the policy; all of them where none does, for the statistics."""
-    return [s for s in samples if _moves(s, algorithm)] or samples
-
-
-def _moves(sample: TrainSample, algorithm: AlgorithmConfig) -> bool:
-    """True if a sample has a gradient."""
-    has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
-    return has_other_terms or bool(sample.advantage)
+        return cls(used, packed, scalars, where, bool(moving))
 
 
 def _optimizer_step(
     state: TrainState, inputs: _StepInputs, recipe: TrainSpec, on_pass: Callable[[], None]
 ) -> tuple[TrainState, list[Report]]:
-    """Accumulate, fetch once, check, apply; returns the new state, and a report a network.
-
-    Nothing is applied unless the gradients of all networks pass the check.
-    """
+    """Accumulate, fetch once, check all networks, apply; return the state, a report a network."""
     networks = _networks(state)
     totals = [start(network=network, recipe=recipe) for network, _ in networks]
     health: list[list[Health]] = [[] for _ in networks]
     for p in inputs.packed:
         batch = place(p.batch)
         for n, (network, trained) in enumerate(networks):
-            given = trained.params, totals[n], batch, inputs.scalars
-            totals[n], healthy = in_turn(accumulate(*given, network=network, recipe=recipe))
+            args = trained.params, totals[n], batch, inputs.scalars
+            totals[n], healthy = in_turn(accumulate(*args, network=network, recipe=recipe))
             health[n].append(healthy)
         logprobs.keep_pace(health[-1], on_pass)
-    asked = [
+    reported = [
         in_turn(inspect(total, state.step, network=network, recipe=recipe))
         for total, (network, _) in zip(totals, networks, strict=True)
     ]
-    reports, health = jax.device_get((asked, health))
+    reports, health = jax.device_get((reported, health))
     for (network, _), report, healthy in zip(networks, reports, health, strict=True):
         whose = "critic's " if network is CRITIC else ""
         rest = inputs.samples, inputs.packed, inputs.where
@@ -402,12 +357,12 @@ def _optimizer_step(
 
 
 def _metrics(
-    made: Sequence[tuple[_StepInputs, list[Report]]],
+    steps: Sequence[tuple[_StepInputs, list[Report]]],
     counts: dict[str, float],
     critic_metrics: dict[str, float],
 ) -> dict[str, float]:
     """One set of metrics from all optimizer steps; the mismatch from the first, the unmoved one."""
-    reports = [of_step[0] for _, of_step in made]
+    reports = [reports_N[0] for _, reports_N in steps]
     metrics = losses.metrics_of(gradient_accumulation.summed(reports))
     first = losses.metrics_of(reports[0].statistics)
     unmoved = {name: first[name] for name in losses.MISMATCH if name in first}
@@ -416,7 +371,7 @@ def _metrics(
     metrics["grad_norm"] = float(np.mean([r.grad_norm for r in reports]))
     metrics["lr"] = float(reports[-1].lr)
     metrics |= counts | critic_metrics
-    if of_critic := [of_step[1] for _, of_step in made if len(of_step) > 1]:
-        metrics |= critic.metrics_of(of_critic)
-    padding = [micro_batches.padding_fraction(inputs.packed) for inputs, _ in made]
+    if critic_reports := [reports_N[1] for _, reports_N in steps if len(reports_N) > 1]:
+        metrics |= critic.metrics_of(critic_reports)
+    padding = [micro_batches.padding_fraction(inputs.packed) for inputs, _ in steps]
     return metrics | {"batch/padding": float(np.mean(padding))}

@@ -44,14 +44,14 @@ def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> floa
 
 def _group_bleu(group: list[list[int]]) -> list[float]:
     counts = [[_ngrams(r, n) for n in range(1, ORDER + 1)] for r in group]
-    most = [_two_highest([c[n] for c in counts]) for n in range(ORDER)]
+    highest = [_two_highest([c[n] for c in counts]) for n in range(ORDER)]
     scores = []
     for i, response in enumerate(group):
         logs = []
         for n in range(min(ORDER, len(response))):
             matches = 0
             for gram, count in counts[i][n].items():
-                first, holder, second = most[n][gram]
+                first, holder, second = highest[n][gram]
                 matches += min(count, second if holder == i else first)
             logs.append(math.log(max(matches, FLOOR) / counts[i][n].total()))
         lengths = [len(r) for j, r in enumerate(group) if j != i]
@@ -63,15 +63,15 @@ def _group_bleu(group: list[list[int]]) -> list[float]:
 
 def _two_highest(counts: list[Ngrams]) -> dict[tuple[int, ...], tuple[int, int, int]]:
     """Return by n-gram the highest count, its response, and the highest count of the others."""
-    most: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    highest: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for i, of_one in enumerate(counts):
         for gram, count in of_one.items():
-            first, holder, second = most.get(gram, (0, -1, 0))
+            first, holder, second = highest.get(gram, (0, -1, 0))
             if count > first:
-                most[gram] = (count, i, first)
+                highest[gram] = (count, i, first)
             elif count > second:
-                most[gram] = (first, holder, count)
-    return most
+                highest[gram] = (first, holder, count)
+    return highest
 
 
 def _ngrams(tokens: list[int], n: int) -> Ngrams:

@@ -41,8 +41,7 @@ class Interval:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """1 − C(n−c, k) / C(n, k): the probability that k of n responses hold one of c correct ones.
 
-    Unbiased over n draws. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
-    Source: arXiv 2107.03374, section 2.1.
+    Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n. Source: arXiv 2107.03374, section 2.1.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
@@ -73,10 +72,7 @@ def _wilson(successes: int, n: int) -> Interval:
 
 
 def mean_of(parts: Sequence[Interval]) -> Interval:
-    """Return the mean over independent sets, each with the same weight.
-
-    Distances to the bounds add in squares (MOVER: Zou and Donner, Stat. Med. 27 (2008), 1693).
-    """
+    """Return the mean over independent sets with equal weights (MOVER: Zou and Donner 2008)."""
     mean = math.fsum(p.mean for p in parts) / len(parts)
     below = math.hypot(*(p.mean - p.low for p in parts)) / len(parts)
     above = math.hypot(*(p.high - p.mean for p in parts)) / len(parts)
@@ -109,19 +105,15 @@ def set_metrics(
 
 
 def overall_metrics(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of all sets together: means with equal weights, counts as sums.
-
-    A figure that some set lacks is left out.
-    """
+    """Return the figures of all sets together: means with equal weights, counts as sums."""
     means = [name.removesuffix("_low") for name in sets[0] if name.endswith("_low")]
     figures = {
         name: mean_of([Interval(s[name], s[f"{name}_low"], s[f"{name}_high"]) for s in sets])
         for name in means
         if all(name in s for s in sets)
     }
-    shares = {
-        name: math.fsum(s[name] for s in sets) / len(sets) for name in ("mean_length", "truncated")
-    }
+    sums = {name: math.fsum(s[name] for s in sets) for name in ("mean_length", "truncated")}
+    shares = {name: total / len(sets) for name, total in sums.items()}
     counts = {name: sum(s[name] for s in sets) for name in ("failures", "questions")}
     return _flat(figures) | shares | counts
 

@@ -26,12 +26,12 @@ def step_metrics(
 ) -> dict[str, Any]:
     """Return lengths, rewards by function, failures, diversity and the engine's counts.
 
-    `times` are the measured seconds of rounds, in a run that may draft. Off-policyness is the
-    number of updates between the policy that drew a token and the policy at the start of `step`.
+    Off-policyness is the number of updates between the policy that drew a token and that of `step`.
     """
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])
     ended = np.array([not t.truncated for t in trajectories])
+    slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
     metrics: dict[str, Any] = {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": int(lengths.min()),
@@ -44,7 +44,7 @@ def step_metrics(
         "rollout/fetches": stats.fetches,
         "rollout/prefilled_tokens": stats.prefilled_tokens,
         "rollout/preemptions": stats.preemptions,
-        "rollout/slot_use": _slot_use(stats),
+        "rollout/slot_use": stats.tokens / slot_rounds if slot_rounds else 0.0,
         "rollout/generated_tokens": stats.tokens - stats.cached.kept_tokens,
         "rollout_tokens": int(lengths.sum()),
     }
@@ -64,12 +64,6 @@ def step_metrics(
     return metrics | speculation_metrics(stats, times)
 
 
-def _slot_use(stats: EngineStats) -> float:
-    """Return emitted tokens per slot and round: 1 if every slot was busy in every round."""
-    slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
-    return stats.tokens / slot_rounds if slot_rounds else 0.0
-
-
 def sample_rows(
     tokenizer: Tokenizer,
     examples: Sequence[Example],
@@ -80,6 +74,7 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Return a row of samples.jsonl per trajectory; `advantages` is None if they are by token."""
     known = [None] * len(trajectories) if advantages is None else advantages.tolist()
+    rows = zip(trajectories, completions, scores, known, strict=True)
     return [
         {
             "example_id": examples[t.group_id].example_id,
@@ -95,7 +90,5 @@ def sample_rows(
             "num_tokens": t.num_tokens,
             "finish_reason": str(t.finish_reason),
         }
-        for t, completion, score, advantage in zip(
-            trajectories, completions, scores, known, strict=True
-        )
+        for t, completion, score, advantage in rows
     ]

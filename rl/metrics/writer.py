@@ -63,13 +63,11 @@ class DamagedRowError(ValueError):
 class MetricsWriter:
     """Appends one row per step to the files of a run folder; a context manager.
 
-    `write` takes numbers: Python, numpy or jax scalars. Rows are strict JSON: a value that is not
-    finite is written as null. Each row is one unbuffered write: a killed process leaves at most one
-    torn line, the last, which opening the folder again or `truncate_to_step` removes.
+    Rows are strict JSON: a value that is not finite is written as null. Each row is one unbuffered
+    write: a killed process leaves at most one torn line, the last, which is removed later.
 
     Raises ValueError for a damaged row that is not the last, TypeError for a metric that is not a
-    number, LinkError for a link in place of a file, ModuleNotFoundError if tensorboardX or wandb
-    is configured and missing.
+    number, LinkError for a link in place of a file, ModuleNotFoundError if wandb is missing.
     """
 
     def __init__(self, directory: str | Path, config: MetricsConfig | None = None) -> None:
@@ -99,8 +97,8 @@ class MetricsWriter:
         if last.get("step") != step:
             self._append(METRICS_FILE, row)
         else:
-            kept = b"".join(line for line, _ in before)
-            self._folder.replace(METRICS_FILE, kept + _line(last | row))
+            rest = b"".join(line for line, _ in before)
+            self._folder.replace(METRICS_FILE, rest + _line(last | row))
         self._show(row)
 
     def _show(self, row: Row) -> None:
@@ -176,11 +174,10 @@ class MetricsWriter:
     def _open_tensorboard(self, purge_step: int | None) -> Any:
         # purge_step has TensorBoard hide the rows that a killed run wrote after its checkpoint.
         # Without the suffix two writers of one second would share, and truncate, one file.
-        return _imported("tensorboardX", "Metrics.tensorboard", "False").SummaryWriter(
-            str(self._folder.folder(TENSORBOARD_FOLDER).path),
-            purge_step=purge_step,
-            filename_suffix=f".{uuid.uuid4().hex[:8]}",
-        )
+        from tensorboardX import SummaryWriter
+
+        suffix, folder = f".{uuid.uuid4().hex[:8]}", self._folder.folder(TENSORBOARD_FOLDER)
+        return SummaryWriter(str(folder.path), purge_step=purge_step, filename_suffix=suffix)
 
 
 class RowsOnly(MetricsWriter):
@@ -202,17 +199,12 @@ class RowsOnly(MetricsWriter):
 
 def check_installed(config: MetricsConfig) -> None:
     """Raise ModuleNotFoundError for a package that is configured and missing."""
-    if config.tensorboard:
-        _imported("tensorboardX", "Metrics.tensorboard", "False")
     if config.wandb_project:
-        _imported("wandb", "Metrics.wandb_project", "None")
+        _wandb()
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl, or of a run folder's; a torn last line is left out.
-
-    Raises FileNotFoundError if it is missing, ValueError for a damaged row.
-    """
+    """Return the rows of a metrics.jsonl, or of a run folder's; a torn last line is left out."""
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     return [row for _, row in _rows(path, path.read_bytes())]
@@ -250,8 +242,8 @@ def spread(total: int, wanted: int) -> list[int]:
 class Timings:
     """Measures the seconds spent in named parts of a step, by the given clock.
 
-    `with timings.section("rollout"): ...` adds to `time/rollout`, also if it raises. Parts should
-    not nest: the report stacks them. `on_start` is called with the name of each part.
+    `with timings.section("rollout"): ...` adds to `time/rollout`, also if it raises. `on_start` is
+    called with the name of each part.
     """
 
     def __init__(
@@ -303,9 +295,9 @@ def _keep_rows(folder: Folder, name: str, wanted: Callable[[int], bool]) -> None
     content = folder.read(name)
     rows = _rows(folder.path / name, content)
     # A whole last row may lack its newline: one more row must not be glued to it.
-    kept = b"".join(line.removesuffix(b"\n") + b"\n" for line, row in rows if wanted(row["step"]))
-    if kept != content:
-        folder.replace(name, kept)
+    rest = b"".join(line.removesuffix(b"\n") + b"\n" for line, row in rows if wanted(row["step"]))
+    if rest != content:
+        folder.replace(name, rest)
 
 
 def _row(step: int, metrics: Mapping[str, Any]) -> Row:
@@ -339,19 +331,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _imported(module: str, setting: str, off: str) -> Any:
-    """Return a module that a setting needs. Raises ModuleNotFoundError, with the mend."""
+def _wandb() -> Any:
+    """Return the module wandb. Raises ModuleNotFoundError, with the mend."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{setting} needs {module}: install it (pip install {module}) or set {setting} = {off}"
+            "Metrics.wandb_project needs wandb: install it (pip install wandb) or set "
+            "Metrics.wandb_project = None"
         ) from error
 
 
 def _open_wandb(folder: Folder, project: str) -> Any:
     """Open a Weights & Biases run; its id is kept in the folder, so that resuming continues it."""
-    wandb = _imported("wandb", "Metrics.wandb_project", "None")
+    wandb = _wandb()
     if not folder.exists(WANDB_ID_FILE):
         folder.replace(WANDB_ID_FILE, uuid.uuid4().hex[:16])
     folder.folder(WANDB_FOLDER)  # wandb writes there by path: it must be no link

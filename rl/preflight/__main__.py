@@ -69,8 +69,7 @@ def main(argv: Sequence[str]) -> int:
 def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
     """Return the shape of a policy: of its folder, or of one of that name without weights.
 
-    The latter is next to a configuration's file, or in configs/real. Raises FileNotFoundError or
-    ValueError.
+    The latter is next to a configuration's file, or in configs/real.
     """
     policy, name = resolve_path(directory), Path(directory).name
     nearby = [resolve_path(file).parent / name for file in gin_files]

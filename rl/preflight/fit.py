@@ -3,19 +3,19 @@
     program = arguments + outputs − aliases + temporaries
     peak    = arrays that stay + max over programs of (program − its arguments that stay)
 
-If rollouts have separate devices, training and rollouts each have a peak. A deep model may be
-compiled at two depths a < b instead, since every figure is linear in the number of layers L (up to
-XLA's order of a program if memory is short):
+A deep model may be compiled at two depths a < b instead, since figures are linear in the number of
+layers L (up to XLA's order of a program if memory is short):
 
     figure(L) = figure(a) + (figure(b) − figure(a)) · (L − a) / (b − a)
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The compiler's figures of one program on one device; its seconds may be unknown.
+    """The compiler's figures of one program on one device.
 
     `refused`: the program needs more memory than a device has, and only `needed_bytes` is known.
     """
@@ -65,8 +65,10 @@ def compiled_figures(program: RunProgram, target: Target) -> Figures:
             raise
         needed_bytes = int(float(used[1]) * _UNITS[used[2]])
         return Figures(temporary_bytes=needed_bytes, refused=text.partition("\n")[0][:300])
-    memory = compiled.memory_analysis()
-    seconds = _costs(compiled).get("optimal_seconds", 0.0)
+    memory, costs = compiled.memory_analysis(), dict[str, float]()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # of GPUs
+        costs = compiled.cost_analysis() or {}
+    seconds = costs.get("optimal_seconds", 0.0)
     return Figures(
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes,
@@ -74,14 +76,6 @@ def compiled_figures(program: RunProgram, target: Target) -> Figures:
         memory.temp_size_in_bytes,
         seconds if seconds > 0 else None,  # XLA's model may return a negative number
     )
-
-
-def _costs(compiled: Any) -> Mapping[str, float]:
-    """Return the compiler's costs; it has none for GPUs."""
-    try:
-        return compiled.cost_analysis() or {}
-    except (NotImplementedError, RuntimeError):
-        return {}
 
 
 def extrapolated(few: Figures, more: Figures, depths: Sequence[int], layers: int) -> Figures:
@@ -159,8 +153,8 @@ class Fitting:
     """Compiles the programs of a configuration for a target's devices.
 
     It compiles `all_programs` or the largest of each kind, with `all_layers` or at two smaller
-    depths. Raises ValueError if the mesh does not cover the devices, or the training state alone is
-    too large for all of them.
+    depths. Raises ValueError if the mesh does not cover the devices, or no settings could make the
+    model fit.
     """
 
     def __init__(
@@ -196,10 +190,7 @@ class Fitting:
         )
 
     def refit(self, before: Fit, config: TrainConfig, model: ModelConfig) -> Fit:
-        """Return the fit of smaller sizes: only the program at the peak is compiled again.
-
-        The figures of the others are kept.
-        """
+        """Return the fit of smaller sizes: only the program at the peak is compiled again."""
         run, peak = self.programs(config, model), before.peak[2].program
         programs = run.all()
         chosen = [i for i in largest_of_kinds(programs) if _kind(programs[i]) == _kind(peak)]
@@ -268,7 +259,7 @@ class Fitting:
 def _depths_of(
     program: RunProgram, depths: tuple[int, int] | None, layers_each: int, num_layers: int
 ) -> tuple[int, ...]:
-    """Return the layers that a program is compiled with: one or two depths.
+    """Return one or two numbers of layers to compile a program with.
 
     A gradient that keeps every N-th layer's input is linear in N layers.
     """

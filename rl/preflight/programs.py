@@ -1,7 +1,4 @@
-"""The programs that a run compiles, as shapes on devices that may be anywhere.
-
-They are the programs that the run itself lowers: `rl.learner.trainer.calls`, `rl.warm_up.Pool`.
-"""
+"""The programs that a run compiles, as shapes on devices that may be anywhere."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ class RunProgram:
     """One program of a run, and a function that lowers it.
 
     `held_bytes` of its arguments stay on a device between programs. `num_tokens` pass through the
-    whole model (0: it does not run). Programs of one `kind` differ in sizes; the largest `order` is
-    the largest program.
+    whole model (0: it does not run). Programs of one `kind` differ in sizes, by `order`.
     """
 
     part: str
@@ -90,13 +86,10 @@ class RunPrograms:
         place = [d for group in groups for d in group[-rolls:]][: tensor * size]
         self.worker_mesh = make_mesh(MeshConfig(tensor=tensor), place)
         shape = drafter_shape(self.config, model)
-        self.engine = Engine(
-            model,
-            self.config.engine,
-            mesh=self.worker_mesh,
-            dtype=self.recipe.trainer.dtype,
-            feature_layers=None if shape is None else shape.feature_layers,
-        )
+        layers = None if shape is None else shape.feature_layers
+        dtype = self.recipe.trainer.dtype
+        options: dict[str, Any] = {"mesh": self.worker_mesh, "dtype": dtype}
+        self.engine = Engine(model, self.config.engine, **options, feature_layers=layers)
 
     @cached_property
     def state(self) -> TrainState:
@@ -197,13 +190,12 @@ def _num_tokens(named: dict[str, Any]) -> int:
 
 def _sizes(named: dict[str, Any], num_positions: int) -> str:
     """Name the sizes that a program of rollouts is compiled for."""
-    nodes, cache = named.get("nodes_5M"), named.get("cache")
-    slots = named["slots"].active.shape[0] if "slots" in named else None
-    sizes = {
-        "slots": getattr(cache, "num_slots", slots),
-        "nodes": None if nodes is None else nodes.shape[1],
-        "positions": num_positions,
-    }
+    nodes, slots = named.get("nodes_5M"), 0
+    if "slots" in named:
+        slots = named["slots"].active.shape[0]
+    slots = getattr(named.get("cache"), "num_slots", slots)
+    sizes = {"slots": slots, "nodes": 0 if nodes is None else nodes.shape[1]}
+    sizes["positions"] = num_positions
     return ", ".join(f"{size} {name}" for name, size in sizes.items() if size)
 
 

@@ -4,9 +4,8 @@
 
 Micro-batches have `MICRO_BATCH_TOKENS` on each device, or one of the longest rows; half as many
 rows while training does not fit. Slots are for all requests of a step, at most `MAX_SLOTS`; half as
-many while rollouts do not fit, or while the pages that fit hold less than `MIN_FILLED` of the
-longest request in each slot: most responses end early, and if all are long at once the newest
-requests wait.
+many while rollouts do not fit, or while the pages hold less than `MIN_FILLED` of the longest
+request in each slot.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ SLOTS, PAGES, MICRO_BATCH = SIZES
 
 
 def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
-    """Return values for `config.open_sizes` on the devices of this process, which it opens.
-
-    Raises ValueError for a configuration that cannot run on them.
-    """
+    """Return values for `config.open_sizes` on the devices of this process, which it opens."""
     here = devices.found()
     bytes_each = opened_devices(here).bytes_each
     if bytes_each is None:

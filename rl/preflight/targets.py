@@ -1,8 +1,7 @@
 """Devices that a configuration can be compiled for, by name: `v5p:2x2x4`, `h100:1x1x8`, `cpu:8`.
 
-A name is a kind of device and a topology: the chips of a TPU slice along its axes, (slices, hosts,
-devices) of GPUs, or the number of virtual devices of the CPU. Call `prepare` before jax opens its
-backends, since they read the environment once.
+A topology is the chips of a TPU slice along its axes, (slices, hosts, devices) of GPUs, or the
+number of virtual devices of the CPU. Call `prepare` before jax opens its backends.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ EXAMPLES = "v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 or cpu:8"
 class Kind:
     """A kind of device: its compiler, the number of axes of its topology, and its data sheet.
 
-    `slice_name` and the `cores` of a chip form the name of a TPU slice's type; `properties`
-    describe a GPU. `max_devices` bounds the requests to the compiler.
+    `slice_name` and the `cores` of a chip name a TPU slice's type; `properties` describe a GPU.
     """
 
     platform: str

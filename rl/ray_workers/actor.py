@@ -34,7 +34,7 @@ from rl.ray_workers.messages import (
     RolloutMessage,
     WorkerSettings,
 )
-from rl.runtime import program_cache
+from rl.runtime.parallel_compile import keep_programs
 from rl.runtime.waits import ProgramLost
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
@@ -42,7 +42,6 @@ from rl.speculation.history_workers import compile_join, history_index
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation, history_rule
 from rl.warm_up import compile_buckets, transfer_times
-from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.weights.versions import Offer, WeightCopy
@@ -78,7 +77,7 @@ class WorkerActor:
     """The worker; `drafts` is the handle of the central draft server, if there is one."""
 
     def __init__(self, settings: WorkerSettings, drafts: Handle | None) -> None:
-        program_cache.keep()
+        keep_programs()
         self._settings, self._drafts = settings, drafts
         devices, count = jax.local_devices(), settings.num_devices
         if count > len(devices):
@@ -160,7 +159,7 @@ class WorkerActor:
                 rounds = path.read_text()
                 apart = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
                 args = settings.speculation, speculation.times, *measured[:3]
-                compile_host_kernels(*args, self._drafters, settings.tuner, apart)
+                compile_buckets.compile_host_kernels(*args, self._drafters, settings.tuner, apart)
                 if settings.speculation.history_source is not None:
                     compile_join(history_rule(settings.speculation))
         return Measured(rounds or "", moves, self.engine.clock())

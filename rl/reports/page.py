@@ -1,7 +1,6 @@
 """The page of a report: one HTML file that holds its pictures, table and samples.
 
-Everything that a run wrote, model text above all, is escaped. The page's content policy allows
-only the script below.
+Everything that a run wrote is escaped, and the page's policy allows only the script below.
 """
 
 from __future__ import annotations
@@ -24,37 +23,23 @@ _NAME_COLUMNS = ("metric", "set", "run")
 _IN_SUMMARY = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
 
 _CSS = """
-:root { color-scheme: light; --ink: #222; --faint: #667; --line: #e2e2e8; --soft: #f6f6f9; }
-body { margin: 0 auto; max-width: 1180px; padding: 24px; color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 36px 0 12px; }
-.faint { color: var(--faint); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr));
-  gap: 16px; }
-.plots figure { margin: 0; }
-.plots figcaption { color: var(--faint); font-size: 13px; padding: 4px 2px 0; }
-.plots img { width: 100%; box-sizing: border-box; height: auto; border: 1px solid var(--line);
-  border-radius: 6px; }
+body { margin: 0 auto; max-width: 1180px; padding: 24px; font: 15px/1.5 system-ui, sans-serif; }
+h1, pre, td.name { overflow-wrap: anywhere; }
+.faint, figcaption, th, .text { color: #667; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); }
+figure { margin: 8px; }
+img { width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { padding: 4px 14px 4px 0; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }
-th { color: var(--faint); font-weight: 600; }
-th.name, td.name { text-align: left; white-space: normal; overflow-wrap: anywhere;
-  min-width: 11em; }
-.filter { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 12px; align-items: center; }
-.filter select, .filter input { font: inherit; padding: 3px 6px; }
-.filter input { flex: 1 1 240px; }
-details { border: 1px solid var(--line); border-radius: 6px; margin-bottom: 8px; }
+  border-bottom: 1px solid #e2e2e8; font-variant-numeric: tabular-nums; }
+th.name, td.name { text-align: left; white-space: normal; min-width: 11em; }
+.filter, summary { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 6px; }
+details { border: 1px solid #e2e2e8; margin-bottom: 8px; }
 details[hidden] { display: none; }
-summary { cursor: pointer; padding: 6px 12px; display: flex; flex-wrap: wrap; gap: 2px 14px; }
-summary span { white-space: nowrap; font-variant-numeric: tabular-nums; }
-summary .text { flex: 1 1 10em; min-width: 0; overflow: hidden; text-overflow: ellipsis;
-  color: var(--faint); }
-details > div { padding: 0 12px 10px; }
-pre { background: var(--soft); padding: 8px 10px; border-radius: 4px; margin: 2px 0 10px;
-  white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
+summary { cursor: pointer; }
+.text { flex: 1 1 10em; min-width: 0; overflow: hidden; white-space: nowrap; }
+pre { background: #f6f6f9; padding: 8px; white-space: pre-wrap; font-size: 13px; }
 .good { color: #00694a; } .bad { color: #b3261e; }
 """
 
@@ -92,14 +77,12 @@ def page(
 ) -> str:
     """Return the whole page as text.
 
-    `runs`: (label, rows, last step, summary lines); `images`: (file, PNG, caption);
-    `summaries`, `evaluations`: rows of tables; `samples`: (run label, row).
+    `runs`: (label, rows, last step, summary lines); `images`: (file, PNG, caption); `summaries`,
+    `evaluations`: rows of tables; `samples`: (run label, row).
     """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{script}'"
-    )
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    policy += f"script-src 'sha256-{script}'"
     facts = "<br>".join(
         f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}"
         + "".join(f"<br>{_text(line)}" for line in lines)
@@ -111,8 +94,7 @@ def page(
         f"<figcaption>{_text(caption)}</figcaption></figure>"
         for name, png, caption in images
     )
-    several = len(runs) > 1
-    evaluated = ""
+    several, evaluated = len(runs) > 1, ""
     if evaluations:
         evaluated = f"""<h2>Evaluation before and after training</h2>
 {_table(evaluations, several)}

@@ -249,13 +249,11 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
         panel.draw(figure.add_subplot(lines, columns, place), runs, window)
     if len(runs) > 1 and [type(panel) for panel in panels] != [TimeSplit]:
         looks = [run_look(index) for index in range(len(runs))]
-        figure.legend(
-            [Line2D([], [], color=color, linestyle=line, linewidth=2.2) for color, line in looks],
-            [plain_text(run.label, 40) for run in runs],
-            loc="outside lower left",  # titles of neighbors stay in line
-            ncols=min(len(runs), 2 * columns),
-            labelcolor=INK,
-        )
+        lines_of_runs = [Line2D([], [], color=c, linestyle=s, linewidth=2.2) for c, s in looks]
+        names = [plain_text(run.label, 40) for run in runs]
+        ncols = min(len(runs), 2 * columns)
+        below = "outside lower left"  # titles of neighbors stay in line
+        figure.legend(lines_of_runs, names, loc=below, ncols=ncols, labelcolor=INK)
     elif columns > 1:
         look = {"x": 0.012, "ha": "left", "fontsize": 13, "color": INK, "weight": "bold"}
         figure.suptitle(plain_text(runs[0].label, 80), **look)

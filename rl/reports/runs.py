@@ -17,22 +17,14 @@ from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE
 
 MAX_DRAWN = 1e100  # of a metric: matplotlib adds and squares values for its axes
 TIME_PARTS = [f"time/{part}" for part in ("rollout", "reward", "score", "update", "checkpoint")]
-# Metrics of the summary, and the ones with a better end of their range.
+# Metrics of the summary; +: the highest value is the best, -: the lowest.
 SUMMARIZED = (
-    *("reward_std", "rewards/failures", "frac_reward_zero_std", "completions/mean_length"),
-    *("completions/clipped_ratio", "entropy", "kl", "clip_ratio/region_mean", "grad_norm"),
-    *("sampling/sampling_logp_difference/max", "spec/tokens_per_round", "spec/accept_rate"),
-    *("spec/speculated_fraction", "spec/accepted_tokens", "spec/seconds_saved", "spec/host_share"),
-    *("perf/throughput", "step_time", "eval_s", "num_tokens"),
+    *("reward_std", "-rewards/failures", "-frac_reward_zero_std", "completions/mean_length"),
+    *("-completions/clipped_ratio", "entropy", "kl", "clip_ratio/region_mean", "grad_norm"),
+    *("-sampling/sampling_logp_difference/max", "+spec/tokens_per_round", "+spec/accept_rate"),
+    *("+spec/speculated_fraction", "+spec/accepted_tokens", "+spec/seconds_saved"),
+    *("-spec/host_share", "+perf/throughput", "-step_time", "eval_s", "num_tokens"),
 )
-HIGH_IS_BEST = {
-    *("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"),
-    *("spec/accepted_tokens", "spec/seconds_saved", "perf/throughput"),
-}
-LOW_IS_BEST = {
-    *("rewards/failures", "frac_reward_zero_std", "completions/clipped_ratio"),
-    *("sampling/sampling_logp_difference/max", "spec/host_share", "step_time"),
-}
 
 
 class ReportError(ValueError):
@@ -122,16 +114,16 @@ def summary_table(runs: Sequence[Run]) -> list[dict[str, str]]:
     names = {name for run in runs for row in run.rows for name in row}
     rewards = sorted(n for n in names if n.startswith("rewards/") and n.endswith("/mean"))
     table = []
-    for metric, run in itertools.product(("reward", *rewards, *SUMMARIZED), runs):
+    wanted = [*(f"+{name}" for name in ("reward", *rewards)), *SUMMARIZED]
+    for name, run in itertools.product(wanted, runs):
+        metric = name.lstrip("+-")
         values = run.series(metric)
         finite = np.isfinite(values)
         if not finite.any():
             continue
         known, steps, best = values[finite], run.steps[finite], None
-        if metric in HIGH_IS_BEST or metric in ("reward", *rewards):
-            best = np.argmax(known)
-        elif metric in LOW_IS_BEST:
-            best = np.argmin(known)
+        if name != metric:
+            best = np.argmax(known if name[0] == "+" else -known)
         row = {
             "metric": metric,
             "run": run.label,

@@ -16,18 +16,13 @@ from rl.reports.style import legend_below, run_look, titles
 if TYPE_CHECKING:
     from rl.reports.runs import Run
 
-PLAIN_COLOR = "#BBBBBB"
-BAR_COLORS = ("#A6CFE8", "#56A0CC", "#0072B2", "#00416A")  # 2, 3–4, 5–8 and more tokens per round
+BAR_COLORS = ("#BBBBBB", "#A6CFE8", "#56A0CC", "#0072B2", "#00416A")
 BAR_LABELS = ("1 token per round", "2", "3–4", "5–8", "9 or more")
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutTimeline:
-    """A panel of the last recorded rollout, compilation and prompts included.
-
-    For one run it draws a bar per request, colored by tokens per round, for several runs the
-    number of requests alive.
-    """
+    """A panel of the last recorded rollout: for one run a bar per request, else those alive."""
 
     file: str = "rollout.png"
     title: str = "Rollout"
@@ -76,7 +71,7 @@ class RolloutTimeline:
         right.set_ylabel("requests alive (line)", color="#D55E00")
         right.grid(visible=False)
         right.spines["right"].set_visible(False)
-        labels = zip((PLAIN_COLOR, *BAR_COLORS), BAR_LABELS, strict=True)
+        labels = zip(BAR_COLORS, BAR_LABELS, strict=True)
         patches = [Patch(color=color, label=label) for color, label in labels if color in colors]
         legend_below(ax, 5, handles=patches)
         titles(ax, self.title, f"step {run.timeline_step}")
@@ -84,21 +79,16 @@ class RolloutTimeline:
 
 def request_lines(rounds: Sequence[RoundRecord]) -> dict[int, int]:
     """Return the line of each request id: ordered by first round, then by last."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    ends: dict[int, tuple[int, int]] = {}
     for i, r in enumerate(rounds):
         for request_id in r.request_ids_A.tolist():
-            first.setdefault(request_id, i)
-            last[request_id] = i
-    order = sorted(first, key=lambda request_id: (first[request_id], last[request_id], request_id))
-    return {request_id: line for line, request_id in enumerate(order)}
+            ends[request_id] = ends.get(request_id, (i, i))[0], i
+    return {r: line for line, r in enumerate(sorted(ends, key=lambda r: (*ends[r], r)))}
 
 
 def bar_color(tokens: int) -> str:
     """Return the color of a round that gave a request `tokens` tokens."""
-    if tokens <= 1:
-        return PLAIN_COLOR
-    return BAR_COLORS[min((int(tokens) - 1).bit_length() - 1, len(BAR_COLORS) - 1)]
+    return BAR_COLORS[min(max(int(tokens) - 1, 0).bit_length(), len(BAR_COLORS) - 1)]
 
 
 def requests_alive(rounds: Sequence[RoundRecord]) -> tuple[list[float], list[int]]:

@@ -1,10 +1,11 @@
-"""The devices of this process, and a warning if they are not the intended ones."""
+"""The devices of this process, a warning if they are not the intended ones, and versions."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import jax
 
 T = TypeVar("T")
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and JAX's name of their devices
 NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: devices of NVIDIA, AMD and Google
 INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
@@ -23,10 +25,7 @@ HOW_MANY = (
 
 
 def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if a launcher has started this as one process of several.
-
-    Reads the environment variables that `jax.distributed.initialize` would; opens no device.
-    """
+    """Raise ValueError if a launcher has started this as one process of several."""
     counts = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     several = [f"{name}={environ[name]}" for name in counts if environ.get(name, "1") != "1"]
     several += ["JAX_COORDINATOR_ADDRESS"] if environ.get("JAX_COORDINATOR_ADDRESS") else []
@@ -53,8 +52,8 @@ def found() -> Sequence[jax.Device]:
 def in_turn(results: T) -> T:
     """Return the results of a program over all devices; wait for them on CPUs of several processes.
 
-    XLA runs programs on a CPU concurrently, and gloo separates their messages neither by program
-    nor by order: of two that overlap one takes the other's, or waits forever.
+    XLA runs programs on a CPU concurrently, and gloo does not keep their messages apart: one of two
+    that overlap takes the other's, or waits forever.
     """
     import jax
 
@@ -80,10 +79,7 @@ def warning() -> str | None:
 def fallback(
     backend: str, requested: str | None, nodes: Sequence[str], plugins: Sequence[str]
 ) -> str | None:
-    """Return the warning for a process on `backend` next to an accelerator, or None.
-
-    `requested` is JAX_PLATFORMS, `nodes` are device files, `plugins` are JAX's for accelerators.
-    """
+    """Return the warning for a process on `backend` next to an accelerator, or None."""
     first = (requested or "").partition(",")[0]
     if first:
         if FAMILIES.get(first, first) == backend:
@@ -100,3 +96,34 @@ def fallback(
         f"this runs on the CPU, though {' and '.join(signs)}: {INSTALL}, or set "
         "JAX_PLATFORMS=cpu if the CPU is meant"
     )
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of the interpreter and the installed packages."""
+    installed = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def device() -> str:
+    """Return the accelerator of jax, or the processor and the cores this process may use."""
+    import jax
+
+    first = jax.devices()[0]
+    if first.platform != "cpu":
+        return f"{jax.device_count()} × {first.device_kind}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"CPU: {_processor()}, {cores} cores"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,8 +1,7 @@
-"""Bounds on the freed memory that the C library keeps.
+"""Bounds on the freed memory that the C library keeps; nothing is done without glibc.
 
-Every save runs in new threads. glibc gives threads arenas, up to eight per core, and each keeps its
-peak size: a run would grow for hundreds of saves. With two arenas that are trimmed after each save
-it does not. Without glibc nothing is done.
+Every save runs in new threads, and each of up to eight arenas a core keeps its peak size: a run
+would grow for hundreds of saves. With two arenas that are trimmed after each save it does not.
 """
 
 from __future__ import annotations
@@ -19,19 +18,15 @@ _log = logging.getLogger(__name__)
 
 
 def bound_arenas() -> None:
-    """Bound the arenas of threads to come, unless MALLOC_ARENA_MAX is set.
-
-    Call it before any device is used, whose threads would have arenas already.
-    """
+    """Bound the arenas of threads to come; call it before any device is used."""
     if "MALLOC_ARENA_MAX" not in os.environ and (mallopt := _glibc("mallopt")):
         mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def bound_file_threads() -> None:
-    """Bound the files that tensorstore writes at once, and so its threads.
+    """Bound the files that tensorstore writes at once, and so its threads, of 140 KiB each.
 
-    Orbax sets 128 and has no option. Each thread that ever ran keeps some 140 KiB, and over
-    hundreds of saves all of them run. Does nothing if this version of Orbax sets it elsewhere.
+    Orbax sets 128 and has no option; nothing is done if this version sets it elsewhere.
     """
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -1,4 +1,4 @@
-"""Compile programs before the first of them is needed, several at a time.
+"""Compile programs before the first of them is needed, several at a time; keep them for later runs.
 
 On CPU every compiled program takes memory mappings. Linux limits them for each process, and XLA
 crashes without more, so their number is checked as programs are compiled.
@@ -6,12 +6,18 @@ crashes without more, so their number is checked as programs are compiled.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import platform
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+MAX_CACHE_BYTES = 4 * 2**30
+_MIN_COMPILE_S = 0.1  # of a program that is worth keeping
 OnCompiled = Callable[[int, int], None]  # (programs compiled, all of them)
 CHECK_EVERY = 16  # programs
 LIMIT = Path("/proc/sys/vm/max_map_count")
@@ -30,8 +36,7 @@ def unwatched(done: int, total: int) -> None:
 def compile_all(lowered: Iterable[Any], total: int, on_compiled: OnCompiled = unwatched) -> None:
     """Compile `total` lowered steps in threads, while later ones are still being lowered.
 
-    `on_compiled` is called in this thread with the number compiled. Raises TooManyMappings if they
-    exceed the limit of Linux for a process.
+    `on_compiled` is called in this thread with the number compiled. Raises TooManyMappings.
     """
     pool = ThreadPoolExecutor(os.cpu_count())
     compiled: list[Future[Any]] = []
@@ -70,3 +75,78 @@ def check_mappings(progress: str) -> None:
             f"vm.max_map_count={4 * limit}), or compile fewer buckets: a larger "
             "Engine.min_positions or min_slots, a smaller Engine.max_round_nodes"
         )
+
+
+def keep_programs() -> str | None:
+    """Have jax keep compiled programs in one folder of the user; return a warning if it cannot.
+
+    jax loads its files as machine code, so only this user may write to it.
+    `JAX_COMPILATION_CACHE_DIR` overrides it.
+    """
+    import jax
+
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return None
+    try:
+        folder = own_folder()
+        prune(folder, MAX_CACHE_BYTES)
+    except (OSError, RuntimeError) as error:  # a user without a home
+        return (
+            f"compiled programs are not kept ({error}): every run compiles them again; set "
+            "JAX_COMPILATION_CACHE_DIR to a folder of your own"
+        )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return None
+
+
+def own_folder() -> Path:
+    """Return the folder `reprise/compiled-HOST` of the user's cache, made if it is missing.
+
+    Raises PermissionError if others can write to it or to a folder above.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    status = cache.stat()
+    shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0) or shared:
+        raise PermissionError(f"{cache} can be written by others")
+    folder = cache
+    for name in ("reprise", f"compiled-{_host()}"):
+        folder = folder / name
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise PermissionError(f"{folder} is no folder")
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{folder} can be written by others")
+    return folder
+
+
+def prune(folder: Path, max_bytes: int) -> None:
+    """Delete the oldest files until the rest are at most `max_bytes`."""
+    files = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another run prunes as well
+            status = entry.stat(follow_symlinks=False)
+            files.append((status.st_mtime, status.st_size, entry.path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= max_bytes:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= size
+
+
+def _host() -> str:
+    """Return a name for the kind of processor: machines of several kinds may share a home."""
+    lines = [platform.machine()]
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        named = [s for s in text.splitlines() if s.startswith(("flags", "Features", "model name"))]
+        lines += named[:2]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

@@ -1,7 +1,6 @@
 """The display of a run: a line per step, the current part of the step, and the time left.
 
-Outside a terminal the lines are plain text: no control code ever reaches a pipe, a file or a dumb
-terminal.
+Outside a terminal the lines are plain text without control codes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TextIO
 
 SILENCE_S = 10.0  # after this long without a line, one is printed with the run's position
@@ -27,28 +26,19 @@ def progress(
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Return a live display if `stream` (default: stderr) is a terminal and rich is installed.
+    """Return a live display if `stream` (default: stderr) is a terminal, else one of plain lines.
 
-    Plain lines otherwise: into a pipe or a file, with TERM=dumb, without rich. A run of several
-    `process`es is shown by the first one.
+    A run of several `process`es is shown by the first one.
     """
     stream = sys.stderr if stream is None else stream
     if process:
         return ErrorsOnly(process, stream)
-    if stream.isatty() and environ.get("TERM", "").lower() not in ("dumb", "unknown"):
-        try:
-            import rich  # noqa: F401
-        except ImportError:
-            return Progress(stream, total_steps, clock)
-        return RichProgress(stream, total_steps, clock)
-    return Progress(stream, total_steps, clock)
+    is_live = stream.isatty() and environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return (RichProgress if is_live else Progress)(stream, total_steps, clock)
 
 
 class Progress:
-    """Prints lines: steps, messages, and after ten silent seconds the position of the run.
-
-    Close it, or use it as a context manager.
-    """
+    """Prints lines: steps, messages, and after ten silent seconds the position of the run."""
 
     def __init__(
         self,
@@ -230,12 +220,14 @@ def printable(text: str, stream: TextIO) -> str:
     return clean.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
-def say(text: object, stream: TextIO | None = None) -> None:
-    """Print a line, made `printable`, to `stream` (default: stdout) at once.
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: its first column to the left, the others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
 
-    All output of commands goes through here, since names of files, tensors and tasks come from
-    outside.
-    """
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Print a line, made `printable`, to `stream` (default: stdout): all output of commands."""
     stream = sys.stdout if stream is None else stream
     stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
     stream.flush()

@@ -1,9 +1,8 @@
 """Stop signals and hangs, both noticed by a dedicated thread.
 
 Python handles a signal between two lines of the main thread, which may be in a compilation or a
-device call for minutes, and such a call cannot be ended. So signals go through a pipe to a watching
-thread. It notifies the main thread, and ends the process if that does not leave in time: saved
-steps are whole at every moment.
+device call for minutes. So signals go through a pipe to a watching thread, which notifies the main
+thread, and ends the process if that does not leave in time: saved steps are always whole.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ class Limits:
 
 
 class Watch:
-    """Watches the main thread for hangs, and the process for SIGTERM and Ctrl-C.
+    """Watches the main thread for hangs, and the process for SIGTERM and Ctrl-C; a context manager.
 
-    A context manager. While the run is `starting` there is nothing to save, and a signal ends the
-    process at once. Later `check` raises in the main thread, which has `Limits.stop_s` to leave;
-    saving may take longer, as long as it makes progress. A second Ctrl-C ends the process at once.
-    `standing` returns the last saved step (0: none) and a description of it; `say` prints, and
-    `close` removes a live display before the last message.
+    While the run is `starting` a signal ends the process at once. Later `check` raises in the main
+    thread, which has `Limits.stop_s` to leave, and longer to save. A second Ctrl-C ends the process
+    at once. `standing` returns the last saved step (0: none) and a description of it; `close`
+    removes a live display before the last message.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Waiting for another thread with a deadline, so that a hang becomes an error that names it.
-
-A deadline runs from the last progress, not from the beginning.
-"""
+"""Waiting for another thread; a deadline runs from the last progress, not from the beginning."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ class ProgramLost(RuntimeError):
 
 
 def result_of(
-    future: Future[T],
-    what: str,
-    patience: Patience,
-    progress: Callable[[], Any] = lambda: None,
+    future: Future[T], what: str, patience: Patience, progress: Callable[[], Any] = lambda: None
 ) -> T:
     """Return the future's result. Raises Hang once `progress` has not changed for too long."""
     seen, since_s = progress(), time.monotonic()

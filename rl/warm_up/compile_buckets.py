@@ -1,24 +1,43 @@
-"""Compile an engine's pool of buckets before the first request needs one.
+"""Compile the programs of rollouts before the first step; after it nothing is compiled.
 
-Every program is lowered on the shapes of the engine's arrays, all are compiled in
-threads, then each runs once on slots at rest, which proves that calls find what
-was compiled. After it, a rollout within the stated lengths compiles nothing.
+Each program is lowered on the shapes of the engine's arrays, all are compiled in threads, then each
+runs once on slots at rest, which proves that calls find the compiled one. With one engine the
+programs of longer responses follow the first step (`LongerBuckets`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from models import transformer
+from models.transformer import Params
+from rl.cluster.processes import ALONE, Processes
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
+from rl.runtime.signals import COMPILING, Watch
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
+from rl.speculation.sources import Speculation
+from rl.trajectory import Request
+from rl.warm_up import round_times
 from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program, Reach
+from spec.budget.budget import SeeingBudget
+from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.drafter import Program as DrafterProgram
+from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from spec.round_times import RoundTimes
+from spec.sampling import step_key
+
+REHEARSED_TOKENS = 24  # of a response, at most
 
 
 def warm_up(
@@ -26,18 +45,16 @@ def warm_up(
     params: transformer.Params,
     sampling: SamplingConfig,
     reach: Reach,
-    told: OnCompiled = unwatched,
+    on_compiled: OnCompiled = unwatched,
     others: Sequence[Any] = (),
 ) -> int:
     """Compile what rollouts can reach; return the number of programs.
 
-    `others` are steps of somebody else, lowered: they are compiled meanwhile, from the start on.
-    `told` is called with the number of compiled programs. Raises TooManyMappings where the
-    programs do not fit into what Linux allows a process.
+    `others` are lowered steps of training, compiled meanwhile. `on_compiled` is called with the
+    number compiled. Raises TooManyMappings if Linux allows too few for a process.
     """
-    pool = Pool(engine, params, sampling, reach)
-    programs = pool.programs()
-    compile_programs(engine, programs, told, others)
+    programs = Pool(engine, params, sampling, reach).programs()
+    compile_programs(engine, programs, on_compiled, others)
     run_once(engine, programs)
     return len(programs)
 
@@ -45,19 +62,26 @@ def warm_up(
 def compile_programs(
     engine: Engine,
     programs: Sequence[Program],
-    told: OnCompiled = unwatched,
+    on_compiled: OnCompiled = unwatched,
     others: Sequence[Any] = (),
 ) -> None:
     """Compile `programs`, and `others` as `warm_up` does; nothing runs."""
     with engine.mesh_context():
-        steps = itertools.chain(others, _lowered(engine, programs))
-        compile_all(steps, len(others) + len(programs), told)
+        steps = itertools.chain(others, (lowered(engine, program) for program in programs))
+        compile_all(steps, len(others) + len(programs), on_compiled)
+
+
+def lowered(engine: Engine, program: Program) -> Any:
+    """Return the program lowered on shapes, under the engine's mesh or device."""
+    with engine.shapes_only():
+        args, kwargs = program.arguments()
+        return program.step.lower(*args, **kwargs)
 
 
 def run_once(engine: Engine, programs: Sequence[Program]) -> None:
     """Run each compiled program on slots at rest."""
 
-    def run(program: Program) -> None:  # what it is given is gone before the next one's is made
+    def run(program: Program) -> None:  # its arguments are gone before the next one's are made
         args, kwargs = program.arguments()
         jax.block_until_ready(program.step(*args, **kwargs))
 
@@ -67,29 +91,119 @@ def run_once(engine: Engine, programs: Sequence[Program]) -> None:
 
 
 def prepare(
-    engine: Engine, programs: Iterable[DrafterProgram], told: OnCompiled = unwatched
+    engine: Engine, programs: Iterable[DrafterProgram], on_compiled: OnCompiled = unwatched
 ) -> None:
     """Compile what drafters run on an engine, and run each once."""
-    found = [Program(*program) for program in programs]
-    compile_programs(engine, found, told)
-    run_once(engine, found)
+    own = [Program(*program) for program in programs]
+    compile_programs(engine, own, on_compiled)
+    run_once(engine, own)
 
 
 def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> int:
     """Return how many of the programs run the whole policy: those that take long to compile."""
     weights: Any = None  # no argument of a program is made
     pool = Pool(engine, weights, sampling, reach)
-    programs = [*pool.plain(), *pool.trees()]
-    return sum(program.step in WHOLE_MODEL for program in programs)
+    return sum(program.step in WHOLE_MODEL for program in (*pool.plain(), *pool.trees()))
 
 
-def _lowered(engine: Engine, programs: Sequence[Program]) -> Iterator[Any]:
-    for program in programs:
-        yield lowered(engine, program)
+class LongerBuckets:
+    """The warm-up of one engine whose longer buckets of positions wait for the first step.
+
+    They are compiled once its rewards are shown, or as soon as a response grows into one before.
+    `on_compiled` is called meanwhile, and may raise. Between the two parts only shapes of the
+    weights are kept: training may donate them.
+    """
+
+    def __init__(self, pool: Pool, watch: Watch, on_compiled: OnCompiled = unwatched) -> None:
+        sizes = [pool.engine.round_positions(B) for B in pool.slots]
+        prompt = pool.reach.max_prompt_tokens
+        # the positions that rollouts begin with, whatever the number of their slots
+        self.most_positions = limit = max(
+            next((s for s in some if s > prompt), some[-1]) for some in sizes
+        )
+        self.done = False
+        self._pool, self._watch, self._on_compiled = pool, watch, on_compiled
+        programs = pool.programs()
+        self._first = [program for program in programs if program.num_positions <= limit]
+        self._longer = [program for program in programs if program.num_positions > limit]
+        self._compiled = False
+
+    def warm_up(self, on_compiled: OnCompiled = unwatched, others: Sequence[Any] = ()) -> None:
+        """Compile and run what needs at most `most_positions`, as `warm_up` of the module."""
+        pool = self._pool
+        compile_programs(pool.engine, self._first, on_compiled, others)
+        run_once(pool.engine, self._first)
+        pool.params = jax.tree.map(_shape, pool.params)
+        pool.engine.before_positions = self._before_positions
+
+    def _before_positions(self, num_positions: int) -> None:
+        if num_positions > self.most_positions:
+            self._compile()
+
+    def _compile(self) -> None:
+        if self._longer and not self._compiled:
+            with self._watch.within(COMPILING):
+                compile_programs(self._pool.engine, self._longer, self._on_compiled)
+        self._compiled = True
+
+    def finish(
+        self, params: Params, path: Path, times: RoundTimes | None, *, processes: Processes = ALONE
+    ) -> None:
+        """Compile the rest and run it once; measure its rounds for `times`, unless it is None.
+
+        The table goes to `path`, as in `rl.warm_up.round_times.load_or_measure`.
+        """
+        if self.done:
+            return
+        self._compile()
+        pool = self._pool
+        with self._watch.within(COMPILING):
+            placed = pool.params = pool.engine.place(params)
+            run_once(pool.engine, self._longer)
+            if times is not None:
+                rest = placed, pool.sampling, pool.reach, self.most_positions
+                round_times.complete(path, times, pool.engine, *rest, processes=processes)
+        pool.params = jax.tree.map(_shape, placed)
+        self.done = True
 
 
-def lowered(engine: Engine, program: Program) -> Any:
-    """Return the program lowered on shapes, under the engine's mesh or device."""
-    with engine.shapes_only():
-        args, kwargs = program.arguments()
-        return program.step.lower(*args, **kwargs)
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the array's shape, which a step can be lowered on."""
+    sharding = x.sharding if x.committed else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def compile_host_kernels(
+    config: SpeculationConfig,
+    times: RoundTimes,
+    engine: Engine,
+    params: Params,
+    sampling: SamplingConfig,
+    drafters: DeviceDrafters = NO_DRAFTERS,
+    tuner: TunerConfig | None = None,
+    apart: Mapping[str, DrafterSource] | None = None,
+) -> None:
+    """Compile the host's kernels by short rollouts of made-up prompts, after `warm_up`.
+
+    One verifies draft tokens, the other has the budget of `config`.
+    """
+    prompt, tokens = (0, 1), np.arange(8, dtype=np.int32) % 2
+    cached = tuple(CachedResponse(i, tokens, 0.0, None) for i in range(2))
+    cache = RolloutCache()
+    cache.replace("rehearsal", CachedGroup(np.asarray(prompt, np.int32), cached))
+    # none ends early, with as many end tokens as there are: they make a shape
+    num_ends = len({*engine.model.eos_token_ids, *sampling.stop_ids})
+    no_stop = tuple(range(-1 - num_ends, -1))
+    limit = min(REHEARSED_TOKENS, sampling.max_new_tokens)
+    sampling = dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=())
+    requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
+    with Speculation(config, cache, drafters, tuner) as speculation:
+        speculation.times, speculation.apart = times, apart or {}
+        for fixed in (SeeingBudget(2), None):
+            drafts = speculation.drafter_factory(
+                ["rehearsal"], [prompt], dict.fromkeys(range(2), tokens)
+            )
+            spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)
+            drafter, budget = drafts(engine.drafter_context(spec))
+            drafts = draft_with(drafter, fixed or budget)
+            engine.run(dataclasses.replace(spec, drafts=drafts), requests)

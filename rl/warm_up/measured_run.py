@@ -1,9 +1,6 @@
-"""The measurements of a run's engines: two files of its folder, written and read here alone.
+"""The files `round_times.json` and `move_times.json` of a run folder, for engines and simulator.
 
-    round_times.json   seconds of rounds by bucket, and what they were measured on
-    move_times.json    seconds of copies and of passes by tokens
-
-Nothing here touches a device, so that the simulator can read what a run wrote.
+Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -24,21 +21,14 @@ if TYPE_CHECKING:
 
 
 def rounds_of_first(times: RoundTimes | None, processes: Processes) -> RoundTimes | None:
-    """Return process 0's table, or None where it has none: those of one mesh decide by one table.
-
-    Alone, it is the table that is given.
-    """
-    if processes.alone:
-        return times
-    own: Any = None if times is None else times.rows()
-    rows = json.loads(processes.from_first("seconds of rounds", json.dumps(own).encode))
+    """Return process 0's table for all processes of a mesh; None if it has none."""
+    own = json.dumps(None if times is None else times.rows()).encode
+    rows = json.loads(processes.from_first("seconds of rounds", own))
     return None if rows is None else RoundTimes.from_rows(rows)
 
 
 def moves_of_first(times: MoveTimes, processes: Processes) -> MoveTimes:
     """Return process 0's times."""
-    if processes.alone:
-        return times
     own = json.dumps(_rows(times)).encode
     return _moves(json.loads(processes.from_first("seconds of moves", own)))
 
@@ -57,17 +47,14 @@ class MoveTimes:
 
 
 def write_rounds(path: Path, times: RoundTimes, made_for: Mapping[str, Any]) -> None:
-    """Write `times` and what they were measured on, for `read_rounds`."""
+    """Write `times` and the settings of their measurement, for `read_rounds`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"made_for": dict(made_for), "rows": times.rows()}
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundTimes | None:
-    """Return what `write_rounds` wrote; None if there is none for `made_for`.
-
-    Raises ValueError for a file that is damaged.
-    """
+    """Return what `write_rounds` wrote, or None; raise ValueError for a damaged file."""
     content = _read(path)
     if content is None:
         return None
@@ -93,7 +80,7 @@ def _moves(rows: Any) -> MoveTimes:
 
 
 def read_moves(path: Path) -> MoveTimes | None:
-    """Return what `write_moves` wrote, or None. Raises ValueError for a damaged file."""
+    """Return what `write_moves` wrote, or None; raise ValueError for a damaged file."""
     rows = _read(path)
     if rows is None:
         return None
@@ -104,7 +91,7 @@ def read_moves(path: Path) -> MoveTimes | None:
 
 
 def _read(path: Path) -> Any:
-    """The JSON at `path`; None where there is no such file."""
+    """Return the JSON at `path`; None if there is no such file."""
     if not path.parent.is_dir():
         return None
     with held(path.parent) as folder:
@@ -121,18 +108,16 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_profile(folder: Path) -> MeasuredCosts:
-    """Return rounds and moves of a run's worker. Raises ValueError for missing or damaged files.
+    """Return rounds and moves of a run's worker; raise ValueError for missing or damaged files."""
 
-    A budget that goes by measured times has rounds written, several workers have moves written.
-    """
-    rounds, moves = read_rounds(folder / ROUNDS_FILE), read_moves(folder / MOVES_FILE)
-    for path, found, written_with in (
-        (folder / ROUNDS_FILE, rounds, 'Speculation.budget = "goodput"'),
-        (folder / MOVES_FILE, moves, "Sched.workers above one"),
-    ):
-        if found is None:
-            raise ValueError(f"expected {path}, which runs with {written_with} write, found none")
-    assert rounds is not None and moves is not None
+    def expected(name: str, setting: str) -> ValueError:
+        path = folder / name
+        return ValueError(f"expected {path}, which runs with {setting} write, found none")
+
+    if (rounds := read_rounds(folder / ROUNDS_FILE)) is None:
+        raise expected(ROUNDS_FILE, 'Speculation.budget = "goodput"')
+    if (moves := read_moves(folder / MOVES_FILE)) is None:
+        raise expected(MOVES_FILE, "Sched.workers above one")
     try:
         return MeasuredCosts(rounds.rounds, moves.seconds)
     except ValueError as error:

@@ -1,7 +1,6 @@
-"""The seconds of a round by bucket, measured once per device and shape, kept in the run folder.
+"""The seconds of a round by bucket, for budgets: measured once, kept in the run folder.
 
-`goodput` and `aimd` budgets decide by them. The file makes their decisions repeat in a
-resumed run; delete it to measure again.
+A resumed run decides as before by the file; delete it to measure again.
 """
 
 from __future__ import annotations
@@ -58,23 +57,20 @@ def load_or_measure(
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
-    Call it after the warm-up: what is not compiled would be timed with its compilation. Buckets of
-    more than `most_positions` are left to `complete`: until then their rounds count as those of
-    the longest bucket that is measured. Raises ValueError for a file that is damaged.
-
-    They are measured while the workers `beside` decode too. All `processes` of a mesh call it, and
-    get process 0's table: that of its file, or its measurement, for which all run the same rounds.
+    Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
+    more than `most_positions` count as the longest that is measured until `complete`. The workers
+    `beside` decode meanwhile. Raises ValueError for a file that is damaged.
     """
     buckets = list(round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach, 1 + len(beside))
-    kept = _kept(path, made_for, processes)
-    if kept is not None:
-        return kept
+    valid_for = _valid_for(engine, buckets, reach, 1 + len(beside))
+    if (table := _table_in(path, valid_for, processes)) is not None:
+        return table
     now = [b for b in buckets if most_positions is None or b[2] <= most_positions]
     options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
     times = measure(engine, params, sampling, now, draws=reach.reuse, **options)
     if most_positions is None:
-        _keep(path, times, made_for, processes)
+        if processes.is_first:
+            write_rounds(path, times, valid_for)
         return times
     for B, M, S in buckets:
         if S > most_positions:
@@ -83,15 +79,9 @@ def load_or_measure(
     return times
 
 
-def _kept(path: Path, made_for: dict[str, Any], processes: Processes) -> RoundTimes | None:
+def _table_in(path: Path, valid_for: dict[str, Any], processes: Processes) -> RoundTimes | None:
     """The table that process 0 finds in its file."""
-    kept = read_rounds(path, made_for) if processes.is_first else None
-    return rounds_of_first(kept, processes)
-
-
-def _keep(path: Path, times: RoundTimes, made_for: dict[str, Any], processes: Processes) -> None:
-    if processes.is_first:
-        write_rounds(path, times, made_for)
+    return rounds_of_first(read_rounds(path, valid_for) if processes.is_first else None, processes)
 
 
 def complete(
@@ -107,12 +97,13 @@ def complete(
 ) -> None:
     """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
     buckets = list(round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach, num_workers=1)
-    if _kept(path, made_for, processes) is None:
+    valid_for = _valid_for(engine, buckets, reach, num_workers=1)
+    if _table_in(path, valid_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > most_positions]
         measured = engine, params, sampling, rest
         times.put(measure(*measured, draws=reach.reuse, processes=processes))
-        _keep(path, times, made_for, processes)
+        if processes.is_first:
+            write_rounds(path, times, valid_for)
 
 
 def measure(
@@ -128,14 +119,11 @@ def measure(
 ) -> RoundTimes:
     """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
 
-    All slots are busy and half of the positions live. A plain round is timed as the
-    engine runs it, several to a fetch; a round with draft tokens with drafting them (siblings and
-    own text) and committing. Numbers of nodes take turns: what slows the machine for a while
-    slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
-    and as deep as they get. With `draws` so are passes that draw in chunks, of as many slots
-    as rollouts begin with. The workers `beside` decode plainly meanwhile, as in a rollout. More
-    nodes never take less time (`spec.round_times.monotone`). The processes of a mesh do so
-    together; the table is process 0's.
+    All slots are busy and half of the positions live. A plain round is timed as the engine runs it,
+    several to a fetch; one with draft tokens with drafting them (siblings and own text) and
+    committing; drafts of `drafters` one token deep and as deep as they get; with `draws`, passes
+    that draw in chunks, of as many slots as rollouts begin with. Numbers of nodes take turns: a
+    slow machine slows all that a budget will compare. More nodes never take less time.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -157,13 +145,11 @@ def measure(
                 X = engine.drawing_chunks(B)[-1] * engine.chunk_tokens
                 chunk_seconds[B, X, S] = medians.pop(CHUNKS)
             seconds |= {(B, M, S): taken_s for M, taken_s in medians.items()}
-            for name, found in drafts.items():
-                times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
+            for name, results in drafts.items():
+                times = {(B, depth, S): taken_s for depth, taken_s in results.items()}
                 draft_seconds.setdefault(name, {}).update(times)
     own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds)
-    table = rounds_of_first(own, processes)
-    assert table is not None, "it was measured"
-    return table
+    return rounds_of_first(own, processes) or own
 
 
 @contextlib.contextmanager
@@ -217,17 +203,17 @@ class _Rounds:
         self._table.tokens_BL[:] = rng.integers(0, letters, shape)
 
     def seconds(self, num_nodes: int) -> float:
-        """Time one round with draft tokens, or a fetch of plain rounds divided by their number.
-
-        `CHUNKS` for a number of nodes: a pass that draws in chunks.
-        """
-        slots, drafted = self._busy_slots(), num_nodes > len(self._table)
+        """Time a round with draft tokens, one of a fetch of plain rounds, or a pass of `CHUNKS`."""
+        slots, rounds = self._busy_slots(), 1
         jax.block_until_ready((self._cache, slots))
         began_s = self._engine.clock()
         if num_nodes == CHUNKS:
-            rounds = self._round_in_chunks(slots)
+            self._round_in_chunks(slots)
+        elif num_nodes > len(self._table):
+            self._drafted_round(slots, num_nodes)
         else:
-            rounds = self._drafted_round(slots, num_nodes) if drafted else self._plain_rounds(slots)
+            rounds = self._engine.config.rounds_per_fetch
+            self._plain_rounds(slots, rounds)
         return (self._engine.clock() - began_s) / rounds
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
@@ -236,7 +222,7 @@ class _Rounds:
             self._engine, self._spec, CachedStates(self._engine, lambda: self._cache)
         )
         drafter = made_by.drafter_for(context)
-        live, most = self._table.live(), self._engine.config.max_nodes - 1
+        live, max_tokens = self._table.live(), self._engine.config.max_nodes - 1
         # rounds that were timed before have made them longer, beyond a small bucket's positions
         total_A = np.minimum(live.total_tokens_A, self._cache.num_positions // 2)
         live = dataclasses.replace(live, total_tokens_A=total_A)
@@ -244,65 +230,51 @@ class _Rounds:
         for depth in sorted({1, drafter.depth}) * (REPEATS + 1):
             drafter.depth = depth
             began_s = self._engine.clock()
-            drafter.propose(live, np.full(len(live), most, np.int32), most)
+            drafter.propose(live, np.full(len(live), max_tokens, np.int32), max_tokens)
             tries.append((depth, self._engine.clock() - began_s))
         return _medians(tries)
 
-    def _drafted_round(self, slots: Slots, num_nodes: int) -> int:
+    def _drafted_round(self, slots: Slots, num_nodes: int) -> None:
         """Draft, verify and commit one token of each slot, whatever was drafted."""
         table, engine = self._table, self._engine
-        live, most = table.live(), engine.config.max_nodes - 1
-        drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
+        live, max_tokens = table.live(), engine.config.max_nodes - 1
+        drafts = self._drafter.propose(live, np.full(len(live), max_tokens, np.int32), max_tokens)
         taken_A = best(drafts, np.ones(len(live)), len(table), num_nodes)
         options = engine.verify_options(self._spec.sampling.scheme, len(table), num_nodes)
         sizes = len(table), num_nodes, options["max_nodes"]
         nodes_5M = pack(drafts, taken_A, live.rows_A, *sizes)
-        state = self._cache, self._pending, slots
-        self._cache, self._pending, _, found, _ = verify_round(
-            self._spec.params,
-            *state,
-            engine.argument(nodes_5M),
-            self._stop_E,
-            None,
-            **options,
+        state = self._spec.params, self._cache, self._pending, slots
+        self._cache, self._pending, _, results, _ = verify_round(
+            *state, engine.argument(nodes_5M), self._stop_E, None, **options
         )
         self._drafter.committed(live)
-        drawn = by_slot(*unpack(found), nodes_5M[1], len(table))
-        emitted_BN, logprobs_BN, count_B, kept_B = drawn
+        emitted_BN, logprobs_BN, count_B, kept_B = by_slot(
+            *unpack(results), nodes_5M[1], len(table)
+        )
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
         table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, kept_B)
-        return 1
 
-    def _round_in_chunks(self, slots: Slots) -> int:
+    def _round_in_chunks(self, slots: Slots) -> None:
         engine, B = self._engine, len(self._table)
         T, start = engine.drawing_chunks(B)[-1], self._cache.num_positions // 2
         chunks_TX = engine.no_chunks(T)
         chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, start)], axis=1)
         chunks = engine.argument(chunks_TX)
         given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
-        found, entries = chunks_alone(
+        results, entries = chunks_alone(
             *(self._spec.params, self._cache, slots, chunks, engine.argument(given_2X)),
             **engine.prompt_options(self._spec.sampling.scheme),
         )
         self._cache = cache_ops.write_chunks(self._cache, entries, chunks)
-        unpack(found)
-        return 1
+        unpack(results)
 
-    def _plain_rounds(self, slots: Slots) -> int:
-        rounds = self._engine.config.rounds_per_fetch
-        self._cache, self._pending, _, found = decode_rounds(
-            self._spec.params,
-            self._cache,
-            self._pending,
-            slots,
-            self._stop_E,
-            np.int32(rounds),
-            np.int32(len(self._table)),
-            **self._engine.decode_options(self._spec.sampling.scheme),
-        )
-        unpack(found)
-        return rounds
+    def _plain_rounds(self, slots: Slots, rounds: int) -> None:
+        state = self._spec.params, self._cache, self._pending, slots, self._stop_E
+        options = self._engine.decode_options(self._spec.sampling.scheme)
+        counts = np.int32(rounds), np.int32(len(self._table))
+        self._cache, self._pending, _, results = decode_rounds(*state, *counts, **options)
+        unpack(results)
 
     def _busy_slots(self) -> Slots:
         B, sampling = len(self._table), self._spec.sampling
@@ -321,7 +293,7 @@ class _Rounds:
         return cache_ops.make_slots(*self._engine.slot_arguments(ints_BC, processing_B2, key))
 
 
-def _made_for(
+def _valid_for(
     engine: Engine, buckets: list[tuple[int, int, int]], reach: Reach, num_workers: int
 ) -> dict[str, Any]:
     """Return the device, policy shape, buckets and workers that a table is valid for."""

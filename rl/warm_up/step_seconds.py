@@ -1,7 +1,6 @@
-"""The record of each step's seconds, by which a run's budgets go on: `step_seconds.jsonl`.
+"""The record of each step's seconds, `step_seconds.jsonl`: by it a resumed run decides as before.
 
-A resumed run reads what the steps after its checkpoint took when they were first run, and so
-decides as it did then. All processes of a run go by what process 0 has recorded.
+All processes of a run go by the record of process 0.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ WHAT = "seconds of steps"
 
 
 def step_seconds(rounds: Sequence[RoundRecord], times: RoundTimes) -> StepSeconds:
-    """Return what a step's rounds took, and what its drafts saved at its own pace.
+    """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
-    Budgets decided by `times`. What reuse verified is left out of what drafts saved.
+    Budgets decided by `times`. Tokens of reuse are left out of the savings.
     """
     return StepSeconds(
         sum(r.ended_s - r.began_s for r in rounds),
@@ -50,25 +49,23 @@ def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
 def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
     """Return how many rounds there were of each bucket, and their median seconds.
 
-    Rounds with chunks of prompts, and those that draft on the device, are of none; drafts that take
-    time of the device count apart from the round.
+    Rounds with chunks of prompts, and those that draft on the device, are of no bucket.
     """
-    apart = any(map(times.draft_depths, DEVICE_SOURCES))
-    found: dict[Bucket, list[tuple[int, float]]] = {}
+    is_apart = any(map(times.draft_depths, DEVICE_SOURCES))
+    fetches: dict[Bucket, list[tuple[int, float]]] = {}
     for r in rounds:
         count = int(r.rounds_A.max(initial=0))
         if r.prompt_tokens or not count or (r.drafted and count > 1):
             continue
-        began_s = r.ready_s if r.drafted and not apart else r.drafted_s
+        began_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
-        found.setdefault(bucket, []).append((count, (r.ended_s - began_s) / count))
-    return {bucket: _median(both) for bucket, both in sorted(found.items())}
+        fetches.setdefault(bucket, []).append((count, (r.ended_s - began_s) / count))
 
+    def median(some: Sequence[tuple[int, float]]) -> tuple[int, float]:
+        counts, seconds = zip(*some, strict=True)
+        return sum(counts), max(float(np.median(np.repeat(seconds, counts))), 1e-9)
 
-def _median(rounds: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return how many rounds there were, and their median seconds."""
-    counts, seconds = zip(*rounds, strict=True)
-    return sum(counts), max(float(np.median(np.repeat(seconds, counts))), 1e-9)
+    return {bucket: median(both) for bucket, both in sorted(fetches.items())}
 
 
 class SecondsRecord:
@@ -85,7 +82,7 @@ class SecondsRecord:
         return [seconds for at, seconds in sorted(self._steps.items()) if at <= step]
 
     def of(self, step: int, measure: Callable[[], StepSeconds]) -> StepSeconds:
-        """Return what is recorded of a step: what it has taken now, if nothing was before."""
+        """Return the record of a step: new measurements if there is none."""
         if step not in self._steps:
             line = self._processes.from_first(WHAT, lambda: _line(step, measure()))
             self._steps |= _parsed(line, self._folder)
@@ -108,7 +105,7 @@ def after_step(
     rounds: Sequence[RoundRecord],
     say: Callable[[str], object],
 ) -> dict[str, float]:
-    """Take in what a step's rounds took; say if drafts lose. Returns the step's metric."""
+    """Add the seconds of a step's rounds; say if drafts lose. Returns the step's metric."""
     if not speculation.config.enabled:
         return {}
     metric = {"spec/turned_off": float(speculation.is_off)}

@@ -1,7 +1,7 @@
-"""The seconds in which a worker takes over an unfinished request: by a copy, or by recomputing it.
+"""The seconds until a worker can continue an unfinished request: by a copy, or by recomputing it.
 
-Measured once, after the warm-up, on one row of every bucket of tokens; a scheduler asks which of
-the two is faster (RhymeRL recomputes, Seer copies).
+Measured once, after the warm-up, on one row of every bucket of tokens; the scheduler takes the
+faster one (RhymeRL recomputes, Seer copies).
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ def measure(
     *,
     processes: Processes = ALONE,
 ) -> MoveTimes:
-    """Time both on `engine`, whose programs are compiled; medians of a few.
+    """Time both on `engine`, whose programs are compiled; medians of a few, kept in `path`.
 
-    Rounds in which keys and values are recomputed decode as well, but count in full. The times are
-    kept in `path`, for `rl.warm_up.measured_run.read_moves`. The `processes` of a mesh
-    measure together; the times are process 0's.
+    Rounds that recompute keys and values decode as well, but count in full. The `processes` of a
+    mesh measure together; the times are process 0's.
     """
     seconds, pool = {}, Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
-        most = engine.round_positions(B)[-1]
+        longest_row = engine.round_positions(B)[-1]
         for S in engine.position_sizes(B) if engine.is_paged else pool.positions:
-            tokens = min(S, most) - 1
+            tokens = min(S, longest_row) - 1
             seconds[tokens] = _seconds(pool, B, tokens)
     times = moves_of_first(MoveTimes(seconds), processes)
     if processes.is_first:
@@ -59,7 +58,7 @@ def measure(
 
 
 def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
-    """The seconds of a copy and of the passes, of so many tokens, in a memory of their own."""
+    """Return the seconds of a copy and of the passes, of so many tokens, in a separate memory."""
     engine = pool.engine
     memory, kv = open_memory(engine), _host_kv(engine, num_tokens)
     memory.reset(num_slots)
@@ -100,8 +99,8 @@ def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
     def zeros(shape: Sequence[int], dtype: Any, axes: object = None) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    kept = engine.dtype, engine.feature_layers
-    rows = kv_cache.init(engine.model, 1, num_tokens, *kept, zeros)
+    kind = engine.dtype, engine.feature_layers
+    rows = kv_cache.init(engine.model, 1, num_tokens, *kind, zeros)
     return HostKv(jax.tree.map(lambda x: x[0], rows))
 
 

@@ -2,9 +2,7 @@
 
 Seer, section 4.2 and Algorithm 1. A request starts only if its tokens so far and its whole next
 chunk fit, so nothing is ever preempted. Unlike in the paper, a request stays on its worker unless
-another one has much more room, which saves the copy.
-
-`make_scheduler` builds the schedulers of one rollout by name:
+another one has much more room.
 
 group_fifo      whole groups bound to a worker, which admits and preempts: synchronous trainers
 divided_fifo    chunks, first come, first served
@@ -34,8 +32,8 @@ SPARE = 16  # outdated entries that are always kept
 class LazyHeap(Generic[Key]):
     """Numbers by their keys, the smallest key first; ties go by number.
 
-    `set` and `first` take O(log n) and `drop` O(1), amortized over n numbers: the heap is rebuilt
-    when more than half of it is outdated, so it never has more than 2n + SPARE entries.
+    `set` and `first` take O(log n), `drop` O(1), amortized: the heap has at most 2n + SPARE
+    entries.
     """
 
     def __init__(self) -> None:
@@ -156,11 +154,10 @@ class LongestKnown(Order):
 class ContextAware(Order):
     """Seer's order (Algorithm 1).
 
-    The first request of each group is its probe. Probes go first, the one with the fewest tokens
-    before the others, so that short ones finish early and long ones are recognized. The other
-    requests follow by the estimate of their group, L̂ = the longest so far, or the limit until one
-    has finished. To guard against wrong estimates, a share `explore` of the picks goes to the
-    least-served group; the paper gives no figure for it. Methods take O(log groups), amortized.
+    The first request of each group is its probe. Probes go first, those with the fewest tokens
+    before the others. The others follow by the estimate of their group, L̂ = the longest so far, or
+    the limit until one has finished. A share `explore` of the picks goes to the least-served group;
+    the paper has no figure for it. Methods take O(log groups), amortized.
     """
 
     def __init__(self, *, seed: int, explore: float = 0.05) -> None:
@@ -223,10 +220,7 @@ class ContextAware(Order):
 
 
 class WorkerHeap:
-    """The workers that may take a request, the one with the most free positions first.
-
-    Ties go by number. Both methods take O(log workers), amortized.
-    """
+    """The workers that may take a request, the one with the most free positions first; O(log n)."""
 
     def __init__(self, workers: dict[int, Worker]) -> None:
         self._workers = workers  # the ledger's dictionary
@@ -249,9 +243,8 @@ class WorkerHeap:
 class Divided:
     """A scheduler that picks requests by `order` and reserves room for their whole next chunk.
 
-    It picks none while all workers have their maximum number of requests. An event takes
-    O(log workers + log groups), amortized, and the same for each request that it submits, starts
-    or sets waiting.
+    An event takes O(log workers + log groups), amortized, and the same for each request that it
+    submits, starts or sets waiting.
     """
 
     def __init__(

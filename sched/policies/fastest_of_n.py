@@ -3,7 +3,7 @@
     requests       → a scheduler that handles no copies
     their copies   → idle workers, while no request waits
 
-A copy has the request's noise, hence its tokens. Whichever ends first is the answer; the others are
+A copy has the request's noise, hence its tokens: the first to end is the answer, the others are
 dropped. A worker that is to start a request drops its copies.
 """
 
@@ -37,8 +37,8 @@ class FastestOfN:
     """A scheduler that copies requests of `scheduler` to the workers that it leaves idle.
 
     Each worker drafts by one of `num_methods`, for up to `max_copies` requests, the lowest
-    acceptance first. `worth` returns whether a copy pays for its keys and values and the draft
-    model's weights. An event takes O(workers + requests) once nothing waits, else O(copies).
+    acceptance first, if `worth` it. An event takes O(workers + requests) once nothing waits, else
+    O(copies).
     """
 
     def __init__(

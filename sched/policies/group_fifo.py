@@ -1,6 +1,6 @@
 """The baseline: whole groups bound to a worker, as in synchronous trainers.
 
-All requests are started at once; each worker admits and preempts them as its memory allows.
+All requests start at once; each worker admits and preempts them as its memory allows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sched.request import RequestState, Worker
 class GroupFifo:
     """Deals groups in turn to the instances, in an order shuffled by `seed`.
 
-    An instance is one worker, or `ranks_per_instance` consecutive ones, to which its requests
-    are dealt in turn. The requests of a lost worker are dealt to the others in the same way.
-    An event takes O(1), and as much for each request that it deals; the first deal after workers
-    joined or were lost takes O(workers) more.
+    An instance is `ranks_per_instance` consecutive workers, to which its requests are dealt in
+    turn. The requests of a lost worker are dealt to the others. An event takes O(1), and as much
+    for each request that it deals; the first deal after workers joined or were lost O(workers)
+    more.
     """
 
     def __init__(self, *, seed: int, ranks_per_instance: int = 1) -> None:

@@ -2,22 +2,20 @@
 
 RhymeRL, section 6. Prompts are ranked by the median length of their last epoch's responses and
 cut into ranking groups of equal size (the first tier). Odd steps give the groups to the workers
-shortest first, even steps longest first, so that a worker with little to do in one step has much
-in the next. A worker starts the next step as soon as it has finished its share and the weights are
-available: rollouts of step s need the update of step s − 2 (off-policyness 1).
+shortest first, even steps longest first. A worker starts the next step as soon as it has finished
+its share and the weights are available: rollouts of step s need the update of step s − 2.
 
 The second tier (section 6.4) decides how many workers each group gets, if seconds are known:
 
     target time of group n:  t(n) = t0 + d·n,   with the smallest d that the workers allow
 
-Times then grow evenly from the shortest group to the longest, and two consecutive steps in
-opposite orders fill each other's gaps. Equal parts remain if they are predicted to be faster: if
-a group has so many workers that some serve it in both orders, nothing fills the gaps of the
-others (the paper's groups are small against its cluster).
+Times then grow evenly, and two steps in opposite orders fill each other's gaps. Equal parts remain
+if they are predicted to be faster: a group with so many workers that some serve it in both orders
+fills no gaps.
 
-A response that grows beyond β times the longest median of its group's prompts is moved: from a
-short group to a worker of a longer group of the same step, from a long one into the next step.
-Requests that a step adds after its others are done run on the least loaded workers and stay there.
+A response beyond β times the longest median of its group's prompts is moved: from a short group to
+a worker of a longer group of the same step, from a long one into the next step. Requests that a
+step adds after its others are done run on the least loaded workers and stay there.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ class Pace:
 
 
 def tau_of(round_seconds: RoundSeconds, kv_tokens: float, prompt_tokens: float, pace: Pace) -> Tau:
-    """Return τ for rounds of these seconds, with half-full caches.
-
-    Requests whose positions exceed a worker's `kv_tokens` take turns.
-    """
+    """Return τ for rounds of these seconds, with half-full caches and turns if memory is short."""
 
     def tau(length: float, requests: float) -> float:
         held = prompt_tokens + length / 2
@@ -88,11 +83,10 @@ def allocate(
 ) -> list[int]:
     """Return the workers of each ranking group, by binary search over d (the paper's figure 12).
 
-    `lengths` are the groups' mean lengths, shortest first; `sizes` are their requests, which the
-    workers of a group share. t0 is the shortest group's time with one worker (the figure uses the
-    maximum, which gives short groups many workers, against its text), and at least `train_s`, so
-    that no group ends before the next step's weights can be available. Spare workers go to the
-    longest groups. Raises ValueError if there are fewer workers than groups.
+    `lengths` are the groups' mean lengths, shortest first; `sizes` are their requests. t0 is the
+    shortest group's time with one worker (the figure has the most workers, against its text), and
+    at least `train_s`, so that no group ends before the next step's weights. Spare workers go to
+    the longest groups. Raises ValueError if there are fewer workers than groups.
     """
     N = len(lengths)
     if num_workers < N:
@@ -179,11 +173,10 @@ def ranking_groups(keys: Sequence[float], num_groups: int) -> list[list[int]]:
 class HistoPipeConfig:
     """`last_share` is α: only the last requests of a group to finish are moved.
 
-    β is the quantile `growth_quantile` of the growth of responses since the epoch before, over
-    one epoch's prompts, and at least `least_growth`. A request that is too long but not among the
-    last is checked again after every `check_tokens`. No request leaves the last of `num_steps`.
-    `tau` returns the τ for the next step to be planned (the second tier); None gives all groups
-    equally many workers. `train_s` is the time of an update until one has been measured.
+    β is the quantile `growth_quantile` of the growth of responses since the epoch before, over one
+    epoch's prompts, and at least `least_growth`. A request that is too long but not among the last
+    is checked again after every `check_tokens`. `tau` returns the τ for the next step (the second
+    tier; None: equally many workers). `train_s` is the time of an update until one is measured.
     """
 
     num_steps: int
@@ -217,8 +210,8 @@ class HistoPipe:
     """The scheduler; steps must be submitted in order, each with all its requests at once.
 
     Later submissions for the latest step add requests to it. A request that ends or is checked
-    takes O(1); a move, an update, and a worker that joins or is lost take O(workers); each request
-    of a lost worker takes O(log workers) more.
+    takes O(1); a move, an update, and a worker that joins or is lost O(workers); each request of a
+    lost worker O(log workers) more.
     """
 
     def __init__(self, config: HistoPipeConfig) -> None:

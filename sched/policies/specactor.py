@@ -4,20 +4,18 @@
     decoupled   d of n workers draft for the others meanwhile:     T(w) / max(w · D(b·), V_w(b'))
 
 D(b) is the time of a draft token for b requests, V_w(b) of verifying w draft tokens of each. Of R
-requests a worker has b = R / n, a verifying one b' = R / (n − d), a drafting one
-b· = R / d. A draft token is accepted with probability p, so a window brings
+requests a worker has b = R / n, a verifying one b' = R / (n − d), a drafting one b· = R / d. A
+draft token is accepted with probability p, so a window brings
 
     C(w) = Σ_{i ≤ w} p^i,    T(w) = h · C(w) + 1 − h
 
-tokens, where h is the share of rounds that have a draft. Chains that run ahead have one again if
-the whole window and the token after it were right, or if a plain round's token is the drafted
-one: h = p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
+tokens; h is the share of rounds that have a draft. Chains that run ahead have one again if the
+whole window and the token after it were right, or if a plain round's token is the drafted one: h =
+p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
 
 Deviations from the paper (section 4): a verifying worker without a draft decodes plainly instead of
-waiting, so a miss brings a token (the paper's τ_w counts half of a partial acceptance); d is a
-number of workers for all together, not of devices for each verifier. Algorithm 2 plans a request as
-if it were alone, b = 1, so a node hardly costs anything and all requests get the batch's window;
-here nodes and drafts cost their price in the batch that they are verified with.
+waiting, so a miss brings a token; d is a number of workers for all together. Algorithm 2 plans a
+request as if it were alone; here nodes and drafts cost their price in the batch.
 """
 
 from __future__ import annotations
@@ -103,10 +101,7 @@ def rank_methods(
     verify: Callable[[int], Seconds],
     batch: float = 1,
 ) -> list[str]:
-    """Return the drafting methods, the fastest first: the draft ladder of section 4.2.
-
-    `acceptance` is each method's p. Ties go to the first.
-    """
+    """Return the drafting methods, the fastest first, by each one's p: the draft ladder (4.2)."""
     return sorted(
         acceptance,
         key=lambda m: -best_request_plan(acceptance[m], draft[m], verify, batch).tokens_per_s,
@@ -120,8 +115,7 @@ def rank_methods(
 class Prices:
     """The tokens that a batch gets in the seconds of one more draft token, and of one more node.
 
-    `round_s` is the time of its round. Both prices are means over the batch's own draft tokens:
-    measured seconds grow in steps, at whose margin a node is free or as costly as hundreds.
+    Both prices are means over the batch's own draft tokens, since measured seconds grow in steps.
     """
 
     round_s: float
@@ -176,11 +170,7 @@ class Acceptance:
 
 
 def batch_prices(
-    batch: float,
-    window: int,
-    draft: DraftSeconds,
-    verify: VerifySeconds,
-    acceptance: Acceptance,
+    batch: float, window: int, draft: DraftSeconds, verify: VerifySeconds, acceptance: Acceptance
 ) -> Prices:
     """Return the prices in a batch of b requests, which all have windows of w draft tokens.
 
@@ -238,10 +228,7 @@ def plan_workers(
     drafting_workers: Iterable[int],
     windows: Iterable[int],
 ) -> WorkerPlan:
-    """Return the fastest plan of these numbers of workers and windows; the first of equal ones.
-
-    Plain decoding, 0 and 0, is one of them.
-    """
+    """Return the fastest plan of these numbers of workers and windows, or plain decoding."""
     best = WorkerPlan(0, 0, num_requests / verify(num_requests / num_workers, 0))
     windows = tuple(windows)
     for d in drafting_workers:
@@ -258,9 +245,8 @@ def plan_workers(
 class Profile:
     """Counts of accepted and seen draft tokens, of each request by method and of each method.
 
-    A draft token is *seen* if all before it in its window were accepted, so that the verifier
-    judges it: a window of w with a < w accepted shows a + 1, a whole one w. Earlier steps'
-    acceptance `mean_p` is the prior (section 4.2):
+    A draft token is *seen* if all before it in its window were accepted. Earlier steps' acceptance
+    `mean_p` is the prior (section 4.2):
 
         p of a method             (accepted + k · mean_p) / (seen + k)
         p of a request's method   (accepted + k · p of the method) / (seen + k),  k = prior_tokens
@@ -338,10 +324,9 @@ class Reconfiguration:
 def worth_helping(
     remaining_tokens: float, tokens_per_s: float, helped_tokens_per_s: float, costs_s: float
 ) -> bool:
-    """Return whether remaining / rate > costs + remaining / helped rate.
+    """Return whether remaining / rate > costs + remaining / helped rate (section 4.3).
 
-    The costs are those of section 4.3: loading the drafter, and the keys and values. Helping a
-    request that does not run is always worth it.
+    Helping a request that does not run is always worth it.
     """
     helped_s = costs_s + remaining_tokens / helped_tokens_per_s
     return tokens_per_s <= 0 or remaining_tokens / tokens_per_s > helped_s
@@ -358,10 +343,10 @@ def assign_drafters(
 ) -> dict[tuple[int, str], int]:
     """Return {(request, method): freed worker that drafts for it}, as added (Algorithm 3).
 
-    Freed workers go to the method with the fewest; then each method's workers take requests,
-    the lowest acceptance first, up to `max_batch` each. `serving` and `load` are the
-    workers of each method and their requests so far. A method skips a request if
-    `helps(request, method, worker, the worker's requests with this one)` is false.
+    Freed workers go to the method with the fewest; then each method's workers take requests, the
+    lowest acceptance first, up to `max_batch` each. `serving` and `load` are the workers of each
+    method and their requests so far. A method skips a request if `helps(request, method, worker,
+    the worker's requests with this one)` is false.
     """
     workers = {method: set(serving.get(method, ())) for method in methods}
     loads = dict(load)

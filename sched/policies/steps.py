@@ -1,14 +1,13 @@
 """Training steps: one after the other, or the next one started ahead of its weights.
 
     StepOrder   sync: a step's rollouts start once the update before is done
-                one_step_off: they start once the rollouts before are done, with weights that are
-                one update old
+                one_step_off: once the rollouts before are done, with weights one update old
     Ahead       present step → a scheduler that handles only it
                 next step    → workers without requests of the present one, until recalled
 
 Requests started ahead yield at once: a worker that is to start a request of the present step
-releases them. Once the next step's weights are available, all are returned with their tokens so
-far, and that step is submitted like any other.
+releases them. Once the next step's weights are available, all are returned with their tokens, and
+that step is submitted like any other.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ MODES = ("sync", "one_step_off")
 
 
 class StepOrder:
-    """A scheduler that submits a step to `scheduler` once the step before is finished.
-
-    Steps are numbered from 0; more requests of a started step are submitted at once.
-    """
+    """A scheduler that submits a step to `scheduler` once the step before is finished."""
 
     def __init__(self, scheduler: Scheduler, mode: str) -> None:
         if mode not in MODES:
@@ -99,11 +95,9 @@ class Ahead:
     """A scheduler that starts requests of the next step on workers that `scheduler` leaves idle.
 
     A request started ahead runs `chunk_tokens` at a time. Those with the fewest chunks go first,
-    since an early token is more likely to survive verification than a late one; among these the
-    longest expected, by the lengths of the last epoch and of finished siblings (Seer, section 4.3).
-    Requests of both steps have distinct numbers; the next step may be submitted ahead once all of
-    the last one is returned or has ended. An event takes O(log requests), and O(workers) if it may
-    leave a worker idle.
+    since an early token is more likely to survive verification; among these the longest expected.
+    The next step may be submitted ahead once all of the last one is returned or has ended. An event
+    takes O(log requests), and O(workers) if it may leave a worker idle.
     """
 
     def __init__(self, scheduler: Scheduler, *, chunk_tokens: int) -> None:

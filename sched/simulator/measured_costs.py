@@ -2,9 +2,9 @@
 
     round(requests, nodes, positions) = a + b · 2 · positions / requests
 
-from the seconds of rounds in the smallest bucket of slots and nodes that holds them, measured at
-several cache lengths; caches are half full on average. Prefill and copies take the time of the
-smallest measured size that holds the tokens, in proportion beyond the largest.
+from the smallest bucket of slots and nodes that holds them, at several cache lengths; caches are
+half full on average. Prefill and copies take the time of the smallest measured size that holds the
+tokens, in proportion beyond the largest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (a copy from the h
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCosts(Costs):
-    """A worker's `Costs` from tables, which hold plain rounds at least.
-
-    Raises ValueError for empty tables.
-    """
+    """A worker's `Costs` from tables. Raises ValueError for empty ones."""
 
     rounds: RoundSeconds
     moves: MoveSeconds

@@ -3,9 +3,8 @@
     round = √((weights / bandwidth)² + (2 · active weights · nodes / peak)²)
           + max(keys and values / bandwidth, their operations / peak) + exchanges + overhead
 
-Matrices and attention run one after the other, so the bytes of one do not overlap with the
-operations of the other. Within the matrices they do, but not fully if both take long: hence the
-root. Peaks are the makers' dense bfloat16 figures; `Efficiency` has the shares that are reached.
+Matrices and attention run one after the other; within the matrices bytes and operations overlap,
+but not fully if both take long: hence the root. Peaks are the makers' dense bfloat16 figures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A simulated worker: a fluid of rounds between two changes of the running requests.
 
 While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds are a
-line in the live positions (`roofline.RoundCost`). The next change then has a closed form, so a
-simulation costs time for its changes, not for its rounds. Requests of different acceptance run in
-lanes, each with a number of tokens per round.
+line in the live positions, so the next change has a closed form. Requests of different acceptance
+run in lanes, each with a number of tokens per round.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class RoundModel:
     """Decides the rounds of all workers of one instance type: here, rounds without drafts.
 
     `plan` is called whenever the running requests of a worker have changed. An instance is
-    `instance.num_ranks` consecutive workers, which share its experts.
+    `instance.num_ranks` consecutive workers.
     """
 
     num_lanes = 1

@@ -149,10 +149,8 @@ def test_a_dry_run_checks_all_and_touches_no_device(policy, trace, tmp_path):
         (("TRACE", "--eval_share=1"), "--eval_share: expected a share"),
         (("TRACE", "--seed=-1"), "--seed: expected 0"),
         (("TRACE", "--temperature=nan"), "--temperature: expected 0 or at least 0.0001"),
-        (("TRACE", "--gin.Drafter.batchrows=2"), "Did you mean Drafter.batch_rows"),
         (("TRACE", "--gin.Drafter.directory=no/such"), "no/such"),
         (("TRACE", "--gin.DataBuffer.max_bytes=100"), "max_bytes of at least"),
-        (("TRACE", "--gin.Run.steps=1"), "no section Run"),
     ],
 )
 def test_errors_are_said_before_any_work(train, trace, arguments, message, capsys):
@@ -165,11 +163,3 @@ def test_rows_that_hold_no_entry_are_refused(policy, trace, tmp_path, capsys):
     arguments = [str(trace), "--policy", str(policy), "--out", str(tmp_path / "out")]
     assert train_drafter.main([*arguments, "--gin.Drafter.row_tokens=2"]) == 2
     assert "expected row_tokens above 2" in capsys.readouterr().err
-
-
-def test_list_shows_the_three_sections(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        train_drafter.main(["--list"])
-    out = capsys.readouterr().out
-    assert "Drafter.batch_rows" in out and "DrafterTraining.variant" in out
-    assert "DataBuffer.max_bytes" in out and "Run.steps" not in out

@@ -117,12 +117,7 @@ def test_judging_weighs_entries_alike_however_they_are_packed(params):
     caught = list(hidden_of(responses(), params, MODEL, drafter.config, np.float32))
     [batch] = pad(caught, 16, 32)
     _, wanted = drafter_training.loss(
-        drafter.config,
-        TRAINING,
-        drafter.params,
-        training._context.frozen,
-        batch,
-        np.float32(1),
+        drafter.config, TRAINING, drafter.params, training._context.frozen, batch, np.float32(1)
     )
     got = training.evaluate(responses())
     assert set(got) == {"loss", "accuracy_top1", "accuracy_top3", "agreement"}

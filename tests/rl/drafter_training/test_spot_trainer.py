@@ -50,12 +50,7 @@ def test_one_idle_worker_leads_and_the_next_joins(engines):
     assert not spot.spare(1, engines[1])  # the update is the leader's
     assert spot.spare(0, engines[0])
     kinds = [(s.worker_id, s.kind, s.step) for s in spot.take_spans()]
-    assert kinds == [
-        (0, "gradient", 0),
-        (0, "gradient", 0),
-        (1, "gradient", 0),
-        (0, "update", 0),
-    ]
+    assert kinds == [(0, "gradient", 0), (0, "gradient", 0), (1, "gradient", 0), (0, "update", 0)]
     assert spot.trainer.step == 1 and spot.take_spans() == []
 
 

@@ -82,8 +82,6 @@ def test_a_reward_that_is_not_finite_is_named(reward):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="group id per reward"):
         group_advantages([1.0], [0, 1])
-    with pytest.raises(ValueError, match="normalise"):
-        group_advantages([1.0], [0], normalise="mean")
 
 
 def test_leave_one_out_by_hand():

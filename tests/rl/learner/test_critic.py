@@ -19,10 +19,7 @@ from rl.learner import critic, micro_batches, trainer
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.critic import Critic, value_loss
-from rl.learner.gradient_accumulation import StepScalars, accumulate, start
-from rl.learner.logprobs import place
 from rl.learner.losses import CriticInputs, LossInputs
-from rl.learner.micro_batches import CriticTargets
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
@@ -158,37 +155,6 @@ def test_value_loss_and_statistics_by_hand():
     assert sums["critic/value_mean"] == pytest.approx(4.0, rel=1e-6)
 
 
-def gradient_of(samples, shape):
-    judge = random_critic()
-    packed = micro_batches.micro_batches(samples, shape)
-    num_tokens = np.float32(sum(s.trajectory.num_tokens for s in samples))
-    scalars = StepScalars(num_tokens, num_tokens, np.bool_(True))
-    total = start(network=critic.CRITIC, recipe=RECIPE)
-    for p in packed:
-        batch = place(p.batch)
-        total, _ = accumulate(judge, total, batch, scalars, network=critic.CRITIC, recipe=RECIPE)
-    return np.concatenate([x.ravel() for x in leaves(total.gradients)]), len(packed)
-
-
-def samples_with_targets():
-    def targets(n):
-        zeros = np.zeros(n, np.float32)
-        return CriticTargets(zeros, np.linspace(-1, 1, n, dtype=np.float32), zeros)
-
-    samples = select(some_trajectories())
-    return [
-        dataclasses.replace(s, critic_targets=targets(s.trajectory.num_tokens)) for s in samples
-    ]
-
-
-def test_any_split_into_micro_batches_gives_the_same_gradient():
-    whole, one = gradient_of(samples_with_targets(), Shape(2, 64, 32))
-    split, some = gradient_of(samples_with_targets()[::-1], Shape(2, 16, 3))
-    assert one == 1 < some
-    assert np.linalg.norm(whole) > 0.01
-    assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)
-
-
 def test_the_critic_comes_to_foresee_what_a_response_earns():
     recipe = dataclasses.replace(  # the policy stands still, so that its responses stay likely
         RECIPE, optimizer=OptimizerConfig(learning_rate=0.0), critic=RECIPE.critic
@@ -200,8 +166,7 @@ def test_the_critic_comes_to_foresee_what_a_response_earns():
         assert metrics["critic/lr"] == pytest.approx(0.05) and metrics["lr"] == 0
     assert explained[0] == 0  # zeros explain nothing
     assert np.mean(explained[-2:]) > 0.3
-    for old, new in zip(leaves(policy()), leaves(state.params), strict=True):
-        np.testing.assert_array_equal(old, new)
+    jax.tree.map(np.testing.assert_array_equal, leaves(policy()), leaves(state.params))
 
 
 def test_the_two_networks_learn_apart():
@@ -212,8 +177,7 @@ def test_the_two_networks_learn_apart():
         RECIPE, critic=dataclasses.replace(RECIPE.critic, learning_rate=0.0)
     )
     state, metrics = run(state, some_trajectories(), recipe=quiet)
-    for old, new in zip(before[0], leaves(state.critic.params), strict=True):
-        np.testing.assert_array_equal(old, new)
+    jax.tree.map(np.testing.assert_array_equal, before[0], leaves(state.critic.params))
     assert any((a != b).any() for a, b in zip(before[1], leaves(state.params), strict=True))
     assert int(state.step) == 2 == metrics["batch/optimizer_steps"]
 
@@ -226,8 +190,7 @@ def test_values_that_are_not_finite_stop_both_networks():
     with pytest.raises(trainer.NonFiniteUpdate, match="step 3.*not finite") as caught:
         run(state, some_trajectories(), step=3)
     assert caught.value.state is state
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
 
 
 def test_a_critic_gradient_that_overflows_is_named_as_the_critics():
@@ -237,8 +200,7 @@ def test_a_critic_gradient_that_overflows_is_named_as_the_critics():
     before = leaves(state)
     with pytest.raises(trainer.NonFiniteUpdate, match="the critic's .*Critic.learning_rate"):
         run(state, trajectories)
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
 
 
 def test_a_state_without_a_critic_is_an_error():
@@ -255,8 +217,7 @@ def test_nothing_compiles_after_warm_up():
     with counted_compilations() as found:
         state = trainer.warm_up(state, shape, recipe=RECIPE)
         compiled = len(found)
-        for old, new in zip(before, leaves(state), strict=True):
-            np.testing.assert_array_equal(new, old)
+        jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
         batches = set()
         for step in range(4):
             batch = some_trajectories(16, seed=step, max_response=4 + 12 * step)

@@ -9,8 +9,8 @@ import pytest
 
 from rl.learner import losses
 from rl.learner.algorithms import AlgorithmConfig, Correction, parse_correction
-from rl.learner.importance_correction import importance_weights
 from rl.learner.losses import LossInputs
+from rl.learner.policy_losses import importance_weights
 
 # ratios 4, 1/2 and 1, then padding; and 1/4 alone
 TRAINER = jnp.log(jnp.array([[0.8, 0.2, 0.5, 1.0], [0.1, 1.0, 1.0, 1.0]], jnp.float32))
@@ -82,10 +82,7 @@ def test_they_weigh_the_policy_loss_and_not_the_kl_and_have_no_gradient_of_their
 
 @pytest.mark.parametrize(
     ("text", "name", "mean", "fraction"),
-    [
-        ("token_tis:2", "truncated", 3.75 / 4, 1 / 4),
-        ("token_mask:0.4:2", "masked", 2 / 4, 2 / 4),
-    ],
+    [("token_tis:2", "truncated", 3.75 / 4, 1 / 4), ("token_mask:0.4:2", "masked", 2 / 4, 2 / 4)],
 )
 def test_mean_weight_and_what_was_cut_are_reported(text, name, mean, fraction):
     _, (statistics, _) = loss_of(TRAINER, correction=text)

@@ -118,8 +118,7 @@ def test_a_planted_nan_stops_before_apply_and_names_its_sample(shape):
     message = str(caught.value)
     assert "step 7" in message and "request 5" in message and "1 of 8 samples" in message
     assert caught.value.state is state
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
 
 
 def test_a_gradient_that_overflows_stops_too():
@@ -129,8 +128,7 @@ def test_a_gradient_that_overflows_stops_too():
     before = leaves(state.params)
     with pytest.raises(trainer.NonFiniteUpdate, match="step 3.*the gradient"):
         run(state, some_trajectories(), advantages, step=3)
-    for old, new in zip(before, leaves(state.params), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state.params))
 
 
 def logprob_of(params, prompt, response):
@@ -155,19 +153,18 @@ def test_groups_of_equal_rewards_and_of_one_leave_the_parameters_alone():
     before = leaves(state.params)
     state, metrics = run(state, trajectories, advantages)
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
-    for old, new in zip(before, leaves(state.params), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state.params))
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum", "constant"])
-def test_samples_without_a_gradient_cost_no_pass_and_still_count(aggregation, monkeypatch):
+def test_samples_without_a_gradient_cost_no_pass_and_still_count(aggregation):
     recipe = dataclasses.replace(
         RECIPE, algorithm=dataclasses.replace(RECIPE.algorithm, aggregation=aggregation)
     )
     trajectories, advantages = some_trajectories(64), some_advantages(64)
     advantages[8:] = 0
     skipped, metrics = run(fresh_state(recipe), trajectories, advantages, recipe=recipe)
-    monkeypatch.setattr(trainer, "_with_gradient", lambda samples, algorithm: samples)
+    advantages[8:] = 1e-30  # next to nothing, but a gradient
     passed, all_metrics = run(fresh_state(recipe), trajectories, advantages, recipe=recipe)
     assert metrics["batch/micro_batches"] < all_metrics["batch/micro_batches"]
     assert metrics["batch/samples"] == all_metrics["batch/samples"] == 64
@@ -185,8 +182,7 @@ def test_unscored_and_masked_samples_change_nothing():
     ]
     both, metrics = run(fresh_state(), trajectories[:6] + junk, advantages)
     assert metrics["batch/left_out"] == 2
-    for a, b in zip(leaves(alone.params), leaves(both.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, leaves(alone.params), leaves(both.params))
 
 
 def test_an_update_that_is_not_finite_can_be_left_out():
@@ -209,8 +205,7 @@ def test_momentum_makes_no_step_where_nothing_has_a_gradient():
     state, _ = run(fresh_state(), some_trajectories(), some_advantages())
     before = leaves(state)
     state, metrics = run(state, some_trajectories(), np.zeros(8, np.float32), step=1)
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
     assert (metrics["update/without_gradient"], metrics["batch/optimizer_steps"]) == (1, 0)
     assert metrics["grad_norm"] == 0
 
@@ -234,8 +229,7 @@ def test_an_update_can_be_left_until_something_of_it_is_applied():
     before = leaves(state)
     with pytest.raises(Left):
         run(state, *batch, recipe=recipe, on_pass=leave)
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
 
 
 def test_a_batch_without_a_usable_sample_is_no_step():
@@ -289,8 +283,7 @@ def warm():
     COMPILED.clear()
     state = trainer.warm_up(state, shape, recipe=recipe)
     num_compiled = len(COMPILED)
-    for old, new in zip(before, leaves(state), strict=True):
-        np.testing.assert_array_equal(new, old)
+    jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
     return Warm(recipe, shape, state, reference, num_compiled)
 
 
@@ -522,12 +515,9 @@ def test_the_gradient_is_clipped_by_its_norm():
     ("config", "bad"),
     [
         (TrainerConfig, {"minibatches": 0}),
-        (TrainerConfig, {"compute_dtype": "float16"}),
         (OptimizerConfig, {"learning_rate": -1.0}),
-        (OptimizerConfig, {"schedule": "step"}),
         (OptimizerConfig, {"max_grad_norm": 0.0}),
         (OptimizerConfig, {"eps": 0.0}),
-        (OptimizerConfig, {"first_moment": "int8"}),
         (TrainerConfig, {"remat": "layer:0"}),
     ],
 )

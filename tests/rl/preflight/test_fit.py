@@ -13,14 +13,7 @@ from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.memory import ROLLOUTS, TRAINING
 from rl.preflight import report
-from rl.preflight.fit import (
-    Figures,
-    Fit,
-    Fitting,
-    Measured,
-    compiled_figures,
-    largest_of_kinds,
-)
+from rl.preflight.fit import Figures, Fit, Fitting, Measured, compiled_figures, largest_of_kinds
 from rl.preflight.programs import RunProgram
 from rl.preflight.targets import parse_target
 

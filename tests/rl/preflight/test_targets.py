@@ -58,8 +58,7 @@ def test_the_cpu_gets_as_many_devices_as_the_target_has():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("v5p:2x2x4", "v5p-32"), ("v5e:4x4", "v5litepod-16"), ("v6e:4x4", "v6e-16")],
+    ("name", "kind"), [("v5p:2x2x4", "v5p-32"), ("v5e:4x4", "v5litepod-16"), ("v6e:4x4", "v6e-16")]
 )
 def test_a_slice_is_named_by_its_cores(name, kind):
     environ = {}

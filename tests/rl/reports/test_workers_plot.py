@@ -43,7 +43,7 @@ def test_busy_workers_are_counted_over_time():
 
 @pytest.mark.parametrize("count", [2, 40])
 def test_it_is_drawn(count):
-    """Of one run and of several; with more versions than a legend has, lost ones and late ones."""
+    """Of one run and of several; with many versions, a lost worker and a late one."""
     rows = [
         step(n, [part(i, n, (n, n + 0.5)) for i in range(count)], ended_s=n + 1.0)
         for n in range(count // 2 + 2)

@@ -13,14 +13,7 @@ from pathlib import Path
 import pytest
 
 import rl
-from rl.runtime.progress import (
-    ErrorsOnly,
-    Progress,
-    RichProgress,
-    format_step,
-    progress,
-    say,
-)
+from rl.runtime.progress import ErrorsOnly, Progress, RichProgress, format_step, progress, say
 
 ROW = {
     "step": 7,
@@ -32,11 +25,6 @@ ROW = {
     "kl": 0.1,
 }
 LINE = "step   7/200  reward  0.412  length   187.3  entropy  0.831     15,320 tok/s      4.21 s"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_the_line_of_a_step():
@@ -139,8 +127,6 @@ def test_control_codes_and_marks_of_direction_are_escaped():
 
 @pytest.mark.parametrize("kind", [Progress, RichProgress])
 def test_a_message_of_any_length_with_any_markup_is_one_plain_line(kind):
-    if kind is RichProgress:
-        pytest.importorskip("rich")
     stream = io.StringIO()
     hostile = "[link=http://x]a[/link]\x1b[31m\u202e:smile: " + "y" * 10**6
     with kind(stream) as shown:
@@ -148,12 +134,6 @@ def test_a_message_of_any_length_with_any_markup_is_one_plain_line(kind):
     (line,) = [x for x in stream.getvalue().split("\n") if "http" in x]
     assert r"[link=http://x]a[/link]\x1b[31m\u202e:smile: yyy" in line
     assert line.rstrip().endswith("more characters") and len(line) < 5000
-
-
-def test_a_terminal_without_rich_gets_plain_lines(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    stream = Terminal()
-    assert type(progress(stream, environ={"TERM": "xterm"})) is Progress
 
 
 def test_letters_that_the_stream_lacks_do_not_stop_a_run():
@@ -165,7 +145,6 @@ def test_letters_that_the_stream_lacks_do_not_stop_a_run():
 
 
 def test_a_terminal_gets_the_lines_and_a_bar(monkeypatch):
-    pytest.importorskip("rich")
     pty = pytest.importorskip("pty")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")

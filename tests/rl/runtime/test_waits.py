@@ -29,8 +29,7 @@ def test_a_hang_is_ended_and_named(wait):
 
 
 @pytest.mark.parametrize(
-    "wait",
-    ["main thread: compiling", "worker: rounds", "save: its turn", "save: manifest"],
+    "wait", ["main thread: compiling", "worker: rounds", "save: its turn", "save: manifest"]
 )
 def test_what_ends_by_itself_does_not_count_as_ended(monkeypatch, wait):
     """A wait that no deadline ends would be found: here it is over before the deadline."""

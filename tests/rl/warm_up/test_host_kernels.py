@@ -22,7 +22,7 @@ from tests.support.tiny_run import MODEL as model
 from models import transformer
 from rl.engine.engine import Engine
 from rl.engine.config import EngineConfig
-from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.compile_buckets import compile_host_kernels
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.rollout import generate

@@ -15,7 +15,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.signals import COMPILING, Watch
 from rl.trajectory import Request
 from rl.warm_up import round_times
-from rl.warm_up.longer_buckets import LongerBuckets, first_positions
+from rl.warm_up.compile_buckets import LongerBuckets
 from rl.warm_up.rollout_programs import Pool, Reach
 from spec.config import SamplingConfig
 from spec.sampling import step_key
@@ -83,7 +83,7 @@ def test_longer_buckets_are_compiled_once_and_after_that_nothing(tmp_path, outgr
 
 def test_the_first_part_holds_the_longest_prompt_whatever_the_slots():
     params = transformer.init(TINY, jax.random.key(0))
-    reach = dataclasses.replace(REACH, max_prompt_tokens=20)
-    assert first_positions(Pool(Engine(TINY, CONFIG), params, SAMPLING, reach)) == 32
-    reach = dataclasses.replace(REACH, max_prompt_tokens=40)
-    assert first_positions(Pool(Engine(TINY, CONFIG), params, SAMPLING, reach)) == 64
+    for max_prompt_tokens, most in ((20, 32), (40, 64)):
+        reach = dataclasses.replace(REACH, max_prompt_tokens=max_prompt_tokens)
+        pool = Pool(Engine(TINY, CONFIG), params, SAMPLING, reach)
+        assert LongerBuckets(pool, Watch()).most_positions == most

@@ -22,8 +22,7 @@ from rl.warm_up.rollout_programs import Reach
 from spec.round_times import RoundTimes
 
 TIMES = RoundTimes(
-    {(4, 4, 64): 0.5, (4, 4, 128): 1.0},
-    {"eagle": {(4, 3, 64): 0.125, (4, 1, 64): 0.1}},
+    {(4, 4, 64): 0.5, (4, 4, 128): 1.0}, {"eagle": {(4, 3, 64): 0.125, (4, 1, 64): 0.1}}
 )
 MOVES = MoveTimes({15: (0.25, 0.5)})
 SETTINGS = (

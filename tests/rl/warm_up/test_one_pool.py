@@ -8,7 +8,7 @@ import tiny_team
 
 from rl.engine.engine import Engine
 from rl.warm_up import compile_buckets, round_times, transfer_times
-from rl.warm_up.rollout_programs import Pool, Reach, round_buckets
+from rl.warm_up.rollout_programs import Reach, round_buckets
 
 CONFIG = dataclasses.replace(tiny_team.CONFIG, min_slots=2, cache="pages", page_tokens=4)
 REACH = Reach(max_requests=4, max_prompt_tokens=16, speculative=True, moves=True)
@@ -47,10 +47,3 @@ def test_rounds_and_moves_are_timed_on_one_cache_after_the_other(engine, tmp_pat
     most = engine.round_positions(4)[-1]
     assert moves.seconds and all(tokens < most for tokens in moves.seconds)
     assert len(engine.found) > 2 and set(engine.found) == {0}
-
-
-def test_a_cache_that_is_kept_meanwhile_is_found(engine):
-    pool = Pool(engine, tiny_team.PARAMS, tiny_team.SAMPLING, REACH)
-    kept = engine.empty_cache(4, 4)
-    pool.decode_arguments(4, 4)
-    assert kept and engine.found[-1] > 0

@@ -106,10 +106,7 @@ def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp
         return round_times.load_or_measure(path, engine, params, SAMPLING, REACH)
 
     # a fetch of one tick holds four plain rounds
-    assert load().rows() == [
-        ["packed round", 2, 2, 16, 0.25],
-        ["packed round", 2, 4, 16, 1.0],
-    ]
+    assert load().rows() == [["packed round", 2, 2, 16, 0.25], ["packed round", 2, 4, 16, 1.0]]
     assert load(step_s=5.0)(2, 4, 16) == 1.0  # kept
     assert json.loads(path.read_text())["made_for"]["buckets"] == [[2, 2, 16], [2, 4, 16]]
     other = dataclasses.replace(CONFIG, rounds_per_fetch=2)

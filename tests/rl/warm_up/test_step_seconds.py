@@ -10,13 +10,7 @@ from rl.engine.stats import RoundRecord
 from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
-from rl.warm_up.step_seconds import (
-    SecondsRecord,
-    after_step,
-    at_its_pace,
-    go_on,
-    step_seconds,
-)
+from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on, step_seconds
 from spec.budget.run_seconds import StepSeconds
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sched.policies import specactor
 from sched.policies.specactor import (
     Acceptance,
     Prices,
@@ -314,14 +313,3 @@ def test_the_best_of_all(workers, requests, p, hits, a, b, c, d, e, windows):
     given = workers, requests, draft, verify, acceptance
     got = plan_workers(*given, drafting_workers=numbers, windows=windows)
     assert got == best_of_all(*given, numbers, windows)
-
-
-def test_a_planted_fault_is_found(monkeypatch):
-    """Verifying workers that are counted whole: a plan that drafts too much is chosen."""
-    right = specactor.rate
-    given = 4, 8, draft, verify, Acceptance(0.9, 0.9)
-    options = {"drafting_workers": range(4), "windows": range(1, 9)}
-    want = best_of_all(*given, *options.values())
-    assert plan_workers(*given, **options) == want
-    monkeypatch.setattr(specactor, "rate", lambda n, R, d, *rest: right(n + d, R, d, *rest))
-    assert plan_workers(*given, **options) != want

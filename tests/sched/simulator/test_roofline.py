@@ -79,11 +79,7 @@ def test_published_figures_are_near_the_model():
     assert dense("x", 7e9, 28, 28, 4, 128).kv_bytes == 28 * 4 * 128 * 2 * 2
 
 
-costs = st.builds(
-    RoundCost,
-    fixed_s=st.floats(0.01, 1),
-    per_position_s=st.floats(0, 0.01),
-)
+costs = st.builds(RoundCost, fixed_s=st.floats(0.01, 1), per_position_s=st.floats(0, 0.01))
 
 
 @given(costs, st.floats(100, 1000), st.floats(0, 100), st.integers(0, 300))
