@@ -357,7 +357,7 @@ class RayRunBuilder(RunBuilder):
 
 
 class FollowerBuilder(RayRunBuilder):
-    """Of a trainer process other than 0, which has the workers, the drafter and the rewards."""
+    """Makes the parts of a trainer process other than 0, without workers, drafter and rewards."""
 
     def drafter(self) -> AnyDrafter:
         return drafter_run.open_stub(self.config, self.inputs)
