@@ -1,4 +1,4 @@
-"""Training, its engine and its commands, on `models`, `spec` and `sched` of the same folder."""
+"""The training loop, the rollout engine and the commands, on `models`, `spec` and `sched`."""
 
 import importlib.util
 from pathlib import Path

@@ -65,7 +65,7 @@ PANELS = (  # (column, title, relative to the first variant)
 class AblationConfig:
     """The runs of a grid: every variant with every seed.
 
-    A variant is a name and its changes, as `("lenient", ("Reuse.mode='lenient:1'",))`; the others
+    A variant is a name and its changes, like `("lenient", ("Reuse.mode='lenient:1'",))`; the others
     are compared with the first. Each run has a folder in `directory`.
     """
 
@@ -328,7 +328,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Stop:
-    """Ends the grid at SIGTERM and Ctrl-C: signals the present run to save, and starts no other."""
+    """Stops the grid on SIGTERM and Ctrl-C: the current run saves, and no other starts."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -338,7 +338,7 @@ class _Stop:
 
     def _request(self, number: int, _: object) -> None:
         self.requested = True
-        if self.child is not None:  # a terminal's Ctrl-C has reached it too, which does no harm
+        if self.child is not None:  # a terminal sends it Ctrl-C too: harmless
             self.child.send_signal(signal.SIGTERM)
 
 

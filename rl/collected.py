@@ -1,4 +1,4 @@
-"""A pipeline's step: its prompts, and its responses, received and scored as they end.
+"""A pipeline's step: its prompts, and its responses, received and scored as they finish.
 
 Groups are numbered over all steps. Those below the step's first one continued from the step before
 (HistoPipe), which has their siblings.
@@ -34,19 +34,16 @@ Siblings = Mapping[int, Sequence[Trajectory]]  # by group
 
 @dataclasses.dataclass(eq=False)
 class StepPrompts:
-    """All prompts of a step, pass by pass; the first is at position `begins` of the data order.
+    """All prompts of a step, pass by pass; group `first_group + g` answers prompt g."""
 
-    Group `first_group + g` answers prompt g.
-    """
-
-    begins: int
+    begins: int  # the position of the first prompt in the data order
     first_group: int
     prompts: Prompts
     phases: int = 1
     passed_over: int = 0
 
     def add(self, begins: int, new: Prompts) -> None:
-        """Note another pass, with prompts from position `begins`."""
+        """Add another pass, whose prompts start at this position of the data order."""
         self.prompts, self.phases = self.prompts + new, self.phases + 1
         self.passed_over += new.end - begins - len(new)
 
@@ -61,7 +58,7 @@ class StepResponses:
     events: list[WorkerEvent] = dataclasses.field(default_factory=list)
 
     def add(self, found: Responses) -> EngineStats:
-        """Add responses to one of the passes; return the counts of the whole step, as of now."""
+        """Add responses to one of the passes; return the counts of the step so far."""
         rows = zip(found.trajectories, found.scores, found.texts, strict=True)
         self.scored.extend(rows)
         self.events.extend(found.stats.events)
@@ -88,7 +85,7 @@ class StepResponses:
     def rollouts(
         self, before: StepPrompts | None, stats: EngineStats, cursor: int, *, dynamic: bool
     ) -> Rollouts:
-        """Return all of it, groups of the step before at the end; `dynamic` drops alike ones."""
+        """Return the step, earlier groups at the end; `dynamic` drops uninformative groups."""
         own, carried, first = self.step_prompts, self.carried, self.step_prompts.first_group
         prompts, num_own = own.prompts, len(own.prompts)
         place = {first + g: g for g in range(num_own)}
@@ -126,7 +123,7 @@ class StepResponses:
 
 
 def whole_groups(rollouts: Rollouts, group_size: int) -> list[Trajectory]:
-    """Return the responses of groups that are whole, with those that ended a step before."""
+    """Return the responses of complete groups, including ones that ended in the previous step."""
     together = [*rollouts.trajectories, *rollouts.siblings]
     counts = collections.Counter(t.group_id for t in together)
     return [t for t in together if counts[t.group_id] == group_size]
@@ -160,7 +157,7 @@ class ResultCollector:
             self._expected[step] += len(ids)
 
     def take(self, step: int, num_tokens: Callable[[], int]) -> list[Trajectory]:
-        """Wait for the responses of a step but for deferred requests; return them.
+        """Wait for the responses of a step, except for deferred requests; return them.
 
         Raises Stopped, or a worker's error.
         """
@@ -199,7 +196,7 @@ class ResultCollector:
 
 
 def unfinished_state(groups: Mapping[int, Sequence[Trajectory]]) -> dict[str, Any]:
-    """Return what `load_unfinished` reads: the responses of each group that have ended."""
+    """Return the finished responses of each group, for `load_unfinished`."""
     cache = RolloutCache()
     responses = [
         dataclasses.replace(t, group_id=g) for g, ts in enumerate(groups.values()) for t in ts

@@ -29,7 +29,7 @@ from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 
-# Settings that may be "auto": `rl.preflight.sizes` finds numbers by a device's memory.
+# Settings that may be "auto": `rl.preflight.sizes` computes them from a device's memory.
 SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 
@@ -37,11 +37,11 @@ SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 class RunConfig:
     """A run's folder, its length, and the seed of its data order and noise.
 
-    A part of a run without a heartbeat for `hang_limit_s` hangs: it is named, and the run ends or
+    A part of a run without a heartbeat for `hang_limit_s` is hung: the run names it, and ends or
     continues without it; compiling has `compile_limit_s` for each program. After a stop request, a
     run that does not reach its next save within `stop_limit_s` ends without one. With
-    `time_limit_s` a run saves and ends before a step that, at the pace of the last one, would end
-    after that time; `--resume` continues it, with as much time again.
+    `time_limit_s` a run saves and ends before a step that would end after that time, at the pace
+    of the last step; `--resume` continues it, with as much time again.
     """
 
     directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered

@@ -1,4 +1,4 @@
-"""Checks of sections of a configuration against one another, before anything is opened."""
+"""Checks that the sections of a configuration fit together; opens nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_layout(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def check_sampling(config: TrainConfig) -> None:
-    """Raise ValueError for sampling that training learns nothing from, or of unknown tasks."""
+    """Raise ValueError for sampling that training cannot learn from, or for unknown tasks."""
     if any(sampling.temperature == 0 for sampling in config.sampling.variants):
         raise ValueError(
             "Sampling.temperature, or that of a task in Sampling.by_task, is 0: all responses "
@@ -63,8 +63,8 @@ def check_sampling(config: TrainConfig) -> None:
 
 
 def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) -> None:
-    """Raise ValueError for ends that no response of this policy can have."""
-    fewest_tokens = lambda text: words.token_bytes.fewest_tokens(text)  # noqa: E731  # when asked
+    """Raise ValueError for stop conditions that no response of this policy can meet."""
+    fewest_tokens = lambda text: words.token_bytes.fewest_tokens(text)  # noqa: E731  # on demand
     for one in sampling.variants:
         one.check_stops(model.vocab_size, fewest_tokens)
 

@@ -40,7 +40,7 @@ _VOCABULARY_PROMPTS = 20_000
 
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
-    """Return the drafter that a run starts from; first prompts decide on a reduced vocabulary."""
+    """Return the drafter that a run starts from; a reduced vocabulary is from the first prompts."""
     first = range(min(len(inputs.task), _VOCABULARY_PROMPTS))
     prompts = (inputs.encode(inputs.task[i], config.task) for i in first)
     training, seed = config.drafter_training, config.run.seed
@@ -80,8 +80,8 @@ def frequent_tokens(
 class DrafterRun:
     """Training of a run's drafter, step by step. Made by `open_run`.
 
-    If workers are other programs, `home` is an engine on the trainer's devices (of process 0), on
-    which gradients are added up and applied, and which trains after rollouts.
+    If workers are other programs, `home` is an engine on the trainer's devices (of process 0) that
+    sums and applies gradients, and trains after rollouts.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class DrafterRun:
         trainer.publish()
 
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
-        """Compile what training needs on every worker that may train."""
+        """Compile the training programs on every worker that may train."""
         trainer, workers = self.trainer, engine.engines
         if self.home is not None:
             workers = [self.home]  # other programs compile theirs
@@ -149,7 +149,7 @@ class DrafterRun:
             do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
     def mark(self) -> None:
-        """Make the present buffer the rollback point of `undo`."""
+        """Make the current buffer the rollback point of `undo`."""
         self.trainer.buffer.mark()
 
     def undo(self) -> None:
@@ -172,7 +172,7 @@ class DrafterRun:
 
     @property
     def template(self) -> DrafterState:
-        """Arrays as a run's checkpoint is to have them."""
+        """The arrays of a run's checkpoint, for their shapes."""
         return self.trainer.state
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
@@ -207,9 +207,8 @@ def open_run(
 ) -> DrafterRun:
     """Open a drafter's training; its last checkpoint is written when `stack` closes.
 
-    Waiting for a save calls `alive`. Each of several processes with separate engines trains a
-    drafter on its own responses, and process 0's is saved; under one engine they train one
-    together.
+    Waiting for a save calls `alive`. Of several processes with separate engines each trains a
+    drafter on its responses, and process 0's is saved; under one engine they train one together.
     """
     options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
@@ -239,7 +238,7 @@ def idle_workers_train(config: TrainConfig) -> bool:
 
 
 def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
-    """Return what units of a worker in another program need."""
+    """Return the training context of a worker in another program."""
     return TrainContext(home, None, partial(worker.gradients, weights))
 
 
@@ -250,7 +249,7 @@ def _checkpoints(
     stack: ExitStack,
     partition: Partition,
 ) -> Checkpointer | None:
-    """Return what saves the drafter; None in a process whose drafter is not saved."""
+    """Return the drafter's checkpointer; None in a process whose drafter is not saved."""
     if partition.splits and not partition.processes.is_first:
         return None
     together = ALONE if partition.splits else partition.processes

@@ -70,7 +70,7 @@ def take_workers(
 
 
 def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Planner) -> None:
-    """Have workers without requests answer others' last ones again if the planner agrees."""
+    """Have idle workers answer others' last requests again, if the planner agrees."""
     settings = planner.config
     speculation.methods_of_copies = settings.methods
     size = len(settings.methods), settings.requests_per_helper
@@ -104,7 +104,7 @@ def drafting_actors(
     room: Starts,
     report: Callable[[str], None],
 ) -> DraftingActors:
-    """Return the drafting workers of a run, to be started in this room."""
+    """Return the drafting workers of a run, to be started in this reservation."""
     folder, deadline_s = config.draft_model_folder, config.cluster.deadline_s
     assert folder is not None and config.drafting.workers, "they draft with a draft model"
     planner = make_planner(config)

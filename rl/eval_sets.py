@@ -1,4 +1,4 @@
-"""The questions of evaluations: their section, the named sets, and what training holds of them.
+"""The questions of evaluations: their section, the named sets, and their overlap with training.
 
 Nothing here touches a device, so that `--dry_run` opens all of it.
 """
@@ -95,8 +95,8 @@ class EvalConfig:
 class EvalSet:
     """A set's questions and their tokens.
 
-    Training holds `seen` of them word for word, and `alike` more but for case and spaces.
-    `too_long` ones were left out, and `left_out` that training holds.
+    Training has `seen` of them word for word, and `alike` more up to case and spaces. Left out
+    were `too_long` ones, and `left_out` ones that training has.
     """
 
     name: str
@@ -111,7 +111,7 @@ class EvalSet:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvalSets:
-    """The sets of a run's evaluations; `skipped` are sentences on tasks that make none."""
+    """The sets of a run's evaluations; `skipped` are sentences on tasks without a set."""
 
     sets: tuple[EvalSet, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class EvalSets:
         return tuple(s.spec for s in self.sets)
 
     def remarks(self) -> list[str]:
-        """Return sentences on questions that training holds, and on those left out."""
+        """Return sentences on questions that training has, and on omitted questions."""
         found = list(self.skipped)
         for s in self.sets:
             if s.seen or s.alike:
@@ -142,7 +142,7 @@ class EvalSets:
         return found
 
     def fingerprint(self, config: EvalConfig, sampling: SamplingConfig) -> str:
-        """Identify questions, sampling and judgement: figures of equal ones can be compared."""
+        """Return a hash of questions, sampling and grading: if equal, figures are comparable."""
         asked = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
         how = repr(config.sampling(sampling)), config.samples, config.seed, config.all_ks
         judged = config.correct_at, config.best_by
@@ -186,7 +186,7 @@ def _own_sets(task: TaskConfig) -> list[tuple[str, str]]:
 
 
 def is_generated(spec: str) -> bool:
-    """Return whether a task makes up as many questions as are wanted, others for another seed."""
+    """Return whether a task generates any number of questions, different ones for each seed."""
     return parse_spec(spec).kind == "reasoning_gym"
 
 
@@ -199,7 +199,7 @@ class TrainingPrompts:
 
     @staticmethod
     def of(task: Task, most: int) -> TrainingPrompts:
-        """Look at the first `most` examples of a task."""
+        """Return the hashes of the first `most` examples of a task."""
         prompts = (task[i].prompt for i in range(min(len(task), most)))
         pairs = [(hash(_exact(p)), hash(prompt_key(p))) for p in prompts]
         return TrainingPrompts(frozenset(e for e, _ in pairs), frozenset(n for _, n in pairs))
@@ -262,7 +262,7 @@ def open_sets(
         else:
             skipped.append(f"not evaluated: {spec}, since training has all of its questions")
     sets = EvalSets(tuple(opened), tuple(skipped))
-    if not keeps_seen:  # nothing is judged by a figure of one evaluation
+    if not keeps_seen:  # a single evaluation has no best step
         check_best_by(config, [s.name for s in opened])
     return sets
 
@@ -327,7 +327,7 @@ def _why_empty(found: EvalSet, limit_tokens: int) -> str:
 
 
 def check_best_by(config: EvalConfig, names: Sequence[str]) -> None:
-    """Raise ValueError if `best_by` is no figure of an evaluation of these sets."""
+    """Raise ValueError unless `best_by` is a figure of an evaluation of these sets."""
     figures = ["mean_reward", *(f"pass@{k}" for k in config.all_ks)]
     known = figures + [f"{name}/{figure}" for name in names for figure in figures]
     if names and config.best_by not in known:

@@ -5,9 +5,9 @@
     python -m rl.evaluate --run runs/tiny_cpu-1 --step best     the best one, or --step 100
     python -m rl.evaluate --run runs/tiny_cpu-1 --policy DIR    the same questions, other weights
 
-A run brings its own configuration: sets, reward and sampling are the run's, unless
---gin.Eval.field=value says otherwise. Without Eval.sets the run's own tasks are asked: questions
-are generated from another seed than training's, and those that training holds are left out.
+With --run, sets, reward and sampling are the run's, unless --gin.Eval.field=value changes them.
+Without Eval.sets the questions are from the run's tasks, generated from another seed than
+training's; questions that training has are left out.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result for reading."""
+    """Return a result as text, with a row for each set."""
     overall = result["overall"]
     passes = [name for name in overall if name.startswith("pass@") and name[5:].isdecimal()]
     rows = [["set", "questions", "reward", *passes, "length", "truncated"]]

@@ -1,8 +1,8 @@
 """Evaluations: the responses of a policy to named sets of questions, and their figures.
 
 A run evaluates the weights after a step on its engine, with noise that is the same in every
-evaluation and unknown to training. The data cursor, the cached responses, drafters and budgets are
-not touched: a run learns the same bits with evaluations and without. `rl.evaluate` does the same
+evaluation and not used in training. The data cursor, the cached responses, drafters and budgets are
+not touched: evaluations change no bit of training. `rl.evaluate` does the same
 for any policy.
 """
 
@@ -154,7 +154,7 @@ class RunEvaluation:
         return bool(self._sets) and step not in self._done and self._config.due(step, last)
 
     def __call__(self, params: Params, step: int) -> bool:
-        """Evaluate the weights after `step`; return whether none before were better.
+        """Evaluate the weights after `step`; return whether they are the best so far.
 
         Raises Stopped if a stop is requested meanwhile; a resumed run repeats it.
         """
@@ -211,7 +211,7 @@ class RunEvaluation:
         ]
 
     def _tell(self, row: Mapping[str, float], step: int) -> None:
-        """Show the figures; those of the last step beside the figures before training."""
+        """Show the figures; after the last step also the figures before training."""
         say, figure = self._system.show.message, self._config.best_by.rpartition("/")[2]
         names = {s.name: f"eval/{s.name}/{figure}" for s in self._sets}
         if len(names) > 1:

@@ -8,7 +8,7 @@
 A policy's folder has the weights (bfloat16, rounded once from the run's float32), the tokenizer
 with its chat template, end tokens and sampling in generation_config.json, and a model card. A
 drafter's folder is in the layout of serving engines; of the run's and the drafter's checkpoints
-the one trained longest is taken. The run may be running, stopped or finished, and is only read.
+the one trained longest is exported. The run may be running, stopped or finished; it is only read.
 The policy that it started from must not have moved, unless named with --policy.
 """
 

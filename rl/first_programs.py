@@ -1,6 +1,6 @@
 """Compiles and times the programs of a run before its first step, on the devices of its engines.
 
-The bounds of its rollouts (`rollout_reach`) decide on the programs.
+The bounds of its rollouts (`rollout_reach`) determine the programs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _node_sizes(config: TrainConfig) -> NodeSizes | None:
 
 
 def _no_nodes(num_slots: int) -> set[int]:
-    """Return the numbers of nodes of rounds without drafts but for the plain one."""
+    """Return the numbers of nodes of rounds without drafts: none in addition to the plain one."""
     return set()
 
 
@@ -87,7 +87,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
 
 def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
-    """Return the bounds of a process's rollouts, but for drafters on the device."""
+    """Return the bounds of a process's rollouts, except for drafters on the device."""
     beside = config.sched.beside_training  # evaluated on another engine
     return Reach(
         partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
@@ -134,7 +134,7 @@ def longer_buckets(
 
 
 class Kept(NamedTuple):
-    """The folder of a run's tables of seconds, and who decides by them."""
+    """The folder of a run's tables of seconds, and the processes and workers that use them."""
 
     folder: Path
     processes: Processes
@@ -154,8 +154,8 @@ def warm_up(
 ) -> None:
     """Compile the programs of rollouts, and time rounds for the budget and the scheduler.
 
-    Called by `engine.do`. The lowered steps of `training` are compiled first: nothing is timed
-    during a compilation.
+    Called by `engine.do`. The lowered steps of `training` are compiled first: timing starts
+    after compilation.
     """
     drafters, drafting = dict(speculation.drafters), kept.drafting
     for source in speculation.apart.keys() - set(speculation.methods_of_copies):
@@ -213,7 +213,7 @@ def warm_up_drafting(
     costs: Costs,
     told: OnCompiled,
 ) -> None:
-    """Plan how many workers draft, if that is left to the plan; compile and time their programs."""
+    """Plan the number of drafting workers, unless it is set; compile and time their programs."""
     from rl.drafting.plans import MeasuredSeconds
 
     times, planner = speculation.times, drafting.planner
@@ -243,7 +243,7 @@ def warm_up_evaluation(
     told: OnCompiled,
     partition: Partition = WHOLE,
 ) -> None:
-    """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
+    """Compile the programs of evaluations that the engine's rollouts do not need."""
     num_requests = partition.most_groups(inputs.evals.num_questions) * config.eval.samples
     slots = engine.engines[0].config.slot_bucket
     reached = partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size

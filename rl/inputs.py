@@ -29,7 +29,7 @@ from spec.config import SamplingConfig
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
     """The inputs that a configuration names, opened and checked; `task` holds the usable
-    examples, or all of them where prompts are looked at as they come (`left_out` is None).
+    examples, or all of them if prompts are checked as they are drawn (`left_out` is None).
     `evals` holds the questions of evaluations.
     """
 
@@ -43,7 +43,7 @@ class Inputs:
 
     @functools.cached_property
     def shape_name(self) -> str:
-        """Names the shape of the policy and its vocabulary: whose tokens cached responses hold."""
+        """Return a name of the policy's shape and vocabulary, which cached responses depend on."""
         words = sorted(self.tokenizer.backend.get_vocab().items())
         digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
@@ -74,7 +74,7 @@ class _Subset:
 def open_inputs(config: TrainConfig) -> Inputs:
     """Open policy, tokenizer and tasks, and check that they fit together.
 
-    Raises ValueError or FileNotFoundError with expected, got and mend.
+    Raises ValueError or FileNotFoundError with expected, got and how to fix.
     """
     policy, model, words = open_policy(config.policy.directory)
     config_checks.check_sections(config, model)
@@ -100,7 +100,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
-    """Look at all prompts, and keep those that fit."""
+    """Check all prompts, and keep the ones that fit."""
     task, limit = inputs.task, config.rollout.max_prompt_tokens
     lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
     usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
@@ -116,7 +116,7 @@ def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
 
 
 def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
-    """Look at as many prompts as it takes to find one that fits, in the order of the run."""
+    """Check prompts in the order of the run until one fits."""
     task, limit = inputs.task, config.rollout.max_prompt_tokens
     first = DataOrder(len(task), config.run.seed).indices(0, MOST_PASSED_OVER)
     if not any(len(inputs.encode(task[int(i)], config.task)) <= limit for i in first):
@@ -131,7 +131,7 @@ def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
 def _check_coupling(config: TrainConfig, num_examples: int) -> None:
     phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
     prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
-    # in a pipeline two steps' phases take turns
+    # in a pipeline the phases of two steps alternate
     scattered = config.sched.mode == "pipeline" and phases > 1 and 2 * prompts > num_examples
     check_coupling(config.reuse, num_examples, prompts, size, most_times=2 + scattered)
 
@@ -145,7 +145,7 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
     model = hf.check(policy)
     words = tokenizer.load(policy)
     tokenizer.check_vocabulary(words, model)
-    # a chat's turn may end in another token than a text does, and a folder may name each in a file
+    # chats and texts may end in different tokens, each named in another file of the folder
     ends = tuple(dict.fromkeys((*model.eos_token_ids, *words.eos_token_ids)))
     model = dataclasses.replace(model, eos_token_ids=ends)
     if not ends:

@@ -79,7 +79,7 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
 
 
 class StopSignals:
-    """Counts SIGTERM and Ctrl-C while it is entered as a context manager."""
+    """A context manager that counts SIGTERM and Ctrl-C."""
 
     def __init__(self) -> None:
         self.count, self.last = 0, signal.SIGTERM
@@ -106,7 +106,7 @@ class Screen:
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out, self._err = out, err
         self._errors: set[str] = set()
-        self._explained: set[int] = set()  # processes that have named an error
+        self._explained: set[int] = set()  # processes that have reported an error
         self._hidden: dict[int, collections.deque[str]] = {}
 
     def show(self, index: int, is_error: bool, text: str) -> None:

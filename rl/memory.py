@@ -247,7 +247,7 @@ def _rollouts(
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the bytes of a tree's shapes on one device; arrays of the host count nothing."""
+    """Return the bytes of a tree's shapes on one device; host arrays count 0."""
     return sum(_num_bytes(x) for x in jax.tree.leaves(tree))
 
 

@@ -1,7 +1,7 @@
-"""Responses become rows of one fixed shape, with little padding, for training and reuse alike.
+"""Rows of one fixed shape from responses, with little padding, for training and reuse.
 
 A row holds several prompts, each computed once, followed by the responses to it, which do not see
-one another (`models.attention.Packing`). The last prompt token opens every response again, since
+one another (`models.attention.Packing`). The last prompt token comes before every response, since
 it predicts its first token: a response of n tokens takes n positions, its prompt of P takes P − 1
 more, once per row. Plain numpy.
 """
@@ -72,7 +72,7 @@ class Layout:
 def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1) -> Shape:
     """Return rows for the longest prompt and response, of about `micro_batch_tokens` in all.
 
-    The number of rows is a multiple of `row_multiple`, the ways of the mesh's batch axes.
+    The number of rows is a multiple of `row_multiple`, the size of the mesh's batch axes.
     """
     length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
     rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple

@@ -1,4 +1,4 @@
-"""Rollouts of `Sched.mode = "pipeline"`: a step is answered during the update of the one before.
+"""Rollouts of `Sched.mode = "pipeline"`: a step is generated during the previous update.
 
     update s−1 → weights v(s−1) → step s+1 is submitted with them → step s is collected → update s
 
@@ -135,7 +135,7 @@ class PipelineRollouts:
         if system.drafter is not None and system.drafter.waits_for_training:
             with timings.section("drafter"):
                 system.drafter.after_rollout(self._engine, self._policies[step].weights.whole)
-                # too long a wait for the update, which comes next
+                # the update, which comes next, could not wait this long
                 system.processes.barrier(f"drafter of step {step}", system.watch.alive)
         after, dynamic = self._prompts.get(step + 1), self._extra is not None
         rollouts = collected.rollouts(
@@ -176,7 +176,7 @@ class PipelineRollouts:
             self._submit(step, step, before.prompts, before.first_group, deferred)
 
     def _submit_further(self, step: int, missing: int) -> None:
-        """Ask new prompts for a step whose others are done, as a part of the next step."""
+        """Submit new prompts of a step whose others are done, as a part of the next step."""
         own, start = self._prompts[step], self._cursor
         new, before = prompts_at(self._system, start, missing), own.prompts
         self._cursor = new.end
@@ -283,7 +283,7 @@ class PipelineRollouts:
     # -- state for later steps ---------------------------------------------------
 
     def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
-        """Record what later steps need of this one, and add to its metrics."""
+        """Record the state that later steps need, and add to the step's metrics."""
         system, own, stats = self._system, collected.step_prompts, rollouts.stats
         whole, scored = system.config.rollout.group_size, system.reuse.mode.enabled
         if system.speculation.keeps_history or scored:
@@ -363,7 +363,7 @@ class Pacing:
         self._pace = pace_of(stats)
 
     def tau(self) -> Tau:
-        """Return τ as of now."""
+        """Return the current τ."""
         costs = self._costs
         return tau_of(costs.round_seconds, costs.kv_tokens, self._prompt_tokens, self._pace)
 

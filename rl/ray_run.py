@@ -99,7 +99,7 @@ class RayWorkers:
             self.helping.seconds = self._seconds(times, moved)
 
     def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
-        """Return a copy's seconds: none for a draft model's weights, which workers have."""
+        """Return the seconds of rounds, copies and drafts; workers have the draft weights."""
         costs = MeasuredCosts(times.rounds, moves.seconds)
         draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
         return MeasuredSeconds.of(costs, times, draft_s)
@@ -137,7 +137,7 @@ def open_workers(
 ) -> Iterator[RayWorkers]:
     """Start Ray, or join it, and the workers; some of these may draft for the others.
 
-    All are ended at the end. They draft as `speculation` has it; idle ones help with others' last
+    All are ended at the end. They draft by `speculation`; idle ones help with others' last
     requests, or learn for `drafter`, if it has spot training. Raises ProgramLost if they cannot
     start.
     """
@@ -278,7 +278,7 @@ def read_times(speculation: Speculation, folder: Path) -> None:
 def open_history(
     config: TrainConfig, cache: RolloutCache, say: Callable[[str], None]
 ) -> Iterator[HistoryWorkers | None]:
-    """Start the history workers, if the run has any, and end them at the end; Ray is there.
+    """Start the history workers, if the run has any, and end them at the end; Ray is running.
 
     Raises ProgramLost if one cannot serve.
     """

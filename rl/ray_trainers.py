@@ -129,7 +129,7 @@ class Trainer:
 
 
 class StoppedAtOnce(Exception):
-    """The run was stopped a second time: nothing is waited for."""
+    """The run was stopped a second time: it ends without waiting."""
 
 
 def run_trainers(
@@ -142,7 +142,7 @@ def run_trainers(
 ) -> dict[int, int]:
     """Start a process in each actor; return their exit statuses, in the order of their ends.
 
-    All have `start` but for the address, on `host`, and their number. `show` gets each line with
+    All have `start` except for the address, on `host`, and their number. `show` gets each line with
     the number and whether it is an error. At the first stop all get SIGTERM. Raises StoppedAtOnce
     at the second, and ProgramLost if a process is lost, or runs for `limit_s` and LEAVING_S after
     another has failed. All processes are ended at the end.

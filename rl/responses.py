@@ -317,7 +317,7 @@ def read_part(value: bytes) -> Part:
 
 
 def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
-    """Return a digest of what training learns from a response."""
+    """Return a digest of the parts of a response that training learns from."""
     found = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
     found.update(prompt_ids.tobytes())
     for name in TOKEN_FIELDS:

@@ -2,7 +2,7 @@
 
 config, params = models.hf.load_pretrained("policies/tiny")
 tokenizer = models.tokenizer.load("policies/tiny")
-requests = [Request(i, tuple(tokenizer.encode("What is 2 + 3?\\n"))) for i in range(4)]
+requests = [Request(i, tuple(tokenizer.encode("2 + 3 =\\n"))) for i in range(4)]
 for t in generate(config, params, requests, SamplingConfig(max_new_tokens=64)):
     print(tokenizer.decode(t.response_ids), t.logprobs.sum())
 """
@@ -43,15 +43,13 @@ def generate(
 ) -> list[Trajectory]:
     """Generate a response to every request; trajectories in the order of the requests.
 
-    The same policy, requests, sampling and `key` (default: `step_key(0, 0)`) give
-    the same tokens, whatever the engine's settings, the drafter, or the company:
-    in float32, and up to rounding in bfloat16 (docs/architecture.md, Exactness).
-    `stop_token_ids` default to the end tokens of the policy and of its `tokenizer`, which
-    `sampling.stop` needs; requests may have a sampling of their own. An `engine` that is handed
-    in keeps its compiled steps and its buffers between calls; without one, a fresh
-    one of default settings serves the call. `on_finish` is told of each trajectory
-    the moment it ends, `on_round` of (responses finished, tokens emitted) after
-    every fetch.
+    Tokens are a function of policy, requests, sampling and `key` (default: `step_key(0, 0)`), not
+    of the engine's settings, the drafter or the batch: exactly in float32, up to rounding in
+    bfloat16 (docs/architecture.md, Exactness). `stop_token_ids` default to the end tokens of the
+    policy and of its `tokenizer`, which `sampling.stop` needs; a request's sampling comes first.
+    An `engine` keeps its compiled steps and its buffers between calls; None makes a new one of
+    default settings. `on_finish` is called with each trajectory as it ends, `on_round` with
+    (responses finished, tokens emitted) after every fetch.
     """
     engine = engine or Engine(config, dtype=params.final_norm_D.dtype)
     if engine.model != config:

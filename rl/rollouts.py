@@ -133,7 +133,7 @@ class StepRollouts:
     def __init__(self, ahead: AheadEngine | None = None) -> None:
         self._ahead = ahead
         self._planned = 0  # the data order's expected position at the prefetched step
-        self._num_dropped = 0  # requests prefetched for nothing since the last step
+        self._num_dropped = 0  # requests prefetched in vain since the last step
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
@@ -159,7 +159,7 @@ class StepRollouts:
         return rollouts
 
     def stale_params(self, state: TrainState, step: int) -> None:
-        """Older weights answer nothing."""
+        """None: older weights answer no step."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -290,7 +290,7 @@ def spec_of(
     *,
     version: int,
 ) -> RolloutSpec:
-    """Return what all requests of a rollout have in common."""
+    """Return the settings that all requests of a rollout share."""
     return RolloutSpec(
         weights,
         system.config.sampling,
@@ -370,7 +370,7 @@ def left_out(system: System, prompts: int) -> dict[str, float]:
 def coming_step(system: System, cursor: int, step: int) -> ComingStep:
     """Return the step whose first prompt is at `cursor`, as this process may prefetch it.
 
-    Its drafts are the step's but for the prompts' history, whose index is not there yet.
+    Its drafts are the step's without the prompts' history, which is not indexed yet.
     """
     config, answers = system.config, system.partition.answers
     system.speculation.settle()  # the cache has one reader at a time

@@ -162,7 +162,7 @@ def resume(
 
 
 def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> None:
-    """Compare a run's checkpoint with what `config` would have, by shapes: nothing is read.
+    """Compare the shapes of a run's checkpoint with the ones of `config`; reads no array.
 
     Raises StructureMismatchError.
     """
@@ -191,6 +191,6 @@ def _spilled(cache: RolloutCache) -> LinkedFiles | None:
 
 
 def committed(run: Folder, best: BestRecord, step: int) -> None:
-    """The checkpoint of a step is whole; called in the background."""
+    """Record that the checkpoint of a step is whole; called in the background."""
     run.replace(NEWEST_FILE, f"{step}\n")
     best.committed(step)

@@ -43,7 +43,7 @@ from rl.runtime.run_files import (
 )
 from rl.warm_up.measured_run import read_rounds
 
-# Settings without which it is another experiment; what says only how fast, or where, is left out.
+# Settings that define the experiment, without settings of speed and place.
 _EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
 _EXPERIMENT_FIELDS = (
     *("Run.seed", "Rollout.prompts_per_step", "Rollout.group_size", "Rollout.max_prompt_tokens"),
@@ -123,15 +123,15 @@ def is_finished(folder: Path, config: TrainConfig) -> bool:
 
 
 def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
-    """Take the folder for this process and write the configuration, from which a run resumes.
+    """Lock the folder for this process, and write the configuration for a later resume.
 
-    `before` is a resumed run's so far. Returns the lock, to be closed at the end. Raises as
-    `check`, and ConfigError if another process has the run.
+    `before` is a resumed run's configuration so far. Returns the lock, to be closed at the end.
+    Raises as `check`, and ConfigError if another process has the run.
     """
     folder = Folder(check(config, resume=before is not None), create=True)
     lock = _lock(folder)
     try:
-        check(config, resume=before is not None)  # another process may have been here since
+        check(config, resume=before is not None)  # another process may have written meanwhile
         text = dump(config)
         if before is not None and changes(before, config):
             _keep_leg(folder, before)
@@ -144,7 +144,7 @@ def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
 
 
 def standing(folder: Path) -> tuple[int, str]:
-    """The last step that is saved (0: none), and words for it."""
+    """Return the last saved step (0: none), and a description of it."""
     try:
         step = int((folder / NEWEST_FILE).read_text())
     except (OSError, ValueError):
@@ -170,7 +170,7 @@ def _writable(directory: str) -> Path:
         )
     folder = Path(directory).absolute()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(folder)  # a name that is too long, or what may not be looked at
+        os.lstat(folder)  # a name that is too long, or a path without permission
     there = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not there.is_dir():
         kind = "a link to nothing" if there.is_symlink() else "a file"
@@ -228,14 +228,14 @@ def _check_can_start(folder: Folder) -> None:
 
 
 def _check_can_go_on(folder: Folder) -> None:
-    """Files that a resumed run reads are as a run writes them, and no checkpoint is lost."""
+    """Raise an error for damaged files that a resumed run reads, and for lost checkpoints."""
     path = folder.path
     if not any(folder.exists(name) for name in (MARKER_FILE, METRICS_FILE, CHECKPOINTS)):
         raise ConfigError(
             f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
             "--gin.Run.directory=…"
         )
-    from rl.warm_up.step_seconds import SecondsRecord  # which loads what budgets are made of
+    from rl.warm_up.step_seconds import SecondsRecord  # which loads the budgets
 
     read_rounds(path / ROUNDS_FILE)
     SecondsRecord(folder)
@@ -284,7 +284,7 @@ def _lock(folder: Folder) -> BinaryIO:
 
 
 def _keep_leg(folder: Folder, before: TrainConfig) -> None:
-    """The configuration that a run had up to here, as config.1.gin, config.2.gin, …"""
+    """Save the configuration that a run had so far, as config.1.gin, config.2.gin, …"""
     rows = read_metrics(folder.path) if folder.exists(METRICS_FILE) else []
     number = 1
     while folder.exists(name := f"config.{number}.gin"):
@@ -325,7 +325,7 @@ def note_launch(folder: Path, after_step: int) -> None:
 
 
 def read_launches(folder: Path) -> list[Launch]:
-    """Return the launches of a run folder, which may be a stranger's; other rows are skipped."""
+    """Return the launches of a run folder, which may be untrusted; other rows are skipped."""
     with held(folder) as run:
         if not run.is_file(LEGS_FILE) or run.size_bytes(LEGS_FILE) > _MAX_LAUNCHES_BYTES:
             return []

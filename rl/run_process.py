@@ -161,7 +161,7 @@ class _RunProcess:
     def _take_folder(self) -> contextlib.AbstractContextManager[object]:
         """Lock the run folder in process 0, and check that all have the same one.
 
-        Raises as `check_can_resume` and `run_folder.begin`, in all of them.
+        Raises, in all processes, the errors of `check_can_resume` and of the lock.
         """
         lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -262,7 +262,7 @@ class _RunProcess:
         return EXIT_FAILED
 
     def end_lost(self, text: str) -> None:
-        """End this process, whose main thread waits for one that is lost."""
+        """End this process, whose main thread waits for a lost one."""
         status = self.lost(text)
         self.processes.depart()
         leave(status)

@@ -313,7 +313,7 @@ class RunBuilder:
 
 
 def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:
-    """Load the policy and lay out the training state."""
+    """Load the policy, and shard the training state."""
     spec = recipe(config, inputs.model)
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
     reference = _reference(params, spec) if config.algorithm.needs_reference else None

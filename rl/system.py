@@ -118,8 +118,7 @@ class System:
     def leave_if_asked(self, may_leave: bool = True) -> None:
         """A heartbeat. Raises Stopped if the run is to stop and can discard the step.
 
-        It cannot once the drafter has learned from it, nor do processes leave alone what they do
-        together.
+        It cannot once the drafter has learned from it, nor can a single process leave joint work.
         """
         trained = self.drafter is not None and self.drafter.trained_this_step
         together = not (self.processes.alone or self.partition.splits)
@@ -141,9 +140,9 @@ class System:
 def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition) -> Params:
     """Return the policy in the engine's dtype, and in its layout if it has the trainer's devices.
 
-    It is rounded before it moves. If processes have engines of their own, it is on this process's
-    devices of the trainer's mesh; if process 0 has all workers, on its host, and elsewhere a tree
-    of None. All processes call it together.
+    It is rounded before it moves. If each process has an engine, it is on this process's devices
+    of the trainer's mesh; if process 0 has all workers, on its host, and a tree of None elsewhere.
+    All processes call it together.
     """
     one, *more = engine.engines
     if partition.processes.alone or not partition.splits:

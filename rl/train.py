@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from rl.pipeline import PipelineRollouts
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
-MAX_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
+MAX_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not recover
 
 
 def train(
@@ -111,7 +111,7 @@ class _Run:
     position: RunPosition
 
     def save_if_due(self, step: int, record: StepRecord, timings: Timings) -> None:
-        """Save a checkpoint after the last step, and when `Checkpoint` says so."""
+        """Save a checkpoint after the last step, and when it is due."""
         system, config = self.system, self.system.config
         with timings.section("checkpoint"):
             if config.checkpoint.due(step) or step == config.run.steps:
@@ -147,7 +147,7 @@ def _opened(
     clock: Callable[[], float],
     processes: Processes,
 ) -> Iterator[_Run]:
-    """Open the parts of a run as its newest checkpoint has them; process 0 writes the folder."""
+    """Open the parts of a run at its newest checkpoint; process 0 writes the folder."""
     with contextlib.ExitStack() as stack:
         files, enter = Folder(folder, create=True), stack.enter_context
         best = BestRecord(
@@ -313,7 +313,7 @@ def main(argv: Sequence[str]) -> int:
 def _resolve(
     files: Sequence[str], overrides: Sequence[str], *, resume: bool
 ) -> tuple[TrainConfig, TrainConfig | None]:
-    """Return the configuration of the run, and of a resumed run the one it has had so far."""
+    """Return the configuration of the run, and a resumed run's configuration so far."""
     config = load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     name = Path((files or [DEFAULT_CONFIG])[-1]).stem
     if resume:
@@ -368,5 +368,5 @@ def _newest_run(name: str) -> Path:
 if __name__ == "__main__":
     try:
         leave(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before there is anything to stop
+    except KeyboardInterrupt:  # before there is a run to stop
         leave(128 + signal.SIGINT)

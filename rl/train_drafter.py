@@ -6,7 +6,7 @@
 A trace is a run folder (its samples.jsonl; a run with Metrics.samples_per_step = -1 writes all
 responses) or a file of lines {"prompt_ids": [...], "response_ids": [...]} or {"prompt": ...,
 "completion": ...}. Texts are tokenized again, which may give other tokens than were drawn. The
-hidden states are those of --policy: give the weights that the drafter will draft for.
+hidden states are --policy's: give the weights that the drafter will draft for.
 
 A share of the prompts is held out; the drafter is evaluated on them before and after. OUT is a
 folder that serving engines read and runs start from (Drafter.directory); training can be continued

@@ -40,8 +40,7 @@ class Request:
 
     `request_id` modulo 2³¹ names the noise; ids are unique within a call. `sampling` of None is the
     rollout's, whose scheme of draws all requests have. `cached` is an earlier response to the same
-    prompt, whose prefix may be reused; `begun` are tokens drawn with the same noise and older
-    weights.
+    prompt, whose prefix may be reused.
     """
 
     request_id: int
@@ -51,16 +50,16 @@ class Request:
     max_new_tokens: int | None = None
     cached: CachedResponse | None = None
     sampling: SamplingConfig | None = None
-    begun: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()  # tokens drawn with the same noise and older weights
 
     def limit(self, sampling: SamplingConfig) -> int:
-        """Return the most tokens of its response, in a rollout of this sampling."""
+        """Return the maximum length of its response, in a rollout of this sampling."""
         return self.max_new_tokens or (self.sampling or sampling).max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One finished response, with everything that training needs of it.
+    """One finished response, with the data that training needs.
 
     `response_ids` int32 [n] include the end token; `logprobs` float32 [n] are of the processed
     distribution (after temperature, top-k and top-p) in the pass that emitted or verified the

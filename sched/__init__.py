@@ -1,4 +1,4 @@
-"""Schedulers as pure state machines: which request runs on which worker, and when.
+"""Schedulers as pure state machines: they assign requests to workers over time.
 
 The time is an argument and decisions are return values, so that a simulator and a real rollout
 drive the same objects. The standard library has a module of this name, and `import rl` adds our

@@ -89,7 +89,7 @@ def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:
 def chunks(
     responses: Sequence[Response], sizes_bytes: Sequence[int], max_bytes: int, seed: int, epoch: int
 ) -> Iterator[list[Response]]:
-    """Yield all sequences once, in the epoch's own order, in parts of at most `max_bytes`."""
+    """Yield all sequences once, in the epoch's order, in parts of at most `max_bytes`."""
     check_room(sizes_bytes, max_bytes)
     chunk, filled = list[Response](), 0
     for i in np.random.default_rng([seed, epoch]).permutation(len(responses)).tolist():

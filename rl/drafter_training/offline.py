@@ -88,7 +88,7 @@ class OfflineTraining:
 
     @property
     def drafter(self) -> EagleWeights:
-        """The drafter with its present weights."""
+        """The drafter with its current weights."""
         return dataclasses.replace(self._start, params=self.trainer.state.params)
 
     def train(

@@ -33,14 +33,14 @@ class Span:
     ended_s: float
 
 
-# what units on a worker's devices need, with the policy's weights of the rollout
+# the context of units on a worker's devices, with the rollout's policy weights
 MakeContext = Callable[[ModelRunner, Params], TrainContext]
 
 
 class SpotTrainer:
     """Spot training of one drafter by the workers of a run. Any thread may call it.
 
-    `contexts` returns what units need; the default is for engines in this program.
+    `contexts` returns the context of units; the default is for engines in this program.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class SpotTrainer:
         self._contexts = PerRunner[TrainContext]()
 
     def prepare(self, params: Params, rl_step: int) -> None:
-        """Take the weights of the rollout that is about to begin, and its RL step."""
+        """Set the weights and the RL step of the next rollout."""
         with self._lock:
             self.trainer.begin(rl_step)
             self._params = params
             self._contexts.clear()
 
     def rollout_began(self) -> None:
-        """Begin a rollout, once its requests are assigned, unless the last one still runs."""
+        """Start a rollout, once its requests are assigned, unless the last one still runs."""
         with self._lock:
             self._states.rollout_began()
 

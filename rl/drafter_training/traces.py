@@ -120,7 +120,7 @@ def _file(path: Path) -> Path:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, object) of each line but blank ones and a torn last one."""
+    """Yield (file and line, object) of each line, except for blank ones and a torn last one."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -47,7 +47,7 @@ class TrainContext:
     """A worker's devices, and the policy's shared parameters there.
 
     `elsewhere` computes a gradient of a step's weights on a worker in another program; `runner`
-    then has the devices where gradients are added up.
+    then has the devices that sum gradients.
     """
 
     runner: ModelRunner
@@ -132,7 +132,7 @@ class DrafterTrainer:
         self._now: _Step | None = None
         self._state_lock = threading.RLock()  # steps donate the state
         self._on_devices = PerRunner[EagleParams]()
-        self._state_at: ModelRunner | None = None  # None: wherever it was made, or restored
+        self._state_at: ModelRunner | None = None  # None: on the devices that made or restored it
 
     def move_to(self, runner: ModelRunner) -> None:
         """Lay the state out on a runner's devices."""
@@ -143,7 +143,7 @@ class DrafterTrainer:
         self._rl_step = rl_step
 
     def context(self, runner: ModelRunner, params: Params) -> TrainContext:
-        """Return what units on a runner need; `params` are the policy's, on its devices."""
+        """Return the context of units on a runner; `params` are the policy's, on its devices."""
         ids = self.learned.draft_ids_U
         return TrainContext(runner, eagle.frozen(params, None if ids is None else runner.put(ids)))
 
@@ -157,7 +157,7 @@ class DrafterTrainer:
                 return None
             batch = now.todo.popleft() if now.todo else None
             ready = batch is None and not now.missing and leads and not now.is_updating
-            now.is_updating |= ready  # two may lead: a worker, and who trains after a rollout
+            now.is_updating |= ready  # a worker may lead, and training after a rollout
         if batch is not None:
             self._gradient(context, now, batch)
             return "gradient"
@@ -266,7 +266,7 @@ class DrafterTrainer:
                 now.total_at = context.runner
             at = now.total_at
             assert at is not None
-            with at.mesh_context():  # programs are compiled for where they run
+            with at.mesh_context():  # programs are compiled for the devices they run on
                 grads = _moved(grads, context.runner, at)
                 now.total = add_weighted(now.total, grads, np.float32(weight))
             now.num_entries += weight
@@ -309,7 +309,7 @@ class DrafterTrainer:
 
 
 def _moved(tree: Any, source: ModelRunner | None, target: ModelRunner | None) -> Any:
-    """Return arrays of one runner (None: any) on another's devices."""
+    """Return arrays of one runner (None: any), moved to another's devices."""
     assert target is not None
     if source is not None and (source.mesh, source.device) == (target.mesh, target.device):
         return tree

@@ -1,4 +1,4 @@
-"""Rewards become advantages, in plain numpy; a group without differences gets exactly 0."""
+"""Advantages from rewards, in plain numpy; a group with equal rewards gets exactly 0."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def parse_correction(text: str) -> Correction | None:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """The settings that a name stands for, with the source of each value.
+    """The settings of a named algorithm, from the paper `source`.
 
     `max_extra_phases` None trains on groups without differences too; a number drops
     them and generates others (dynamic sampling) in at most that many more passes.
@@ -101,7 +101,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    # as TRL has it by default; its paper averages over sequences of their token means
+    # TRL's default; the paper averages token means over sequences
     "grpo": Algorithm("arXiv 2402.03300"),
     "dr_grpo": Algorithm(
         "arXiv 2503.20783", advantage_normalisation="none", aggregation="constant"
@@ -146,14 +146,14 @@ class AlgorithmConfig:
     means, `sequence_sum` over sequences of their token sums, `constant` divides these sums
     by sequences · Sampling.max_new_tokens. `advantage_normalisation` divides by the std of
     the group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio:
-    `rollout` takes what the engine recorded of the policy at hand, `emission` what the
-    policy that drew each token gave it (an older one where tokens are reused), `recomputed`
-    (gspo's) the trainer's own scores before the first update: in bfloat16 its passes round
-    otherwise than the engine's, so that on-policy ratios of `rollout` are not 1. `correction`
-    weighs tokens by how far that score is from the emission: `none`, `token_tis:C`,
-    `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH`
-    (`rl.learner.policy_losses`). `mask_truncated` leaves responses that met the length
-    limit out of the loss (their rewards still count in the group's mean). `max_extra_phases` bounds
+    `rollout` are the engine's under the current policy, `emission` under the policy that drew
+    each token (an older one for reused tokens), `recomputed` (gspo's) are the trainer's before
+    the first update: in bfloat16 its passes round differently from the engine's, so that
+    on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the ratio of the
+    trainer's probability to the emission's: `none`, `token_tis:C`, `sequence_tis:C`,
+    `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH` (`rl.learner.policy_losses`).
+    `mask_truncated` leaves responses that reached the length limit out of the loss (their
+    rewards still count in the group's mean). `max_extra_phases` bounds
     dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before
     the length limit; 0 is off.
     """
@@ -184,7 +184,7 @@ class AlgorithmConfig:
         self._check_fit()
 
     def _check_fit(self) -> None:
-        """Refuse settings that would have no effect, or that contradict each other."""
+        """Raise ValueError for settings without effect, or that contradict each other."""
         paper = ALGORITHMS[self.name]
         for field in ("clip_low", "clip_high"):
             if paper.policy_loss == "reinforce" and getattr(self, field) is not None:
@@ -212,7 +212,7 @@ class AlgorithmConfig:
 
     @functools.cached_property
     def importance(self) -> Correction | None:
-        """`correction`, read; None for `none`."""
+        """The parsed `correction`; None for `none`."""
         return parse_correction(self.correction)
 
     @functools.cached_property
@@ -229,7 +229,7 @@ class AlgorithmConfig:
         return self.kl_coefficient > 0
 
     def overlong_tokens(self, max_new_tokens: int) -> int:
-        """Over how many tokens before the limit a reward falls; 0 is off."""
+        """The tokens before the limit over which a reward falls; 0 is off."""
         if self.overlong_buffer_tokens is not None:
             return self.overlong_buffer_tokens
         return int(self.resolved.overlong_fraction * max_new_tokens)
@@ -240,9 +240,9 @@ class CriticConfig:
     """PPO's value network: its optimizer's rate, and how it values tokens.
 
     `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response
-    (1) estimates; below 1, a critic that still says 0 makes long responses look bad. A
-    value's step away from the one before the update is clipped at `value_clip`. All else
-    of its optimizer is as in the section Optimizer.
+    (1) estimates; below 1, an untrained critic (0 everywhere) makes long responses look bad. A
+    value's change from before the update is clipped at `value_clip`. The rest of its
+    optimizer is as in the section Optimizer.
     """
 
     learning_rate: float = 1e-5

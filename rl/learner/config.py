@@ -1,4 +1,4 @@
-"""Training as users set it, and the one static value that a compiled training step depends on."""
+"""The sections of training, and the static argument of its compiled steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from rl.learner.algorithms import AlgorithmConfig, CriticConfig, require
 class TrainerConfig:
     """Settings of the update: optimizer steps of a batch, and their use of the device.
 
-    A batch is gone through `inner_updates` times, in `minibatches` optimizer steps
+    A batch is trained on `inner_updates` times, in `minibatches` optimizer steps
     each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding
     included ("auto": as many as fit, `rl.preflight.sizes`); `logprob_chunk_tokens` of them have
     logits at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where
     rollouts are exact up to rounding only; float32 is in full precision on every backend. Master
-    weights are always float32. `remat` says what the backward pass computes again instead of
-    keeping it: none; layer, all but each layer's input, for a third more work; layer:N,
-    all but the input of every N-th layer, for up to two thirds more work; dots, all but the
-    products with weights. auto is none on a CPU and layer elsewhere. An update with a loss or
-    gradient that is not finite is never applied: `on_nonfinite` says whether it stops the run, or
-    is left out and counted.
+    weights are always float32. `remat` names the activations that the backward pass recomputes:
+    none; layer, all but each layer's input, for a third more work; layer:N, all but the input of
+    every N-th layer, for up to two thirds more work; dots, all but the products with weights. auto
+    is none on a CPU and layer elsewhere. An update with a loss or gradient that is not finite is
+    never applied: `on_nonfinite` stops the run, or skips and counts the update.
     """
 
     inner_updates: int = 1
@@ -47,7 +46,7 @@ class TrainerConfig:
 
     @property
     def positions_of_micro_batch(self) -> int:
-        """About how many a micro-batch has. Raises ValueError if they are "auto" still."""
+        """The approximate positions of a micro-batch. Raises ValueError if still "auto"."""
         return found_size("Trainer.micro_batch_tokens", self.micro_batch_tokens)
 
     @property
@@ -85,7 +84,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 class OptimizerConfig:
     """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off.
 
-    `first_moment` is what the mean of gradients is kept in: bfloat16 takes two bytes a weight less.
+    `first_moment` is the dtype of the mean of gradients: bfloat16 takes two bytes a weight less.
     The mean of their squares, which `b2` moves by a thousandth, stays float32.
     """
 
@@ -115,11 +114,11 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The model and the sections that training is made of; the one static argument of its steps.
+    """The model and the sections of training; the one static argument of its steps.
 
     `total_steps` counts the optimizer steps that the whole run may make: schedules end there.
-    Steps that are not made (nothing to learn from, not finite) move no schedule on, so that a
-    run which leaves some out ends before its schedule does.
+    Skipped steps (nothing to learn from, not finite) do not advance schedules, so a run that
+    skips some ends before its schedule does.
     """
 
     model: ModelConfig

@@ -41,7 +41,7 @@ class Critic:
 
 
 def critic_specs(model: ModelConfig) -> Critic:
-    """The tree of `ParamSpec`, as `models.transformer.param_specs` has it."""
+    """Return the tree of `ParamSpec`, like `models.transformer.param_specs`."""
     trunk = dataclasses.replace(param_specs(model), head_VD=None)
     head_D = ParamSpec((model.d_model,), (None,), 0.0)
     return Critic(trunk, head_D)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def optimizer_of(recipe: TrainSpec) -> OptimizerConfig:
 
 
 def init(policy: Params, recipe: TrainSpec) -> CriticState:
-    """A critic that says 0 everywhere; the policy is copied."""
+    """Return a critic that predicts 0 everywhere; the policy is copied."""
     trunk = dataclasses.replace(policy, head_VD=None)
     trunk = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trunk)
     params = Critic(trunk, jnp.zeros(recipe.model.d_model, jnp.float32))

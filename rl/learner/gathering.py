@@ -1,4 +1,4 @@
-"""Weights of a mesh over several processes, for each; all processes call these together."""
+"""Local copies of weights on a mesh over several processes, which call these together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.sharding import fitting_sharding, make_mesh
 from models.transformer import Params, param_specs
 from rl.runtime.devices import in_turn
 
-_Bounds = tuple[tuple[int, int], ...]  # of a part of an array, by axis: begin and end
+_Bounds = tuple[tuple[int, int], ...]  # of a part of an array, by axis: start and end
 
 
 def own_devices(mesh: Mesh) -> list[jax.Device]:
@@ -41,7 +41,7 @@ def laid_out(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
 
     Weights on other devices are returned unchanged; memory may be shared with `params`. If there
     are more copies than before, an array is first split over these too, then gathered: XLA would
-    make the whole of it on every device instead.
+    assemble the whole array on every device instead.
     """
     leaves, tree = jax.tree.flatten(params)
     before = getattr(leaves[0].sharding, "mesh", None)
@@ -120,7 +120,7 @@ def from_shards(shards: Any, like: Any) -> Any:
     """Return arrays on the shardings of `like` from the parts that `own_shards` returned."""
 
     def one(x: jax.Array, parts: dict[_Bounds, np.ndarray]) -> jax.Array:
-        part = lambda index: parts[_bounds(index, x.shape)]  # noqa: E731  # asked for at once
+        part = lambda index: parts[_bounds(index, x.shape)]  # noqa: E731  # called at once
         return jax.make_array_from_callback(x.shape, x.sharding, part)
 
     return jax.tree.map(one, like, shards)

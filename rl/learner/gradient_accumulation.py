@@ -125,7 +125,7 @@ def start(*, network: Network, recipe: TrainSpec) -> Accumulator:
 
 
 def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
-    """Return the shapes of what `start` makes, under the mesh in use."""
+    """Return the shapes of `start`'s result, under the mesh in use."""
     total = jax.eval_shape(partial(start, network=network, recipe=recipe))
     gradients = sharding.shapes(network.specs(recipe.model), jnp.float32)
     return Accumulator(gradients, sharding.whole_shapes(total.statistics))
@@ -170,7 +170,7 @@ def inspect(
 def apply(
     state: State, gradients: Any, commit: jax.Array, *, network: Network, recipe: TrainSpec
 ) -> State:
-    """Make one step of the optimizer; with `commit` False return the state as it was."""
+    """Take one optimizer step; with `commit` False return the state unchanged."""
     optimizer = make_optimizer(network.optimizer(recipe), recipe.total_steps)
     changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = network.constrain(recipe, optax.apply_updates(state.params, changes))
@@ -194,7 +194,7 @@ def calls(
 def run_once(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> State:
-    """Run each compiled step on nothing; the state is donated, and comes back unchanged."""
+    """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
     total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
     in_turn(inspect(total, step, **static))
     return in_turn(apply(state, total.gradients, np.bool_(False), **static))

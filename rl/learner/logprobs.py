@@ -73,7 +73,7 @@ def logprobs_and_entropy(
 
 
 def _head(params: Params, vocab_axis: str) -> Params:
-    """Return what logits are computed with, as a tied head, laid out by the axis of these."""
+    """Return the weights that compute logits, as a tied head, sharded by the axis of the logits."""
     embed_axis = None if vocab_axis == "logits" else "embed"
     head_VD = params.embedding_VD if params.head_VD is None else params.head_VD
     head_VD = constrain(head_VD, vocab_axis, embed_axis)
@@ -117,7 +117,7 @@ def keep_pace(passes: Sequence[Any], on_pass: Callable[[], None]) -> None:
 
 
 def batch_ways() -> int:
-    """Over how many parts the mesh in use splits a batch; 1 without a mesh."""
+    """Return the number of parts into which the mesh in use splits a batch; 1 without a mesh."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return int(np.prod([sizes.get(axis, 1) for axis in RULES["batch"] or ()]))
 
@@ -125,7 +125,7 @@ def batch_ways() -> int:
 def place(batch: Any) -> Any:
     """Put host arrays onto the devices, split by rows under the mesh in use.
 
-    On a mesh over several processes each has the same arrays, and puts a part of the rows.
+    On a mesh over several processes, each has the same arrays and places a part of the rows.
     """
     sharding = _rows_split()
     if sharding is None:
@@ -138,7 +138,7 @@ def place(batch: Any) -> Any:
 
 
 def placed_shapes(batch: Any) -> Any:
-    """Return the shapes of what `place` returns."""
+    """Return the shapes of `place`'s result."""
     sharding = _rows_split()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
@@ -170,7 +170,7 @@ def by_sample(
     shape: Shape,
     on_pass: Callable[[], None],
 ) -> list[np.ndarray]:
-    """Return what `run` gives of each sample's tokens, [num_tokens] each; one fetch."""
+    """Return `run`'s values for each sample's tokens, [num_tokens] each; one fetch."""
     packed = micro_batches.micro_batches(samples, shape)
     passes: list[jax.Array] = []
     for p in packed:

@@ -185,7 +185,7 @@ MAXIMA = {  # metric → (statistic, sign): the largest of sign · statistic
     "ratio/max": ("ratio/mean", 1.0),
     "ratio/min": ("ratio/mean", -1.0),
 }
-MISMATCH = (  # meaningful only while the policy is still the one that sampled
+MISMATCH = (  # meaningful only while the policy is unchanged since sampling
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
     "mismatch_kl",
@@ -204,7 +204,7 @@ def _reduce(per_token: Mapping[str, jax.Array], mask_BT: jax.Array) -> TokenStat
 
 
 def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
-    """The neutral element of `add_statistics`, with the names that `loss` gives."""
+    """The neutral element of `add_statistics`, with the names that `loss` returns."""
     zero_11 = jnp.zeros((1, 1), jnp.float32)
     logprobs = zero_11, zero_11, zero_11, zero_11
     inputs = LossInputs(zero_11 > 0, zero_11[0], *logprobs, zero_11.astype(jnp.int32))

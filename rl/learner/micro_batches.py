@@ -1,4 +1,4 @@
-"""Trajectories become micro-batches of one fixed shape (`rl.packing`), in plain numpy.
+"""Micro-batches of one fixed shape (`rl.packing`) from trajectories, in plain numpy.
 
 Every response token is trained once, the end token included; padding never has weight.
 """
@@ -31,7 +31,7 @@ class CriticTargets:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainSample:
-    """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
+    """A trajectory with the values that training adds; log-probs are float32 [num_tokens].
 
     `old_logprobs` of None are the rollout's; other fields of None are not needed.
     """
@@ -57,7 +57,7 @@ class TrainSample:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch as the device gets it: rows b of T positions, samples e with tokens m < T.
+    """A micro-batch on the device: rows b of T positions, samples e with tokens m < T.
 
     `targets_BT` are the tokens that the positions predict; `index_EM` is the place in the flattened
     [B · T] where each response token is predicted; the loss works on [E, M].

@@ -40,20 +40,16 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedArrays:
-    """The arrays of a checkpoint; field names are paths on the disk.
-
-    `behind`: the stale weights that answer the next step, of runs whose rollouts run ahead.
-    `drafter`: the training state of a learned one.
-    """
+    """The arrays of a checkpoint; field names are paths on the disk."""
 
     step: jax.Array
     params: Params
     opt_state: Any
     critic: CriticState | None = None
-    behind: Params | None = None
-    drafter: Any = None
+    behind: Params | None = None  # stale weights that answer the next step, if rollouts run ahead
+    drafter: Any = None  # the training state of a learned one
 
-    OPTIONAL: ClassVar = (".critic", ".behind", ".drafter")  # a resumed run begins these anew
+    OPTIONAL: ClassVar = (".critic", ".behind", ".drafter")  # not needed to resume
 
     @classmethod
     def of(cls, state: TrainState, behind: Params | None, drafter: Any) -> SavedArrays:
@@ -81,7 +77,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) ->
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """AdamW as `config` wants it, over a run of `total_steps` optimizer steps."""
+    """Return AdamW with the settings of `config`, over a run of `total_steps` optimizer steps."""
     return clipped_adamw(
         lambda step: learning_rate(config, total_steps, step),
         b1=config.b1,
@@ -124,7 +120,7 @@ def trained_shapes(specs: Any, optimizer: optax.GradientTransformation) -> tuple
 def settle(tree: Any) -> Any:
     """Return the arrays with shardings spelt as jit spells them, scalars on every device.
 
-    P(None) and P() mean the same, yet calls with the one do not find the program of the other.
+    P(None) and P() mean the same, but jit compiles a program for each.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -136,7 +132,7 @@ def settle(tree: Any) -> Any:
             entries.pop()
         where = NamedSharding(mesh, PartitionSpec(*entries))
         if x.is_fully_addressable and not where.is_fully_addressable:
-            # every process has all of it; device_put would compare them all first
+            # each process has the whole array; device_put would compare all copies first
             host = np.asarray(x)
             return jax.make_array_from_process_local_data(where, host, host.shape)
         return jax.device_put(x, where)

@@ -1,4 +1,4 @@
-"""One batch of trajectories becomes optimizer steps: log-probs, accumulate, check, apply.
+"""Optimizer steps on one batch of trajectories: log-probs, accumulate, check, apply.
 
 Invariants: an update that is not finite is never applied; micro-batches add up to the full batch;
 after `warm_up` nothing compiles. The caller sets a mesh (`jax.set_mesh`).
@@ -79,7 +79,7 @@ def _cast(params: Params, *, dtype: Any) -> Params:
 
 
 def cast_params(params: Params, dtype: Any) -> Params:
-    """A copy in `dtype` for rollouts; the very same tree where all of it has that dtype."""
+    """Return a copy in `dtype` for rollouts, or the same tree if all of it has that dtype."""
     if all(p.dtype == dtype for p in jax.tree.leaves(params)):
         return params
     return _cast(params, dtype=jnp.dtype(dtype))
@@ -100,7 +100,7 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
 def warm_up(
     state: TrainState, shape: Shape, *, recipe: TrainSpec, on_compiled: OnCompiled = unwatched
 ) -> TrainState:
-    """Compile every step, in threads, and run each on nothing; the state is donated."""
+    """Compile every step, in threads, and run each on an empty batch; the state is donated."""
     steps = lowered(state, shape, recipe=recipe)
     compile_all(steps, len(steps), on_compiled)
     return first_run(state, shape, recipe=recipe)
@@ -112,7 +112,7 @@ def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
 
 
 def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
-    """Return a call of every step on nothing, the largest first; the state may be of shapes."""
+    """Return each step's call on an empty batch, the largest first; the state may be of shapes."""
     plain, *rest = _nothing(state, shape, placed_shapes)
     every = []
     for network, trained in _networks(state):
@@ -126,7 +126,7 @@ def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
 
 
 def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainState:
-    """Run every compiled step on nothing; the state is donated, and returned unchanged."""
+    """Run every compiled step on an empty batch; the state is donated, and returned unchanged."""
     plain, *rest = _nothing(state, shape)
     for params in _scored(state.params, recipe, cast_params):
         in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
@@ -140,7 +140,7 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
 
 
 def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Params]) -> list[Any]:
-    """Return what samples are scored with: the policy before its updates, and the reference."""
+    """Return the policies that score samples: before the updates, and the reference."""
     policies = [params] if recipe.recomputes_old else []
     if recipe.algorithm.needs_reference and not (policies and recipe.trainer.dtype == jnp.float32):
         policies.append(cast(params, recipe.trainer.dtype))
@@ -160,7 +160,7 @@ def _shapes_in(params: Params, dtype: Any) -> Params:
 def _nothing(
     state: TrainState, shape: Shape, place: Callable[[Any], Any] = place
 ) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
-    """Return an empty batch, the same as its networks take it, and the rest of what steps take."""
+    """Return an empty batch for scoring, another for updates, and the other arguments of steps."""
     scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
     plain = place(micro_batches.empty(shape))
     batch = place(micro_batches.empty(shape, with_critic=True)) if state.critic else plain

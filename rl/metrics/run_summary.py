@@ -54,5 +54,5 @@ def _total(rows: Sequence[Row], name: str) -> float:
 
 
 def _number(value: Any) -> float:
-    """Return a metric as a number; 0 if it is none, or larger than in any run."""
+    """Return a metric as a number; 0 if it is no number, or implausibly large."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e15 else 0.0

@@ -26,7 +26,7 @@ def step_metrics(
 ) -> dict[str, Any]:
     """Return lengths, rewards by function, failures, diversity and the engine's counts.
 
-    Off-policyness is the number of updates between the policy that drew a token and that of `step`.
+    Off-policyness is the number of updates between a token's policy and the policy of `step`.
     """
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])

@@ -332,7 +332,7 @@ def _plain(value: Any) -> Any:
 
 
 def _wandb() -> Any:
-    """Return the module wandb. Raises ModuleNotFoundError, with the mend."""
+    """Return the module wandb. Raises ModuleNotFoundError, with the fix."""
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
-"""`python -m rl.preflight`: compile a configuration's programs for devices that are elsewhere.
+"""`python -m rl.preflight`: compile a configuration's programs for devices that need not be here.
 
 It reports whether the run fits, which arrays stay on a device, and which program needs most,
 without the devices and without the policy's weights: a folder with config.json is enough, and the
-shipped configurations bring theirs. Sizes of "auto" (Engine.slots, Engine.pages and
+shipped configurations include theirs. Sizes of "auto" (Engine.slots, Engine.pages and
 Trainer.micro_batch_tokens) are computed, and printed as lines of a configuration. Targets:
 v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts, devices), cpu:8. The exit status is 0
 if the run fits, 2 if not, as for `python -m rl.train --dry_run`.

@@ -100,7 +100,7 @@ class _Search:
         return self._config.with_sizes({name: self._sizes[name] for name in self._open})
 
     def _refit(self, fit: Fit) -> Fit:
-        """Return the fit of the present sizes, with the program at its peak compiled for them.
+        """Return the fit of the current sizes; only the program at the peak is compiled.
 
         Sizes only fall, so the figures of other programs are upper bounds.
         """
@@ -132,9 +132,9 @@ class _Search:
         return pages * engine.page_tokens >= min_tokens
 
     def _pages_that_fit(self, fit: Fit) -> int:
-        """Return how many pages the rest of a device's memory holds, at most what slots can need.
+        """Return the pages that the rest of a device's memory holds, at most as many as slots need.
 
-        Programs of rollouts need as much besides the cache whatever its number of pages.
+        The memory that rollout programs need besides the cache does not depend on its pages.
         """
         held_bytes, one = fit.groups.get(ROLLOUTS) or fit.groups[BOTH]
         left_bytes = self._limit_bytes - held_bytes - max(0, one.extra_bytes)

@@ -43,7 +43,7 @@ pre { background: #f6f6f9; padding: 8px; white-space: pre-wrap; font-size: 13px;
 .good { color: #00694a; } .bad { color: #b3261e; }
 """
 
-# The viewer's filter: a run, a step, a text; nothing is fetched or stored.
+# The viewer's filters: run, step, text; nothing is fetched or stored.
 _SCRIPT = """
 "use strict";
 const samples = [...document.querySelectorAll("details.sample")];

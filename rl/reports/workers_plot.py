@@ -194,7 +194,7 @@ def workers_busy(lanes: Lanes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def version_color(version: int) -> str:
-    """Return a color that differs from those of the versions around it."""
+    """Return a color that differs from the colors of the versions around it."""
     return RUN_COLORS[version % len(RUN_COLORS)]
 
 

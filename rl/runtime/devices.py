@@ -52,8 +52,8 @@ def found() -> Sequence[jax.Device]:
 def in_turn(results: T) -> T:
     """Return the results of a program over all devices; wait for them on CPUs of several processes.
 
-    XLA runs programs on a CPU concurrently, and gloo does not keep their messages apart: one of two
-    that overlap takes the other's, or waits forever.
+    XLA runs programs on a CPU concurrently, and gloo mixes up their messages: one of two that
+    overlap receives the other's, or waits forever.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""Bounds on the freed memory that the C library keeps; nothing is done without glibc.
+"""Bounds on the freed memory that the C library keeps; without glibc this does nothing.
 
 Every save runs in new threads, and each of up to eight arenas a core keeps its peak size: a run
 would grow for hundreds of saves. With two arenas that are trimmed after each save it does not.

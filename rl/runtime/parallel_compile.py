@@ -63,7 +63,7 @@ def compile_all(lowered: Iterable[Any], total: int, on_compiled: OnCompiled = un
 
 
 def check_mappings(progress: str) -> None:
-    """Raise TooManyMappings, with the mend, if nearly all mappings are in use."""
+    """Raise TooManyMappings, with the fix, if nearly all mappings are in use."""
     if not LIMIT.is_file():
         return
     limit = int(LIMIT.read_text(encoding="ascii"))

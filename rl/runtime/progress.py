@@ -50,7 +50,7 @@ class Progress:
         self._last_line_s = self._compiling_since_s = clock()
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._left = ""  # of the run, as of the last step
-        self._part = "rollout"  # the present step and part of it
+        self._part = "rollout"  # the current step and its part
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a finished training step; `row` is its row of metrics.jsonl."""

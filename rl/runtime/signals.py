@@ -72,12 +72,12 @@ class Watch:
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._exits = contextlib.ExitStack()
-        self.signal = signal.SIGTERM  # the last one that came
+        self.signal = signal.SIGTERM  # the latest one
 
     # -- the main thread ----------------------------------------------------------------
 
     def at(self, part: str) -> None:
-        """Begin a part of the run: `rollout`, `reward`, `update`, `checkpoint` and others."""
+        """Start a part of the run: `rollout`, `reward`, `update`, `checkpoint` and others."""
         if self._part == SAVING and self._stop_requested_s is not None:
             self._stop_requested_s = self._clock()  # the time to leave restarts
         self._part = part
@@ -85,7 +85,7 @@ class Watch:
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Be in another part for a while."""
+        """A context manager: run its body as another part, then return to this one."""
         before = self._part
         self.at(part)
         try:

@@ -1,4 +1,4 @@
-"""Waiting for another thread; a deadline runs from the last progress, not from the beginning."""
+"""Waiting for another thread; a deadline runs from the last progress, not from the start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """The time to wait without progress; `alive` is called whenever there is some."""
+    """The time to wait without progress; `alive` is called on progress."""
 
     hang_limit_s: float = HANG_LIMIT_S
     alive: Callable[[], object] = lambda: None

@@ -1,4 +1,4 @@
-"""Compile the programs of rollouts before the first step; after it nothing is compiled.
+"""Compile the programs of rollouts before the first step; later steps compile nothing.
 
 Each program is lowered on the shapes of the engine's arrays, all are compiled in threads, then each
 runs once on slots at rest, which proves that calls find the compiled one. With one engine the
@@ -48,7 +48,7 @@ def warm_up(
     on_compiled: OnCompiled = unwatched,
     others: Sequence[Any] = (),
 ) -> int:
-    """Compile what rollouts can reach; return the number of programs.
+    """Compile the programs that rollouts can reach; return their number.
 
     `others` are lowered steps of training, compiled meanwhile. `on_compiled` is called with the
     number compiled. Raises TooManyMappings if Linux allows too few for a process.
@@ -93,7 +93,7 @@ def run_once(engine: Engine, programs: Sequence[Program]) -> None:
 def prepare(
     engine: Engine, programs: Iterable[DrafterProgram], on_compiled: OnCompiled = unwatched
 ) -> None:
-    """Compile what drafters run on an engine, and run each once."""
+    """Compile the programs of drafters on an engine, and run each once."""
     own = [Program(*program) for program in programs]
     compile_programs(engine, own, on_compiled)
     run_once(engine, own)
@@ -109,7 +109,7 @@ def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> i
 class LongerBuckets:
     """The warm-up of one engine whose longer buckets of positions wait for the first step.
 
-    They are compiled once its rewards are shown, or as soon as a response grows into one before.
+    They are compiled after its rewards are shown, or earlier once a response grows into one.
     `on_compiled` is called meanwhile, and may raise. Between the two parts only shapes of the
     weights are kept: training may donate them.
     """
@@ -117,7 +117,7 @@ class LongerBuckets:
     def __init__(self, pool: Pool, watch: Watch, on_compiled: OnCompiled = unwatched) -> None:
         sizes = [pool.engine.round_positions(B) for B in pool.slots]
         prompt = pool.reach.max_prompt_tokens
-        # the positions that rollouts begin with, whatever the number of their slots
+        # the positions that rollouts start with, whatever the number of their slots
         self.most_positions = limit = max(
             next((s for s in some if s > prompt), some[-1]) for some in sizes
         )
@@ -129,7 +129,7 @@ class LongerBuckets:
         self._compiled = False
 
     def warm_up(self, on_compiled: OnCompiled = unwatched, others: Sequence[Any] = ()) -> None:
-        """Compile and run what needs at most `most_positions`, as `warm_up` of the module."""
+        """Compile and run programs of up to `most_positions`, as `warm_up` of the module."""
         pool = self._pool
         compile_programs(pool.engine, self._first, on_compiled, others)
         run_once(pool.engine, self._first)

@@ -54,7 +54,7 @@ def write_rounds(path: Path, times: RoundTimes, made_for: Mapping[str, Any]) -> 
 
 
 def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundTimes | None:
-    """Return what `write_rounds` wrote, or None; raise ValueError for a damaged file."""
+    """Return the table in the file, or None; raise ValueError for a damaged file."""
     content = _read(path)
     if content is None:
         return None
@@ -80,7 +80,7 @@ def _moves(rows: Any) -> MoveTimes:
 
 
 def read_moves(path: Path) -> MoveTimes | None:
-    """Return what `write_moves` wrote, or None; raise ValueError for a damaged file."""
+    """Return the times in the file, or None; raise ValueError for a damaged file."""
     rows = _read(path)
     if rows is None:
         return None

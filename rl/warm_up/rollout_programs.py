@@ -88,7 +88,7 @@ def _slot_sizes(engine: Engine, max_requests: int) -> list[int]:
 
 
 class Pool:
-    """The programs of rollouts, by what needs them."""
+    """The programs of rollouts, by their use."""
 
     def __init__(
         self, engine: Engine, params: transformer.Params, sampling: SamplingConfig, reach: Reach
@@ -123,7 +123,7 @@ class Pool:
         return sorted(programs, key=size)
 
     def plain(self) -> Iterator[Program]:
-        """Yield what computes prompts and plain rounds."""
+        """Yield the programs of prompts and plain rounds."""
         engine, reuse = self.engine, self.reach.reuse
         for B in self.slots:
             yield Program(cache_ops.make_slots, partial(self._make_slots, B))
@@ -139,7 +139,7 @@ class Pool:
             for T in drawing:
                 yield Program(chunks_alone, partial(self._chunks_alone, B, S, T), S)
             if self.reach.speculative or reuse:
-                # a rule decides on tokens also where none is a draft token
+                # a rule also decides on tokens if there is no draft token
                 beside = engine.config.sizes_beside_prompts(B)
                 for M in (B, *beside) if reuse else beside:
                     yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
@@ -254,7 +254,7 @@ class Pool:
     # -- a cache of pages ----------------------------------------------------------------
 
     def _of_pages(self) -> Iterator[Program]:
-        """Yield copies of pages, and how they leave for the host and come back."""
+        """Yield copies of pages, also to the host and back."""
         engine, T = self.engine, self.engine.config.page_tokens
         [B, S], some = self.buckets[0], cache_ops.PAGES_AT_ONCE
 
@@ -290,7 +290,7 @@ class Pool:
     # -- a cache of rows -----------------------------------------------------------------
 
     def _of_rows(self) -> Iterator[Program]:
-        """Yield copies of rows, changes of the bucket, and how rows leave and come back."""
+        """Yield copies of rows, also to the host and back, and changes of the bucket."""
         engine, moves, P = self.engine, self.reach.moves, self.engine.config.prefill_rows
         states = [min(cache_ops.STATE_COPY_TOKENS, S) for S in self.positions]
         states = [] if engine.feature_layers is None else sorted({*states})
@@ -312,7 +312,7 @@ class Pool:
                 yield Program(cache_ops.gathered, partial(self._states, C))
 
     def _changes(self, B: int, S: int) -> Iterator[tuple[int, int]]:
-        """Yield the next buckets; with moves, those of leaving rows and of a growing batch too."""
+        """Yield the next buckets; with moves, also for leaving rows and a growing batch."""
         sizes, bucket = self.engine.position_sizes, self.engine.config.slot_bucket
         yield from [(B, larger) for larger in sizes(B) if larger > S][:1]
         half, more = bucket(-(-B // 2)), bucket(B + 1)

@@ -58,8 +58,8 @@ def load_or_measure(
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
-    more than `most_positions` count as the longest that is measured until `complete`. The workers
-    `beside` decode meanwhile. Raises ValueError for a file that is damaged.
+    more than `most_positions` count as the longest measured one until `complete`. Other workers
+    decode meanwhile. Raises ValueError for a damaged file.
     """
     buckets = list(round_buckets(engine, sampling, reach))
     valid_for = _valid_for(engine, buckets, reach, 1 + len(beside))
@@ -95,7 +95,7 @@ def complete(
     *,
     processes: Processes = ALONE,
 ) -> None:
-    """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
+    """Measure the buckets that `load_or_measure` skipped, add them to `times`, write the table."""
     buckets = list(round_buckets(engine, sampling, reach))
     valid_for = _valid_for(engine, buckets, reach, num_workers=1)
     if _table_in(path, valid_for, processes) is None:
@@ -119,11 +119,11 @@ def measure(
 ) -> RoundTimes:
     """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
 
-    All slots are busy and half of the positions live. A plain round is timed as the engine runs it,
-    several to a fetch; one with draft tokens with drafting them (siblings and own text) and
-    committing; drafts of `drafters` one token deep and as deep as they get; with `draws`, passes
-    that draw in chunks, of as many slots as rollouts begin with. Numbers of nodes take turns: a
-    slow machine slows all that a budget will compare. More nodes never take less time.
+    All slots are busy and half of the positions live. Plain rounds are timed as the engine runs
+    them, several to a fetch; rounds with draft tokens include drafting (siblings and own text) and
+    committing. Drafts of `drafters` are timed at one token and at full depth; with `draws`, passes
+    that draw in chunks, at the slots that rollouts start with. Numbers of nodes take turns, so that
+    a slow machine slows all of them alike. More nodes never take less time.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -134,7 +134,7 @@ def measure(
     chunk_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
-            rounds = None  # its cache is gone before there is another
+            rounds = None  # free its cache before the next one is made
             rounds = _Rounds(engine, spec, B, S)
             in_chunks = [CHUNKS] if draws and B in engine.first_slots else []
             with _decoding(beside, spec, B, S):
@@ -177,7 +177,7 @@ def _decoding(
 
 
 def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Median seconds of each size without its first try, positive whatever the clock did."""
+    """Return the median seconds of each size without its first try, always positive."""
     by_size: dict[int, list[float]] = {}
     for size, taken_s in tries:
         by_size.setdefault(size, []).append(taken_s)
@@ -235,7 +235,7 @@ class _Rounds:
         return _medians(tries)
 
     def _drafted_round(self, slots: Slots, num_nodes: int) -> None:
-        """Draft, verify and commit one token of each slot, whatever was drafted."""
+        """Draft, verify, and commit one token of each slot, whether or not drafts were accepted."""
         table, engine = self._table, self._engine
         live, max_tokens = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), max_tokens, np.int32), max_tokens)

@@ -1,6 +1,6 @@
-"""The record of each step's seconds, `step_seconds.jsonl`: by it a resumed run decides as before.
+"""The record of each step's seconds, `step_seconds.jsonl`: from it a resumed run decides as before.
 
-All processes of a run go by the record of process 0.
+All processes of a run use the record of process 0.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SecondsRecord:
     """The recorded steps of a run in its folder, to which steps are added as they end."""
 
     def __init__(self, folder: Folder, processes: Processes = ALONE) -> None:
-        """Read what is there. Raises ValueError for a file that no run wrote."""
+        """Read the file, if any. Raises ValueError for a file that no run wrote."""
         self._folder, self._processes = folder, processes
         text = processes.from_first(WHAT, lambda: _whole_lines(folder))
         self._steps = _parsed(text, folder)
@@ -105,7 +105,7 @@ def after_step(
     rounds: Sequence[RoundRecord],
     say: Callable[[str], object],
 ) -> dict[str, float]:
-    """Add the seconds of a step's rounds; say if drafts lose. Returns the step's metric."""
+    """Add the seconds of a step's rounds; report if drafts lose. Returns the step's metric."""
     if not speculation.config.enabled:
         return {}
     metric = {"spec/turned_off": float(speculation.is_off)}
@@ -125,7 +125,7 @@ def after_step(
 
 
 def _whole_lines(folder: Folder) -> bytes:
-    """Return the lines of the file, after cutting off one that was not written to its end."""
+    """Return the lines of the file, after cutting off a torn last one."""
     if not folder.is_file(SECONDS_FILE) or folder.size_bytes(SECONDS_FILE) > MAX_BYTES:
         return b""
     text = folder.read(SECONDS_FILE)

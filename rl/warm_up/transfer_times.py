@@ -107,7 +107,7 @@ def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
 def _timed(engine: Engine, move: Callable[[], Cache]) -> float:
     """Median seconds of `move`, which returns the cache."""
     taken = []
-    for _ in range(1 + REPEATS):  # the first one finds its memory
+    for _ in range(1 + REPEATS):  # the first one allocates its memory
         began_s = engine.clock()
         jax.block_until_ready(move())
         taken.append(engine.clock() - began_s)

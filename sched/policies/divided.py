@@ -166,7 +166,7 @@ class ContextAware(Order):
         self._explore, self._rng = explore, np.random.default_rng(seed)
         self._probes: list[tuple[int, int, RequestState]] = []
         self._probe_of: dict[int, int] = {}  # group → request
-        self._waiting: dict[int, collections.deque[RequestState]] = {}  # requests but for probes
+        self._waiting: dict[int, collections.deque[RequestState]] = {}  # requests other than probes
         self._by_estimate: LazyHeap[int] = LazyHeap()  # groups with such requests, by −L̂
         self._by_service: LazyHeap[int] = LazyHeap()  # the same, by tokens served
 

@@ -415,7 +415,7 @@ class HistoPipe:
     def _begin_steps(self, event: Event) -> list[Action]:
         """Let workers that have finished a step start the next one, if it may run.
 
-        Only the event's worker can have, unless the event opens a step to all.
+        Only the event's worker can have finished one, unless the event opens a step to all.
         """
         actions: list[Action] = []
         workers = self._at if isinstance(event, OF_NO_WORKER) else (event.worker_id,)

@@ -1,4 +1,4 @@
-"""SpecActor's decisions: the number of drafting workers, the window, the method of each request.
+"""SpecActor's decisions: the number of drafting workers, the window, each request's method.
 
     coupled     each worker drafts w tokens, then verifies them:   C(w) / (w · D(b) + V_w(b))
     decoupled   d of n workers draft for the others meanwhile:     T(w) / max(w · D(b·), V_w(b'))
@@ -15,7 +15,7 @@ p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
 
 Deviations from the paper (section 4): a verifying worker without a draft decodes plainly instead of
 waiting, so a miss brings a token; d is a number of workers for all together. Algorithm 2 plans a
-request as if it were alone; here nodes and drafts cost their price in the batch.
+request as if it were alone; here nodes and drafts have the batch's prices.
 """
 
 from __future__ import annotations

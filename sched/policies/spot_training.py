@@ -77,7 +77,7 @@ class SpotCoordinator:
         self._update()
 
     def _update(self) -> None:
-        """Let idle workers train if they may; workers that stop are busy until they say so."""
+        """Let idle workers train if they may; workers that stop are busy until they report idle."""
         if self._rollout_runs and self._has_data:
             self._trains |= len(self._idle) >= self._min_idle_workers
         elif self._trains:

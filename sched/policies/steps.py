@@ -2,8 +2,8 @@
 
     StepOrder   sync: a step's rollouts start once the update before is done
                 one_step_off: once the rollouts before are done, with weights one update old
-    Ahead       present step → a scheduler that handles only it
-                next step    → workers without requests of the present one, until recalled
+    Ahead       current step → a scheduler that handles only it
+                next step    → workers without requests of the current one, until recalled
 
 Requests started ahead yield at once: a worker that is to start a request of the present step
 releases them. Once the next step's weights are available, all are returned with their tokens, and

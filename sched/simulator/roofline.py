@@ -153,7 +153,7 @@ class RoundCost:
         return 2 * seconds / (base + math.sqrt(base * base + 2 * slope * seconds))
 
     def _at(self, positions: float, growth: float) -> tuple[float, float]:
-        """Return the seconds half a round ago, and what a round adds to them."""
+        """Return the seconds half a round ago, and their increase per round."""
         slope = self.per_position_s * growth
         return self.fixed_s + self.per_position_s * positions - slope / 2, slope
 
@@ -213,7 +213,7 @@ class Instance(Costs):
         return self.num_devices * self.device.operations_per_s * self.efficiency.operations
 
     def _linear_seconds(self, num_nodes: float, other_nodes: float) -> float:
-        """Return the seconds of all but attention, for these nodes beside other ranks' nodes."""
+        """Return the seconds of all but attention, for these nodes and other ranks' nodes."""
         moved = self.model.moved_weight_bytes(num_nodes + other_nodes, self.num_ranks)
         moved_s = moved / self._bytes_per_s
         computed_s = 2 * self.model.active_params * num_nodes / self._operations_per_s
