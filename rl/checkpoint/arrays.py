@@ -1,7 +1,6 @@
 """The arrays of a checkpoint: written and read by Orbax, each process its own shards.
 
-Orbax's handler is used without its Checkpointer, whose barriers between processes are collectives
-without a deadline: folders, agreement and the one rename are those of `rl.checkpoint.checkpointer`.
+Orbax's Checkpointer is not used: its barriers between processes have no deadline.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import numpy as np
 
 
 class ArrayWriter:
-    """Writes one set of arrays after the other; `by_all`, every process of the job its part.
+    """Writes one set of arrays after the other; with `by_all` every process of the job its part.
 
-    Of arrays that each has on devices of its own those of process 0 are written. Without `by_all`
-    this process alone writes, what it has on its own devices.
+    Arrays that each process has on devices of its own are written by process 0.
     """
 
     def __init__(self, *, by_all: bool) -> None:
@@ -36,7 +34,7 @@ class ArrayWriter:
     def save(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
         """Begin to write to an existing folder; returns once the values are on the host.
 
-        Not to be called in a thread that runs an event loop, as that of a notebook does.
+        Fails in a thread that runs an event loop, as a notebook's does.
         """
         import orbax.checkpoint as ocp
         from etils import epath
@@ -46,7 +44,7 @@ class ArrayWriter:
         self._writing = asyncio.run(saving) or []
 
     def wait_until_finished(self) -> None:
-        """Wait until what this process writes is written; raises the error it met."""
+        """Wait for this process's writes; raises their error."""
         writing, self._writing = self._writing, []
         for future in writing:
             future.result()
@@ -56,10 +54,7 @@ class ArrayWriter:
 
 
 def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return arrays by path, laid out as `wanted` (arrays or shapes), or on the first local device.
-
-    What was written by any number of processes is read by any other.
-    """
+    """Return arrays by path, laid out as `wanted` (arrays or shapes), or on the first device."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -89,9 +84,8 @@ def _free_as(template: Any, restored: jax.Array) -> jax.Array:
 
 
 def _own_or_shared(x: jax.Array) -> jax.Array | np.ndarray:
-    """Return an array as Orbax is given it: what a process has on devices of its own as numpy's.
+    """Return an array on this process's own devices as numpy's, which Orbax writes in process 0.
 
-    Orbax writes numpy's arrays in process 0 alone. Of an array that all have it would take a slice
-    from each, which must not be where every process has other values.
+    Of a jax array it would take a slice from each process, which may have other values.
     """
     return np.asarray(x) if x.is_fully_addressable else x

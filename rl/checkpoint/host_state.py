@@ -1,8 +1,7 @@
 """Host state of a checkpoint: plain data as JSON, numpy arrays as npz.
 
-Invariant: what is read equals what was given, in value and in type. Anything
-that JSON would bend on the way (tuples, numpy scalars, enums, keys that are not
-text) is refused when it is encoded, not discovered after a restart.
+Invariant: values come back equal, in value and in type. Anything that JSON would change (tuples,
+numpy scalars, enums, keys that are not text) is refused when it is encoded.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ class HostState:
 
 
 def encode(host: dict[str, Any]) -> HostState:
-    """Copy nested dicts and lists of plain data and numpy arrays.
-
-    Raises TypeError, which names its path, for a value that would not come back as it was.
-    """
+    """Copy nested dicts, lists, plain data and numpy arrays; TypeError, by path, for other data."""
     arrays: dict[str, np.ndarray] = {}
     return HostState(json.dumps(_plain(host, "host", arrays)), arrays)
 
 
 def write(folder: Path, state: HostState) -> None:
-    """Write the state's text, and its arrays if there are any."""
+    """Write the state's text and arrays."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{_NAME}.json").write_text(state.text, encoding="utf-8")
     if state.arrays:
@@ -45,14 +41,17 @@ def write(folder: Path, state: HostState) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read what `write` wrote. Raises FileNotFoundError if there is none."""
-    path = folder / f"{_NAME}.json"
+    """Read a folder of `write`. Raises FileNotFoundError."""
     arrays: dict[str, np.ndarray] = {}
-    npz = folder / f"{_NAME}.npz"
-    if npz.exists():
+    if (npz := folder / f"{_NAME}.npz").exists():
         with np.load(npz, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    return _filled(json.loads(path.read_text(encoding="utf-8")), arrays)
+
+    def filled(entry: dict[str, Any]) -> Any:
+        return arrays[entry[_ARRAY]] if _ARRAY in entry else entry
+
+    text = (folder / f"{_NAME}.json").read_text(encoding="utf-8")
+    return json.loads(text, object_hook=filled)
 
 
 def _plain(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -76,13 +75,3 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         f"{path}: expected dict, list, str, int, float, bool, None or a numpy array of a plain "
         f"dtype, got {got}: convert it (a tuple to a list, a numpy scalar with .item())"
     )
-
-
-def _filled(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, list):
-        return [_filled(entry, arrays) for entry in value]
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            return arrays[value[_ARRAY]]
-        return {key: _filled(entry, arrays) for key, entry in value.items()}
-    return value

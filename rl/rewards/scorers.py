@@ -78,19 +78,13 @@ class Scorers(Rewards):
         try:
             for ready in [actor.call("ready", is_work=False) for actor in self.actors]:
                 ready.result()
-        except ProgramLost as error:
+        except BaseException as error:
             self.close()
-            raise RewardWorkerError(str(error)) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, ProgramLost):
+                raise RewardWorkerError(str(error)) from error
             raise
 
     def submit(self, job: ScoreJob) -> Future[Score]:
-        """Queue a sample; returns at once.
-
-        Raises RuntimeError if it is closed, TypeError for columns that are not JSON. The future
-        raises RewardWorkerError if no scorer can be started any more.
-        """
         if self._is_closed:
             raise RuntimeError("the scorers are closed")
         scored = Future[Score]()

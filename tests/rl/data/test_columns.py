@@ -72,7 +72,7 @@ def test_conversations(row, query, wanted):
         (
             {"prompt": [turn("user", "q"), turn("assistant", "a")], "answer": "a"},
             "",
-            "the assistant, who",
+            "turn of the assistant: leave",
         ),
         (
             {"messages": [turn("assistant", "a")]},
@@ -87,7 +87,7 @@ def test_conversations(row, query, wanted):
             "type 'image'; only text",
         ),
         ({"prompt": [turn("user", ["text"])], "answer": ""}, "", "type 'str'; only text"),
-        ({"prompt": [turn("user", None)], "answer": ""}, "", "got the message"),
+        ({"prompt": [turn("user", None)], "answer": ""}, "", "messages, got {.role.: .user."),
         (
             {"question": "q", "final": {"answer": "a"}},
             "",

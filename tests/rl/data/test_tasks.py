@@ -244,8 +244,8 @@ def test_jsonl_with_chats_blank_lines_and_gsm8k_answers(tmp_path):
         ('{"prompt": "a", "answer": "b", "task": 1}\n', "", "rename column 'task'"),
         ('{"prompt": "a", "answer": "b"}\n', "?answer_extract=hash", "finds nothing"),
         ('{"prompt": "a", "answer": "b"}\n', "?promt=a", "unknown key 'promt'"),
-        ('{"prompt": "a\\ud800", "answer": "b"}\n', "", r"a\.jsonl:1: the prompt: not Unicode"),
-        ('{"prompt": "a", "answer": "\\ud800b"}\n', "", r"a\.jsonl:1: the answer: not Unicode"),
+        ('{"prompt": "a\\ud800", "answer": "b"}\n', "", r"a\.jsonl:1: the prompt: half of a surrogate"),
+        ('{"prompt": "a", "answer": "\\ud800b"}\n', "", r"a\.jsonl:1: the answer: half of a surrogate"),
         ("[" * 100_000 + "\n", "", r"a\.jsonl:1: expected one JSON object"),
         (json.dumps({"prompt": "a" * 1_000_001}) + "\n", "?answer=", "at most 1,000,000 char"),
     ],
@@ -327,7 +327,7 @@ def test_invalid_task_configs_are_refused():
     for field in ("system_prompt", "prompt_suffix"):
         with pytest.raises(ValueError, match=f"Task.{field}: expected at most 100,000"):
             TaskConfig(**{field: "x" * 100_001})
-        with pytest.raises(ValueError, match=f"Task.{field}: not Unicode"):
+        with pytest.raises(ValueError, match=f"Task.{field}: half of a surrogate"):
             TaskConfig(**{field: "\ud800"})
     with pytest.raises(ValueError, match="empty"):
         TaskConfig(specs=())
