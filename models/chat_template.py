@@ -1,10 +1,9 @@
 """Chat templates, rendered in a child process.
 
-A template is a Jinja program that came with a folder. transformers' sandbox keeps it away from
-Python and from files, but does not bound its computation: `"a" * 10**10` is one product. So a child
-process renders it, with `MEMORY_BYTES` more than it started with, `DEADLINE_S` for each prompt and
-`MAX_CHARACTERS` for the text. If it exceeds a bound it ends, and the next prompt starts another.
-One child serves all tokenizers of a process.
+A template is a Jinja program from a stranger's folder. transformers' sandbox does not bound its
+computation (`"a" * 10**10`), so a child process renders it, with `MEMORY_BYTES` more than it
+started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. If it exceeds a bound
+it ends, and the next prompt starts another. One child serves all tokenizers of a process.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Renderer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """Render a conversation as text; `names` are the other variables of the template.
-
-        Raises ValueError if the template fails or exceeds a bound.
-        """
+        """Render a conversation with the template's other variables; ValueError if that fails."""
         request = {"template": template, "messages": list(messages), "names": names}
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:

@@ -1,7 +1,6 @@
 """The configuration of a policy: the shape of a dense decoder, without its weights.
 
-One dataclass covers Llama 3.x, Qwen2/2.5 and Qwen3 dense; the architectures
-differ in three facts (`qkv_bias`, `qk_norm`, `rope_scaling`), not in code.
+Llama 3.x, Qwen2/2.5 and Qwen3 differ in `qkv_bias`, `qk_norm` and `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ class Llama3RopeScaling:
 class ModelConfig:
     """Shape of a decoder-only transformer with grouped-query attention.
 
-    `head_dim` is free: it need not be `d_model / num_heads`. `max_positions` is
-    the longest sequence the model was made for; the engine refuses longer ones.
-    `eos_token_ids` end a response; they are part of the HF folder's config.
+    `head_dim` need not be `d_model / num_heads`. The engine refuses sequences longer than
+    `max_positions`. `eos_token_ids` end a response.
     """
 
     architecture: Architecture

@@ -1,8 +1,4 @@
-"""The policy in a GGUF file: its config and its tensors, and the tokens it names.
-
-llama.cpp stores the numbers of a Hugging Face folder under other names, which the `gguf` package
-knows. `rl.export` writes such a file as a Hugging Face folder.
-"""
+"""The policy in a GGUF file: its config, its tensors, and the tokens that it names."""
 
 from __future__ import annotations
 
@@ -58,10 +54,7 @@ _CONTROL = 3  # a type of tokens
 
 
 def config_of(header: Header) -> ModelConfig:
-    """Return the config of a file's policy.
-
-    Raises ValueError for another architecture, and for anything unknown, unsupported or missing.
-    """
+    """Return the config of a file's policy; ValueError for anything unknown or missing."""
     classes = {f.architecture: f.model_class for f in hf_config.FAMILIES.values()}
     name, metadata = header.architecture, header.metadata
     if name not in list(classes):
@@ -117,8 +110,8 @@ def _refuse_options(header: Header) -> None:
 def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | None:
     """Return Llama 3's scaling if the file has its factors, one for each pair of a head.
 
-    The file has only the resulting factors. Every published model has 1 and 4 as low and high
-    factor, so original lengths are tried; the ones that fit give the same frequencies.
+    Every published model has 1 and 4 as low and high factor, so original lengths are tried; the
+    ones that fit give the same frequencies.
     """
     stored = header.tensors.get(_ROPE_FACTORS)
     if stored is None:
@@ -149,10 +142,9 @@ def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | No
 
 
 def stored_of(header: Header, config: ModelConfig) -> dict[str, Stored]:
-    """Return the tensors of a file by their names in it.
+    """Return the tensors of a file by their names in it; ValueError for an unreadable type.
 
     In files of Llama, llama.cpp interleaves the two halves of every head's query and key rows.
-    Raises ValueError for a type that the `gguf` package cannot dequantize.
     """
     for tensor in {tensor.kind: tensor for tensor in header.tensors.values()}.values():
         _refuse_unreadable(header, tensor)

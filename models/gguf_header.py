@@ -1,8 +1,7 @@
-"""The header of a GGUF file: metadata and the places of tensors, checked before they are used.
+"""The header of a GGUF file: metadata and the places of tensors.
 
 Every count, length, type and offset is compared with the size of the file and with a bound before
-anything is read or allocated by it, so a damaged or hostile file costs one sentence.
-(`gguf.GGUFReader` believes all of them.) No weights are read. The format:
+anything is read or allocated by it (`gguf.GGUFReader` believes all of them). The format:
 github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -54,10 +53,9 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class StoredGguf(Stored):
-    """A tensor in a GGUF file, dequantized to float32 when read.
+    """A tensor of a `gguf.GGMLQuantizationType`, dequantized to float32 when read.
 
-    `kind` is a `gguf.GGMLQuantizationType`. `interleaved_heads` is the number of heads whose
-    rows llama.cpp interleaved, 0 for rows in order.
+    `interleaved_heads` is the number of heads whose rows llama.cpp interleaved, or 0.
     """
 
     kind: Any
@@ -195,9 +193,7 @@ class _HeaderReader:
         if kind == _ARRAY:
             return self.array(where)
         if kind == _BOOL:
-            if (flag := self.number("B", where)) > 1:
-                self.fail(f"expected {where} as 0 or 1, got {flag}")
-            return bool(flag)
+            return bool(self.number("B", where))
         if kind not in _NUMBERS:
             self.fail(f"expected {where} of a type from 0 to 12, got {kind}")
         number = self.number(_NUMBERS[kind], where)

@@ -1,8 +1,4 @@
-"""Policies in and out of Hugging Face folders, and in from GGUF files.
-
-Weights are streamed tensor by tensor, each straight onto its shards. They are the same
-numbers under other names. `check` reads headers only. No pickle, no hub.
-"""
+"""Policies in and out of Hugging Face folders, and in from GGUF files; no pickle, no hub."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ def load_pretrained(
     """Read a policy; with a mesh every tensor goes straight onto its shards.
 
     `dtype` None keeps each tensor's own, float32 from a GGUF file. Host memory holds one tensor at
-    a time. Raises FileNotFoundError or ValueError as `check` does, and ValueError for a folder with
-    tied embeddings and an lm_head that differs from them.
+    a time. Raises as `check` does, and ValueError for tied embeddings with another lm_head.
     """
     config, policy_entries, stored = _checked(Path(directory))
     _refuse_other_head(config, stored)
@@ -62,9 +57,8 @@ def load_pretrained(
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
     """Return the config of a policy whose tensors all have the right names, shapes and types.
 
-    Reads config.json and the headers of the weights only. Raises FileNotFoundError for a missing
-    folder or file, ValueError for anything unknown, unsupported, missing, surplus or of the wrong
-    shape.
+    Reads config.json and headers of the weights only. Raises FileNotFoundError, or ValueError for
+    anything unknown, unsupported, missing or surplus.
     """
     return _checked(Path(directory))[0]
 
@@ -86,11 +80,7 @@ def save_pretrained(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a policy that `load_pretrained` and `transformers` read, bit for bit.
-
-    Replaces a folder at once and keeps its other files (`hf_files.replacing`). Raises ValueError
-    if the parameters do not fit the config.
-    """
+    """Write a policy for `load_pretrained` and `transformers` (`hf_files.replacing`)."""
     with hf_files.replacing(directory) as folder:
         write_into(folder, config, params, max_shard_bytes=max_shard_bytes)
 
@@ -106,8 +96,8 @@ def write_into(
 ) -> None:
     """Write config, weights and generation_config.json into a new folder.
 
-    Weights are rounded once to `dtype`; None keeps it. `generation` has settings of `generate` in
-    addition to the end tokens. Raises ValueError if the parameters do not fit the config.
+    Weights are rounded once to `dtype`; None keeps it. `generation` has more settings of
+    `generate`. Raises ValueError if the parameters do not fit the config.
     """
     import jax
 

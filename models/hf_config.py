@@ -1,9 +1,8 @@
 """Hugging Face's config.json to a `ModelConfig` and back.
 
-Options that would change the mathematics and are not implemented are refused by name; others
-(initializer_range, dropout, use_cache, …) are ignored. `transformers` 5 has `rope_parameters` and
-`dtype`, older versions have `rope_scaling`, `rope_theta` and `torch_dtype`: both are read, both
-are written.
+Options that would change the mathematics are refused by name; others (dropout, use_cache, …) are
+ignored. The names of `transformers` 5 (`rope_parameters`, `dtype`) and of older versions
+(`rope_scaling`, `rope_theta`, `torch_dtype`) are both read and written.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
     """Return the `ModelConfig` of a config.json and a generation_config.json (may be empty).
 
     End tokens are generation_config's if it has any, as in `generate`. `where` names the folder in
-    errors. Raises ValueError for an unknown architecture or rope type, an unsupported option, or a
-    missing or malformed entry.
+    errors. Raises ValueError for anything unknown, unsupported, missing or malformed.
     """
 
     def read(name: str, kind: str, default: Any = None) -> Any:
@@ -138,10 +136,7 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
 
 
 def render(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and generation_config.json; `dtype` names the weights'.
-
-    Raises ValueError for a config that no supported Hugging Face class can hold.
-    """
+    """Return config.json and generation_config.json; ValueError if no class of theirs fits."""
     family = next(f for f in FAMILIES.values() if f.architecture == config.architecture)
     if (config.qkv_bias, config.qk_norm) != (family.qkv_bias, family.qk_norm):
         raise ValueError(

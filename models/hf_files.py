@@ -1,8 +1,4 @@
-"""Hugging Face folders as files: JSON, safetensors in and out, replacing a folder at once.
-
-Callers know what the tensors mean (models/hf.py: policies; spec/eagle/files.py: drafters).
-Weights are streamed tensor by tensor. No pickle, no hub.
-"""
+"""Hugging Face folders as files: JSON, safetensors in and out, replacing a folder at once."""
 
 from __future__ import annotations
 
@@ -126,10 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder's safetensors files by name, without reading weights.
-
-    Raises FileNotFoundError for missing files, ValueError for damaged ones.
-    """
+    """Return every tensor of a folder by name, unread; FileNotFoundError, ValueError."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
         with _open(path) as file:
@@ -186,8 +179,8 @@ def read_tensors(
 ) -> list[jax.Array]:
     """Read tensors in the order of the entries; with a mesh each goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time, and only the parts
-    that this process's devices hold.
+    `dtype` None keeps each tensor's own. Host memory holds one tensor, and only this process's
+    parts.
     """
     import jax
     import jax.numpy as jnp
@@ -235,11 +228,10 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
 
 @contextlib.contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder that replaces `directory` if the block ends without error.
+    """Yield a new folder that replaces `directory` by a rename if the block ends without error.
 
-    It is made next to `directory` and renamed, so a killed process never leaves half a folder.
-    Files of an existing folder other than config and weights (its tokenizer) are kept. Raises
-    NotADirectoryError for a file or a link.
+    Files other than config and weights (a tokenizer) are kept. Raises NotADirectoryError for a file
+    or a link.
     """
     target = Path(directory).absolute()
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -273,8 +265,7 @@ def write_tensors(
 ) -> None:
     """Write files of at most `max_shard_bytes` (or of one tensor), with an index if several.
 
-    Tensors are rounded to `dtype`, ties to even; None keeps each one's own. Host memory holds one
-    file at a time.
+    Tensors are rounded to `dtype`; None keeps each one's own. Host memory holds one file at a time.
     """
     import jax
     import jax.numpy as jnp

@@ -20,8 +20,7 @@ def clipped_adamw(
 ) -> optax.GradientTransformation:
     """Clip by the global norm (None: not at all), then AdamW; vectors (norms, biases) do not decay.
 
-    `learning_rate` is a function of the steps taken before. `first_moment` is the dtype that the
-    mean of gradients is kept in, by default the weights'.
+    `learning_rate` is a function of the steps taken before, `first_moment` the dtype of that mean.
     """
     adamw = optax.adamw(
         learning_rate,

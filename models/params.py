@@ -1,10 +1,7 @@
-"""The weights of a policy as a tree, and the specification of each weight.
+"""The weights of a policy as a tree, and the specification of each weight; needs no jax.
 
-`models.transformer` registers the trees with jax; nothing here needs it.
-Matrices are [out, in], as Hugging Face has them.
-
-Shape suffixes: V vocabulary, D model width, F feed-forward width, h head size, Q = H·h all query
-heads, P = K·h all key/value heads.
+Matrices are [out, in]. Shape suffixes: V vocabulary, D model width, F feed-forward width, h head
+size, Q = H·h all query heads, P = K·h all key/value heads.
 """
 
 from __future__ import annotations
@@ -48,11 +45,7 @@ class Params:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape, axes and initial scale of a weight, from which everything else is derived.
-
-    `axes` are logical names that `models.sharding` maps to mesh axes; `scale` is
-    the standard deviation at initialisation, None for ones and 0 for zeros.
-    """
+    """Shape, logical axes and initial scale: a standard deviation, None for ones, 0 for zeros."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]

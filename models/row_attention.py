@@ -1,17 +1,15 @@
-"""Attention over long packed rows, block by block: memory that grows with their length alone.
+"""Attention over long packed rows, block by block: memory grows linearly with their length.
 
-Blocks of queries meet the blocks of keys before them; a pair of which no position may see the other
-is skipped. Forward, each block of queries keeps a running maximum and sum of its softmax; backward,
-the scores are computed again: no scores of a whole row ever exist. On TPUs and Hopper GPUs kernels
-do this (`models.kernels`) where they take the heads and the length; elsewhere the portable path
-below, which says what is computed.
+A pair of a block of queries and one of keys is skipped if no position sees another. Forward keeps a
+running maximum and sum; backward computes the scores again. TPUs and Hopper GPUs have kernels
+(`models.kernels`); the portable path below is their reference.
 
     forward    out = Σ_s 2^(score_s log₂e − top) v_s / Σ,   lse = top/log₂e + log Σ
     backward   p = e^(score − lse),  δ = Σ_h dout · out
                dv += pᵀ dout,  ds = p (dout vᵀ − δ),  dq += ds k,  dk += dsᵀ q
 
-B rows, T positions, n blocks, C positions of a block of queries or keys (S where both meet), H
-heads, K key/value heads, G = H/K, h head size.
+B rows, T positions, n blocks, C positions of a block of queries or keys (S if both meet), H heads,
+K key/value heads, G = H/K, h head size.
 Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the backward pass).
 """
 
@@ -35,8 +33,8 @@ from models.attention import (
     precision_of,
     weights,
 )
+from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
-from models.loops import scan_after
 
 PLATFORMS = ("tpu", "cuda")  # that have kernels
 Axes = tuple[str | None, ...]
@@ -52,10 +50,7 @@ _BACKWARD_AXES = *_FORWARD_AXES, _QUERY_AXES, _SUM_AXES, _QUERY_AXES
 def attend_rows(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> jax.Array:
-    """softmax(q·k/√h)·v of positions s ≤ t, of the same prompt, shared or of the same response.
-
-    Returns [B, T, H, h]. Scores and sums are float32.
-    """
+    """Return softmax(q·k/√h)·v over s ≤ t of its prompt that are shared or of its response."""
     return _forward(q_BTHh, k_BTKh, v_BTKh, packing)[0]
 
 
@@ -96,10 +91,7 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
 
 
 def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
-    """Return why the portable path is taken on a platform; None where that has its kernel.
-
-    Under the mesh in use a device has its own rows and heads.
-    """
+    """Return why the portable path is taken on a platform and mesh; None if its kernel is."""
     from models.kernels.tiles import is_hopper
 
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -137,10 +129,7 @@ def _backward_by_kernel(
 def _by_device(
     function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
 ) -> Any:
-    """Call a function on each device's part of its inputs; `results` are (shape, axes) of its own.
-
-    Kernels are not partitioned by the compiler.
-    """
+    """Call a function on each device's part of its inputs; `results` are (shape, axes)."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(*inputs)
@@ -156,10 +145,7 @@ def _by_device(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a call: queries [n, B, K, G, C, h], keys and values [n, B, K, C, h].
-
-    `seen_nn` says which pairs of a block of queries and one of keys may see one another.
-    """
+    """Blocks of queries [n, B, K, G, C, h], of keys and values [n, B, K, C, h], and seen pairs."""
 
     q: jax.Array
     k: jax.Array
@@ -290,10 +276,7 @@ def _where_seen(
 
 
 def _seen(prompt_nBC: jax.Array, branch_nBC: jax.Array) -> jax.Array:
-    """Return which pairs of blocks may see one another in some row; bool [n, n].
-
-    By the ranges of their prompts and branches: a pair that is left out has nothing to see.
-    """
+    """Return which pairs of blocks may see one another in some row, by ranges; bool [n, n]."""
 
     def overlap(x_nBC: jax.Array) -> jax.Array:
         low_nB, high_nB = x_nBC.min(axis=2), x_nBC.max(axis=2)

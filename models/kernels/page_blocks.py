@@ -1,7 +1,7 @@
 """Shared by TPU kernels of attention to pages: the sizes of a call, and pages on their way.
 
-Slots are taken in turn. A slot's pages come from HBM in blocks, each into one of several buffers.
-Shapes are those of `page_attention_tpu`.
+A slot's pages come from HBM in blocks, each into one of several buffers: while one is computed, the
+next ones are copied, of the next slots too. Shapes are those of `page_attention_tpu`.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Call:
     ) -> Any:
         """Run a kernel for each slot, the first of its `inputs` being queries.
 
-        It is given the table, the lengths, inputs, results (specification, shape, dtype), then the
-        scratch: buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores,
-        and what `scratch` adds. `in_place` are inputs that become results.
+        Its arguments are the table, the lengths, inputs, results (specification, shape, dtype),
+        then buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores, and
+        `scratch`. `in_place` are inputs that become results.
         """
         table_BN, length_B = table_and_length
         most = self.max_pages * self.page_tokens
@@ -115,10 +115,7 @@ class Call:
 
     @property
     def vmem_bytes(self) -> int:
-        """Return what the kernel may need: buffers, queries, results and scores.
-
-        The pipeline has queries and results twice.
-        """
+        """Return the bytes of buffers, queries and results (twice: the pipeline), scores."""
         K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
         buffers = 2 * math.prod(self.buffer_shape) * itemsize
         slot = K * X * (2 * h * itemsize + 2 * h * 4 + 4 * LANES * 4)
@@ -200,10 +197,7 @@ class Blocks:
             self.state[2] = fetched + 1
 
     def take(self, live: jax.Array) -> jax.Array:
-        """Wait for the next block, of `live` positions; return its buffer.
-
-        Values behind the live ones become 0: a weight of 0 times what is no number is none.
-        """
+        """Wait for the next block, of `live` positions; return its buffer, the rest set to 0."""
         taken = self.state[3]
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.tiles.buffers)

@@ -1,8 +1,4 @@
-"""The sizes of the kernels' blocks, in one table.
-
-No size here was measured on a device. They follow from public figures of memory and bandwidth, and
-from the schedules that the TPU compiler made of the kernels.
-"""
+"""The sizes of the kernels' blocks: from public figures and compilers' schedules, not measured."""
 
 from __future__ import annotations
 
@@ -15,10 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 @dataclasses.dataclass(frozen=True)
 class PageTiles:
-    """`block_pages` pages are one matrix product; `buffers` such blocks have room in VMEM.
-
-    One block is computed while the others are on their way from HBM.
-    """
+    """Pages of one matrix product, and such blocks in VMEM: one is computed, the others copied."""
 
     block_pages: int
     buffers: int
@@ -26,10 +19,7 @@ class PageTiles:
 
 @dataclasses.dataclass(frozen=True)
 class PageSizes:
-    """The head-positions of a block, and the bytes of all buffers; `PageTiles` follow from them.
-
-    Head-positions are positions times the key/value heads of a device.
-    """
+    """Positions times key/value heads of a device, in a block; bytes of all buffers."""
 
     block_positions: int
     buffer_bytes: int
@@ -54,18 +44,14 @@ HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of device
 
 
 def device_generation() -> str:
-    """Return the TPU generation that is compiled for ("v5p"), "" where it is no TPU.
-
-    It is that of the mesh in use (`jax.set_mesh`), or of the default device.
-    """
+    """Return the TPU generation of the mesh in use, or of the default device ("v5p"), or ""."""
     return str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else ""
 
 
 def is_hopper() -> bool:
     """Return whether programs are compiled for an NVIDIA GPU of compute capability 9.
 
-    It is that of the mesh in use (`jax.set_mesh`), or of the default device. A GPU without a name
-    is one that only a compiler knows (rl.preflight), which are Hoppers.
+    By the mesh in use, or the default device. A GPU without a name is rl.preflight's, a Hopper.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
@@ -82,9 +68,9 @@ def page_tiles(
 ) -> PageTiles:
     """Return the tiles of attention over pages of `page_tokens` positions, of so many queries.
 
-    What the table does not have follows from one rule: a block has as many bytes as one of 2048
-    head-positions of 128 numbers in bfloat16, and the buffers have 4 MiB. Everywhere a block is a
-    multiple of 128 positions and at most `MAX_SCORES` scores a head, and there are 2 to 8 buffers.
+    By default a block has the bytes of 2048 head-positions of 128 numbers in bfloat16, and the
+    buffers have 4 MiB. A block is a multiple of 128 positions and at most `MAX_SCORES` scores a
+    head, and there are 2 to 8 buffers.
     """
     default = PageSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
     sizes = PAGE_SIZES.get((generation, "page_attention", head_dim, itemsize), default)
@@ -110,11 +96,22 @@ H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block
 def gpu_page_tiles(
     num_blocks: int, max_pages: int, page_tokens: int, head_dim: int
 ) -> GpuPageTiles:
-    """Return the tiles of attention over pages on an H100, for so many blocks of one part.
-
-    Parts make four blocks of each processor's share, so that short slots leave none idle, but not
-    of less than four pages.
-    """
+    """Return the tiles on an H100: four thread blocks a processor, parts of at least four pages."""
     buffers = H100_BUFFER_BYTES // (2 * page_tokens * head_dim * 2)
     parts = -(-4 * H100_PROCESSORS // num_blocks)
     return GpuPageTiles(min(8, buffers), max(1, min(parts, max_pages // 4)))
+
+
+def rows_by_head(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [B, K, X, h]."""
+    B, W, _, h = q_BWHh.shape
+    q_BKWGh = q_BWHh.reshape(B, W, num_kv_heads, -1, h).transpose(0, 2, 1, 3, 4)
+    return q_BKWGh.reshape(B, num_kv_heads, -1, h)
+
+
+def heads_of_rows(x_BKXi: jax.Array, num_nodes: int, num_heads: int) -> jax.Array:
+    """Return [B, W, H, i] of rows."""
+    B, K, _, i = x_BKXi.shape
+    G = num_heads // K
+    x_BKWGi = x_BKXi[:, :, : num_nodes * G].reshape(B, K, num_nodes, G, i)
+    return x_BKWGi.transpose(0, 2, 1, 3, 4).reshape(B, num_nodes, num_heads, i)

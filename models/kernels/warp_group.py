@@ -1,7 +1,6 @@
 """Tiles in the registers of a Hopper GPU's warp group, and their products on tensor cores.
 
-Jax's interpreter of Mosaic GPU knows neither layouts of registers nor transposed operands; there
-plain arrays take their place.
+Jax's interpreter knows neither their layouts nor transposed operands; there these are plain arrays.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class WarpGroup:
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
     def along(self, ref: Any, axis: int) -> jax.Array:
-        """Load one number for each row (axis 0) or column (1) of a product's result.
-
-        From shared memory or from that of the device.
-        """
+        """Load one number for each row (axis 0) or column (1) of a product's result."""
         if self.interpreted:
             return ref[...]
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)

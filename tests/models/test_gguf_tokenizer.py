@@ -12,6 +12,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from models import tokenizer
 from models.config import ModelConfig
+from policies.make.characters import save_character_tokenizer
 
 CHAT = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "chat_cases.py"))
 CONFIG = ModelConfig("llama", 300, 4, 1, 2, 1, 2, 4, tied_embeddings=True)
@@ -67,7 +68,7 @@ def test_files_next_to_it_replace_an_unknown_tokenizer(written, tmp_path):
     (tmp_path / "out").mkdir()
     tokenizer.copy_files(path, tmp_path / "out")
     assert tokenizer.load(tmp_path / "out").encode(" the 12") == words.encode(" the 12")
-    tokenizer.save_character_tokenizer(tmp_path, "abc")
+    save_character_tokenizer(tmp_path, "abc")
     with pytest.raises(ValueError, match="to have its tokens, got .*copy the tokenizer.json of"):
         tokenizer.load(path)
 

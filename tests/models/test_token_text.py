@@ -1,10 +1,9 @@
 """The bytes of tokens, of tokenizers that split characters in several ways."""
 
-import numpy as np
 import pytest
 
-from models import token_text, tokenizer
-from models.token_text import TokenBytes
+from models import tokenizer
+from policies.make.characters import save_character_tokenizer
 
 
 def byte_level():
@@ -43,7 +42,7 @@ def metaspace():
 
 
 def characters(tmp_path):
-    tokenizer.save_character_tokenizer(tmp_path, "abé \n")
+    save_character_tokenizer(tmp_path, "abé \n")
     return tokenizer.load(tmp_path).backend
 
 
@@ -52,7 +51,7 @@ def test_the_bytes_of_a_text_s_tokens_are_the_text_s(kind, tmp_path):
     backend = {"byte_level": byte_level, "metaspace": metaspace}.get(
         kind, lambda: characters(tmp_path)
     )()
-    words = token_text.token_bytes(backend, len(backend.get_vocab()))
+    words = tokenizer.bytes_of_tokens(backend, len(backend.get_vocab()))
     text = "b a ab é" if kind == "characters" else "b a ab é 😀"
     ids = backend.encode(text, add_special_tokens=False)
     assert any(words.of(i) == b"\xf0\x9f" or words.of(i) == b"\xf0" for i in ids) == (
@@ -64,25 +63,5 @@ def test_the_bytes_of_a_text_s_tokens_are_the_text_s(kind, tmp_path):
 
 def test_special_tokens_are_written_out():
     backend = byte_level()
-    words = token_text.token_bytes(backend, len(backend.get_vocab()))
+    words = tokenizer.bytes_of_tokens(backend, len(backend.get_vocab()))
     assert words.of(backend.eos_token_id) == b"<end>"
-
-
-@pytest.mark.parametrize(
-    ("text", "fewest"),
-    [
-        ("ab", 1),
-        ("b", 1),  # inside of a token
-        ("abab", 2),
-        ("babb", 3),  # the end of one token, a whole one, the beginning of another
-        ("é", 2),
-        ("éab", 3),
-        ("x", None),
-        ("abx", None),
-    ],
-)
-def test_the_fewest_tokens_that_hold_a_text(text, fewest):
-    pieces = [b"ab", b"bbb", "é".encode()[:1], "é".encode()[1:], b"", b"c"]
-    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    words = TokenBytes(np.frombuffer(b"".join(pieces), np.uint8), starts)
-    assert words.fewest_tokens(text) == fewest

@@ -78,7 +78,7 @@ def run_chain(config, params, cache, tokens_BN, start_B):
     N = tokens_BN.shape[1]
     positions_BN = start_B[:, None] + np.arange(N, dtype=np.int32)
     mask_BNS = chain_mask(start_B, N)
-    hidden, cache = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
+    hidden, cache, _ = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
     return np.asarray(transformer.head(params, hidden)), cache
 
 

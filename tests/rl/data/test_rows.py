@@ -124,7 +124,9 @@ def test_a_list_of_rows_in_one_file(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="a.json: expected a list .*: "):
         open_rows("json", [path])
     monkeypatch.setattr(rows, "MAX_LIST_BYTES", 2)
-    with pytest.raises(ValueError, match="a.json: expected a list .write a longer one .* of at most 2 bytes"):
+    with pytest.raises(
+        ValueError, match="a.json: expected a list .write a longer one .* of at most 2 bytes"
+    ):
         open_rows("json", [path])
 
 

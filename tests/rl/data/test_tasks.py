@@ -244,8 +244,16 @@ def test_jsonl_with_chats_blank_lines_and_gsm8k_answers(tmp_path):
         ('{"prompt": "a", "answer": "b", "task": 1}\n', "", "rename column 'task'"),
         ('{"prompt": "a", "answer": "b"}\n', "?answer_extract=hash", "finds nothing"),
         ('{"prompt": "a", "answer": "b"}\n', "?promt=a", "unknown key 'promt'"),
-        ('{"prompt": "a\\ud800", "answer": "b"}\n', "", r"a\.jsonl:1: the prompt: half of a surrogate"),
-        ('{"prompt": "a", "answer": "\\ud800b"}\n', "", r"a\.jsonl:1: the answer: half of a surrogate"),
+        (
+            '{"prompt": "a\\ud800", "answer": "b"}\n',
+            "",
+            r"a\.jsonl:1: the prompt: half of a surrogate",
+        ),
+        (
+            '{"prompt": "a", "answer": "\\ud800b"}\n',
+            "",
+            r"a\.jsonl:1: the answer: half of a surrogate",
+        ),
         ("[" * 100_000 + "\n", "", r"a\.jsonl:1: expected one JSON object"),
         (json.dumps({"prompt": "a" * 1_000_001}) + "\n", "?answer=", "at most 1,000,000 char"),
     ],
