@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from models import hf_config
+from models import hf
 from models.config import Llama3RopeScaling, ModelConfig
 from models.gguf_header import Header, StoredGguf, package
 from models.hf_files import Entry, Stored, shown
@@ -55,7 +55,7 @@ _CONTROL = 3  # a type of tokens
 
 def config_of(header: Header) -> ModelConfig:
     """Return the config of a file's policy; ValueError for anything unknown or missing."""
-    classes = {f.architecture: f.model_class for f in hf_config.FAMILIES.values()}
+    classes = {f.architecture: f.model_class for f in hf.FAMILIES.values()}
     name, metadata = header.architecture, header.metadata
     if name not in list(classes):
         header.fail(
@@ -78,7 +78,7 @@ def config_of(header: Header) -> ModelConfig:
         "pad_token_id": token_id(header, "padding"),
         "eos_token_id": list(end_tokens(header)),
     }
-    config = hf_config.parse(content, {}, str(header.path))
+    config = hf.parse_config(content, {}, str(header.path))
     for key in _HEAD_SIZES:
         if (got := metadata.get(f"{name}.{key}", config.head_dim)) != config.head_dim:
             header.fail(
@@ -104,7 +104,7 @@ def _refuse_options(header: Header) -> None:
     }
     fixed = {key: _FIXED.get(key.removeprefix(prefix)) for key in options}
     kind = {"general.type": metadata.get("general.type")}
-    hf_config.refuse_options(options | kind, str(header.path), {**fixed, "general.type": "model"})
+    hf.refuse_options(options | kind, str(header.path), {**fixed, "general.type": "model"})
 
 
 def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | None:

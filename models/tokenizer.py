@@ -22,7 +22,7 @@ from models import chat_template as chat_templates
 from models import hf_files
 from models.config import ModelConfig
 from models.folder import Folder
-from models.hf_config import end_ids
+from models.hf import end_ids
 from models.hf_files import escaped, is_gguf, shown
 
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"

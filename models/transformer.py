@@ -94,7 +94,8 @@ def block(
     q, k, v = (linear(y, w) for w in (layer.query_QD, layer.key_PD, layer.value_PD))
     if config.qkv_bias:  # added in float32, so that the biases' gradients are summed in it
         biases = layer.query_bias_Q, layer.key_bias_P, layer.value_bias_P
-        sums = (x.astype(jnp.float32) + b.astype(jnp.float32) for x, b in zip((q, k, v), biases))
+        pairs = zip((q, k, v), biases, strict=True)
+        sums = (x.astype(jnp.float32) + b.astype(jnp.float32) for x, b in pairs)
         q, k, v = (total.astype(y.dtype) for total in sums)
     q_BTHh = q.reshape(B, T, config.num_heads, config.head_dim)
     k_BTKh = k.reshape(B, T, config.num_kv_heads, config.head_dim)

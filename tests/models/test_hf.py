@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import hf, hf_config, hf_files, transformer
+from models import hf, hf_files, transformer
 from models.config import Llama3RopeScaling, MeshConfig, ModelConfig
 from models.params import num_params as count_params
 from models.sharding import make_mesh
@@ -234,7 +234,7 @@ def test_parameters_that_do_not_fit_are_not_saved(tmp_path):
         hf.save_pretrained(tmp_path / "out", config, wide)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has qkv_bias=False"):
-        hf_config.render(dataclasses.replace(config, qkv_bias=True), "float32")
+        hf.render_config(dataclasses.replace(config, qkv_bias=True), "float32")
 
 
 # What the config.json of published models says, as far as it matters here.
@@ -297,11 +297,11 @@ PUBLISHED = {
     ],
 )
 def test_published_configs_are_read(name, head_dim, num_params):
-    config = hf_config.parse(PUBLISHED[name], {}, name)
+    config = hf.parse_config(PUBLISHED[name], {}, name)
     assert config.head_dim == head_dim
     assert count_params(config) == num_params
-    rendered, generation = hf_config.render(config, "bfloat16")
-    assert hf_config.parse(rendered, generation, name) == config
+    rendered, generation = hf.render_config(config, "bfloat16")
+    assert hf.parse_config(rendered, generation, name) == config
 
 
 @pytest.mark.parametrize(
