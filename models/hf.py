@@ -385,7 +385,7 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling |
     where = f"{where}: rope scaling"
     factor, low, high = (float(read_entry(rope, name, "number", where)) for name in factors)
     if low >= high:
-        raise ValueError(f"{where}: expected low_freq_factor < high_freq_factor, got {low}, {high}")
+        raise ValueError(f"{where}: low_freq_factor is not below high_freq_factor: {low}, {high}")
     original = read_entry(rope, length, "size", where)
     return float(theta), Llama3RopeScaling(factor, low, high, original)
 

@@ -220,7 +220,7 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
         )
     for entry, leaf in zip(entries, weights, strict=True):
         if tuple(leaf.shape) != entry.shape:
-            shapes = f"{list(leaf.shape)}, expected {list(entry.shape)}"
+            shapes = f"shape {list(leaf.shape)}, expected {list(entry.shape)}"
             raise ValueError(f"the parameters do not fit the config: {entry.name} has {shapes}")
     return weights
 

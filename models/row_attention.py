@@ -51,13 +51,14 @@ def attend_rows(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> jax.Array:
     """Return softmax(q·k/√h)·v over s ≤ t of its prompt that are shared or of its response."""
-    return _forward(q_BTHh, k_BTKh, v_BTKh, packing)[0]
+    return _attend_fwd(q_BTHh, k_BTKh, v_BTKh, packing)[0]
 
 
 def _attend_fwd(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> tuple[jax.Array, tuple]:
-    out_BTHh, lse_BHT = _forward(q_BTHh, k_BTKh, v_BTKh, packing)
+    inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT
+    out_BTHh, lse_BHT = _where_taken(_forward_by_kernel, _forward_by_blocks, inputs)
     return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_BHT)
 
 
@@ -68,14 +69,6 @@ def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
 
 
 attend_rows.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _forward(
-    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
-) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs, [B, T, H, h], and the log of each sum, float32 [B, H, T]."""
-    inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT
-    return _where_taken(_forward_by_kernel, _forward_by_blocks, inputs)
 
 
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
@@ -155,13 +148,8 @@ class _Blocks:
     seen_nn: jax.Array
 
     @staticmethod
-    def of(
-        q_BTHh: jax.Array,
-        k_BTKh: jax.Array,
-        v_BTKh: jax.Array,
-        prompt_BT: jax.Array,
-        branch_BT: jax.Array,
-    ) -> _Blocks:
+    def of(*inputs: jax.Array) -> _Blocks:
+        q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT = inputs
         K = k_BTKh.shape[2]
         prompt_nBC = _cut(prompt_BT, -1)  # what is added sees itself alone
         branch_nBC = _cut(branch_BT, 0)
@@ -188,15 +176,9 @@ class _Blocks:
         return jnp.where(self.mask(i, j)[:, None, None], scores, NEGATIVE)
 
 
-def _forward_by_blocks(
-    q_BTHh: jax.Array,
-    k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
-    prompt_BT: jax.Array,
-    branch_BT: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the outputs, [B, T, H, h], and the log of each sum, [B, H, T]: the portable path."""
-    given = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT)
+    given, (q_BTHh, _, v_BTKh, *_) = _Blocks.of(*inputs), inputs
     n, B, K, G, C, h = given.q.shape
 
     def of_queries(inputs: tuple, _: tuple, i: jax.Array) -> tuple[tuple, tuple]:
@@ -221,18 +203,10 @@ def _forward_by_blocks(
     return _rows(out_nBKGCh, q_BTHh.shape), lse_BTH1[..., 0].swapaxes(1, 2)
 
 
-def _backward_by_blocks(
-    q_BTHh: jax.Array,
-    k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
-    prompt_BT: jax.Array,
-    branch_BT: jax.Array,
-    out_BTHh: jax.Array,
-    lse_BHT: jax.Array,
-    dout_BTHh: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values: the portable path."""
-    given, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT), k_BTKh.shape[2]
+    q_BTHh, k_BTKh, v_BTKh, _, _, out_BTHh, lse_BHT, dout_BTHh = inputs
+    given, K = _Blocks.of(*inputs[:5]), k_BTKh.shape[2]
     n, scale = len(given.q), q_BTHh.shape[-1] ** -0.5
     lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None] * LOG2_E), K)
     dout_by_head = _by_head(_cut(dout_BTHh), K)
@@ -264,13 +238,7 @@ def _backward_by_blocks(
     return _rows(dq, q_BTHh.shape), _rows(dk, k_BTKh.shape), _rows(dv, v_BTKh.shape)
 
 
-def _where_seen(
-    blocks: _Blocks,
-    i: jax.Array,
-    meet: Callable[[jax.Array, tuple], tuple],
-    j: jax.Array,
-    carry: tuple,
-) -> tuple:
+def _where_seen(blocks: _Blocks, i: jax.Array, meet: Callable, j: jax.Array, carry: tuple) -> tuple:
     """Let a block of queries meet one of keys, if some of their positions see one another."""
     return jax.lax.cond(blocks.seen_nn[i, j], partial(meet, j), lambda carry: carry, carry)
 

@@ -118,24 +118,10 @@ class _Call:
         return [shared_tiles(ROWS, h), *[shared_tiles(D, T, h)] * 2, *barriers]
 
 
-def _kernel(
-    call: _Call,
-    table_X: Any,
-    length_B: Any,
-    q_BKnRh: Any,
-    keys_PKTh: Any,
-    values_PKTh: Any,
-    out_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
-    q_Rh: Any,
-    keys_DTh: Any,
-    values_DTh: Any,
-    of_queries: Any,
-    of_keys: Any,
-    of_values: Any,
-) -> None:
+def _kernel(call: _Call, *refs: Any) -> None:
     """One part of a slot: its pages in turn, each into the running softmax."""
+    table_X, length_B, q_BKnRh, keys_PKTh, values_PKTh, *results = refs[:-6]
+    q_Rh, keys_DTh, values_DTh, of_queries, of_keys, of_values = refs[-6:]
     tile, head, part, slot = (jax.lax.axis_index(x) for x in ("tile", "head", "part", "slot"))
     T, h, D = call.page_tokens, call.head_dim, call.tiles.buffers
     length = length_B[slot]
@@ -175,7 +161,7 @@ def _kernel(
     numbers = ((ROWS, h), 0.0), ((ROWS,), NEGATIVE), ((ROWS,), 0.0)
     start = tuple(call.registers.full(*x) for x in numbers)
     found = jax.lax.fori_loop(0, steps, of_page, start)
-    for to, x in zip((out_ref, top_ref, total_ref), found, strict=True):
+    for to, x in zip(results, found, strict=True):
         to[part, slot, head, tile] = x
 
 

@@ -99,17 +99,8 @@ def attend_pages(
     return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
 
 
-def _kernel(
-    call: Call,
-    table_X: Any,
-    length_B: Any,
-    q_ref: Any,
-    keys_PKTh: Any,
-    values_PKTh: Any,
-    out_ref: Any,
-    sums_ref: Any,
-    *scratch: Any,
-) -> None:
+def _kernel(call: Call, *refs: Any) -> None:
+    table_X, length_B, q_ref, keys_PKTh, values_PKTh, out_ref, sums_ref, *scratch = refs
     sources, (top_ref, total_ref) = (keys_PKTh, values_PKTh), scratch[2:4]
     attend_slot(call, table_X, length_B, q_ref, sources, out_ref.at[0], scratch)
     lane = jax.lax.broadcasted_iota(jnp.int32, top_ref.shape, 2)
@@ -246,22 +237,10 @@ def append_and_attend(
     return heads_of_rows(out_BKXh, 1, H), keys, values
 
 
-def _append_kernel(
-    call: Call,
-    table_X: Any,
-    length_B: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    _keys: Any,
-    _values: Any,
-    out_ref: Any,
-    keys_PKTh: Any,
-    values_PKTh: Any,
-    *scratch: Any,
-) -> None:
+def _append_kernel(call: Call, *refs: Any) -> None:
     """One slot; pages are read and written in the results, which are the inputs' memory."""
-    *shared, sum_ref, semaphore = scratch
+    table_X, length_B, q_ref, k_ref, v_ref, _, _, out_ref, keys_PKTh, values_PKTh = refs[:10]
+    *shared, sum_ref, semaphore = refs[10:]
     pages, total_ref = (keys_PKTh, values_PKTh), shared[3]
     entry = _Entry(call, table_X, length_B, (k_ref, v_ref), pages, shared[:2], semaphore)
     attend_slot(call, table_X, length_B, q_ref, pages, sum_ref, shared, entry)
