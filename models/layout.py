@@ -109,7 +109,7 @@ def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
 
 
 def layers_kept_apart(remat: str) -> int:
-    """Return how many layers lie between kept inputs (models.remat); 0 for none and dots."""
+    """Return how many layers lie between kept inputs (models.training); 0 for none and dots."""
     if remat in ("none", "dots"):
         return 0
     name, colon, number = remat.partition(":")

@@ -105,7 +105,7 @@ def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
     """Return the kernels that take these sizes, by platform; nothing else imports them."""
     from models.kernels import page_attention_gpu, page_attention_tpu
-    from models.kernels.tiles import is_hopper
+    from models.kernels.hopper import is_hopper
 
     found: dict[str, Callable[..., Any]] = {}
     if page_attention_tpu.takes(head_dim, page_tokens, dtype) is None:

@@ -85,7 +85,7 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
 
 def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
     """Return why the portable path is taken on a platform and mesh; None if its kernel is."""
-    from models.kernels.tiles import is_hopper
+    from models.kernels.hopper import is_hopper
 
     sizes = jax.sharding.get_abstract_mesh().shape
     ways = sizes.get("tensor", 1)

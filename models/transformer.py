@@ -37,9 +37,9 @@ from models.layers import feed_forward, linear, mean_square, rope_turns, rotate
 from models.layout import LONG_ROW_TOKENS
 from models.paged_cache import PagedCache
 from models.params import Layer, Params, ParamSpec, param_specs
-from models.remat import through_layers
 from models.row_attention import attend_rows
 from models.sharding import constrain
+from models.training import through_layers
 
 Cached = TypeVar("Cached", KVCache, PagedCache)
 
@@ -128,7 +128,7 @@ def hidden(
 ) -> jax.Array:
     """Return the hidden states after the last norm; [B, T, D] of `dtype`, by default the weights'.
 
-    Rows are single right-padded sequences, or packed by `packing`. `remat`: see models.remat.
+    Rows are single right-padded sequences, or packed by `packing`. `remat`: see models.training.
     Weights are rounded to `dtype` layer by layer, the embedding's rows after the lookup.
     """
     return _hidden_and_entries(config, params, tokens_BT, packing, remat, dtype)[0]

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.attention import LOG2_E, NEGATIVE
-from models.kernels.tiles import GpuPageTiles, gpu_page_tiles, heads_of_rows, rows_by_head
-from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
+from models.kernels.hopper import ROWS, GpuPageTiles, WarpGroup, gpu_page_tiles, shared_tiles
+from models.kernels.page_blocks import heads_of_rows, rows_by_head
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:

@@ -26,8 +26,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.attention import LOG2_E, NEGATIVE, precision_of
-from models.kernels.page_blocks import ANYWHERE, LANES, Blocks, Call, call_of
-from models.kernels.tiles import PageTiles, heads_of_rows, rows_by_head
+from models.kernels.page_blocks import (
+    ANYWHERE,
+    LANES,
+    Blocks,
+    Call,
+    PageTiles,
+    call_of,
+    heads_of_rows,
+    rows_by_head,
+)
 
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.attention import LOG2_E, NEGATIVE
 from models.kernels import row_pairs
-from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
+from models.kernels.hopper import ROWS, WarpGroup, shared_tiles
 
 _BLOCK_TOKENS = ROWS  # of queries and of keys
 _BUFFERS = 2  # two thread blocks fit a processor's shared memory

@@ -1,7 +1,4 @@
-"""The best checkpoint of a run: the one whose evaluation was highest, which is never pruned.
-
-A run writes `evaluation.json` in its folder; this reads it, as a stranger's.
-"""
+"""The best checkpoint of a run, by its evaluations: never pruned, kept in `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -107,10 +104,7 @@ class BestRecord:
         return self._candidate or self._written
 
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
-        """Continue after `step` with the best step `evaluated` whose checkpoint is there.
-
-        Returns False if there is no record, or one of other questions.
-        """
+        """Continue with the best `evaluated` step that has its checkpoint; False: a new record."""
         there = json.loads(self._from_first(self._there))
         same, kept = there["record"].get("asked") == self._asked, there["kept"]
         standing = [b for b in evaluated if same and b.step <= step and b.step in kept]

@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 import jax
 
 from models.folder import Folder
-from rl.checkpoint import folders, host_state, manifest
-from rl.checkpoint.arrays import ArrayWriter
+from rl.checkpoint import folders, manifest
 from rl.checkpoint.config import CheckpointConfig
+from rl.checkpoint.contents import ArrayWriter, encode_host, write_host
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import ARRAYS, FILES_FOLDER, PyTree, Restored, describe, flatten, restore
 from rl.cluster.processes import ALONE, Processes
@@ -116,7 +116,7 @@ class Checkpointer:
         host: dict[str, Any] | None = None,
         files: LinkedFiles | None = None,
     ) -> None:
-        """Save a pytree of jax arrays, host state (see `host_state.encode`) and files.
+        """Save a pytree of jax arrays, host state (see `encode_host`) and files.
 
         Waits for the previous save. Afterwards `arrays` may be donated, `host` changed and `files`
         deleted. Replaces a step that exists and sets later ones aside. Raises TypeError or
@@ -127,10 +127,7 @@ class Checkpointer:
         self._save(step, arrays, host, files)
 
     def save_if_free(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> bool:
-        """Save unless another save would have to be waited for; return whether it was saved.
-
-        Several processes never do: they would have to wait for each other to know.
-        """
+        """Save unless that had to wait for another save (or process); return whether."""
         is_saving = self._pending is not None and not self._pending.done()
         if not self._processes.alone or is_saving or not _writing.acquire(blocking=False):
             return False
@@ -157,7 +154,7 @@ class Checkpointer:
                 flat = flatten(arrays, concrete=True)
                 if not self._processes.is_first:
                     return flat, None, {}
-                state = host_state.encode(host or {})
+                state = encode_host(host or {})
                 with self._disk_errors(step):
                     return flat, state, self._begin(working.name, files)
 
@@ -223,10 +220,7 @@ class Checkpointer:
         return restore(self.directory, template, optional=optional, processes=self._processes)
 
     def close(self) -> None:
-        """Finish the save in progress and release the directory; raises as `wait`, or SaveError.
-
-        Steps that are no longer spared since the last save are deleted.
-        """
+        """Finish the save in progress, delete old steps, unlock; raises as `wait`."""
         try:
             self.wait()
             if self._published is not None and self._folder.is_in_place():
@@ -305,7 +299,7 @@ class Checkpointer:
                     _writing.release()
                 self._parts_done += 1
                 if state is not None:
-                    host_state.write(working / "host", state)
+                    write_host(working / "host", state)
 
         def publish() -> None:
             if not self._processes.is_first:

@@ -75,10 +75,7 @@ def recover(directory: Folder) -> None:
 
 
 def publish(directory: Folder, step: int) -> None:
-    """Make the working folder of `step`, manifest included, its checkpoint.
-
-    Later steps are set aside, so that the newest step is always the newest save.
-    """
+    """Make the working folder of `step` its checkpoint; set later steps aside."""
     for later in list_steps(directory):
         if later > step:
             name, tries = step_folder(directory.path, later).name, 1

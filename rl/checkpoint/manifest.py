@@ -1,8 +1,6 @@
-"""A manifest of sizes and SHA-256 of all files of a folder.
+"""A manifest of sizes and SHA-256 of all files of a folder, which is *whole* if they match.
 
-Invariant: a folder is *whole* if its manifest is unchanged and lists exactly the files that are
-there, each with its size and SHA-256. `write_manifest` is the last write into a folder, so that a
-folder without one is unfinished.
+`write_manifest` is the last write into a folder, so that a folder without one is unfinished.
 """
 
 from __future__ import annotations

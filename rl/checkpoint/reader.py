@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from rl.checkpoint import host_state, manifest
-from rl.checkpoint.arrays import read_arrays
+from rl.checkpoint import manifest
+from rl.checkpoint.contents import read_arrays, read_host
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.checkpoint.manifest import Problem
 from rl.cluster.processes import ALONE, Processes
@@ -78,7 +78,7 @@ def restore(
     lacking = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
     own = {path: x for path, x in wanted.items() if path.startswith(lacking)}
     flat = own | read_arrays(folder / ARRAYS, {p: x for p, x in wanted.items() if p not in own})
-    host = host_state.read(folder / "host")
+    host = read_host(folder / "host")
     tree = jax.tree.structure(template).unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
     linked = files if files.is_dir() and not files.is_symlink() else None
@@ -86,10 +86,7 @@ def restore(
 
 
 def check_structure(directory: Path, template: PyTree, optional: Sequence[str] = ()) -> None:
-    """Compare the newest checkpoint with shapes, by its manifest alone, as `restore` will.
-
-    Raises StructureMismatchError. Does nothing if no manifest can be read.
-    """
+    """Compare the newest readable manifest with shapes; StructureMismatchError."""
     for step in list_steps(directory):
         with contextlib.suppress(manifest.ManifestError):
             folder = step_folder(directory, step)

@@ -101,10 +101,7 @@ def _matching(pattern: Path, split: str | None, skip: str) -> tuple[Path, ...]:
 
 
 def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
-    """Yield matches of `parts` below a folder; `**` is any number of folders, no links.
-
-    As in a shell, only a part with a leading dot matches hidden names.
-    """
+    """Yield matches of `parts`, hidden names as in a shell; `**` is any folders, no links."""
     num_seen, level = 0, [base]
     for number, part in enumerate(parts):
         following: list[Path] = []

@@ -1,7 +1,4 @@
-"""The examples that a step trains on, a pure function of (seed, cursor), and their prompts' tokens.
-
-The cursor counts the examples consumed so far; a checkpoint saves nothing else of the data.
-"""
+"""The examples that a step trains on, a pure function of (seed, cursor), and their tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +15,7 @@ MOST_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would 
 
 @dataclasses.dataclass(frozen=True)
 class DataOrder:
-    """A new permutation of all examples in every epoch.
-
-    Position c is example π_e(c mod n), e = c // n, π_e drawn from (seed, e). Batches run over
-    epoch ends without dropping or repeating.
-    """
+    """A new permutation of all examples in every epoch e, drawn from (seed, e), without gaps."""
 
     num_examples: int
     seed: int

@@ -1,7 +1,6 @@
 """Procedural tasks from reasoning-gym: the safe ones, and their configuration by a spec.
 
-Entry i is a function of (seed, i) alone, in every process; no scorer evaluates the model's text;
-rewards are 0 to 1, and 1 for right answers only (docs/rewards.md: by task).
+Entry i is a function of (seed, i) alone, in every process; no scorer evaluates the model's text.
 """
 
 from __future__ import annotations
@@ -121,10 +120,7 @@ def check_name(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Procedural:
-    """A seeded generator with its verifier: `entry(i)` and `score(answer, entry)`.
-
-    An entry is a JSON-able dict of question, answer and metadata.
-    """
+    """A seeded generator of JSON-able entries (question, answer, metadata) with its verifier."""
 
     name: str
     dataset: Any

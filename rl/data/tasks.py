@@ -110,10 +110,7 @@ class TaskConfig:
 
 
 def open_task(spec: str, seed: int, size: int = 1000) -> Task:
-    """Open one task; `seed` and `size` (in examples) matter to procedural tasks only.
-
-    Raises ValueError or FileNotFoundError, which name the spec, the file and the line.
-    """
+    """Open one task; raises ValueError or FileNotFoundError, which name spec, file and line."""
     parsed = parse_spec(spec)
     if parsed.kind == "reasoning_gym":
         return _ProceduralTask(parsed, seed, size)

@@ -89,10 +89,7 @@ def split_user_function(function: str) -> tuple[Path, str]:
 
 
 def validate(config: RewardConfig) -> None:
-    """Check that every function's file or package is there, without running any user code.
-
-    Raises FileNotFoundError, ImportError, and ValueError for an unknown home folder.
-    """
+    """Check that every function's file or package is there, without running any user code."""
     for function in config.functions:
         if function == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ImportError(

@@ -1,8 +1,7 @@
 """Reward functions by name.
 
-A built-in function scores one response: a number, or None for "does not apply", which the sum
-over functions leaves out. A response without an answer scores 0. A user's function has TRL's
-signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+A built-in function scores one response: a number, or None for "does not apply". A user's function
+has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 """
 
 from __future__ import annotations
@@ -86,10 +85,7 @@ def load(function: str, extract: str) -> BuiltIn | UserFunction:
 
 
 def exact_match(completion: str, answer: str | None, extract: str) -> float | None:
-    """Return 1 if the extracted answer equals `answer` up to case and spacing, else 0.
-
-    An answer with the marker of `extract` is read in the same way as completions.
-    """
+    """Return 1 if the extracted answer equals `answer` up to case and spacing, else 0."""
     if answer is None:
         return None
     response, gold = extract_answer(extract, completion), expected_answer(extract, answer)

@@ -1,4 +1,4 @@
-"""Scoring in worker processes: `submit` returns at once, and every future gets a result.
+"""Scoring in worker processes.
 
 A scorer that raises, hangs, dies or returns nonsense costs its one sample a reward by
 `RewardConfig.on_failure`, is counted, and its worker is replaced if needed.
@@ -181,20 +181,18 @@ class RewardPool(Rewards):
                 stopped = error
                 self._stop(slot)
                 if stopped.function is not None and not self._closed:
-                    return self._failed_outcomes(stopped.function, stopped)
+                    message = stopped.message
+                    if stopped.kind == "deadline":
+                        limit_s = self.config.deadline_s
+                        message = f"no result within Reward.deadline_s={limit_s}; killed"
+                    outcomes: Outcomes = [[None, None, None] for _ in self.config.names]
+                    outcomes[stopped.function] = [None, stopped.kind, message]
+                    return outcomes
         text = (
             f"{MOST_ATTEMPTS} reward workers ended before they could start on one sample (the "
             f"last: {stopped}): does its task need more than Reward.memory_limit_mib?"
         )
         raise self._fail(RewardWorkerError(text))
-
-    def _failed_outcomes(self, function: int, stopped: WorkerStopped) -> Outcomes:
-        message = stopped.message
-        if stopped.kind == "deadline":
-            message = f"no result within Reward.deadline_s={self.config.deadline_s}; killed"
-        outcomes: Outcomes = [[None, None, None] for _ in self.config.names]
-        outcomes[function] = [None, stopped.kind, message]
-        return outcomes
 
 
 def sample_limit_s(config: RewardConfig, startup_s: float = STARTUP_S) -> float:

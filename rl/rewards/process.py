@@ -1,7 +1,6 @@
 """The parent's side of a reward worker process: start, score, kill.
 
-Invariants: `score` returns or raises within its limits, whatever the worker does, and its result
-belongs to that sample: every line carries the ticket of its request.
+`score` returns or raises within its limits; every line carries the ticket of its request.
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ class Score:
 class Rewards(abc.ABC):
     """Scores samples in other processes and in any order. Use as a context manager.
 
-    counters: failures by (function name, kind); kinds are `raised`, `deadline`, `died`,
-      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`. The name is `sum`
-      for a sum that is not finite.
+    counters: failures by (function name, kind); for a sum that is not finite the name is `sum`.
     """
 
     def __init__(self, config: RewardConfig, timeout_s: float) -> None:
@@ -106,8 +104,7 @@ class Rewards(abc.ABC):
     def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
         """Wait for a sample's score; `on_wait` is called meanwhile, and may raise.
 
-        Raises the future's error, and RewardWorkerError if no score has come within all limits of
-        one sample together.
+        Raises the future's error, or RewardWorkerError once all limits of one sample have passed.
         """
         start_s = time.monotonic()
         while not wait([future], _POLL_S).done:

@@ -101,10 +101,7 @@ def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
 
 
 def read_result(result: Any) -> ScoreOutcome:
-    """Check a function's result for one sample: a list of one finite number or None.
-
-    Arrays and scalars of numpy and the like count as their Python values, True as 1.
-    """
+    """Check a function's result for one sample: a list (or array) of one finite number or None."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):

@@ -11,7 +11,7 @@ from page_reference import B, arrays, h, only_live, reference
 
 from models.kernels import page_attention_tpu
 from models.kernels.page_attention_tpu import append_and_attend, takes
-from models.kernels.tiles import PageTiles
+from models.kernels.page_blocks import PageTiles
 from models.page_attention import append_and_attend as with_any_path
 
 NO_PAGE = 2**30  # the simulator raises where it is read
