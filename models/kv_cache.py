@@ -166,19 +166,17 @@ def init(
     )
 
 
-def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache | Entries) -> KVCache:
-    """Map `one(array, *arrays of the others, kind)` over all arrays."""
+def map_arrays(
+    one: Callable[..., Any], cache: Any, *more: Any, keys: Kind = KEYS, values: Kind = VALUES
+) -> Any:
+    """Map `one(array, *arrays of the others, kind)` over all arrays of caches."""
 
     def each(name: str, kind: Kind) -> tuple[Any, ...]:
         columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
         return tuple(one(*arrays, kind) for arrays in columns)
 
-    return KVCache(
-        each("keys", KEYS),
-        each("values", VALUES),
-        each("features", FEATURES),
-        cache.feature_layers,
-    )
+    kinds = {"keys": keys, "values": values, "features": FEATURES}
+    return dataclasses.replace(cache, **{name: each(name, kind) for name, kind in kinds.items()})
 
 
 def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:

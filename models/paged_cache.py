@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from models import kv_cache
 from models.attention import PartialSoftmax, causal_mask, joined, partial_attention
 from models.config import ModelConfig
-from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
+from models.kv_cache import FEATURES, VALUES, Entries, Kind, KVCache, Pending, pin
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
 from models.page_attention import append_and_attend, attend_pages, place_of, write_entries
 from models.sharding import fitting_spec
@@ -214,21 +214,11 @@ class PagedCache:
         """Write X entries, `[X, K, h]` and `[X, F]`; drop those of positions without a page."""
         place = place_of(self.table_BN, row_X, position_X, self.values[0])
 
-        def all_of(
-            pages: Sequence[jax.Array], new: Sequence[jax.Array], kind: Kind
-        ) -> tuple[jax.Array, ...]:
-            pairs = zip(pages, new, strict=True)
-            return tuple(
-                put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
-                for old, x in pairs
-            )
+        def write(old: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
+            return put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
 
-        return dataclasses.replace(
-            self,
-            keys=all_of(self.keys, keys, VALUES),
-            values=all_of(self.values, values, VALUES),
-            features=all_of(self.features, features, FEATURES),
-        )
+        new = Entries(tuple(keys), tuple(values), tuple(features))
+        return kv_cache.map_arrays(write, self, new, keys=VALUES)
 
 
 Cache = KVCache | PagedCache
@@ -332,14 +322,4 @@ class _Split:
 
 def map_pages(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
     """Map `one(pages, *those of the others, kind)` over all arrays of pages."""
-
-    def each(name: str, kind: Kind) -> tuple[jax.Array, ...]:
-        columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
-        return tuple(one(*arrays, kind) for arrays in columns)
-
-    return dataclasses.replace(
-        cache,
-        keys=each("keys", VALUES),
-        values=each("values", VALUES),
-        features=each("features", FEATURES),
-    )
+    return kv_cache.map_arrays(one, cache, *more, keys=VALUES)

@@ -209,7 +209,8 @@ def hidden_with_cache(
         tokens_XN = jnp.concatenate([tokens_BN, chunks.tokens_TC.reshape(-1, 1)])
         positions_XN = jnp.concatenate([positions_BN, chunks.positions_TC.reshape(-1, 1)])
     rope = rope_turns(config, positions_XN)
-    layers, entries, outputs = list[Any](), list[Any](), list[jax.Array]()
+    layers, entries = list[Any](), list[Any]()
+    outputs: list[jax.Array] = []
     x_XND = embed(params.embedding_VD, tokens_XN)
     for i, layer in enumerate(params.layers):
         x_XND, held, entry = _cached_layer(

@@ -199,7 +199,7 @@ def _sections(schema: type) -> dict[str, _Section]:
     for field in dataclasses.fields(schema):
         cls = hints[field.name]
         name = cls.__name__.removesuffix("Config")
-        assert dataclasses.is_dataclass(cls) and name not in sections
+        assert name not in sections
         default: Any = None if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING and field.default_factory is not cls:
             default = field.default_factory()
