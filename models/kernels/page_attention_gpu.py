@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.attention import LOG2_E, NEGATIVE
+from models.kernels import LOG2_E, NEGATIVE
 from models.kernels.hopper import ROWS, GpuPageTiles, WarpGroup, gpu_page_tiles, shared_tiles
 from models.kernels.page_blocks import heads_of_rows, rows_by_head
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.attention import LOG2_E, NEGATIVE, precision_of
+from models.kernels import LOG2_E, NEGATIVE
 from models.kernels.page_blocks import (
     ANYWHERE,
     LANES,
@@ -190,7 +190,8 @@ def _wide(x_Xl: jax.Array, width: int) -> jax.Array:
 
 def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     """Multiply x's last axis with one of y's."""
-    axes, precision = (((1,), (axis,)), ((), ())), precision_of(x)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    axes = ((1,), (axis,)), ((), ())
     return jax.lax.dot_general(x, y, axes, precision, preferred_element_type=jnp.float32)
 
 

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.attention import LOG2_E, NEGATIVE
-from models.kernels import row_pairs
+from models.kernels import LOG2_E, NEGATIVE, row_pairs
 from models.kernels.hopper import ROWS, WarpGroup, shared_tiles
 
 _BLOCK_TOKENS = ROWS  # of queries and of keys

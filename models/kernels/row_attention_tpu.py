@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.attention import LOG2_E, NEGATIVE
-from models.kernels import row_pairs
+from models.kernels import LOG2_E, NEGATIVE, row_pairs
 
 _LANES = 128
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
