@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from models import hf_files
-from models.config import Architecture, Llama3RopeScaling, ModelConfig
+from models.config import Architecture, Layer, Llama3RopeScaling, ModelConfig, Params, param_specs
 from models.hf_files import MAX_NAMED, Entry, Stored, escaped, shown
-from models.params import Layer, Params, param_specs
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

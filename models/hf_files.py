@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from models.config import leaves
 from models.folder import Folder
-from models.params import leaves
 
 if TYPE_CHECKING:
     import jax

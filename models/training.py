@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.config import Layer
 from models.layout import layers_kept_apart
-from models.params import Layer
 from models.sharding import constrain
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]

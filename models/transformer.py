@@ -31,12 +31,11 @@ from models.attention import (
     causal_mask,
     packed_mask,
 )
-from models.config import ModelConfig
+from models.config import Layer, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
 from models.layers import feed_forward, linear, mean_square, rope_turns, rotate
 from models.layout import LONG_ROW_TOKENS
 from models.paged_cache import PagedCache
-from models.params import Layer, Params, ParamSpec, param_specs
 from models.row_attention import attend_rows
 from models.sharding import constrain
 from models.training import through_layers

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import hf, hf_files, transformer
 from models.config import Llama3RopeScaling, MeshConfig, ModelConfig
-from models.params import num_params as count_params
+from models.config import num_params as count_params
 from models.sharding import make_mesh
 
 LOGITS = jax.jit(transformer.logits, static_argnums=0)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from models import kv_cache, transformer
 from models.attention import Packing, attend, attend_causally, packed_mask
-from models.config import Llama3RopeScaling, ModelConfig
+from models.config import Llama3RopeScaling, ModelConfig, num_params
 from models.layout import causal_block_tokens
-from models.params import num_params
 
 LLAMA = ModelConfig(
     architecture="llama",
