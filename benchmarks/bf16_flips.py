@@ -71,7 +71,7 @@ def forced(
         mask_BNS = jnp.broadcast_to(jnp.arange(T) <= at_N[:, None], (B, num_nodes, T))
         start_B = jnp.full(B, start)
         tokens_BN = tokens_BT[:, at_N]
-        hidden_BND, cache = transformer.hidden_with_cache(
+        hidden_BND, cache, _ = transformer.hidden_with_cache(
             config, params, cache, tokens_BN, at_BN, start_B, mask_BNS
         )
         logits_BNV = transformer.head(params, hidden_BND)

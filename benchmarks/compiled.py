@@ -204,7 +204,7 @@ def whole_arrays(cache: str, devices: Any) -> int:
 
 def floor_ms(target: Any) -> float:
     """Return the milliseconds in which a chip reads its keys, values and weights once."""
-    from models.params import leaves, param_specs
+    from models.config import leaves, param_specs
 
     numbers = sum(math.prod(spec.shape) for spec in leaves(param_specs(QWEN3)))
     numbers -= QWEN3.vocab_size * QWEN3.d_model  # an embedding is looked up
@@ -327,8 +327,8 @@ def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from models.config import param_specs
     from models.layout import RULES
-    from models.params import param_specs
     from models.sharding import fitting_sharding, make_mesh
     from rl.learner import gradient_accumulation, micro_batches, trainer
     from rl.learner.config import TrainerConfig, TrainSpec

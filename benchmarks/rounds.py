@@ -26,7 +26,7 @@ from benchmarks.shape import Shape
 from benchmarks.turns import in_turns
 from models import transformer
 from models.config import ModelConfig
-from models.rope import rope_turns
+from models.layers import rope_turns
 from models.transformer import Params
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine

@@ -1,11 +1,10 @@
 """Attention: over whole sequences (training), and of packed nodes over a cache (rollouts).
 
-Scores and softmax are float32 whatever the inputs are. `attend` and `attend_nodes` are the places
-where an accelerator kernel may be put in; the code here is the portable path.
+Scores and softmax are float32. This is the portable path; kernels take the place of `CachedLayer`s.
 
 Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, G = H/K query heads of one
-key/value head, h head size. Of packed nodes: M in all, W of a row. Of chunks: T in all,
-C tokens of each, X = T·C.
+key/value head, h head size. Of packed nodes: M in all, W of a row. Of chunks: T in all, C tokens
+of each, X = T·C.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Packed rows: several prompts, each followed by responses that do not see one another.
+    """Packed rows: several prompts, each followed by responses that do not see one another; int32.
 
-    `positions_BT` are rotary positions; `prompt_BT` numbers the prompts of a row
-    (0: padding), `branch_BT` is 0 for tokens that all responses to the prompt share
-    and else numbers the response. All int32.
+    `prompt_BT` numbers the prompts of a row (0: padding), `branch_BT` the responses (0: the
+    prompt's tokens, which all share). `positions_BT` are rotary positions.
     """
 
     positions_BT: jax.Array
@@ -39,11 +37,7 @@ class Packing:
 
 
 def precision_of(x: jax.Array) -> jax.lax.Precision | None:
-    """Return the precision of products of x's dtype: float32 is float32 on every backend.
-
-    Accelerators would multiply float32 in TF32 or in passes of bfloat16 by default. Other dtypes
-    keep their backend's precision (None).
-    """
+    """Return the precision of products of x's dtype: float32 is float32 on every backend."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
@@ -69,10 +63,10 @@ def may_see(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trees:
-    """Where packed nodes lie by cache row: node m is the `place_M`-th of row `row_M`.
+    """Places of packed nodes by cache row: node m is the `place_M`-th of row `row_M`.
 
-    Those of row b lie one after the other from node `first_B` on, at most W.
-    `path_BWW[b, i, j]`: its j-th node is its i-th or an ancestor of that.
+    Row b has up to W consecutive nodes from `first_B` on. `path_BWW[b, i, j]`: its j-th node is its
+    i-th or an ancestor of that.
     """
 
     row_M: jax.Array
@@ -86,9 +80,9 @@ class Trees:
 class Chunks:
     """Known tokens that a round computes beside its nodes: C of a row each, from `start_T` on.
 
-    A row may have several chunks, each later one from where the one before ends, or from less far.
-    Its row `slot_T` of the cache holds all positions before the first of them. Chunks of slot −1
-    are padding, behind the others. If they `are_apart` no row has two of them.
+    A later chunk of a row starts at the end of the one before, or earlier. Row `slot_T` of the
+    cache holds all positions before the row's first chunk. Chunks of slot −1 are padding at the
+    end. If they `are_apart`, no row has two of them.
     """
 
     slot_T: jax.Array
@@ -119,7 +113,7 @@ class Chunks:
     def mask_XX(self) -> jax.Array:
         """mask[x, y]: token y is x or before it in its row, each position once; bool [X, X].
 
-        Of a row's other chunks a token sees those that begin before its own, up to there.
+        Of a row's other chunks a token sees those that begin before its own, up to its own start.
         """
         chunk_X = jnp.repeat(jnp.arange(len(self.slot_T)), self.tokens_TC.shape[1])
         position_X, start_X = self.positions_TC.reshape(-1), self.start_T[chunk_X]
@@ -134,8 +128,8 @@ class Chunks:
 class PartialSoftmax:
     """A softmax over some of the keys: Σ 2^(score − top) · v, top, and Σ 2^(score − top).
 
-    Scores are q·k/√h · log₂e, the top is the highest one, below float32 its nearest whole number.
-    Float32 [B, W, H, h] and twice [B, W, H, 1]. Over no key at all the top is `NEGATIVE`.
+    Scores are q·k/√h · log₂e; the top is the highest, below float32 rounded to a whole number, and
+    `NEGATIVE` over no key. Float32 [B, W, H, h] and twice [B, W, H, 1].
     """
 
     out: jax.Array
@@ -160,10 +154,7 @@ class CachedLayer(Protocol):
 def attend(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
-    """softmax(q·k/√h where the mask allows)·v with grouped heads; [B, T, H, h].
-
-    The sum of the softmax divides the product, not its S weights: a pass less over them.
-    """
+    """Return softmax(q·k/√h)·v over the keys of the mask, with grouped heads; [B, T, H, h]."""
     found = partial_attention(q_BTHh, k_BKhS, v_BKSh, mask_BTS)
     return (found.out / found.total).astype(v_BKSh.dtype)
 
@@ -188,13 +179,11 @@ def attend_nodes(
 ) -> jax.Array:
     """Attention of packed nodes: to the first `length` positions of their row, and to their path.
 
-    `k_MKh` and `v_MKh` are the nodes' own, which no cache holds yet. The two softmaxes are joined
-    by their maxima and sums:
+    The nodes' own `k_MKh` and `v_MKh` are not in the cache yet. The two softmaxes are joined:
 
         out = (o₁ 2^(t₁ − t) + o₂ 2^(t₂ − t)) / (Σ₁ 2^(t₁ − t) + Σ₂ 2^(t₂ − t)),  t = max(t₁, t₂)
 
-    Without `trees` node m is the only one of row m. Here rows are padded to W nodes.
-    Source: docs/architecture.md, "The round".
+    Without `trees` node m is the only one of row m. Rows are padded to W nodes.
     """
     if trees is None:
         of_prefix = cached.of_prefix(q_MHh[:, None], length_B)
@@ -219,10 +208,7 @@ def attend_chunks(
     cached: CachedLayer,
     chunks: Chunks,
 ) -> jax.Array:
-    """Attention of chunks: to what the cache holds of their row, and to the row's tokens so far.
-
-    The two softmaxes are joined as in `attend_nodes`.
-    """
+    """Attention of chunks: to the cached positions of their row, and to the row's tokens so far."""
     of_prefix = cached.of_chunks(q_TCHh, jnp.maximum(chunks.slot_T, 0), chunks.prefix_T)
     if chunks.are_apart:
         k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
@@ -250,10 +236,9 @@ def joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
 
 
 def weights(scores: jax.Array, top: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """2^(score − top) of a whole number `top`, float32; they will be rounded to `dtype`.
+    """Return 2^(score − top) of a whole number `top`, float32, to be rounded to `dtype`.
 
-    Below float32, another top gives the same mantissas: so the weights have the same rounding in a
-    softmax over some of the keys as in one over all of them.
+    Below float32 all tops give the same mantissas, hence the same rounding in partial softmaxes.
     """
     if dtype == jnp.float32:
         return jnp.exp2(scores - top)
@@ -295,10 +280,9 @@ def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> Parti
 
 
 def _products(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
-    """q·k, float32 [B, K, X, S].
+    """Return q·k, float32 [B, K, X, S].
 
-    A CPU's product of bfloat16 sums in an order that depends on the number of queries, unless its
-    operands are float32.
+    A CPU's product of bfloat16 sums in an order that depends on the number of queries.
     """
 
     def product(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
@@ -326,10 +310,7 @@ def _apart(x: jax.Array) -> jax.Array:
 def partial_attention(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> PartialSoftmax:
-    """The softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32.
-
-    Where the mask allows nothing the top is `NEGATIVE`, so that it weighs nothing beside others.
-    """
+    """Return the softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32."""
     B, T, H, h = q_BTHh.shape
     K = k_BKhS.shape[1]
     G = H // K
@@ -367,10 +348,7 @@ def partial_attention(
 def attend_causally(
     q_BTHh: jax.Array, k_BKhT: jax.Array, v_BKTh: jax.Array, mask_BTT: jax.Array
 ) -> jax.Array:
-    """Compute `attend` where no position sees a later one, in blocks of queries; [B, T, H, h].
-
-    A block of queries skips the keys behind it.
-    """
+    """Compute `attend` with causal masks, by blocks of queries, which skip later keys."""
     T = q_BTHh.shape[1]
     if (size := causal_block_tokens(T)) == T:
         return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)

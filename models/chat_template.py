@@ -1,10 +1,9 @@
 """Chat templates, rendered in a child process.
 
-A template is a Jinja program that came with a folder. transformers' sandbox keeps it away from
-Python and from files, but does not bound its computation: `"a" * 10**10` is one product. So a child
-process renders it, with `MEMORY_BYTES` more than it started with, `DEADLINE_S` for each prompt and
-`MAX_CHARACTERS` for the text. If it exceeds a bound it ends, and the next prompt starts another.
-One child serves all tokenizers of a process.
+A template is a Jinja program from a stranger's folder. transformers' sandbox does not bound its
+computation (`"a" * 10**10`), so a child process renders it, with `MEMORY_BYTES` more than it
+started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. If it exceeds a bound
+it ends, and the next prompt starts another. One child serves all tokenizers of a process.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Renderer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """Render a conversation as text; `names` are the other variables of the template.
-
-        Raises ValueError if the template fails or exceeds a bound.
-        """
+        """Render a conversation with the template's other variables; ValueError if that fails."""
         request = {"template": template, "messages": list(messages), "names": names}
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
@@ -119,11 +115,15 @@ def _serve(deadline_s: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.alarm(START_S)
+    import resource  # not on every system
+
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with answers
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    _limit_memory()
+    if (statm := Path("/proc/self/statm")).exists():  # other systems have only the deadline
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin.buffer:
         signal.alarm(deadline_s)
         answer = _render(render_jinja_template, line)
@@ -135,26 +135,13 @@ def _serve(deadline_s: int) -> None:
 def _render(render: Any, line: bytes) -> dict[str, str]:
     request = json.loads(line)
     try:
-        texts, _ = render(
-            conversations=[request["messages"]],
-            chat_template=request["template"],
-            **request["names"],
-        )
+        chat, names = [request["messages"]], request["names"]
+        texts, _ = render(conversations=chat, chat_template=request["template"], **names)
     except Exception as error:  # of many types, all caused by the template
         return {"error": ascii(f"{type(error).__name__}: {str(error)[:300]}")[1:-1]}
     if len(texts[0]) > MAX_CHARACTERS:
         return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(texts[0])}"}
     return {"text": texts[0]}
-
-
-def _limit_memory() -> None:
-    import resource
-
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # other systems have only the deadline
-        mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
-        limit = mapped + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""The configuration of a policy: the shape of a dense decoder, without its weights.
+"""The configuration of a policy, a dense decoder, and the specification of each of its weights.
 
-One dataclass covers Llama 3.x, Qwen2/2.5 and Qwen3 dense; the architectures
-differ in three facts (`qkv_bias`, `qk_norm`, `rope_scaling`), not in code.
+Llama 3.x, Qwen2/2.5 and Qwen3 differ in `qkv_bias`, `qk_norm` and `rope_scaling`. No jax is needed.
+Matrices are [out, in]. Shape suffixes: V vocabulary, D model width, F feed-forward width, h head
+size, Q = H·h all query heads, P = K·h all key/value heads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -26,9 +28,8 @@ class Llama3RopeScaling:
 class ModelConfig:
     """Shape of a decoder-only transformer with grouped-query attention.
 
-    `head_dim` is free: it need not be `d_model / num_heads`. `max_positions` is
-    the longest sequence the model was made for; the engine refuses longer ones.
-    `eos_token_ids` end a response; they are part of the HF folder's config.
+    `head_dim` need not be `d_model / num_heads`. The engine refuses sequences longer than
+    `max_positions`. `eos_token_ids` end a response.
     """
 
     architecture: Architecture
@@ -90,3 +91,95 @@ class MeshConfig:
                 f"mesh sizes must be positive (data may be -1 for 'the rest'), got "
                 f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer; the optional ones are None where the architecture has none."""
+
+    attention_norm_D: Any
+    query_QD: Any
+    key_PD: Any
+    value_PD: Any
+    output_DQ: Any
+    mlp_norm_D: Any
+    gate_FD: Any
+    up_FD: Any
+    down_DF: Any
+    query_bias_Q: Any = None
+    key_bias_P: Any = None
+    value_bias_P: Any = None
+    query_norm_h: Any = None
+    key_norm_h: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Weights of a policy; `head_VD` is None where it is the embedding."""
+
+    embedding_VD: Any
+    layers: tuple[Layer, ...]
+    final_norm_D: Any
+    head_VD: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """Shape, logical axes and initial scale: a standard deviation, None for ones, 0 for zeros."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    scale: float | None
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """Return the tree of `ParamSpec` that initialisation, shardings and file names derive from."""
+    D, F, V, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
+    Q, P = config.num_heads * h, config.num_kv_heads * h
+    into, out = D**-0.5, (2 * config.num_layers) ** -0.5
+
+    def matrix(outputs: int, inputs: int, axes: tuple[str, str], scale: float) -> ParamSpec:
+        return ParamSpec((outputs, inputs), axes, scale)
+
+    def vector(size: int, axis: str | None, scale: float | None) -> ParamSpec:
+        return ParamSpec((size,), (axis,), scale)
+
+    layer = Layer(
+        attention_norm_D=vector(D, None, None),
+        query_QD=matrix(Q, D, ("heads", "embed"), into),
+        key_PD=matrix(P, D, ("kv_heads", "embed"), into),
+        value_PD=matrix(P, D, ("kv_heads", "embed"), into),
+        output_DQ=matrix(D, Q, ("embed", "heads"), Q**-0.5 * out),
+        mlp_norm_D=vector(D, None, None),
+        gate_FD=matrix(F, D, ("mlp", "embed"), into),
+        up_FD=matrix(F, D, ("mlp", "embed"), into),
+        down_DF=matrix(D, F, ("embed", "mlp"), F**-0.5 * out),
+        query_bias_Q=vector(Q, "heads", 0.0) if config.qkv_bias else None,
+        key_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
+        value_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
+        query_norm_h=vector(h, None, None) if config.qk_norm else None,
+        key_norm_h=vector(h, None, None) if config.qk_norm else None,
+    )
+    return Params(
+        embedding_VD=matrix(V, D, ("vocab", "embed"), 0.02),
+        layers=(layer,) * config.num_layers,
+        final_norm_D=vector(D, None, None),
+        head_VD=None if config.tied_embeddings else matrix(V, D, ("vocab", "embed"), into),
+    )
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree of weights, specs or names, in the order of `jax.tree.leaves`."""
+    if tree is None:
+        return []
+    if isinstance(tree, tuple):
+        return [leaf for part in tree for leaf in leaves(part)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, ParamSpec):
+        parts = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+        return [leaf for part in parts for leaf in leaves(part)]
+    return [tree]
+
+
+def num_params(config: ModelConfig) -> int:
+    """Return the number of weights of a policy."""
+    return sum(math.prod(spec.shape) for spec in leaves(param_specs(config)))

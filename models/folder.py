@@ -1,11 +1,8 @@
 """A folder held by a handle: files are read and written in it without following links.
 
-A run folder may come from somebody else, and be full of links. So every file of a run is opened
-by one name relative to a handle (`dir_fd`), and nothing is created, appended to, replaced or
-deleted anywhere else. Only plain files are opened: a pipe or a device under a file's name would
-block.
-
-POSIX only (Linux, macOS): Windows has no `dir_fd`, and `rl.checkpoint.checkpointer` no lock there.
+A run folder may come from somebody else, and be full of links. So every file of a run is opened by
+one name relative to a handle (`dir_fd`), and only plain files: a pipe or a device would block.
+POSIX only: Windows has no `dir_fd`.
 """
 
 from __future__ import annotations
@@ -29,10 +26,7 @@ class LinkError(OSError):
 
 
 class Folder:
-    """An existing folder by its handle; `path` is for messages and for libraries.
-
-    Names are those of direct entries: one part, no separators.
-    """
+    """An existing folder by its handle; names are of direct entries. `path` is for messages."""
 
     def __init__(self, path: Path | str, *, create: bool = False) -> None:
         """Open `path`, which may be a link, since the user names it. Raises OSError."""
@@ -85,10 +79,7 @@ class Folder:
             return file.read()
 
     def replace(self, name: str, content: bytes | str) -> None:
-        """Write a file (text as UTF-8) durably and atomically, in place of any entry of that name.
-
-        A link is replaced without being opened. Raises OSError.
-        """
+        """Write a file (text as UTF-8) durably and atomically, in place of any entry."""
         temporary = f".{_plain(name)}.tmp"
         self.remove(temporary, missing_ok=True)  # from a killed process
         try:
@@ -108,19 +99,13 @@ class Folder:
         return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def append(self, name: str) -> BinaryIO:
-        """Open or create a file to append to, unbuffered.
-
-        A file with a second name somewhere (a hard link) is replaced by a copy first.
-        """
+        """Open or create a file to append to, unbuffered; a hard link is copied first."""
         if self.is_file(name) and self._stat(name).st_nlink > 1:
             self.replace(name, self.read(name))
         return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab", buffering=0)
 
     def lock(self, name: str) -> BinaryIO | None:
-        """Open and lock a file until it is closed; None if another process holds the lock.
-
-        Raises OSError if the file cannot be opened, or the file system has no locks.
-        """
+        """Open and lock a file until it is closed; None if another process has the lock."""
         file = self._file(name, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
         try:
             # lockf, not flock: a forked child that outlives a killed run must not hold it.

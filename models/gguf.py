@@ -1,8 +1,4 @@
-"""The policy in a GGUF file: its config and its tensors, and the tokens it names.
-
-llama.cpp stores the numbers of a Hugging Face folder under other names, which the `gguf` package
-knows. `rl.export` writes such a file as a Hugging Face folder.
-"""
+"""The policy in a GGUF file: its config, its tensors, and the tokens that it names."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from models import hf_config
+from models import hf
 from models.config import Llama3RopeScaling, ModelConfig
 from models.gguf_header import Header, StoredGguf, package
 from models.hf_files import Entry, Stored, shown
@@ -58,11 +54,8 @@ _CONTROL = 3  # a type of tokens
 
 
 def config_of(header: Header) -> ModelConfig:
-    """Return the config of a file's policy.
-
-    Raises ValueError for another architecture, and for anything unknown, unsupported or missing.
-    """
-    classes = {f.architecture: f.model_class for f in hf_config.FAMILIES.values()}
+    """Return the config of a file's policy; ValueError for anything unknown or missing."""
+    classes = {f.architecture: f.model_class for f in hf.FAMILIES.values()}
     name, metadata = header.architecture, header.metadata
     if name not in list(classes):
         header.fail(
@@ -85,7 +78,7 @@ def config_of(header: Header) -> ModelConfig:
         "pad_token_id": token_id(header, "padding"),
         "eos_token_id": list(end_tokens(header)),
     }
-    config = hf_config.parse(content, {}, str(header.path))
+    config = hf.parse_config(content, {}, str(header.path))
     for key in _HEAD_SIZES:
         if (got := metadata.get(f"{name}.{key}", config.head_dim)) != config.head_dim:
             header.fail(
@@ -111,14 +104,14 @@ def _refuse_options(header: Header) -> None:
     }
     fixed = {key: _FIXED.get(key.removeprefix(prefix)) for key in options}
     kind = {"general.type": metadata.get("general.type")}
-    hf_config.refuse_options(options | kind, str(header.path), {**fixed, "general.type": "model"})
+    hf.refuse_options(options | kind, str(header.path), {**fixed, "general.type": "model"})
 
 
 def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | None:
     """Return Llama 3's scaling if the file has its factors, one for each pair of a head.
 
-    The file has only the resulting factors. Every published model has 1 and 4 as low and high
-    factor, so original lengths are tried; the ones that fit give the same frequencies.
+    Every published model has 1 and 4 as low and high factor, so original lengths are tried; the
+    ones that fit give the same frequencies.
     """
     stored = header.tensors.get(_ROPE_FACTORS)
     if stored is None:
@@ -149,10 +142,9 @@ def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | No
 
 
 def stored_of(header: Header, config: ModelConfig) -> dict[str, Stored]:
-    """Return the tensors of a file by their names in it.
+    """Return the tensors of a file by their names in it; ValueError for an unreadable type.
 
     In files of Llama, llama.cpp interleaves the two halves of every head's query and key rows.
-    Raises ValueError for a type that the `gguf` package cannot dequantize.
     """
     for tensor in {tensor.kind: tensor for tensor in header.tensors.values()}.values():
         _refuse_unreadable(header, tensor)

@@ -1,8 +1,7 @@
-"""The header of a GGUF file: metadata and the places of tensors, checked before they are used.
+"""The header of a GGUF file: metadata and the places of tensors.
 
 Every count, length, type and offset is compared with the size of the file and with a bound before
-anything is read or allocated by it, so a damaged or hostile file costs one sentence.
-(`gguf.GGUFReader` believes all of them.) No weights are read. The format:
+anything is read or allocated by it (`gguf.GGUFReader` believes all of them). The format:
 github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -12,7 +11,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -25,8 +23,8 @@ MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 250,000 tokens with merges take
 MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
 MAX_ELEMENTS = 2**22  # of all arrays together
 _MAX_AXES = 4
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? text array <u8 <i8 <f8".split()
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +52,9 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class StoredGguf(Stored):
-    """A tensor in a GGUF file, dequantized to float32 when read.
+    """A tensor of a `gguf.GGMLQuantizationType`, dequantized to float32 when read.
 
-    `kind` is a `gguf.GGMLQuantizationType`. `interleaved_heads` is the number of heads whose
-    rows llama.cpp interleaved, 0 for rows in order.
+    `interleaved_heads` is the number of heads whose rows llama.cpp interleaved, or 0.
     """
 
     kind: Any
@@ -121,7 +118,7 @@ class _HeaderReader:
         self.position = self.num_elements = 0
 
     def header(self) -> Header:
-        magic, version = self.take(4, "the word GGUF"), self.number("I", "the version")
+        magic, version = self.take(4, "the word GGUF"), self.number(4, "the version")
         if magic != b"GGUF" or version not in (2, 3):
             self.fail(
                 "expected the word GGUF and version 2 or 3 in little-endian order, got "
@@ -135,22 +132,21 @@ class _HeaderReader:
             if key in metadata:
                 self.fail(f"expected every key once, got {shown(key)} twice")
             name = f"the value of {escaped(key)}"
-            metadata[key] = self.value(self.number("I", f"the type of {name}"), name)
+            metadata[key] = self.value(self.number(4, f"the type of {name}"), name)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             self.fail(f"expected general.alignment as a power of two, got {shown(alignment)}")
-        tensors: dict[str, StoredGguf] = {}
-        for _ in range(num_tensors):
-            tensor = self.tensor()
-            if tensor.name in tensors:
-                self.fail(f"expected every tensor once, got {shown(tensor.name)} twice")
-            tensors[tensor.name] = tensor
+        tensors = [self.tensor() for _ in range(num_tensors)]
         return Header(self.path, metadata, self.placed(tensors, alignment))
 
-    def placed(self, tensors: dict[str, StoredGguf], alignment: int) -> dict[str, StoredGguf]:
-        """Return tensors with offsets from the file's start; they may not overlap."""
+    def placed(self, tensors: list[StoredGguf], alignment: int) -> dict[str, StoredGguf]:
+        """Return tensors by name, with offsets from the file's start; they may not overlap."""
         start, end, before = -(-self.position // alignment) * alignment, 0, "the header"
-        for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+        placed: dict[str, StoredGguf] = {}
+        for tensor in sorted(tensors, key=lambda t: t.offset):
+            if tensor.name in placed:
+                self.fail(f"expected every tensor once, got {shown(tensor.name)} twice")
+            placed[tensor.name] = dataclasses.replace(tensor, offset=start + tensor.offset)
             is_apart = tensor.offset >= end and tensor.offset % alignment == 0
             end = tensor.offset + tensor.num_bytes
             if not is_apart or start + end > self.size:
@@ -160,19 +156,16 @@ class _HeaderReader:
                     f"{tensor.offset} after the header's {start}"
                 )
             before = tensor.name
-        return {
-            name: dataclasses.replace(tensor, offset=start + tensor.offset)
-            for name, tensor in tensors.items()
-        }
+        return placed
 
     def tensor(self) -> StoredGguf:
         """Read one entry; its offset counts from the end of the header."""
         name = self.string("the name of a tensor")
         where = f"tensor {escaped(name)}"
-        if not 1 <= (num_axes := self.number("I", f"the number of axes of {where}")) <= _MAX_AXES:
+        if not 1 <= (num_axes := self.number(4, f"the number of axes of {where}")) <= _MAX_AXES:
             self.fail(f"expected {where} with 1 to {_MAX_AXES} axes, got {num_axes}")
-        sizes = [self.number("Q", f"the shape of {where}") for _ in range(num_axes)]
-        type_id, offset = self.number("I", f"the type of {where}"), self.number("Q", where)
+        sizes = [self.number(8, f"the shape of {where}") for _ in range(num_axes)]
+        type_id, offset = self.number(4, f"the type of {where}"), self.number(8, where)
         kinds = {kind.value: kind for kind in package().GGML_QUANT_SIZES}
         if (kind := kinds.get(type_id)) is None:
             self.fail(
@@ -193,42 +186,36 @@ class _HeaderReader:
         if kind == _STRING:
             return self.string(where)
         if kind == _ARRAY:
-            return self.array(where)
-        if kind == _BOOL:
-            if (flag := self.number("B", where)) > 1:
-                self.fail(f"expected {where} as 0 or 1, got {flag}")
-            return bool(flag)
-        if kind not in _NUMBERS:
-            self.fail(f"expected {where} of a type from 0 to 12, got {kind}")
-        number = self.number(_NUMBERS[kind], where)
+            kind = self.number(4, f"the type of {where}")
+            count = self.count(f"elements in {where}", MAX_ELEMENTS - self.num_elements)
+            self.num_elements += count
+            if kind == _STRING:
+                return [self.string(where) for _ in range(count)]
+            return self.numbers(kind, count, where)
+        [number] = self.numbers(kind, 1, where)
         # the shortest decimal of a float32, as config.json has it
         return float(str(np.float32(number))) if kind == _FLOAT else number
 
-    def array(self, where: str) -> list[Any]:
-        kind = self.number("I", f"the type of {where}")
-        count = self.count(f"elements in {where}", MAX_ELEMENTS - self.num_elements)
-        self.num_elements += count
-        if kind == _STRING:
-            return [self.string(where) for _ in range(count)]
-        if kind not in _NUMBERS:
-            self.fail(f"expected {where} as numbers or strings, got elements of type {kind}")
-        element = np.dtype(f"<{_NUMBERS[kind]}")
+    def numbers(self, kind: int, count: int, where: str) -> list[Any]:
+        if kind in (_STRING, _ARRAY) or kind >= len(_TYPES):
+            self.fail(f"expected {where} as numbers or strings, got type {kind}")
+        element = np.dtype(_TYPES[kind])
         return np.frombuffer(self.take(count * element.itemsize, where), element).tolist()
 
     def count(self, what: str, max_count: int) -> int:
-        if (count := self.number("Q", f"the number of {what}")) > max_count:
+        if (count := self.number(8, f"the number of {what}")) > max_count:
             self.fail(f"expected at most {max_count} {what}, got {count}")
-        return int(count)
+        return count
 
     def string(self, where: str) -> str:
-        content = self.take(self.number("Q", f"the length of {where}"), where)
+        content = self.take(self.number(8, f"the length of {where}"), where)
         try:
             return content.decode()
         except UnicodeDecodeError:
             self.fail(f"expected {where} as UTF-8, got {shown(content)}")
 
-    def number(self, code: str, where: str) -> Any:
-        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), where))[0]
+    def number(self, num_bytes: int, where: str) -> int:
+        return int.from_bytes(self.take(num_bytes, where), "little")
 
     def take(self, num_bytes: int, where: str) -> bytes:
         left = self.size - self.position

@@ -1,9 +1,8 @@
 """The tokenizer in a GGUF file, built with the `tokenizers` library.
 
 A file of byte-level BPE has tokens, merges and the name of a way to split text before merging
-(`tokenizer.ggml.pre`). The tokenizer.json of models that bear a name says what it means; unknown
-names are refused, since tokens of wrong splits are valid, and worse. A file of SentencePiece has
-tokens and scores, which order the merges.
+(`tokenizer.ggml.pre`); unknown names are refused. A file of SentencePiece has tokens and scores,
+which order the merges.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 class _Split:
     """A way to split text before merging; `pattern` None is GPT-2's.
 
-    With `whole_words` a piece that is a token is not merged. `adds_bos` is the default of
+    With `whole_words` a piece that is a token is not merged. `adds_bos`: the default of
     add_bos_token.
     """
 
@@ -60,10 +59,7 @@ def is_known(header: Header) -> bool:
 
 
 def parts(header: Header) -> tuple[Any, dict[str, Any]]:
-    """Return the tokenizer of the `tokenizers` library and the settings of tokenizer_config.json.
-
-    Raises ValueError for a damaged tokenizer or one of an unknown kind.
-    """
+    """Return a tokenizer of the `tokenizers` library and tokenizer_config.json; ValueError."""
     from tokenizers import AddedToken
 
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
@@ -135,10 +131,10 @@ def _byte_level(header: Header, ids: dict[str, int], named: dict[str, str]) -> A
 
 
 def _sentencepiece(header: Header, ids: dict[str, int], named: dict[str, str]) -> Any:
-    """Return a BPE on characters with spaces as ▁, in the form of Llama 2's tokenizer.json.
+    """Return a BPE on characters with spaces as ▁, as in Llama 2's tokenizer.json.
 
-    Characters without a token become bytes. A space before every text is added and removed again,
-    unless the file says otherwise.
+    Characters without a token become bytes. By default a space before every text is added and
+    removed.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 

@@ -1,26 +1,86 @@
-"""Policies in and out of Hugging Face folders, and in from GGUF files.
+"""Policies in and out of Hugging Face folders, and in from GGUF files; no pickle, no hub.
 
-Weights are streamed tensor by tensor, each straight onto its shards. They are the same
-numbers under other names. `check` reads headers only. No pickle, no hub.
+Options of config.json that would change the mathematics are refused by name; others (dropout,
+use_cache, …) are ignored. The names of `transformers` 5 (`rope_parameters`, `dtype`) and of older
+versions (`rope_scaling`, `rope_theta`, `torch_dtype`) are both read and written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from models import hf_config, hf_files
-from models.config import ModelConfig
-from models.hf_files import Entry, Stored
-from models.params import Layer, Params, param_specs
+from models import hf_files
+from models.config import Architecture, Layer, Llama3RopeScaling, ModelConfig, Params, param_specs
+from models.hf_files import MAX_NAMED, Entry, Stored, escaped, shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+MAX_INT = 2**31 - 1  # sizes and token ids are int32 on devices
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # how an entry is checked and described
+    "size": (lambda x: type(x) is int and 1 <= x <= MAX_INT, f"a whole number from 1 to {MAX_INT}"),
+    "number": (
+        lambda x: type(x) in (int, float) and 1.2e-38 <= x <= 3.4e38,
+        "a positive number that float32 holds",
+    ),
+    "flag": (lambda x: type(x) is bool, "true or false, without quotes"),
+    "id": (  # old exports write −1 for none
+        lambda x: x is None or (type(x) is int and -1 <= x <= MAX_INT),
+        "a token id or null",
+    ),
+    "ids": (
+        lambda x: all(type(i) is int for i in (x if isinstance(x, list) else [x])),
+        "a number or a list",
+    ),
+}
+# Fields of `ModelConfig`, and of `Llama3RopeScaling` in order, by their names in config.json.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+_ROPE_SCALING = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()
+# The implemented value of each option, which is also its default.
+_FIXED_OPTIONS: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The values that a Hugging Face class implies if its config.json leaves them out."""
+
+    model_class: str
+    architecture: Architecture
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int
+    head_dim: int | None  # None: hidden_size / num_attention_heads
+
+
+FAMILIES = {
+    family.model_class: family
+    for family in (
+        Family("LlamaForCausalLM", "llama", False, False, 2048, None),
+        Family("Qwen2ForCausalLM", "qwen2", True, False, 32768, None),
+        Family("Qwen3ForCausalLM", "qwen3", False, True, 32768, 128),
+    )
+}
 
 MAX_SHARD_BYTES = 2_000_000_000  # per file of weights
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -48,11 +108,16 @@ def load_pretrained(
     """Read a policy; with a mesh every tensor goes straight onto its shards.
 
     `dtype` None keeps each tensor's own, float32 from a GGUF file. Host memory holds one tensor at
-    a time. Raises FileNotFoundError or ValueError as `check` does, and ValueError for a folder with
-    tied embeddings and an lm_head that differs from them.
+    a time. Raises as `check` does, and ValueError for tied embeddings with another lm_head.
     """
     config, policy_entries, stored = _checked(Path(directory))
-    _refuse_other_head(config, stored)
+    if config.tied_embeddings and _HEAD in stored:
+        embedding, head = (hf_files.read_tensor(stored[name]) for name in (_EMBEDDING, _HEAD))
+        if not np.array_equal(embedding, head):
+            raise ValueError(
+                f"{stored[_HEAD].path}: config.json says tie_word_embeddings, but lm_head.weight "
+                "differs from the embedding; set tie_word_embeddings=false to use it"
+            )
     import jax
 
     tensors = hf_files.read_tensors(policy_entries, stored, mesh, dtype)
@@ -62,9 +127,8 @@ def load_pretrained(
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
     """Return the config of a policy whose tensors all have the right names, shapes and types.
 
-    Reads config.json and the headers of the weights only. Raises FileNotFoundError for a missing
-    folder or file, ValueError for anything unknown, unsupported, missing, surplus or of the wrong
-    shape.
+    Reads config.json and headers of the weights only. Raises FileNotFoundError, or ValueError for
+    anything unknown, unsupported, missing or surplus.
     """
     return _checked(Path(directory))[0]
 
@@ -76,7 +140,7 @@ def shape(directory: str | os.PathLike[str]) -> ModelConfig:
         return check(folder)
     path = folder / hf_files.GENERATION
     config = hf_files.read_config(folder)
-    return hf_config.parse(config, hf_files.read_json(path) if path.is_file() else {}, str(folder))
+    return parse_config(config, hf_files.read_json(path) if path.is_file() else {}, str(folder))
 
 
 def save_pretrained(
@@ -86,11 +150,7 @@ def save_pretrained(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a policy that `load_pretrained` and `transformers` read, bit for bit.
-
-    Replaces a folder at once and keeps its other files (`hf_files.replacing`). Raises ValueError
-    if the parameters do not fit the config.
-    """
+    """Write a policy for `load_pretrained` and `transformers` (`hf_files.replacing`)."""
     with hf_files.replacing(directory) as folder:
         write_into(folder, config, params, max_shard_bytes=max_shard_bytes)
 
@@ -106,15 +166,15 @@ def write_into(
 ) -> None:
     """Write config, weights and generation_config.json into a new folder.
 
-    Weights are rounded once to `dtype`; None keeps it. `generation` has settings of `generate` in
-    addition to the end tokens. Raises ValueError if the parameters do not fit the config.
+    Weights are rounded once to `dtype`; None keeps it. `generation` has more settings of
+    `generate`. Raises ValueError if the parameters do not fit the config.
     """
     import jax
 
     policy_entries, tree = entries(config), jax.tree.structure(param_specs(config))
     leaves = hf_files.fitting_leaves(params, policy_entries, tree)
     name = np.dtype(leaves[0].dtype if dtype is None else jax.numpy.dtype(dtype)).name
-    content, tokens = hf_config.render(config, name)
+    content, tokens = render_config(config, name)
     hf_files.write_tensors(folder, policy_entries, leaves, max_shard_bytes, dtype)
     hf_files.write_json(folder / hf_files.CONFIG, content)
     hf_files.write_json(folder / hf_files.GENERATION, {**tokens, **(generation or {})})
@@ -166,13 +226,182 @@ def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]
     return config, policy_entries, stored
 
 
-def _refuse_other_head(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
-    if not (config.tied_embeddings and _HEAD in stored):
-        return
-    embedding, head = (hf_files.read_tensor(stored[name]) for name in (_EMBEDDING, _HEAD))
-    if not np.array_equal(embedding, head):
+# --- config.json ---
+
+
+def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Return the `ModelConfig` of a config.json and a generation_config.json (may be empty).
+
+    End tokens are generation_config's if it has any, as in `generate`. `where` names the folder in
+    errors. Raises ValueError for anything unknown, unsupported, missing or malformed.
+    """
+
+    def read(name: str, kind: str, default: Any = None) -> Any:
+        return read_entry(hf, name, kind, where, default)
+
+    family = _family(hf, where)
+    # Qwen2 always has these biases, whether or not its config says so.
+    refuse_options(
+        {k: v for k, v in hf.items() if (k, v) != ("attention_bias", family.qkv_bias)}, where
+    )
+    heads, width = (read(name, "size") for name in ("num_attention_heads", "hidden_size"))
+    if hf.get("head_dim") is None and family.head_dim is None and width % heads:
         raise ValueError(
-            f"{stored[_HEAD].path}: config.json says tie_word_embeddings, so lm_head.weight was "
-            "expected absent or equal to the embedding, got another tensor; set "
-            "tie_word_embeddings=false to use it"
+            f"{where}: hidden_size={width} is not a multiple of {heads} heads: give head_dim"
         )
+    # Qwen's default of 32 heads is never meant, so only Llama may leave it out.
+    has_as_many = family.architecture == "llama" or hf.get("num_key_value_heads", 0) is None
+    defaults = {
+        "head_dim": family.head_dim or width // heads,
+        "num_key_value_heads": heads if has_as_many else None,
+    }
+    sizes = {field: read(name, "size", defaults.get(name)) for field, name in _SIZES.items()}
+    theta, scaling = _rope(hf, where)
+    has_ends = generation.get("eos_token_id") is not None
+    pad, bos = (
+        read(name, "id", default)
+        for name, default in (
+            ("pad_token_id", generation.get("pad_token_id")),
+            ("bos_token_id", None),
+        )
+    )
+    try:
+        return ModelConfig(
+            family.architecture,
+            **sizes,
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=float(read("rms_norm_eps", "number", 1e-6)),
+            tied_embeddings=read("tie_word_embeddings", "flag", False),
+            max_positions=read("max_position_embeddings", "size", family.max_positions),
+            eos_token_ids=end_ids(generation if has_ends else hf, where),
+            pad_token_id=None if pad == -1 else pad,
+            bos_token_id=None if bos == -1 else bos,
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def render_config(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json and generation_config.json; ValueError if no class of theirs fits."""
+    family = next(f for f in FAMILIES.values() if f.architecture == config.architecture)
+    if (config.qkv_bias, config.qk_norm) != (family.qkv_bias, family.qk_norm):
+        raise ValueError(
+            f"{family.model_class} has qkv_bias={family.qkv_bias} and qk_norm={family.qk_norm}, "
+            f"got {config.qkv_bias} and {config.qk_norm}: choose another architecture"
+        )
+    scaling: dict[str, Any] | None = None
+    if config.rope_scaling is not None:
+        values = dataclasses.astuple(config.rope_scaling)
+        scaling = {"rope_type": "llama3", **dict(zip(_ROPE_SCALING, values, strict=True))}
+    eos = list(config.eos_token_ids)
+    tokens = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": (eos[0] if len(eos) == 1 else eos) if eos else None,
+        "pad_token_id": config.pad_token_id,
+    }
+    options = {} if config.architecture == "qwen2" else {"attention_bias": False}
+    options["mlp_bias" if config.architecture == "llama" else "use_sliding_window"] = False
+    rope = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
+    content = {
+        "architectures": [family.model_class],
+        "model_type": config.architecture,
+        **{name: getattr(config, field) for field, name in _SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+        **options,
+        **tokens,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    return content, {name: value for name, value in tokens.items() if value is not None}
+
+
+def _family(hf: Mapping[str, Any], where: str) -> Family:
+    names = hf.get("architectures") or []
+    if not names:  # old exports give the model type alone
+        names = [f.model_class for f in FAMILIES.values() if f.architecture == hf.get("model_type")]
+    family = FAMILIES.get(names[0]) if is_one_name(names) else None
+    if family is None:
+        got = shown(hf.get("architectures") or hf.get("model_type"))
+        raise ValueError(
+            f"{where}: unknown architecture: expected one of {sorted(FAMILIES)}, got {got}; other "
+            "models are not supported"
+        )
+    return family
+
+
+def is_one_name(names: Any) -> TypeGuard[list[str]]:
+    """Return whether `architectures` is as in every folder: a list of one string."""
+    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+
+
+def refuse_options(
+    hf: Mapping[str, Any], where: str, fixed: Mapping[str, Any] = _FIXED_OPTIONS
+) -> None:
+    """Raise ValueError for options with another value than the implemented one."""
+    wrong = [
+        f"{escaped(name)}={shown(hf[name])} (expected {value!r})"
+        for name, value in fixed.items()
+        if hf.get(name, value) not in (value, None)
+    ]
+    layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        wrong.append(f"layer_types={shown(layer_types, 200)} (expected 'full_attention' for all)")
+    if wrong:
+        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise ValueError(
+            f"{where}: these options are not implemented: {'; '.join(wrong[:MAX_NAMED])}{more}; "
+            "use a model without them"
+        )
+
+
+def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling | None]:
+    """Return base and scaling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{where}: expected the rope parameters as an object, got {shown(rope)}")
+    if nested := sorted(name for name, value in rope.items() if isinstance(value, Mapping)):
+        raise ValueError(f"{where}: rope parameters by layer type ({nested}) are not supported")
+    theta = read_entry({**hf, **rope}, "rope_theta", "number", where, 10_000.0)
+    refuse_options({k: v for k, v in rope.items() if k == "partial_rotary_factor"}, where)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3":
+        raise ValueError(
+            f"{where}: unknown rope type: expected 'default' or 'llama3', got {shown(kind)}; other "
+            "scalings are not implemented"
+        )
+    *factors, length = _ROPE_SCALING
+    where = f"{where}: rope scaling"
+    factor, low, high = (float(read_entry(rope, name, "number", where)) for name in factors)
+    if low >= high:
+        raise ValueError(f"{where}: low_freq_factor is not below high_freq_factor: {low}, {high}")
+    original = read_entry(rope, length, "size", where)
+    return float(theta), Llama3RopeScaling(factor, low, high, original)
+
+
+def read_entry(
+    content: Mapping[str, Any], name: str, kind: str, where: str, default: Any = None
+) -> Any:
+    """Return an entry, or `default` for null or none; ValueError unless it is of the kind."""
+    value = content.get(name)
+    value = default if value is None else value
+    is_valid, expected = _KINDS[kind]
+    if not is_valid(value):
+        raise ValueError(f"{where}: expected {name} as {expected}, got {shown(value)}")
+    return value
+
+
+def end_ids(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Read `eos_token_id`: none, one or a list."""
+    ids = read_entry(content, "eos_token_id", "ids", where, default=[])
+    return tuple(ids) if isinstance(ids, list) else (ids,)

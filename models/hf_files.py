@@ -1,8 +1,4 @@
-"""Hugging Face folders as files: JSON, safetensors in and out, replacing a folder at once.
-
-Callers know what the tensors mean (models/hf.py: policies; spec/eagle/files.py: drafters).
-Weights are streamed tensor by tensor. No pickle, no hub.
-"""
+"""Hugging Face folders as files: JSON, safetensors in and out, replacing a folder at once."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from models.config import leaves
 from models.folder import Folder
-from models.params import leaves
 
 if TYPE_CHECKING:
     import jax
@@ -33,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")  # safetensors' names
 MAX_JSON_BYTES = 64 * 2**20  # per file; an index of 100,000 tensors takes ten
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
+MAX_NAMED = 6  # tensors or options in an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder's safetensors files by name, without reading weights.
-
-    Raises FileNotFoundError for missing files, ValueError for damaged ones.
-    """
+    """Return every tensor of a folder by name, unread; FileNotFoundError, ValueError."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
         with _open(path) as file:
@@ -148,25 +141,26 @@ def refuse_mismatch(
     folder: Path, entries: Sequence[Entry], stored: Mapping[str, Stored], hint: str
 ) -> None:
     """Raise one ValueError for all tensors that are missing, surplus, or wrong in shape or type."""
-    expected = {entry.name: entry for entry in entries}
-    missing = [name for name in expected if name not in stored]
-    surplus = [
-        escaped(name)
-        for name in stored
-        # some old exports hold the rotary frequencies, which follow from the config
-        if name not in expected and not name.endswith("rotary_emb.inv_freq")
-    ]
-    wrong = []
-    for entry in (entry for name, entry in expected.items() if name in stored):
-        got = stored[entry.name]
-        if got.shape != entry.shape:
+    missing, wrong = [], []
+    for entry in entries:
+        got = stored.get(entry.name)
+        if got is None:
+            missing.append(entry.name)
+        elif got.shape != entry.shape:
             wrong.append(f"{entry.name} has shape {list(got.shape)}, expected {list(entry.shape)}")
-        if got.dtype not in entry.dtypes:
+        elif got.dtype not in entry.dtypes:
             types = ", ".join(entry.dtypes)
             wrong.append(f"{entry.name} is of type {got.dtype}, expected one of {types}")
-    tensors = "missing tensor" if len(missing) == 1 else "missing tensors"
-    titled = ((tensors, missing), ("surplus", surplus), ("wrong", wrong))
-    if problems := [_first(names, title) for title, names in titled if names]:
+    # some old exports hold the rotary frequencies, which follow from the config
+    names = {entry.name for entry in entries}
+    extra = [n for n in stored if n not in names and not n.endswith("rotary_emb.inv_freq")]
+    surplus = [escaped(name) for name in extra]
+    problems = []
+    for title, items in (("missing tensor", missing), ("surplus", surplus), ("wrong", wrong)):
+        title += "s" if items is missing and len(items) > 1 else ""
+        more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+        problems += [f"{title}: {', '.join(items[:MAX_NAMED])}{more}"] if items else []
+    if problems:
         raise ValueError(
             f"{folder}: the weights do not fit the config: {'; '.join(problems)}; {hint}"
         )
@@ -186,8 +180,8 @@ def read_tensors(
 ) -> list[jax.Array]:
     """Read tensors in the order of the entries; with a mesh each goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time, and only the parts
-    that this process's devices hold.
+    `dtype` None keeps each tensor's own. Host memory holds one tensor, and only this process's
+    parts.
     """
     import jax
     import jax.numpy as jnp
@@ -218,28 +212,25 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
     """Return the leaves of `params`; ValueError unless they fit the entries."""
     import jax
 
-    fix = "save the parameters with the config they were made with"
     weights, got = jax.tree.flatten(params)
     if got != tree:
         raise ValueError(
             f"the parameters do not fit the config: expected {len(entries)} tensors, got a tree of "
-            f"another structure with {len(weights)}: {fix}"
+            f"another structure with {len(weights)}"
         )
     for entry, leaf in zip(entries, weights, strict=True):
         if tuple(leaf.shape) != entry.shape:
-            raise ValueError(
-                f"{entry.name} has shape {list(leaf.shape)}, expected {list(entry.shape)}: {fix}"
-            )
+            shapes = f"shape {list(leaf.shape)}, expected {list(entry.shape)}"
+            raise ValueError(f"the parameters do not fit the config: {entry.name} has {shapes}")
     return weights
 
 
 @contextlib.contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder that replaces `directory` if the block ends without error.
+    """Yield a new folder that replaces `directory` by a rename if the block ends without error.
 
-    It is made next to `directory` and renamed, so a killed process never leaves half a folder.
-    Files of an existing folder other than config and weights (its tokenizer) are kept. Raises
-    NotADirectoryError for a file or a link.
+    Files other than config and weights (a tokenizer) are kept. Raises NotADirectoryError for a file
+    or a link.
     """
     target = Path(directory).absolute()
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -273,17 +264,14 @@ def write_tensors(
 ) -> None:
     """Write files of at most `max_shard_bytes` (or of one tensor), with an index if several.
 
-    Tensors are rounded to `dtype`, ties to even; None keeps each one's own. Host memory holds one
-    file at a time.
+    Tensors are rounded to `dtype`; None keeps each one's own. Host memory holds one file at a time.
     """
     import jax
     import jax.numpy as jnp
     from safetensors.numpy import save_file
 
     dtypes = [jnp.dtype(leaf.dtype if dtype is None else dtype) for leaf in leaves]
-    sizes = [
-        math.prod(leaf.shape) * kind.itemsize for leaf, kind in zip(leaves, dtypes, strict=True)
-    ]
+    sizes = [leaf.size * kind.itemsize for leaf, kind in zip(leaves, dtypes, strict=True)]
     shards: list[list[int]] = [[]]
     for i, size_bytes in enumerate(sizes):
         if shards[-1] and sum(sizes[j] for j in shards[-1]) + size_bytes > max_shard_bytes:
@@ -313,10 +301,8 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; copy it again") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply to be read: copy it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
@@ -361,22 +347,15 @@ def _refuse_repeated_names(path: Path) -> None:
         size = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
         text = file.read(size)
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) != len(pairs):
-            [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        [(name, count)] = collections.Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
+        if count > 1:
             raise ValueError(
                 f"{path}: expected every name once in its header, got {shown(name)} twice: "
                 "export again"
             )
-        return content
 
     json.loads(text, object_pairs_hook=once)
-
-
-def _first(items: list[str], title: str, max_items: int = 6) -> str:
-    more = f" and {len(items) - max_items} more" if len(items) > max_items else ""
-    return f"{title}: {', '.join(items[:max_items])}{more}"
 
 
 def _not_kept(folder: str, names: list[str]) -> list[str]:

@@ -1,13 +1,9 @@
 """The key/value cache: one buffer per layer, values `[slot, kv_head, position, head_dim]`.
 
-Keys are kept transposed, `[slot, kv_head, head_dim, position]`: both products of
-attention then read the cache along its rows (q·K and w·V need no transposed operand).
-
-For a drafter that reads them, the policy's hidden states are kept by position too: `features`,
-one array `[slot, 1, position, width]`, so that whatever moves rows moves them along.
-
-Rows are independent. `length_B` (kept by the engine) is the number of live positions of a row;
-those after it are dead and masked. Writes are in place when the buffers are donated.
+Keys are transposed, `[slot, kv_head, head_dim, position]`, so that both products of attention read
+the cache along its rows. For a drafter `features`, one array `[slot, 1, position, width]`, keeps
+the policy's hidden states. `length_B` (kept by the engine) is the number of live positions of a
+row; later ones are masked. Writes are in place if the buffers are donated.
 
 Shape suffixes: B slots, S positions, N tree nodes, L layers, D model width, K key/value heads,
 h head size, W feature width.
@@ -63,7 +59,7 @@ class Rows:
     ) -> PartialSoftmax:
         """Attend from C tokens to the first `length` positions of a slot, for T of these.
 
-        To copies of them, no longer than the longest needs: some eighths of all positions.
+        Reads copies of the fewest eighths of all positions that suffice.
         """
         most = self.keys_BKhS.shape[-1]
         sizes = sorted({-(-most * eighths // 8) for eighths in (2, 3, 4, 5, 6, 8)})
@@ -155,8 +151,7 @@ def init(
 ) -> KVCache:
     """Return a zeroed cache; with `feature_layers` None it keeps no features.
 
-    `zeros(shape, dtype, axes)` makes each array, on the devices that are to hold it; without
-    `axes` these are those of keys and values.
+    `zeros(shape, dtype, axes)` makes each array on its devices; `axes` are by default `CACHE_AXES`.
     """
     B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
     features: tuple[jax.Array, ...] = ()
@@ -171,19 +166,17 @@ def init(
     )
 
 
-def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache | Entries) -> KVCache:
-    """Map `one(array, *arrays of the others, kind)` over all arrays."""
+def map_arrays(
+    one: Callable[..., Any], cache: Any, *more: Any, keys: Kind = KEYS, values: Kind = VALUES
+) -> Any:
+    """Map `one(array, *arrays of the others, kind)` over all arrays of caches."""
 
     def each(name: str, kind: Kind) -> tuple[Any, ...]:
         columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
         return tuple(one(*arrays, kind) for arrays in columns)
 
-    return KVCache(
-        each("keys", KEYS),
-        each("values", VALUES),
-        each("features", FEATURES),
-        cache.feature_layers,
-    )
+    kinds = {"keys": keys, "values": values, "features": FEATURES}
+    return dataclasses.replace(cache, **{name: each(name, kind) for name, kind in kinds.items()})
 
 
 def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:
@@ -192,10 +185,7 @@ def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:
 
 
 def state_windows(states: Any, slot_P: jax.Array, start_P: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the features of C positions of slots, from `start` on; [P, C, W].
-
-    `states` are those of a cache: an array [B, 1, S, W], or pages.
-    """
+    """Return the features of C positions of slots, from `start` on, in rows or pages; [P, C, W]."""
     if not isinstance(states, jax.Array):
         return states.windows(slot_P, start_P, num_tokens)
 
@@ -217,11 +207,7 @@ def write_values(values_BKSh: jax.Array, new_BNKh: jax.Array, start_B: jax.Array
 
 
 def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> jax.Array:
-    """Write one window per row along `axis`; drop a window that does not lie inside its row.
-
-    (`dynamic_update_slice` would shift it.) A row of a drafter's cache that is at rest starts at
-    its end, and stays as it is.
-    """
+    """Write one window per row along `axis`; drop a window that does not lie inside its row."""
     dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 1, 2),
         inserted_window_dims=(),
@@ -312,10 +298,7 @@ def no_pending(
 
 
 def _write_entries(cache: KVCache, pending: Pending, num_at_once: int | None = None) -> KVCache:
-    """Write so many entries at a time, by default all of them, until the accepted are written.
-
-    On a CPU a scatter takes its entries in turn, also those that it drops.
-    """
+    """Write entries, on a CPU so many at a time: its scatter takes dropped ones in turn too."""
     P = len(pending.order_P)
     N = min(num_at_once or P, P)
 

@@ -37,10 +37,7 @@ PAGE_BLOCK_POSITIONS = 512  # of a slot, that attention to pages reads at a time
 
 
 def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:
-    """Return the mesh axes of each dimension of an array with these logical axes.
-
-    Raises ValueError where two dimensions would use the same mesh axis.
-    """
+    """Return the mesh axes of each dimension of an array with these logical axes."""
     entries = [None if axis is None else RULES[axis] for axis in axes]
     used = [name for entry in entries for name in entry_names(entry)]
     if len(used) != len(set(used)):
@@ -76,8 +73,7 @@ def rollout_tensor(
 
         auto = gcd(weight_ways, num_devices, num_kv_heads)
 
-    It divides the devices and the key/value heads: no cache is whole on several devices.
-    Raises ValueError where the number that is `asked` for does not.
+    Raises ValueError if `asked` does not divide the devices and the key/value heads.
     """
     if asked == "auto":
         return math.gcd(weight_ways, num_devices, num_kv_heads)
@@ -92,10 +88,7 @@ def rollout_tensor(
 
 
 def causal_block_tokens(num_tokens: int) -> int:
-    """Return the length of the blocks of queries of causal attention; `num_tokens` for one block.
-
-    Blocks skip the keys behind them: 5/8 of the products, with `CAUSAL_BLOCKS` of 4.
-    """
+    """Return the length of causal attention's blocks of queries; `num_tokens` for one block."""
     size = num_tokens // CAUSAL_BLOCKS
     return num_tokens if num_tokens % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS else size
 
@@ -108,19 +101,15 @@ def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
 def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
     """Return the logical axes of logits in training: of their rows, and of the vocabulary.
 
-    Devices that share a copy of the weights then have a part of the vocabulary for all their rows:
-    each has that part of the head and of its gradient alone. Where it does not divide, each has its
-    own rows, and under fsdp the whole head.
+    Devices that share a copy of the weights have a part of the vocabulary for all their rows, or,
+    if that does not divide, their own rows and under fsdp the whole head.
     """
     ways = entry_ways(sizes, RULES["logits"]) if sizes else 1
     return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
 
 
 def layers_kept_apart(remat: str) -> int:
-    """Return how many layers a name of `models.remat` has from one kept input to the next.
-
-    0 where more is kept than inputs: none and dots. Raises ValueError for another name.
-    """
+    """Return how many layers lie between kept inputs (models.training); 0 for none and dots."""
     if remat in ("none", "dots"):
         return 0
     name, colon, number = remat.partition(":")

@@ -1,9 +1,7 @@
 """Attention from nodes of slots to the pages that hold their positions.
 
-TPUs and Hopper GPUs have kernels (`models.kernels`); that of decoding writes the slots' new entries
-too, on TPUs. The portable path, which is their reference,
-reads a few pages of every slot at a time and keeps a running maximum and sum, as far as the longest
-slot has positions.
+TPUs and Hopper GPUs have kernels (`models.kernels`). The portable path, their reference, reads a
+few pages of every slot at a time and keeps a running maximum and sum.
 
 B slots, W nodes of a slot, N pages of a slot, P pages, T positions of a page, C pages that are read
 at a time, H query heads, K key/value heads, h head size.
@@ -32,8 +30,8 @@ def attend_pages(
 ) -> PartialSoftmax:
     """Return the softmax over the first `length` positions of each slot, in the pages of `table`.
 
-    Entries of the table behind a slot's positions may be anything. Kernels serve one device: on a
-    mesh this is called inside `jax.shard_map`.
+    Table entries after a slot's positions may be anything. Call it inside `jax.shard_map` on a
+    mesh.
     """
     paths = _kernels(q_BWHh.shape[3], keys_PKTh.shape[2], keys_PKTh.dtype)
     inputs = q_BWHh.astype(keys_PKTh.dtype), keys_PKTh, values_PKTh, table_BN, length_B
@@ -54,7 +52,7 @@ def append_and_attend(
     """Write an entry of each slot, and attend from its node to all positions up to it.
 
     Returns attention of the pages' dtype, [B, 1, H, h], keys and values. Slots without a page at
-    their position write nothing and get 0. As `attend_pages`, it serves one device.
+    their position write nothing and get 0. Call it inside `jax.shard_map` on a mesh.
     """
     (P, _, T, h), dtype = keys_PKTh.shape, keys_PKTh.dtype
     place = place_of(table_BN, jnp.arange(len(position_B)), position_B, keys_PKTh)
@@ -69,11 +67,11 @@ def append_and_attend(
         out = jnp.where(found.total > 0, found.out / found.total, 0)
         return out.astype(dtype), keys, values
 
-    from models.kernels import page_append_tpu, page_attention_tpu
+    from models.kernels import page_attention_tpu
 
     if page_attention_tpu.takes(h, T, dtype) is not None:
         return apart(*inputs)
-    fused = page_append_tpu.append_and_attend
+    fused = page_attention_tpu.append_and_attend
     return jax.lax.platform_dependent(*inputs, tpu=fused, default=apart)
 
 
@@ -107,7 +105,7 @@ def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
     """Return the kernels that take these sizes, by platform; nothing else imports them."""
     from models.kernels import page_attention_gpu, page_attention_tpu
-    from models.kernels.tiles import is_hopper
+    from models.kernels.hopper import is_hopper
 
     found: dict[str, Callable[..., Any]] = {}
     if page_attention_tpu.takes(head_dim, page_tokens, dtype) is None:

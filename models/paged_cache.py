@@ -1,13 +1,9 @@
-"""The key/value cache in pages: what is allocated is what lives, whatever the longest request has.
+"""The key/value cache in pages: memory follows the live positions, not the longest request.
 
 A page holds T positions, keys and values alike `[page, kv_head, position, head_dim]`, one array a
-layer. `table_BN` says which page has positions n·T … n·T + T − 1 of a slot; −1: none. The host
-decides on it (spec.page_table); pages of several slots may be the same one, as long as nobody
-writes to it.
-
-On a mesh whose batch axes have several ways, each of them has a part of the pages and a part of the
-slots, and a slot's pages are those of its own part: a program reads and writes pages without a
-collective.
+layer. `table_BN` has the page of positions n·T … n·T + T − 1 of a slot; −1: none. The host decides
+on it (spec.page_table); slots may share pages that nobody writes to. Each part of a mesh's batch
+axes has a part of the slots and their pages, so that reads and writes need no collective.
 
 Shape suffixes: B slots, N pages of a slot, P pages in all, T positions of a page, W nodes of a
 slot, X entries, L layers, K key/value heads, H query heads, h head size, F feature width.
@@ -26,7 +22,7 @@ from jax.sharding import PartitionSpec
 from models import kv_cache
 from models.attention import PartialSoftmax, causal_mask, joined, partial_attention
 from models.config import ModelConfig
-from models.kv_cache import FEATURES, VALUES, Kind, KVCache, Pending, pin
+from models.kv_cache import FEATURES, VALUES, Entries, Kind, KVCache, Pending, pin
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
 from models.page_attention import append_and_attend, attend_pages, place_of, write_entries
 from models.sharding import fitting_spec
@@ -35,10 +31,7 @@ from models.sharding import fitting_spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A layer of a `PagedCache` (a `models.attention.CachedLayer`).
-
-    Rows of the table are the slots, or `anywhere`: those of slots of any part of a mesh.
-    """
+    """A layer of a `PagedCache`; `anywhere`: rows of the table are slots of any part of a mesh."""
 
     keys_PKTh: jax.Array
     values_PKTh: jax.Array
@@ -151,10 +144,7 @@ class PagedStates:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    """Keys and values `[P, K, T, h]` of every layer, features `[P, 1, T, F]` or none, the table.
-
-    Features are those of `models.kv_cache.KVCache`. Without a table it is pages and nothing else.
-    """
+    """Keys and values `[P, K, T, h]` of every layer, features `[P, 1, T, F]` or none, the table."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -221,27 +211,14 @@ class PagedCache:
         row_X: jax.Array,
         position_X: jax.Array,
     ) -> Self:
-        """Write X entries of every layer to slots and positions; those without a page are dropped.
-
-        Keys and values are `[X, K, h]`, features `[X, F]`.
-        """
+        """Write X entries, `[X, K, h]` and `[X, F]`; drop those of positions without a page."""
         place = place_of(self.table_BN, row_X, position_X, self.values[0])
 
-        def all_of(
-            pages: Sequence[jax.Array], new: Sequence[jax.Array], kind: Kind
-        ) -> tuple[jax.Array, ...]:
-            pairs = zip(pages, new, strict=True)
-            return tuple(
-                put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
-                for old, x in pairs
-            )
+        def write(old: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
+            return put_entries(old, x.reshape(len(x), -1, old.shape[3]), place, kind)
 
-        return dataclasses.replace(
-            self,
-            keys=all_of(self.keys, keys, VALUES),
-            values=all_of(self.values, values, VALUES),
-            features=all_of(self.features, features, FEATURES),
-        )
+        new = Entries(tuple(keys), tuple(values), tuple(features))
+        return kv_cache.map_arrays(write, self, new, keys=VALUES)
 
 
 Cache = KVCache | PagedCache
@@ -257,10 +234,7 @@ def init(
     feature_layers: tuple[int, ...] | None,
     zeros: Callable[..., Any],
 ) -> PagedCache:
-    """Return a cache whose slots have no page; with `feature_layers` None it keeps no features.
-
-    `zeros(shape, dtype, axes)` makes each array on the devices that are to hold it.
-    """
+    """Return a cache whose slots have no page; arguments as of `models.kv_cache.init`."""
     P, K, T, h = num_pages, config.num_kv_heads, page_tokens, config.head_dim
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
@@ -348,14 +322,4 @@ class _Split:
 
 def map_pages(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
     """Map `one(pages, *those of the others, kind)` over all arrays of pages."""
-
-    def each(name: str, kind: Kind) -> tuple[jax.Array, ...]:
-        columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
-        return tuple(one(*arrays, kind) for arrays in columns)
-
-    return dataclasses.replace(
-        cache,
-        keys=each("keys", VALUES),
-        values=each("values", VALUES),
-        features=each("features", FEATURES),
-    )
+    return kv_cache.map_arrays(one, cache, *more, keys=VALUES)

@@ -1,17 +1,15 @@
-"""Attention over long packed rows, block by block: memory that grows with their length alone.
+"""Attention over long packed rows, block by block: memory grows linearly with their length.
 
-Blocks of queries meet the blocks of keys before them; a pair of which no position may see the other
-is skipped. Forward, each block of queries keeps a running maximum and sum of its softmax; backward,
-the scores are computed again: no scores of a whole row ever exist. On TPUs and Hopper GPUs kernels
-do this (`models.kernels`) where they take the heads and the length; elsewhere the portable path
-below, which says what is computed.
+A pair of a block of queries and one of keys is skipped if no position sees another. Forward keeps a
+running maximum and sum; backward computes the scores again. TPUs and Hopper GPUs have kernels
+(`models.kernels`); the portable path below is their reference.
 
     forward    out = Σ_s 2^(score_s log₂e − top) v_s / Σ,   lse = top/log₂e + log Σ
     backward   p = e^(score − lse),  δ = Σ_h dout · out
                dv += pᵀ dout,  ds = p (dout vᵀ − δ),  dq += ds k,  dk += dsᵀ q
 
-B rows, T positions, n blocks, C positions of a block of queries or keys (S where both meet), H
-heads, K key/value heads, G = H/K, h head size.
+B rows, T positions, n blocks, C positions of a block of queries or keys (S if both meet), H heads,
+K key/value heads, G = H/K, h head size.
 Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the backward pass).
 """
 
@@ -35,8 +33,8 @@ from models.attention import (
     precision_of,
     weights,
 )
+from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
-from models.loops import scan_after
 
 PLATFORMS = ("tpu", "cuda")  # that have kernels
 Axes = tuple[str | None, ...]
@@ -52,17 +50,15 @@ _BACKWARD_AXES = *_FORWARD_AXES, _QUERY_AXES, _SUM_AXES, _QUERY_AXES
 def attend_rows(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> jax.Array:
-    """softmax(q·k/√h)·v of positions s ≤ t, of the same prompt, shared or of the same response.
-
-    Returns [B, T, H, h]. Scores and sums are float32.
-    """
-    return _forward(q_BTHh, k_BTKh, v_BTKh, packing)[0]
+    """Return softmax(q·k/√h)·v over s ≤ t of its prompt that are shared or of its response."""
+    return _attend_fwd(q_BTHh, k_BTKh, v_BTKh, packing)[0]
 
 
 def _attend_fwd(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> tuple[jax.Array, tuple]:
-    out_BTHh, lse_BHT = _forward(q_BTHh, k_BTKh, v_BTKh, packing)
+    inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT
+    out_BTHh, lse_BHT = _where_taken(_forward_by_kernel, _forward_by_blocks, inputs)
     return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, packing, out_BTHh, lse_BHT)
 
 
@@ -73,14 +69,6 @@ def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
 
 
 attend_rows.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _forward(
-    q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
-) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs, [B, T, H, h], and the log of each sum, float32 [B, H, T]."""
-    inputs = q_BTHh, k_BTKh, v_BTKh, packing.prompt_BT, packing.branch_BT
-    return _where_taken(_forward_by_kernel, _forward_by_blocks, inputs)
 
 
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
@@ -96,11 +84,8 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
 
 
 def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
-    """Return why the portable path is taken on a platform; None where that has its kernel.
-
-    Under the mesh in use a device has its own rows and heads.
-    """
-    from models.kernels.tiles import is_hopper
+    """Return why the portable path is taken on a platform and mesh; None if its kernel is."""
+    from models.kernels.hopper import is_hopper
 
     sizes = jax.sharding.get_abstract_mesh().shape
     ways = sizes.get("tensor", 1)
@@ -137,10 +122,7 @@ def _backward_by_kernel(
 def _by_device(
     function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
 ) -> Any:
-    """Call a function on each device's part of its inputs; `results` are (shape, axes) of its own.
-
-    Kernels are not partitioned by the compiler.
-    """
+    """Call a function on each device's part of its inputs; `results` are (shape, axes)."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(*inputs)
@@ -156,10 +138,7 @@ def _by_device(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a call: queries [n, B, K, G, C, h], keys and values [n, B, K, C, h].
-
-    `seen_nn` says which pairs of a block of queries and one of keys may see one another.
-    """
+    """Blocks of queries [n, B, K, G, C, h], of keys and values [n, B, K, C, h], and seen pairs."""
 
     q: jax.Array
     k: jax.Array
@@ -169,13 +148,8 @@ class _Blocks:
     seen_nn: jax.Array
 
     @staticmethod
-    def of(
-        q_BTHh: jax.Array,
-        k_BTKh: jax.Array,
-        v_BTKh: jax.Array,
-        prompt_BT: jax.Array,
-        branch_BT: jax.Array,
-    ) -> _Blocks:
+    def of(*inputs: jax.Array) -> _Blocks:
+        q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT = inputs
         K = k_BTKh.shape[2]
         prompt_nBC = _cut(prompt_BT, -1)  # what is added sees itself alone
         branch_nBC = _cut(branch_BT, 0)
@@ -202,15 +176,9 @@ class _Blocks:
         return jnp.where(self.mask(i, j)[:, None, None], scores, NEGATIVE)
 
 
-def _forward_by_blocks(
-    q_BTHh: jax.Array,
-    k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
-    prompt_BT: jax.Array,
-    branch_BT: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the outputs, [B, T, H, h], and the log of each sum, [B, H, T]: the portable path."""
-    given = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT)
+    given, (q_BTHh, _, v_BTKh, *_) = _Blocks.of(*inputs), inputs
     n, B, K, G, C, h = given.q.shape
 
     def of_queries(inputs: tuple, _: tuple, i: jax.Array) -> tuple[tuple, tuple]:
@@ -235,18 +203,10 @@ def _forward_by_blocks(
     return _rows(out_nBKGCh, q_BTHh.shape), lse_BTH1[..., 0].swapaxes(1, 2)
 
 
-def _backward_by_blocks(
-    q_BTHh: jax.Array,
-    k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
-    prompt_BT: jax.Array,
-    branch_BT: jax.Array,
-    out_BTHh: jax.Array,
-    lse_BHT: jax.Array,
-    dout_BTHh: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values: the portable path."""
-    given, K = _Blocks.of(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT), k_BTKh.shape[2]
+    q_BTHh, k_BTKh, v_BTKh, _, _, out_BTHh, lse_BHT, dout_BTHh = inputs
+    given, K = _Blocks.of(*inputs[:5]), k_BTKh.shape[2]
     n, scale = len(given.q), q_BTHh.shape[-1] ** -0.5
     lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None] * LOG2_E), K)
     dout_by_head = _by_head(_cut(dout_BTHh), K)
@@ -278,22 +238,13 @@ def _backward_by_blocks(
     return _rows(dq, q_BTHh.shape), _rows(dk, k_BTKh.shape), _rows(dv, v_BTKh.shape)
 
 
-def _where_seen(
-    blocks: _Blocks,
-    i: jax.Array,
-    meet: Callable[[jax.Array, tuple], tuple],
-    j: jax.Array,
-    carry: tuple,
-) -> tuple:
+def _where_seen(blocks: _Blocks, i: jax.Array, meet: Callable, j: jax.Array, carry: tuple) -> tuple:
     """Let a block of queries meet one of keys, if some of their positions see one another."""
     return jax.lax.cond(blocks.seen_nn[i, j], partial(meet, j), lambda carry: carry, carry)
 
 
 def _seen(prompt_nBC: jax.Array, branch_nBC: jax.Array) -> jax.Array:
-    """Return which pairs of blocks may see one another in some row; bool [n, n].
-
-    By the ranges of their prompts and branches: a pair that is left out has nothing to see.
-    """
+    """Return which pairs of blocks may see one another in some row, by ranges; bool [n, n]."""
 
     def overlap(x_nBC: jax.Array) -> jax.Array:
         low_nB, high_nB = x_nBC.min(axis=2), x_nBC.max(axis=2)

@@ -1,8 +1,4 @@
-"""Meshes and shardings from the table of models.layout, for training and rollouts alike.
-
-Nothing here holds a device: meshes are made by `make_mesh` and passed on; `constrain` reads the
-mesh that the caller has set with `jax.set_mesh`, and does nothing where there is none.
-"""
+"""Meshes and shardings from the table of models.layout; `constrain` reads the mesh in use."""
 
 from __future__ import annotations
 
@@ -36,11 +32,7 @@ def rollout_mesh(
     weight_ways: int | None = None,
     asked: int | Literal["auto"] = "auto",
 ) -> Mesh:
-    """Make the mesh of an engine, whose weights are split over `tensor` alone.
-
-    Without `weight_ways` over all devices, as far as key/value heads are split. See
-    `models.layout.rollout_tensor`, also for the ValueError.
-    """
+    """Make the mesh of an engine, which splits weights over `tensor` alone (`rollout_tensor`)."""
     ways = len(devices) if weight_ways is None else weight_ways
     tensor = rollout_tensor(len(devices), ways, num_kv_heads, asked)
     return make_mesh(MeshConfig(tensor=tensor), devices)
@@ -54,10 +46,7 @@ def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None
 def fitting_spec(
     sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
 ) -> PartitionSpec:
-    """The specification as a program returns it, so that what it made is what it was compiled for.
-
-    It names no axis of size 1, and ends with the last dimension that is split.
-    """
+    """Return the specification as programs do: without axes of size 1 and trailing None."""
     spec = list[Entry]()
     for entry in fitting_axes(sizes, shape, axes):
         names = [n for n in ((entry,) if isinstance(entry, str) else entry or ()) if sizes[n] > 1]
@@ -94,10 +83,7 @@ def whole_shapes(tree: Any) -> Any:
 
 
 def replicated(tree: Any) -> Any:
-    """Pin arrays whole onto every device of the mesh that is set, so that any host can read them.
-
-    Devices of other processes may hold the rest of an array that is split.
-    """
+    """Pin arrays whole onto every device of the mesh in use, so that any host can read them."""
     return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), tree)
 
 
@@ -111,14 +97,10 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data, impl = jax.random.key_data(x), jax.random.key_impl(x)
         return jax.random.wrap_key_data(put(data, where), impl=impl)
-    if not _is_here(x):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, where)
     copy = np.asarray(x)
     return jax.make_array_from_callback(copy.shape, where, copy.__getitem__)
-
-
-def _is_here(x: Any) -> bool:
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def ways_in_use(axis: str) -> int:

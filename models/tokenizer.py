@@ -1,8 +1,7 @@
 """Text to token ids and back, with the ids that Hugging Face gives.
 
-`load` reads a local folder and wraps `transformers`' tokenizer: no hub, no remote code.
-`save_character_tokenizer` writes such a folder for a vocabulary of single characters. transformers
-and tokenizers are imported when first used.
+`load` reads a local folder or GGUF file and wraps `transformers`' tokenizer: no hub, no remote
+code. transformers and tokenizers are imported when first used.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from models import chat_template as chat_templates
 from models import hf_files
 from models.config import ModelConfig
 from models.folder import Folder
-from models.hf_config import end_ids
+from models.hf import end_ids
 from models.hf_files import escaped, is_gguf, shown
-from models.token_text import TokenBytes, token_bytes
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # Any one of these holds a vocabulary; the shipped models have tokenizer.json.
 _VOCABULARY_FILES = (_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
@@ -32,11 +32,29 @@ _PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class TokenBytes:
+    """The UTF-8 of token i is `bytes_N[starts[i] : starts[i + 1]]`; uint8 [N], int64 [V + 1].
+
+    Special tokens are written out. If a tokenizer strips the space before the first token of a
+    text, the token has it here. A text occurs in a response if its UTF-8 does.
+    """
+
+    bytes_N: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def of(self, token: int) -> bytes:
+        return self.bytes_N[self.starts[token] : self.starts[token + 1]].tobytes()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
     """A vocabulary, its end tokens and its chat template.
 
     `vocab_size` is the largest id + 1, added tokens included. `eos_token_ids` are the tokenizer's
-    end token and those of generation_config.json: a chat turn may end in another than a text.
+    end token and generation_config.json's: a chat turn may end in another than a text.
     """
 
     vocab_size: int
@@ -46,10 +64,7 @@ class Tokenizer:
     backend: Any = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without adding special tokens.
-
-        Raises ValueError for text with half a surrogate pair, and if the tokenizer's rules fail.
-        """
+        """Return the ids of a text, without adding special tokens; ValueError if that fails."""
         with _as_value_error(f"the tokenizer cannot encode {shown(text, 40)}"):
             if any("\ud800" <= character <= "\udfff" for character in set(text)):
                 raise ValueError("expected whole characters, got half of a surrogate pair")
@@ -69,7 +84,7 @@ class Tokenizer:
     def token_bytes(self) -> TokenBytes:
         """The text of every token, in which stop strings are searched."""
         with _as_value_error("the tokenizer cannot decode its tokens"):
-            return token_bytes(self.backend, self.vocab_size)
+            return bytes_of_tokens(self.backend, self.vocab_size)
 
     @functools.cached_property
     def chat_template(self) -> str:
@@ -88,8 +103,7 @@ class Tokenizer:
         """Return the ids of a conversation of `{"role", "content"}` in the tokenizer's template.
 
         `variables` are other variables of the template, such as `enable_thinking=False`. Raises
-        ValueError without a template, if it fails or exceeds the bounds of models/chat_template.py,
-        and for variables that are set already.
+        ValueError without a template, if it fails or exceeds a bound, and for reserved variables.
         """
         if not self.has_chat_template:
             raise ValueError(
@@ -109,19 +123,13 @@ class Tokenizer:
 
 
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer of a local Hugging Face folder, or of a GGUF file.
-
-    Raises FileNotFoundError if the folder or its vocabulary is missing, and ValueError if
-    transformers cannot read it.
-    """
+    """Load the tokenizer of a Hugging Face folder or GGUF file; FileNotFoundError or ValueError."""
     path = Path(directory)
     if is_gguf(path):
         backend, ends = _from_gguf(path)
     else:
-        backend, ends = (
-            _from_folder(path),
-            end_ids(_optional_json(path / hf_files.GENERATION), str(path)),
-        )
+        backend = _from_folder(path)
+        ends = end_ids(_optional_json(path / hf_files.GENERATION), str(path))
     ids = backend.get_vocab().values()
     if not ids:
         raise ValueError(
@@ -163,60 +171,13 @@ def is_own_file(name: str) -> bool:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Raise ValueError unless every id of the tokenizer has a row in the policy's embedding.
-
-    More rows than ids are fine: many embeddings are padded.
-    """
+    """Raise ValueError unless every id has a row in the policy's embedding, which may be padded."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer does not fit the policy: expected ids below the policy's vocab_size="
             f"{config.vocab_size}, got ids up to {tokenizer.vocab_size - 1}; use the tokenizer of "
             "the policy's own folder, or a policy whose embedding covers it"
         )
-
-
-def save_character_tokenizer(
-    directory: str | os.PathLike[str],
-    characters: Iterable[str],
-    chat_template: str | None = None,
-    extra_specials: Sequence[str] = (),
-) -> None:
-    """Write a tokenizer with one id per character, readable by `load` and by transformers.
-
-    Ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, then `extra_specials`, then the distinct characters in
-    their order. Other characters become `<unk>`. `chat_template` is Jinja source. Raises ValueError
-    for an entry that is not one character, or for none.
-    """
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
-    letters = list(dict.fromkeys(characters))
-    wrong = [c for c in letters if len(c) != 1]
-    if wrong or not letters:
-        raise ValueError(f"expected one or more single characters, got {wrong or 'none'}")
-    specials = [PAD, EOS, UNK, *extra_specials]
-    vocabulary = {token: i for i, token in enumerate([*specials, *letters])}
-    if len(vocabulary) != len(specials) + len(letters):
-        raise ValueError(
-            f"special tokens {specials} must differ from one another and from characters"
-        )
-    backend = Backend(models.WordLevel(vocabulary, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / _FILE))
-    settings = {
-        "tokenizer_class": _PLAIN_CLASS,
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": UNK,
-        "clean_up_tokenization_spaces": False,
-    }
-    if chat_template is not None:
-        settings["chat_template"] = chat_template
-    hf_files.write_json(folder / _SETTINGS, settings)
 
 
 def _from_folder(folder: Path) -> Any:
@@ -267,10 +228,7 @@ def _class(name: str) -> Any:
 
 @contextlib.contextmanager
 def _as_value_error(problem: str) -> Iterator[None]:
-    """Raise any error of a tokenizer, which may be of many types, as a ValueError of `problem`.
-
-    Panics of its Rust code (a regular expression that backtracks without end) are no Exceptions.
-    """
+    """Raise any error of a tokenizer, panics of its Rust code included, as a ValueError."""
     try:
         yield
     except BaseException as error:
@@ -283,3 +241,51 @@ def _as_value_error(problem: str) -> Iterator[None]:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return hf_files.read_json(path) if path.is_file() else {}
+
+
+def bytes_of_tokens(backend: Any, vocab_size: int) -> TokenBytes:
+    """Return the text of every token of a transformers tokenizer."""
+    ids = list(range(vocab_size))
+    anchor = _anchor(backend, ids)
+    # after another token: at the beginning of a text some tokenizers leave a space out
+    texts = _decoded(backend, [[*anchor, i] for i in ids])
+    before = _decoded(backend, [anchor])[0]
+    raw = backend.convert_ids_to_tokens(ids)
+    pieces = [_bytes(t, before, r) for t, r in zip(texts, raw, strict=True)]
+    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    return TokenBytes(np.frombuffer(b"".join(pieces), np.uint8), starts)
+
+
+def _decoded(backend: Any, sequences: list[list[int]]) -> list[str]:
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return [str(text) for text in backend.batch_decode(sequences, **options)]
+
+
+def _anchor(backend: Any, ids: Sequence[int]) -> list[int]:
+    """Return a token of whole characters, or none."""
+    special = set(backend.all_special_ids)
+    for i in ids:
+        if i not in special and (text := _decoded(backend, [[i]])[0]).strip() and text.isascii():
+            return [i]
+    return []
+
+
+def _bytes(text: str, before: str, raw: str | None) -> bytes:
+    text = text.removeprefix(before)
+    if "\ufffd" not in text or raw is None:
+        return text.encode()
+    # a part of a character: <0xE2>, or a letter for each byte
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
+        return bytes([int(byte[1], 16)])
+    letters = _bytes_of_letters()
+    if all(letter in letters for letter in raw):
+        return bytes(letters[letter] for letter in raw)
+    return text.encode()
+
+
+@functools.cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Return the byte of each of GPT-2's letters: itself if printable, else from 256 upwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,13 +1,10 @@
-"""The policy as pure functions: parameters, their shapes, and two forward passes.
+"""The policy as pure functions: parameters, their shapes, and its forward passes.
 
-`hidden` reads whole sequences (training, scoring); `hidden_of_nodes` reads packed nodes against
-a cache (decode, verify) and chunks of prompts beside them; `hidden_with_cache` N tokens of every
-row, which it writes (a draft model). All run the same `block`. Matrix products run in the
-parameters' dtype (float32 in full precision on every backend), norms, softmax and logits in
-float32. Layers are unrolled, so that each keeps a cache buffer of its own.
-
-Nothing here is compiled on its own: callers jit their steps. The one exception is the layer
-(`_whole_layer`, `_cached_layer`), which is jitted so that all layers of a step share one trace.
+`hidden` reads whole sequences (training, scoring), `hidden_of_nodes` packed nodes and chunks
+against a cache (verify), `hidden_with_cache` N tokens of every row, which it writes (decode, draft
+models). All run the same `block`. Matrix products run in the parameters' dtype, norms, softmax and
+logits in float32. Layers are unrolled, so that each keeps a cache buffer of its own. Callers jit
+their steps; only layers are jitted here, so that all layers of a step share one trace.
 
 Shape suffixes: B rows or slots, T tokens, N tokens of a row, M packed nodes, S positions,
 V vocabulary, D model width, H heads, K key/value heads, h head size, Q = H·h, P = K·h,
@@ -34,17 +31,14 @@ from models.attention import (
     causal_mask,
     packed_mask,
 )
-from models.config import ModelConfig
+from models.config import Layer, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
+from models.layers import feed_forward, linear, mean_square, rope_turns, rotate
 from models.layout import LONG_ROW_TOKENS
 from models.paged_cache import PagedCache
-from models.params import Layer, Params, ParamSpec, param_specs
-from models.products import feed_forward, linear
-from models.remat import through_layers
-from models.rope import rope_turns, rotate
 from models.row_attention import attend_rows
 from models.sharding import constrain
-from models.sums import mean_square
+from models.training import through_layers
 
 Cached = TypeVar("Cached", KVCache, PagedCache)
 
@@ -77,11 +71,6 @@ def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     return (x * weight_D.astype(jnp.float32)).astype(x_D.dtype)
 
 
-def _plus_bias(x_BTP: jax.Array, bias_P: jax.Array) -> jax.Array:
-    """x + bias; added in float32, so that the bias's gradient is summed in it."""
-    return (x_BTP.astype(jnp.float32) + bias_P.astype(jnp.float32)).astype(x_BTP.dtype)
-
-
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -93,19 +82,20 @@ def block(
     look: Attend,
     input_BTE: jax.Array | None = None,
 ) -> jax.Array:
-    """Apply one decoder layer to x; [B, T, D].
+    """Apply one decoder layer to x with the caller's attention; [B, T, D].
 
-    `look(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is the caller's attention. Queries, keys and values
-    are projected from `input_BTE`, or from the normed x where it is None.
+    Queries, keys and values are projected from `input_BTE`, by default the normed x.
     """
     B, T, _ = x_BTD.shape
     y = input_BTE
     if y is None:
         y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
     q, k, v = (linear(y, w) for w in (layer.query_QD, layer.key_PD, layer.value_PD))
-    if config.qkv_bias:
+    if config.qkv_bias:  # added in float32, so that the biases' gradients are summed in it
         biases = layer.query_bias_Q, layer.key_bias_P, layer.value_bias_P
-        q, k, v = (_plus_bias(x, bias) for x, bias in zip((q, k, v), biases, strict=True))
+        pairs = zip((q, k, v), biases, strict=True)
+        sums = (x.astype(jnp.float32) + b.astype(jnp.float32) for x, b in pairs)
+        q, k, v = (total.astype(y.dtype) for total in sums)
     q_BTHh = q.reshape(B, T, config.num_heads, config.head_dim)
     k_BTKh = k.reshape(B, T, config.num_kv_heads, config.head_dim)
     v_BTKh = v.reshape(B, T, config.num_kv_heads, config.head_dim)
@@ -137,10 +127,8 @@ def hidden(
 ) -> jax.Array:
     """Return the hidden states after the last norm; [B, T, D] of `dtype`, by default the weights'.
 
-    Rows are single right-padded sequences, or packed by `packing`. `remat` names what the
-    backward pass computes again instead of keeping it (`models.remat`). A layer's weights are
-    rounded to `dtype` where they are used, so that no copy of all of them is kept; the embedding's
-    rows after the lookup, so that its gradient is summed in its own dtype.
+    Rows are single right-padded sequences, or packed by `packing`. `remat`: see models.training.
+    Weights are rounded to `dtype` layer by layer, the embedding's rows after the lookup.
     """
     return _hidden_and_entries(config, params, tokens_BT, packing, remat, dtype)[0]
 
@@ -180,7 +168,9 @@ def _hidden_and_entries(
     """Return the final hidden states, and every layer's (k_BTKh, v_BTKh, output_BTD)."""
     T, is_packed = tokens_BT.shape[1], packing is not None
     dtype = dtype or params.final_norm_D.dtype
-    packing = packing or _one_sequence(tokens_BT)
+    if packing is None:  # rows are single sequences
+        positions_1T = jnp.arange(T)[None]
+        packing = Packing(positions_1T, jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
     rope, seen = rope_turns(config, packing.positions_BT), packing
     if T < LONG_ROW_TOKENS:
         seen = packed_mask(packing) if is_packed else causal_mask(T)
@@ -195,12 +185,6 @@ def _hidden_and_entries(
     return rms_norm(x_BTD, params.final_norm_D.astype(dtype), config.norm_eps), entries
 
 
-def _one_sequence(tokens_BT: jax.Array) -> Packing:
-    """Return the packing of rows that are single sequences."""
-    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    return Packing(positions_1T, jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
-
-
 def hidden_with_cache(
     config: ModelConfig,
     params: Params,
@@ -209,67 +193,40 @@ def hidden_with_cache(
     positions_BN: jax.Array,
     start_B: jax.Array,
     mask_BNS: jax.Array | None,
-) -> tuple[jax.Array, Cached]:
+    chunks: Chunks | None = None,
+) -> tuple[jax.Array, Cached, Entries]:
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
-    Entries go to `start … start+N−1` of each row; node n then attends where `mask_BNS` allows
-    (its own entry included). `positions_BN` are the rotary positions. A row where `start + N > S`
-    is not written, and the hidden states of its nodes are meaningless.
+    Entries go to `start … start+N−1` of each row; node n then attends to positions of `mask_BNS`
+    (its own entry included). A row is not written if `start + N > S`; its hidden states are
+    meaningless. Beside one node a slot `chunks` may be computed; their entries, the last result,
+    are not written.
     """
-    rope = rope_turns(config, positions_BN)
-    layers = list[Any]()
+    B = len(start_B)
+    tokens_XN, positions_XN = tokens_BN, positions_BN
+    if chunks is not None:
+        tokens_XN = jnp.concatenate([tokens_BN, chunks.tokens_TC.reshape(-1, 1)])
+        positions_XN = jnp.concatenate([positions_BN, chunks.positions_TC.reshape(-1, 1)])
+    rope = rope_turns(config, positions_XN)
+    layers, entries = list[Any](), list[Any]()
     outputs: list[jax.Array] = []
-    x_BND = embed(params.embedding_VD, tokens_BN)
+    x_XND = embed(params.embedding_VD, tokens_XN)
     for i, layer in enumerate(params.layers):
-        x_BND, held, _ = _cached_layer(
-            config, layer, x_BND, rope, cache.layer(i), start_B, mask_BNS
-        )
-        layers.append(held)
-        if i in cache.feature_layers:
-            outputs.append(x_BND)
-    x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
-    features = cache.with_features(jnp.concatenate([*outputs, x_BND], axis=-1), start_B)
-    return x_BND, cache.with_layers(layers, features)
-
-
-def hidden_beside_chunks(
-    config: ModelConfig,
-    params: Params,
-    cache: Cached,
-    tokens_B: jax.Array,
-    positions_B: jax.Array,
-    start_B: jax.Array,
-    mask_B1S: jax.Array | None,
-    chunks: Chunks,
-) -> tuple[jax.Array, Cached, Entries]:
-    """Compute `hidden_with_cache` of a node a slot, [B, D], with chunks beside it.
-
-    The entries of `chunks`, whose rows have no node that is written, are not written.
-    """
-    B = len(tokens_B)
-    tokens_X = jnp.concatenate([tokens_B, chunks.tokens_TC.reshape(-1)])
-    positions_X = jnp.concatenate([positions_B, chunks.positions_TC.reshape(-1)])
-    rope = rope_turns(config, positions_X[:, None])
-    layers, entries = list[Any](), []
-    outputs: list[jax.Array] = []
-    x_X1D = embed(params.embedding_VD, tokens_X[:, None])
-    for i, layer in enumerate(params.layers):
-        x_X1D, held, entry = _cached_layer(
-            config, layer, x_X1D, rope, cache.layer(i), start_B, mask_B1S, chunks
+        x_XND, held, entry = _cached_layer(
+            config, layer, x_XND, rope, cache.layer(i), start_B, mask_BNS, chunks
         )
         layers.append(held)
         entries.append(entry)
-        if i in cache.feature_layers:
-            outputs.append(x_X1D)
-    x_X1D = rms_norm(x_X1D, params.final_norm_D, config.norm_eps)
-    features_X1W = jnp.concatenate([*outputs, x_X1D], axis=-1)
+        outputs += [x_XND] if i in cache.feature_layers else []
+    x_XND = rms_norm(x_XND, params.final_norm_D, config.norm_eps)
+    features_XNW = jnp.concatenate([*outputs, x_XND], axis=-1)
     of_chunks = Entries(
         tuple(k_XKh for k_XKh, _ in entries),
         tuple(v_XKh for _, v_XKh in entries),
-        (features_X1W[B:, 0],) if cache.features else (),
+        (features_XNW[B:, 0],) if cache.features else (),
     )
-    features = cache.with_features(features_X1W[:B], start_B)
-    return x_X1D[:B, 0], cache.with_layers(layers, features), of_chunks
+    features = cache.with_features(features_XNW[:B], start_B)
+    return x_XND[:B], cache.with_layers(layers, features), of_chunks
 
 
 def hidden_of_nodes(
@@ -284,9 +241,8 @@ def hidden_of_nodes(
 ) -> tuple[jax.Array, Entries]:
     """Return the hidden states of packed nodes, [X, D], and their entries, which are not written.
 
-    A node attends to the first `length` positions of its row and to its ancestors among the nodes,
-    as `models.attention.attend_nodes` says. `positions_M` are the rotary positions. Behind the
-    nodes come the T·C tokens of `chunks`: X = M + T·C in all. There may be no node.
+    A node attends to the first `length` positions of its row and to its ancestors. The T·C tokens
+    of `chunks` follow the nodes, of which there may be none: X = M + T·C.
     """
     tokens_X, positions_X = tokens_M, positions_M
     if chunks is not None:
@@ -317,10 +273,7 @@ def _whole_layer(
     rope: tuple[jax.Array, jax.Array],
     seen: jax.Array | Packing,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Apply a layer to whole rows; return [B, T, D] and its (k_BTKh, v_BTKh).
-
-    `seen` is a mask, bool [B, T, T], or how long rows are packed.
-    """
+    """Apply a layer to whole rows; return [B, T, D] and its (k_BTKh, v_BTKh)."""
     entries = []
 
     def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
@@ -344,10 +297,9 @@ def _cached_layer(
     mask_BNS: jax.Array | None,
     chunks: Chunks | None = None,
 ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array]]:
-    """Apply a layer to N nodes of every slot; return [B, N, D] and the layer of the cache.
+    """Apply a layer to N nodes of every slot, then to tokens of chunks (with them N is 1).
 
-    With `chunks` N is 1, and their T·C tokens come behind the nodes. The last that is returned are
-    keys and values of theirs, which are not written.
+    Returns [B, N, D], the cache's layer, and the chunks' keys and values, which are not written.
     """
     seen = []
     B = len(start_B)

@@ -64,9 +64,12 @@ def check_sampling(config: TrainConfig) -> None:
 
 def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) -> None:
     """Raise ValueError for stop conditions that no response of this policy can meet."""
-    fewest_tokens = lambda text: words.token_bytes.fewest_tokens(text)  # noqa: E731  # on demand
+
+    def can_hold(text: str) -> bool:
+        return text in words.decode(words.encode(text), skip_special=False)
+
     for one in sampling.variants:
-        one.check_stops(model.vocab_size, fewest_tokens)
+        one.check_stops(model.vocab_size, can_hold)
 
 
 def check_algorithm(config: TrainConfig) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from models import hf, tokenizer
 from models.config import ModelConfig
-from models.token_text import TokenBytes
-from models.tokenizer import Tokenizer
+from models.tokenizer import TokenBytes, Tokenizer
 from rl import config_checks
 from rl.config import TrainConfig
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from models import hf, kv_cache, paged_cache
-from models.config import ModelConfig
+from models.config import ModelConfig, num_params, param_specs
 from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
-from models.params import num_params, param_specs
 from rl.config import TrainConfig, drafter_shape
 from rl.engine import cache_ops
 from rl.first_programs import num_whole_model, rollout_reach

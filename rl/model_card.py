@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from models import gguf_header, hf_files
-from models.config import ModelConfig
-from models.params import num_params
+from models.config import ModelConfig, num_params
 from rl.config import TrainConfig
 from rl.gin.loader import dump
 from rl.metrics.writer import Row

@@ -27,8 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from models import hf
-from models.config import ModelConfig
-from models.params import num_params
+from models.config import ModelConfig, num_params
 from models.transformer import Params
 from rl.drafter_run import first_drafter
 from rl.drafter_training import export as drafter_folder

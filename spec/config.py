@@ -115,28 +115,18 @@ class SamplingConfig:
         """The `max_new_tokens` of the task that may have most."""
         return max(s.max_new_tokens for s in self.variants)
 
-    def check_stops(self, vocab_size: int, fewest_tokens: Callable[[str], int | None]) -> None:
-        """Raise ValueError for ends that no response can have.
-
-        `fewest_tokens` says how many tokens a response needs to hold a text; None: it cannot.
-        """
+    def check_stops(self, vocab_size: int, can_hold: Callable[[str], bool]) -> None:
+        """Raise ValueError for ends that no response can have; `can_hold` says if it can."""
         if outside := [i for i in self.stop_ids if i >= vocab_size]:
             raise ValueError(
                 f"Sampling.stop_ids: expected ids of the policy's vocabulary of {vocab_size}, "
                 f"got {outside[0]}"
             )
         for text in self.stop:
-            fewest = fewest_tokens(text)
-            if fewest is None:
+            if not can_hold(text):
                 raise ValueError(
                     f"Sampling.stop: no response can hold {text!r}: the policy's tokenizer has no "
                     "tokens for it; leave it out"
-                )
-            if fewest > self.max_new_tokens:
-                raise ValueError(
-                    f"Sampling.stop: {text!r} takes {fewest} tokens and a response has at most "
-                    f"Sampling.max_new_tokens={self.max_new_tokens}: leave it out, or raise the "
-                    "limit"
                 )
 
     def check_tasks(self, names: Iterable[str]) -> None:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.layers import sum_in_order
 from models.sharding import constrain, ways_in_use
-from models.sums import sum_in_order
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout

@@ -221,18 +221,12 @@ def decode(
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
     mask_B1S = cache.seen_from(start_B)
-    if chunks is None:
-        token_B1, position_B1 = slots.last_token[:, None], slots.length[:, None]
-        hidden_B1D, cache = transformer.hidden_with_cache(
-            config, params, cache, token_B1, position_B1, start_B, mask_B1S
-        )
-        hidden_BD, of_chunks = hidden_B1D[:, 0], None
-    else:
-        nodes = slots.last_token, slots.length, start_B, mask_B1S
-        hidden_BD, cache, entries = transformer.hidden_beside_chunks(
-            config, params, cache, *nodes, chunks
-        )
-        of_chunks = entries.take(np.s_[:], cache.values[0].dtype)
+    nodes = slots.last_token[:, None], slots.length[:, None], start_B, mask_B1S
+    hidden_B1D, cache, entries = transformer.hidden_with_cache(
+        config, params, cache, *nodes, chunks
+    )
+    hidden_BD = hidden_B1D[:, 0]
+    of_chunks = None if chunks is None else entries.take(np.s_[:], cache.values[0].dtype)
     roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
     tokens_B, logprobs_B, kept_B = _draw(params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme)
     emitted_B = room_B > 0

@@ -22,9 +22,8 @@ from benchmarks.rounds import Rounds, busy
 from benchmarks.turns import in_turns
 from models import page_attention, row_attention, transformer
 from models.attention import Packing
-from models.config import ModelConfig
+from models.config import ModelConfig, leaves, param_specs
 from models.paged_cache import PagedCache
-from models.params import leaves, param_specs
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.learner import trainer

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from benchmarks.soak import runs
 from benchmarks.soak.memory import growth, programs_of, watch
 from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, run_until, started
-from models import tokenizer
+from policies.make.characters import save_character_tokenizer
 from rl.metrics.writer import read_samples
 from tests.support import tiny_run
 
@@ -90,7 +90,7 @@ def lose(folder: Path, count: int = 20) -> dict[str, Any]:
 
 def _show_all_ids(folder: Path) -> None:
     """Give the vocabulary's padding characters: completions then have one for each token."""
-    tokenizer.save_character_tokenizer(folder / "policy", f"{tiny_run.CHARACTERS}defghi")
+    save_character_tokenizer(folder / "policy", f"{tiny_run.CHARACTERS}defghi")
 
 
 def num_tokens(run: Path) -> int:

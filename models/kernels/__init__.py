@@ -1,1 +1,6 @@
 """Kernels of accelerators; each stands behind a function of `models` with a portable path."""
+
+import math
+
+LOG2_E = math.log2(math.e)  # softmax in powers of 2, which the hardware has
+NEGATIVE = -1e30  # the top over no key, as in models.attention: a difference of two is a number

@@ -1,25 +1,15 @@
 """Attention of a round's nodes to their slots' pages of keys and values: the kernel for Hopper.
 
-A thread block has one part of a slot's pages, one key/value head and up to 64 rows of its queries,
-the least that a warp group multiplies. Pages come by TMA into several buffers: while one is
-computed, the next ones are on their way. Parts of a slot are joined by their maxima and sums.
-
-    score = q·k/√h · log₂e,   top = round(max score)
-    total = Σ 2^(score − top),   out = Σ 2^(score − top) v
-
-With a whole top the weights' mantissas, and so their rounding to bfloat16, are those of any other.
-
-B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
-key/value head, n tiles of R = 64 of them, P pages, T positions of a page, N pages of a slot at
-most, D buffers.
-Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
+A thread block has one part of a slot's pages, one key/value head and up to 64 rows of its queries.
+Pages come by TMA into several buffers: while one is computed, the next ones are copied. Parts of a
+slot are joined by their maxima and sums. Formulas and shapes are those of `page_attention_tpu`; n
+tiles of R = 64 of a head's rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from functools import partial
 from typing import Any
 
@@ -28,11 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.kernels.tiles import GpuPageTiles, gpu_page_tiles
-from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
-
-LOG2_E = math.log2(math.e)
-NEGATIVE = -1e30  # the top of a slot without positions, as in models.attention
+from models.kernels import LOG2_E, NEGATIVE
+from models.kernels.hopper import ROWS, GpuPageTiles, WarpGroup, gpu_page_tiles, shared_tiles
+from models.kernels.page_blocks import heads_of_rows, rows_by_head
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
@@ -65,15 +53,7 @@ def attend_pages(
     interpret: Any = None,
     priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
-
-    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 where the length is 0.
-    `table_BN` names the pages of a slot in order; entries behind the live ones are not read.
-    Products are of bfloat16 and summed in float32. `priced_positions` is not used: a kernel of
-    Mosaic GPU has no price. Raises ValueError where `takes` says why. The lengths must not exceed
-    N·T.
-    Source: docs/architecture.md, "The round".
-    """
+    """As `page_attention_tpu.attend_pages`; without prices, so `priced_positions` is not used."""
     (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
     assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
     assert q_BWHh.dtype == keys_PKTh.dtype == values_PKTh.dtype
@@ -104,7 +84,8 @@ def attend_pages(
         values_PKTh,
     )
     out, top, total = _joined(*found)
-    return tuple(_heads_of_rows(x, W, H) for x in (out, top[..., None], total[..., None]))
+    results = out, top[..., None], total[..., None]
+    return tuple(heads_of_rows(x.reshape(B, K, n * ROWS, -1), W, H) for x in results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,24 +118,10 @@ class _Call:
         return [shared_tiles(ROWS, h), *[shared_tiles(D, T, h)] * 2, *barriers]
 
 
-def _kernel(
-    call: _Call,
-    table_X: Any,
-    length_B: Any,
-    q_BKnRh: Any,
-    keys_PKTh: Any,
-    values_PKTh: Any,
-    out_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
-    q_Rh: Any,
-    keys_DTh: Any,
-    values_DTh: Any,
-    of_queries: Any,
-    of_keys: Any,
-    of_values: Any,
-) -> None:
+def _kernel(call: _Call, *refs: Any) -> None:
     """One part of a slot: its pages in turn, each into the running softmax."""
+    table_X, length_B, q_BKnRh, keys_PKTh, values_PKTh, *results = refs[:-6]
+    q_Rh, keys_DTh, values_DTh, of_queries, of_keys, of_values = refs[-6:]
     tile, head, part, slot = (jax.lax.axis_index(x) for x in ("tile", "head", "part", "slot"))
     T, h, D = call.page_tokens, call.head_dim, call.tiles.buffers
     length = length_B[slot]
@@ -194,7 +161,7 @@ def _kernel(
     numbers = ((ROWS, h), 0.0), ((ROWS,), NEGATIVE), ((ROWS,), 0.0)
     start = tuple(call.registers.full(*x) for x in numbers)
     found = jax.lax.fori_loop(0, steps, of_page, start)
-    for to, x in zip((out_ref, top_ref, total_ref), found, strict=True):
+    for to, x in zip(results, found, strict=True):
         to[part, slot, head, tile] = x
 
 
@@ -221,17 +188,6 @@ def _joined(out: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array
 
 def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
     """Return [B, K, n, R, h], filled up with rows of zeros."""
-    B, W, _, h = q_BWHh.shape
-    q_BKWGh = q_BWHh.reshape(B, W, num_kv_heads, -1, h).transpose(0, 2, 1, 3, 4)
-    q_BKXh = q_BKWGh.reshape(B, num_kv_heads, -1, h)
+    q_BKXh = rows_by_head(q_BWHh, num_kv_heads)
     q_BKXh = jnp.pad(q_BKXh, ((0, 0), (0, 0), (0, -q_BKXh.shape[2] % ROWS), (0, 0)))
-    return q_BKXh.reshape(B, num_kv_heads, -1, ROWS, h)
-
-
-def _heads_of_rows(x_BKnRi: jax.Array, num_nodes: int, num_heads: int) -> jax.Array:
-    """Return [B, W, H, i] of rows."""
-    B, K, n, R, i = x_BKnRi.shape
-    G = num_heads // K
-    x_BKXi = x_BKnRi.reshape(B, K, n * R, i)[:, :, : num_nodes * G]
-    x_BKWGi = x_BKXi.reshape(B, K, num_nodes, G, i)
-    return x_BKWGi.transpose(0, 2, 1, 3, 4).reshape(B, num_nodes, num_heads, i)
+    return q_BKXh.reshape(*q_BKXh.shape[:2], -1, ROWS, q_BKXh.shape[3])

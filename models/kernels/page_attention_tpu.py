@@ -1,36 +1,42 @@
-"""Attention of a round's nodes to their slots' pages of keys and values: the kernel for TPUs.
+"""Attention of a round's nodes to their slots' pages of keys and values: the kernels for TPUs.
 
-Slots are taken in turn. A slot's pages come from HBM in blocks, each into one of several
-buffers: while one block is computed, the next ones are on their way, those of the next slots too.
-Only pages with live positions are read. All queries of a key/value head are rows of one product.
+`append_and_attend` writes a new entry of each slot as well. Slots are taken in turn; their pages
+come through buffers (`page_blocks`). All queries of a key/value head are rows of one product.
 
     score = q·k/√h · log₂e,   top = round(max score)
     total = Σ 2^(score − top),   out = Σ 2^(score − top) v
 
-With a whole top the weights' mantissas, and so their rounding to bfloat16, are those of any other.
+With whole tops the weights' mantissas, and so their rounding to bfloat16, do not depend on the top.
 
 B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
-key/value head, P pages, T positions of a page, N pages of a slot at
-most, S positions of a block, D buffers.
-Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
+key/value head, P pages, T positions of a page, N pages of a slot at most, S positions of a block, D
+buffers. Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.page_blocks import ANYWHERE, LANES, Blocks, Call, call_of
-from models.kernels.tiles import PageTiles
+from models.kernels import LOG2_E, NEGATIVE
+from models.kernels.page_blocks import (
+    ANYWHERE,
+    LANES,
+    Blocks,
+    Call,
+    PageTiles,
+    call_of,
+    heads_of_rows,
+    rows_by_head,
+)
 
-LOG2_E = math.log2(math.e)
-NEGATIVE = -1e30  # the top of a slot without positions, as in models.attention
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
 
 
@@ -67,12 +73,10 @@ def attend_pages(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
 
-    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 where the length is 0.
-    `table_BN` names the pages of a slot in order; entries behind the live ones are not read.
-    Products of float32 have the highest precision, those of bfloat16 are summed in float32.
-    `priced_positions` is the length that the compiler is told to expect of a slot, by default N·T.
-    Raises ValueError where `takes` says why. The lengths must not exceed N·T.
-    Source: docs/architecture.md, "The round".
+    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0.
+    `table_BN` names the pages of a slot in order; entries after the live ones are not read. The
+    compiler expects `priced_positions` of a slot, by default N·T, which no length may exceed.
+    Raises ValueError with the reason of `takes`.
     """
     (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
     assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
@@ -103,32 +107,12 @@ def attend_pages(
     return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
 
 
-def _kernel(
-    call: Call,
-    table_X: Any,
-    length_B: Any,
-    q_ref: Any,
-    keys_PKTh: Any,
-    values_PKTh: Any,
-    out_ref: Any,
-    sums_ref: Any,
-    *scratch: Any,
-) -> None:
+def _kernel(call: Call, *refs: Any) -> None:
+    table_X, length_B, q_ref, keys_PKTh, values_PKTh, out_ref, sums_ref, *scratch = refs
     sources, (top_ref, total_ref) = (keys_PKTh, values_PKTh), scratch[2:4]
     attend_slot(call, table_X, length_B, q_ref, sources, out_ref.at[0], scratch)
     lane = jax.lax.broadcasted_iota(jnp.int32, top_ref.shape, 2)
     sums_ref[0] = jnp.where(lane == 0, top_ref[...], total_ref[...])
-
-
-class Entry(Protocol):
-    """An entry that becomes the last of its slot: written in a buffer, and from there to its page.
-
-    `begin` is called once the last block is in a buffer, `end` when it has been attended to.
-    """
-
-    def begin(self, slot: jax.Array, buffer: jax.Array) -> None: ...
-
-    def end(self, slot: jax.Array, buffer: jax.Array) -> None: ...
 
 
 def attend_slot(
@@ -139,12 +123,9 @@ def attend_slot(
     sources: tuple[Any, Any],
     out_ref: Any,
     scratch: Sequence[Any],
-    entry: Entry | None = None,
+    entry: _Entry | None = None,
 ) -> None:
-    """Attend from the slot in turn: its blocks one after the other, into the running softmax.
-
-    Leaves Σ 2^(score − top) v in `out_ref`, float32 [K, X, h], tops and totals in the scratch.
-    """
+    """Attend from the slot in turn; leaves Σ 2^(score − top) v in `out_ref`, [K, X, h], float32."""
     key_buffers, value_buffers, top_ref, total_ref, state, semaphores = scratch
     buffers, each = (key_buffers, value_buffers), call.grid[1]
     core, i = pl.program_id(0), pl.program_id(1)
@@ -194,15 +175,15 @@ def _attend_block(
     scores_XS = jnp.where(position_XS < live, scores_XS, NEGATIVE)
     old_Xl = top_ref[head]
     top_Xl = jnp.maximum(old_Xl, jnp.round(jnp.max(scores_XS, axis=1, keepdims=True)))
-    weights_XS = jnp.exp2(scores_XS - wide(top_Xl, scores_XS.shape[1]))
+    weights_XS = jnp.exp2(scores_XS - _wide(top_Xl, scores_XS.shape[1]))
     kept_Xl = jnp.exp2(old_Xl - top_Xl)
     top_ref[head] = top_Xl
     total_ref[head] = total_ref[head] * kept_Xl + jnp.sum(weights_XS, axis=1, keepdims=True)
     new_Xh = _product(weights_XS.astype(values_Sh.dtype), values_Sh, 0)
-    out_ref[head] = out_ref[head] * wide(kept_Xl, h) + new_Xh
+    out_ref[head] = out_ref[head] * _wide(kept_Xl, h) + new_Xh
 
 
-def wide(x_Xl: jax.Array, width: int) -> jax.Array:
+def _wide(x_Xl: jax.Array, width: int) -> jax.Array:
     """Return columns that are all the same, `width` of them."""
     return jnp.concatenate([x_Xl] * (width // LANES), axis=-1)
 
@@ -210,25 +191,120 @@ def wide(x_Xl: jax.Array, width: int) -> jax.Array:
 def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     """Multiply x's last axis with one of y's."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((1,), (axis,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
+    axes = ((1,), (axis,)), ((), ())
+    return jax.lax.dot_general(x, y, axes, precision, preferred_element_type=jnp.float32)
+
+
+def append_and_attend(
+    q_B1Hh: jax.Array,
+    k_BKh: jax.Array,
+    v_BKh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    length_B: jax.Array,
+    *,
+    tiles: PageTiles | None = None,
+    interpret: Any = False,
+    priced_positions: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write a slot's entry at position `length` − 1, and attend to its first `length` positions.
+
+    The entry is put into the last block in VMEM, and the tile of rows around it is copied to its
+    page. Returns attention of the queries' dtype, [B, 1, H, h], and the pages, written in place.
+    Slots of length 0 write nothing and get 0. No two slots may write to one page; positions after
+    the entry in its page may change. All else is as in `attend_pages`.
+    """
+    (B, _, H, h), (P, K, T, _), N = q_B1Hh.shape, keys_PKTh.shape, table_BN.shape[1]
+    assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
+    assert k_BKh.shape == v_BKh.shape == (B, K, h)
+    if why := takes(h, T, keys_PKTh.dtype):
+        raise ValueError(why)
+    if B * N * 4 > TABLE_BYTES and B > 1:
+        outs, more = [], dict(tiles=tiles, interpret=interpret, priced_positions=priced_positions)
+        for x in (slice(0, B // 2), slice(B // 2, B)):
+            new, pages = (q_B1Hh[x], k_BKh[x], v_BKh[x]), (keys_PKTh, values_PKTh)
+            found = append_and_attend(*new, *pages, table_BN[x], length_B[x], **more)
+            out, keys_PKTh, values_PKTh = found
+            outs.append(out)
+        return jnp.concatenate(outs), keys_PKTh, values_PKTh
+    q_BKXh = rows_by_head(q_B1Hh, K)
+    call = call_of(q_BKXh, keys_PKTh, N, tiles)
+    rows, entry = call.of_slot(*q_BKXh.shape[1:]), call.of_slot(K, 1, h)
+    stays = [(ANYWHERE, keys_PKTh), (ANYWHERE, values_PKTh)]
+    out_BKXh, keys, values = call.run(
+        partial(_append_kernel, call),
+        (table_BN, length_B),
+        [(rows, q_BKXh), (entry, k_BKh[:, :, None]), (entry, v_BKh[:, :, None]), *stays],
+        [(spec, x.shape, x.dtype) for spec, x in ((rows, q_BKXh), *stays)],
+        in_place={3: 1, 4: 2},
+        scratch=[pltpu.VMEM(q_BKXh.shape[1:], jnp.float32), pltpu.SemaphoreType.DMA],
+        name="page_append",
+        interpret=interpret,
+        priced_positions=priced_positions,
     )
+    return heads_of_rows(out_BKXh, 1, H), keys, values
 
 
-def rows_by_head(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Return [B, K, X, h]."""
-    B, W, _, h = q_BWHh.shape
-    q_BKWGh = q_BWHh.reshape(B, W, num_kv_heads, -1, h).transpose(0, 2, 1, 3, 4)
-    return q_BKWGh.reshape(B, num_kv_heads, -1, h)
+def _append_kernel(call: Call, *refs: Any) -> None:
+    """One slot; pages are read and written in the results, which are the inputs' memory."""
+    table_X, length_B, q_ref, k_ref, v_ref, _, _, out_ref, keys_PKTh, values_PKTh = refs[:10]
+    *shared, sum_ref, semaphore = refs[10:]
+    pages, total_ref = (keys_PKTh, values_PKTh), shared[3]
+    entry = _Entry(call, table_X, length_B, (k_ref, v_ref), pages, shared[:2], semaphore)
+    attend_slot(call, table_X, length_B, q_ref, pages, sum_ref, shared, entry)
+    total = _wide(total_ref[...], call.head_dim)
+    out = jnp.where(total > 0, sum_ref[...] / jnp.where(total > 0, total, 1.0), 0.0)
+    out_ref[0] = out.astype(out_ref.dtype)
 
 
-def heads_of_rows(x_BKXi: jax.Array, num_nodes: int, num_heads: int) -> jax.Array:
-    """Return [B, W, H, i] of rows."""
-    B, K, _, i = x_BKXi.shape
-    G = num_heads // K
-    x_BKWGi = x_BKXi[:, :, : num_nodes * G].reshape(B, K, num_nodes, G, i)
-    return x_BKWGi.transpose(0, 2, 1, 3, 4).reshape(B, num_nodes, num_heads, i)
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """The new entry of the slot in turn: `begin` once the last block is in a buffer, then `end`."""
+
+    call: Call
+    table_X: Any
+    length_B: Any
+    new: tuple[Any, Any]
+    pages: tuple[Any, Any]
+    buffers: Any
+    semaphore: Any
+
+    def begin(self, slot: jax.Array, buffer: jax.Array) -> None:
+        row, tiles = self._row_and_tiles(slot, buffer)
+        for new_ref, tile in zip(self.new, tiles, strict=True):
+            old_KRh = tile[...]
+            is_new = jax.lax.broadcasted_iota(jnp.int32, old_KRh.shape, 1) == row
+            tile[...] = jnp.where(is_new, new_ref[0], old_KRh)
+        for copy in self._copies(slot, buffer):
+            copy.start()
+
+    def end(self, slot: jax.Array, buffer: jax.Array) -> None:
+        for copy in self._copies(slot, buffer):
+            copy.wait()
+
+    def _row_and_tiles(self, slot: jax.Array, buffer: jax.Array) -> tuple[jax.Array, list[Any]]:
+        """Return the entry's row in its tile, and its tiles of keys and values."""
+        nth, first, row = self._place(slot)
+        page = jax.lax.rem(nth, self.call.tiles.block_pages)  # of the block
+        return row, [x.at[buffer, page, :, pl.ds(first, self._rows)] for x in self.buffers]
+
+    def _copies(self, slot: jax.Array, buffer: jax.Array) -> list[Any]:
+        nth, first, _ = self._place(slot)
+        page = self.table_X[slot * self.call.max_pages + nth]
+        _, tiles = self._row_and_tiles(slot, buffer)
+        return [
+            pltpu.make_async_copy(tile, to.at[page, :, pl.ds(first, self._rows)], self.semaphore)
+            for tile, to in zip(tiles, self.pages, strict=True)
+        ]
+
+    def _place(self, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return which of the slot's pages the entry is in, its tile's first row, its row there."""
+        position, T = self.length_B[slot] - 1, self.call.page_tokens
+        at = jax.lax.rem(position, T)
+        first = jax.lax.div(at, self._rows) * self._rows
+        return jax.lax.div(position, T), pl.multiple_of(first, self._rows), at - first
+
+    @property
+    def _rows(self) -> int:
+        return 32 // self.call.dtype.itemsize  # of a tile, of 32 bytes a column

@@ -1,7 +1,8 @@
 """Shared by TPU kernels of attention to pages: the sizes of a call, and pages on their way.
 
-Slots are taken in turn. A slot's pages come from HBM in blocks, each into one of several buffers.
-Shapes are those of `page_attention_tpu`.
+A slot's pages come from HBM in blocks, each into one of several buffers: while one is computed, the
+next ones are copied, of the next slots too. Sizes of blocks follow from public figures and
+compilers' schedules; none was measured. Shapes are those of `page_attention_tpu`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,68 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.tiles import PageTiles, device_generation, page_tiles
-
 LANES = 128
 VMEM_BYTES = 16 << 20  # what a kernel gets without asking
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageTiles:
+    """Pages of one matrix product, and such blocks in VMEM: one is computed, the others copied."""
+
+    block_pages: int
+    buffers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PageSizes:
+    """Positions times key/value heads of a device, in a block; bytes of all buffers."""
+
+    block_positions: int
+    buffer_bytes: int
+
+
+# By (generation, kernel, head size, bytes of a number).
+# A block should take less long to compute than to copy. Of two heads of 1024 positions and 64 rows
+# the compiler's schedule has 1,000 cycles on a v5p (650 of two heads of 512), where the copy takes
+# 1,330 (665) by bandwidth; on a v6e 950 (570) of 1,120 (560); on a v5e 700 of 960 for the half.
+# Shorter blocks waste less on short slots.
+# What is on its way has to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
+# and 2.1 MB for each of the two cores of a v5p.
+PAGE_SIZES: dict[tuple[str, str, int, int], PageSizes] = {
+    ("v5e", "page_attention", 128, 2): PageSizes(1024, 3 << 20),
+    ("v5p", "page_attention", 128, 2): PageSizes(2048, 4 << 20),
+    ("v6e", "page_attention", 128, 2): PageSizes(2048, 6 << 20),
+}
+MAX_SCORES = 1 << 17  # of a head and block: what a product leaves has to fit beside the buffers
+
+
+def device_generation() -> str:
+    """Return the TPU generation of the mesh in use, or of the default device ("v5p"), or ""."""
+    return str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else ""
+
+
+def page_tiles(
+    generation: str,
+    head_dim: int,
+    itemsize: int,
+    page_tokens: int,
+    num_kv_heads: int,
+    num_rows: int,
+) -> PageTiles:
+    """Return the tiles of attention over pages of `page_tokens` positions, of so many queries.
+
+    By default a block has the bytes of 2048 head-positions of 128 numbers in bfloat16, and the
+    buffers have 4 MiB. A block is a multiple of 128 positions and at most `MAX_SCORES` scores a
+    head, and there are 2 to 8 buffers.
+    """
+    default = PageSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
+    sizes = PAGE_SIZES.get((generation, "page_attention", head_dim, itemsize), default)
+    positions = min(sizes.block_positions // num_kv_heads, MAX_SCORES // num_rows)
+    least = 128 // math.gcd(128, page_tokens)
+    block_pages = max(1, positions // (page_tokens * least)) * least
+    block_bytes = 2 * block_pages * page_tokens * num_kv_heads * head_dim * itemsize
+    return PageTiles(block_pages, min(8, max(2, sizes.buffer_bytes // block_bytes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +124,9 @@ class Call:
     ) -> Any:
         """Run a kernel for each slot, the first of its `inputs` being queries.
 
-        It is given the table, the lengths, inputs, results (specification, shape, dtype), then the
-        scratch: buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores,
-        and what `scratch` adds. `in_place` are inputs that become results.
+        Its arguments are the table, the lengths, inputs, results (specification, shape, dtype),
+        then buffers of keys and of values, tops and totals, the state of `Blocks`, semaphores, and
+        `scratch`. `in_place` are inputs that become results.
         """
         table_BN, length_B = table_and_length
         most = self.max_pages * self.page_tokens
@@ -115,10 +173,7 @@ class Call:
 
     @property
     def vmem_bytes(self) -> int:
-        """Return what the kernel may need: buffers, queries, results and scores.
-
-        The pipeline has queries and results twice.
-        """
+        """Return the bytes of buffers, queries and results (twice: the pipeline), scores."""
         K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
         buffers = 2 * math.prod(self.buffer_shape) * itemsize
         slot = K * X * (2 * h * itemsize + 2 * h * 4 + 4 * LANES * 4)
@@ -200,10 +255,7 @@ class Blocks:
             self.state[2] = fetched + 1
 
     def take(self, live: jax.Array) -> jax.Array:
-        """Wait for the next block, of `live` positions; return its buffer.
-
-        Values behind the live ones become 0: a weight of 0 times what is no number is none.
-        """
+        """Wait for the next block, of `live` positions; return its buffer, the rest set to 0."""
         taken = self.state[3]
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.tiles.buffers)
@@ -248,3 +300,18 @@ class Blocks:
             values[buffer, i] = jnp.where(position_KTh < live, old_KTh, 0).astype(old_KTh.dtype)
 
         jax.lax.fori_loop(jax.lax.div(live, T), self.call.tiles.block_pages, page, None)
+
+
+def rows_by_head(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [B, K, X, h]."""
+    B, W, _, h = q_BWHh.shape
+    q_BKWGh = q_BWHh.reshape(B, W, num_kv_heads, -1, h).transpose(0, 2, 1, 3, 4)
+    return q_BKWGh.reshape(B, num_kv_heads, -1, h)
+
+
+def heads_of_rows(x_BKXi: jax.Array, num_nodes: int, num_heads: int) -> jax.Array:
+    """Return [B, W, H, i] of rows."""
+    B, K, _, i = x_BKXi.shape
+    G = num_heads // K
+    x_BKWGi = x_BKXi[:, :, : num_nodes * G].reshape(B, K, num_nodes, G, i)
+    return x_BKWGi.transpose(0, 2, 1, 3, 4).reshape(B, num_nodes, num_heads, i)

@@ -1,27 +1,15 @@
 """Attention over packed rows on a Hopper GPU: a Pallas (Mosaic GPU) kernel, forward and backward.
 
-    forward    out = Σ_s e^(score_s − lse) v_s,   lse = log Σ_s e^(score_s)
-    backward   p = e^(score − lse),  δ = Σ_h dout · out,  ds = p (dout vᵀ − δ)
-               dq = ds k / √h,  dk = dsᵀ q / √h,  dv = pᵀ dout
-
 A thread block is one warp group. Forward and for dq it has a block of queries of one head, and goes
 through the blocks of keys that these see; for dk and dv it has a block of keys, and goes through
 the blocks of queries that see them, of all heads of the key/value head. Blocks come by TMA into
-several buffers: while one is computed, the next ones are on their way. Which blocks see one another
-is a list that is made from the ranges of prompts and branches (`models.kernels.row_pairs`).
-
-`models.row_attention` is the portable path, which says what is computed. Under a mesh a device
-is to call this with its own rows and heads: no compiler partitions it.
-
-B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks of a row, X pairs of
-blocks of all rows, C queries of a block, S keys of one, D buffers.
-Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two passes backward).
+several buffers: while one is computed, the next ones are copied. Formulas, shapes and sources are
+those of `row_attention_tpu`; X pairs of blocks of all rows, D buffers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,14 +19,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.kernels import row_pairs
-from models.kernels.warp_group import ROWS, WarpGroup, shared_tiles
+from models.kernels import LOG2_E, NEGATIVE, row_pairs
+from models.kernels.hopper import ROWS, WarpGroup, shared_tiles
 
-_NEGATIVE = -1e30  # finite, so that a difference of two is a number
 _BLOCK_TOKENS = ROWS  # of queries and of keys
 _BUFFERS = 2  # two thread blocks fit a processor's shared memory
 _MOST_PAIRS = 2**24  # of all rows: a list of 64 MiB
-_LOG2_E = math.log2(math.e)  # softmax in powers of 2, which the hardware has
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
@@ -66,10 +52,7 @@ def forward(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the attention of `models.row_attention.attend_rows`, [B, T, H, h], and lse [B, H, T].
-
-    `lse` is float32: the log of the sum of e^score.
-    """
+    """Return the attention of `models.row_attention`, [B, T, H, h], and log Σ e^score [B, H, T]."""
     sizes = _Sizes.of(q_BTHh, k_BTKh)
     q, k, v, *places = (sizes.filled(x) for x in (q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT))
     out, lse = _run(
@@ -157,10 +140,7 @@ class _Sizes:
         return jnp.pad(x, [(0, over if i == axis else 0) for i in range(x.ndim)]) if over else x
 
     def scratch(self, kept: int, moving: int, moving_sums: int = 0) -> tuple:
-        """Return shared memory and barriers of what is copied once, and of what is for each pair.
-
-        The latter has buffers. Sums are one number of each position.
-        """
+        """Return (shared memory, barrier) of arrays copied once, and of buffered ones."""
         D, C, h = _BUFFERS, _BLOCK_TOKENS, self.head_dim
         sums = plgpu.SMEM((D, C), jnp.float32)
         buffers = *[shared_tiles(D, C, h)] * moving, *[sums] * moving_sums
@@ -241,7 +221,7 @@ class _Block:
     def fold(
         self, kept: Sequence[tuple], moving: Sequence[tuple], each: Callable, start: tuple
     ) -> tuple:
-        """Fold `each` over the steps: it is given the pair, `ready` and what was found so far.
+        """Fold `each(pair, ready, carry)` over the steps.
 
         `kept` and `moving` are (array, shared memory, barrier); `ready(i)` waits for the block of
         the i-th moving one.
@@ -286,12 +266,9 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def scores(self, pair: jax.Array, rows: Any, columns: Any) -> jax.Array:
-        """Return log2 of e^score of a pair, very negative where a query may not see a key.
-
-        Rows are queries and columns keys, or the other way where the own block is one of keys.
-        """
+        """Return log2 of e^score of a pair, very negative for unseen keys; own rows first."""
         products = self.registers.product(rows, columns, transposed=True)
-        scores = products * (self.sizes.scale * _LOG2_E)
+        scores = products * (self.sizes.scale * LOG2_E)
         masked = partial(self._masked, pair)
         return jax.lax.cond(row_pairs.is_whole(pair), lambda scores: scores, masked, scores)
 
@@ -309,7 +286,7 @@ class _Block:
         same = along(self.prompt_BT, key, of_key) == along(self.prompt_BT, query, of_query)
         branch = along(self.branch_BT, key, of_key)
         own = (branch == 0) | (branch == along(self.branch_BT, query, of_query))
-        return jnp.where(before & same & own, scores, _NEGATIVE)
+        return jnp.where(before & same & own, scores, NEGATIVE)
 
 
 def _tokens(block: jax.Array) -> Any:
@@ -347,10 +324,10 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         sum_Ch = sum_Ch * _across(kept_C, h)
         return registers.add_product(sum_Ch, p_CS.astype(v.dtype), ready(1)), higher_C, total_C
 
-    start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), _NEGATIVE), ((C,), 0.0)))
+    start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), NEGATIVE), ((C,), 0.0)))
     sum_Ch, top_C, total_C = block.fold(_with([q], kept), _with([k, v], moving), each, start)
     block.write([(out, q_Ch, sum_Ch / _across(total_C, h))])
-    block.at(lse)[...] = top_C / _LOG2_E + jnp.log(total_C)
+    block.at(lse)[...] = top_C / LOG2_E + jnp.log(total_C)
 
 
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
@@ -359,7 +336,7 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (q_Ch, _), (dout_Ch, _) = kept
     lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
-    lse_C = lse_C * _LOG2_E
+    lse_C = lse_C * LOG2_E
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         k_Sh = ready(0)
@@ -374,9 +351,7 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
 
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
-    """Gradients of keys and values. Scores are held keys first: tensor cores take no transposed
-    operand from registers.
-    """
+    """Gradients of keys and values; scores keys first: no transposed operand from registers."""
     *lists, q, k, v, dout, lse, delta, dk, dv, kept, moving = refs
     block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (k_Sh, _), (v_Sh, _) = kept
@@ -386,7 +361,7 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         q_Ch, dout_Ch, *sums = (ready(i) for i in range(4))
         lse_C, delta_C = (registers.along(x, axis=1) for x in sums)
         plgpu.commit_smem()  # before copies write there again
-        p_SC = jnp.exp2(block.scores(pair, k_Sh, q_Ch) - _down(lse_C * _LOG2_E))
+        p_SC = jnp.exp2(block.scores(pair, k_Sh, q_Ch) - _down(lse_C * LOG2_E))
         dv_Sh = registers.add_product(dv_Sh, p_SC.astype(dout.dtype), dout_Ch)
         dp_SC = registers.product(v_Sh, dout_Ch, transposed=True)
         ds_SC = p_SC * (dp_SC - _down(delta_C))

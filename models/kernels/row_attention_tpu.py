@@ -4,24 +4,19 @@
     backward   p = e^(score − lse),  δ = Σ_h dout · out,  ds = p (dout vᵀ − δ)
                dq = ds k / √h,  dk = dsᵀ q / √h,  dv = pᵀ dout
 
-A grid step is a pair of a block of queries and one of keys, for all query heads of a key/value
-head: keys and values are read once for them. Only pairs of which some positions may see each other
-are steps: their list is made from the ranges of prompts and branches of each block, and is
-prefetched as scalars. Scores are held keys first, [S, C], so that what there is one of a query
-(maximum, sum, log-sum-exp) is a row of lanes.
-
-`models.row_attention` is the portable path, which says what is computed. Under a mesh a device
-is to call this with its own rows and heads: no compiler partitions it.
+A grid step is a pair of a block of queries and one of keys (`row_pairs`), for all query heads of a
+key/value head: keys and values are read once for them. Scores are held keys first, [S, C], so that
+numbers of a query (maximum, sum, log-sum-exp) are a row of lanes. `models.row_attention` is the
+reference. On a mesh each device calls this with its own rows and heads.
 
 B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks, P pairs of blocks,
-C queries of a block, S keys of one.
-Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two passes backward).
+C queries of a block, S keys of one. Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two
+passes backward).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,10 +26,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels import row_pairs
+from models.kernels import LOG2_E, NEGATIVE, row_pairs
 
-_LOG2_E = math.log2(math.e)
-_NEGATIVE = -1e30  # finite, so that a difference of two is a number
 _LANES = 128
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
 _VMEM_BYTES = 48 * 2**20  # that a kernel may ask for; those since v5e have 64 MiB and more
@@ -78,10 +71,7 @@ def forward(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the attention of `models.row_attention.attend_rows`, [B, T, H, h], and lse [B, H, T].
-
-    `lse` is float32: the log of the sum of e^score.
-    """
+    """Return the attention of `models.row_attention`, [B, T, H, h], and log Σ e^score [B, H, T]."""
     call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
     q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
     out, lse = call.run(
@@ -257,10 +247,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A grid step: a pair of blocks, or nothing behind the last one of its row.
-
-    `first` and `last` are of the pairs with the block that the results are of.
-    """
+    """A grid step: a pair of blocks, or nothing; `first`, `last` of its result's block."""
 
     pair: jax.Array
     is_pair: jax.Array
@@ -289,7 +276,7 @@ class _Step:
         @pl.when(self.is_pair & jnp.logical_not(is_whole))
         def _() -> None:
             mask_SC = self._mask(*places)
-            each(lambda scores_SC: jnp.where(mask_SC, scores_SC, _NEGATIVE))
+            each(lambda scores_SC: jnp.where(mask_SC, scores_SC, NEGATIVE))
 
     def _mask(self, of_queries: Any, of_keys: Any) -> jax.Array:
         """mask[s, c]: query c of the pair may see key s of it."""
@@ -311,13 +298,13 @@ def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> Non
     @pl.when(step.first)
     def _() -> None:
         sum_GhC[...] = jnp.zeros_like(sum_GhC)
-        top_GC[...] = jnp.full_like(top_GC, _NEGATIVE)
+        top_GC[...] = jnp.full_like(top_GC, NEGATIVE)
         total_GC[...] = jnp.zeros_like(total_GC)
 
     def each(masked: Callable) -> None:
         k_Sh, v_Sh = k[0, 0], v[0, 0]
         for g in range(group):
-            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * (scale * _LOG2_E))
+            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * (scale * LOG2_E))
             top_1C = top_GC[g : g + 1]
             highest_1C = jnp.round(scores_SC.max(axis=0, keepdims=True))
             higher_1C = jnp.maximum(top_1C, highest_1C)
@@ -332,7 +319,7 @@ def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> Non
     def _() -> None:
         for g in range(group):
             out[0, 0, g] = (sum_GhC[g] / total_GC[g : g + 1]).T.astype(out.dtype)
-        lse[0, 0] = top_GC[...] / _LOG2_E + jnp.log(total_GC[...])
+        lse[0, 0] = top_GC[...] / LOG2_E + jnp.log(total_GC[...])
 
 
 def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:

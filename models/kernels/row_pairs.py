@@ -1,7 +1,4 @@
-"""Which blocks of a packed row see one another, as kernels go through them.
-
-A pair is a block of queries and one of keys. What no position of a pair may see is left out, by the
-ranges of prompts and branches of the two blocks.
+"""Pairs of a block of queries and one of keys of packed rows that see one another, by ranges.
 
 B rows, T positions, n blocks of a row, C positions of a block, P pairs of a row: n (n + 1) / 2.
 """
@@ -17,10 +14,7 @@ _PADDING = 2**30  # the prompt of padding in ranges: rows are padded at their en
 
 
 def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
-    """Return which block of queries sees something of which block of keys; bool [B, n, n].
-
-    By the ranges of their prompts and branches: a pair that is left out has nothing to see.
-    """
+    """Return which block of queries sees some of which block of keys, by ranges; bool [B, n, n]."""
     B, T = prompt_BT.shape
     prompt = jnp.where(prompt_BT > 0, prompt_BT, _PADDING).reshape(B, T // size, size)
     branch = branch_BT.reshape(prompt.shape)
@@ -54,8 +48,8 @@ def pair_list(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the seen pairs of each row, int32 [B · P], and their number, [B].
 
-    `size` divides T. A pair is (query block << 16) + (key block << 1) + whole. They are in order of
-    query blocks, or of key blocks, then of the others; behind the last it is repeated.
+    `size` divides T. A pair is (query block << 16) + (key block << 1) + whole. The order is by
+    query blocks, or key blocks, then by the others; the last pair is repeated to the end.
     """
     seen_Bnn = seen_pairs(prompt_BT, branch_BT, size)
     whole_Bnn = whole_pairs(prompt_BT, branch_BT, size)
@@ -76,11 +70,7 @@ def pair_list(
 def block_bounds(
     prompt_BT: jax.Array, branch_BT: jax.Array, size: int, by_query: bool
 ) -> jax.Array:
-    """Return where the pairs of each block begin and end in `pair_list`; int32 [B · (n + 1)].
-
-    Those of block i of row b are from place b (n + 1) + i to the next. Blocks are those of queries,
-    or of keys, as the list is ordered.
-    """
+    """Return each block's first place in `pair_list`, and each row's end; int32 [B · (n + 1)]."""
     num_Bn = seen_pairs(prompt_BT, branch_BT, size).sum(axis=2 if by_query else 1, dtype=jnp.int32)
     B, n = num_Bn.shape
     bound_BX = jnp.pad(jnp.cumsum(num_Bn, axis=1), ((0, 0), (1, 0)))

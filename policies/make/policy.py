@@ -26,6 +26,7 @@ import optax
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
 from policies.make import solutions
+from policies.make.characters import save_character_tokenizer
 from rl.data.answers import extract_answer
 from rl.engine.engine import Engine
 from rl.rollout import generate
@@ -229,7 +230,7 @@ def score(
 def make(output: Path, settings: Settings) -> None:
     """Train until the wanted reward, write the folder, and measure rewards on more prompts."""
     output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_character_tokenizer(output, CHARACTERS)
+    save_character_tokenizer(output, CHARACTERS)
     tok = tokenizer.load(output)
     model = model_config(settings, tok)
     engine = Engine(model)

@@ -1,7 +1,4 @@
-"""The best checkpoint of a run: the one whose evaluation was highest, which is never pruned.
-
-A run writes `evaluation.json` in its folder; this reads it, as a stranger's.
-"""
+"""The best checkpoint of a run, by its evaluations: never pruned, kept in `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from rl.runtime.run_files import CHECKPOINTS, EVALUATION_FILE
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The step whose evaluation was highest: the metric that says so, and its value."""
+    """The step whose evaluation was highest, by which metric, and its value."""
 
     step: int
     metric: str
@@ -28,10 +25,7 @@ class Best:
 
 
 def read_best(run: Path | str) -> Best | None:
-    """Return the best step that a run has recorded; None where it has recorded none.
-
-    Raises ValueError for a file that no run writes.
-    """
+    """Return the best step that a run has recorded, or None; ValueError for a damaged record."""
     with held(run) as folder:
         found = read_record(folder).get("best")
     return None if found is None else Best(**found)
@@ -48,28 +42,18 @@ def read_record(folder: Folder) -> dict[str, Any]:
         raise ValueError(f"{where}: expected JSON: {error}; delete the file to continue") from error
     if not isinstance(record, dict) or type(record.get("asked")) is not str:
         raise ValueError(f"{where} is not what a run writes; delete the file to continue")
-    best = record.get("best")
-    if best is None:
-        return record
-    is_whole = (
-        isinstance(best, dict)
-        and best.keys() == {"step", "metric", "value"}
-        and type(best.get("step")) is int
-        and best["step"] >= 0
-        and type(best.get("metric")) is str
-        and type(best.get("value")) in (int, float)
-        and math.isfinite(best["value"])
-    )
-    if not is_whole:
-        raise ValueError(f"{where}: expected a best step, got {str(best)[:80]!r}; delete the file")
-    return record
+    match record.get("best"):
+        case None:
+            return record
+        case {"step": int(step), "metric": str(), "value": int() | float() as value, **more}:
+            if type(step) is int and step >= 0 and math.isfinite(value) and not more:
+                return record
+    best = str(record["best"])[:80]
+    raise ValueError(f"{where}: expected a best step, got {best!r}; delete the file")
 
 
 def chosen_step(run: Path | str, text: str) -> int | None:
-    """Return the step that `newest` (None: the newest whole one), `best` or a number names.
-
-    Raises ValueError where the run has no such checkpoint.
-    """
+    """Return the step that `newest` (None), `best` or a number names; ValueError without it."""
     if text == "newest":
         return None
     kept = list_steps(Path(run) / CHECKPOINTS)
@@ -96,7 +80,7 @@ class BestRecord:
     """Writes the best step once its checkpoint is whole. Any thread may call it.
 
     `asked` identifies questions and sampling: a record of other ones is not continued. Of several
-    processes one `writes`; `from_first` hands the others what that one computes.
+    processes one `writes`; `from_first` sends the others the result that it computes.
     """
 
     def __init__(
@@ -120,11 +104,7 @@ class BestRecord:
         return self._candidate or self._written
 
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
-        """Continue after `step`: the best is that of the steps `evaluated` whose checkpoint stands.
-
-        Returns False where nothing is continued: at the start of a run, and where something else
-        was asked before.
-        """
+        """Continue with the best `evaluated` step that has its checkpoint; False: a new record."""
         there = json.loads(self._from_first(self._there))
         same, kept = there["record"].get("asked") == self._asked, there["kept"]
         standing = [b for b in evaluated if same and b.step <= step and b.step in kept]

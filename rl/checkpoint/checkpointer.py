@@ -6,18 +6,14 @@
     step_00000020/manifest.json    size and SHA-256 of every file, shapes, dtypes
 
 Invariants:
-- A checkpoint counts only with a manifest that every file matches; it is filled
-  under another name and comes in by one rename. So a kill at any moment leaves
-  the one before usable, and damage is found before a value is used.
-- `save` returns once the values are off the device (donating them then is safe);
-  one background thread writes and hashes them, and its errors surface at the
-  next `save`, `wait` or `close`.
-- What is restored is bitwise what was saved, on the shardings of the template.
-- Of several processes each writes its shards, and process 0 everything else. They agree
-  after each part of a save: it comes in once all have succeeded, and fails on all if it
-  does on one. Any other number of processes restores it.
+- A checkpoint counts only if it has a manifest that every file matches. It is filled under
+  another name and renamed once, so a kill at any moment leaves the one before usable.
+- `save` returns once the values are off the device; one background thread writes and hashes
+  them, and its errors surface at the next `save`, `wait` or `close`.
+- Restored values are bitwise the saved ones, on the shardings of the template.
+- Each of several processes writes its shards, process 0 everything else. After each part of a
+  save they agree: it succeeds on all or fails on all.
 - Nothing is written or deleted through a link (models.folder).
-- `rl.checkpoint.reader` reads checkpoints without a Checkpointer, also beside a run that writes.
 
 The directory must be a file system with atomic renames, shared by all hosts.
 """
@@ -40,9 +36,9 @@ from typing import Any, TypeVar
 import jax
 
 from models.folder import Folder
-from rl.checkpoint import folders, host_state, manifest
-from rl.checkpoint.arrays import ArrayWriter
+from rl.checkpoint import folders, manifest
 from rl.checkpoint.config import CheckpointConfig
+from rl.checkpoint.contents import ArrayWriter, encode_host, write_host
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import ARRAYS, FILES_FOLDER, PyTree, Restored, describe, flatten, restore
 from rl.cluster.processes import ALONE, Processes
@@ -69,26 +65,13 @@ class LinkedFiles:
     contents: Mapping[str, Content]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Begun:
-    """A save under way: arrays by path, what the manifest says, and what process 0 writes."""
-
-    flat: dict[str, jax.Array]
-    extra: dict[str, Any]
-    state: host_state.HostState | None = None
-    known: Mapping[str, Content] = dataclasses.field(default_factory=dict)
-
-
 class Checkpointer:
-    """The one writer of a checkpoint directory; `processes` are all that write to it together.
+    """The one writer of a checkpoint directory; use it as a context manager.
 
-    Use it as a context manager. Of several processes all call the same methods, with the same
-    steps and host state, in the same order.
-
-    Opening tidies up after a killed run, and raises RuntimeError while another
-    process writes to the directory. `committed` is called in the background thread with each
-    step whose checkpoint is complete; then older ones are deleted, but never those that `spared`
-    returns.
+    Several `processes` all call the same methods, with the same steps and host state, in the same
+    order. Opening tidies up after a killed run, and raises RuntimeError while another process
+    writes to the directory. In the background thread `committed` is called with each complete
+    step; then older ones are deleted, but never those that `spared` returns.
     """
 
     def __init__(
@@ -101,14 +84,15 @@ class Checkpointer:
         committed: Callable[[int], None] = lambda step: None,
         spared: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        if not isinstance(directory, Folder) and re.match(r"\w+:/", str(directory)):
+        if isinstance(directory, Folder):
+            self._folder = directory
+        elif re.match(r"\w+:/", str(directory)):
             raise ValueError(
                 f"expected a path of a mounted file system, got {str(directory)!r}: mount the "
                 "bucket, or save locally and copy"
             )
-        self._folder = (
-            directory if isinstance(directory, Folder) else Folder(directory, create=True)
-        )
+        else:
+            self._folder = Folder(directory, create=True)
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
         self._committed, self._spared = committed, spared
@@ -132,28 +116,20 @@ class Checkpointer:
         host: dict[str, Any] | None = None,
         files: LinkedFiles | None = None,
     ) -> None:
-        """Save a pytree of jax arrays, host state (see `host_state.encode`) and files.
+        """Save a pytree of jax arrays, host state (see `encode_host`) and files.
 
-        Waits for the previous save to end. `host` is copied; afterwards both may be changed or
-        donated, and `files` deleted. A step that exists is replaced; later ones are set aside
-        (`folders.publish`). Raises TypeError or ValueError for what cannot be saved, SaveError
-        where the disk refuses it, Hang where the previous save makes no progress, and whatever
-        error that one met in the background.
+        Waits for the previous save. Afterwards `arrays` may be donated, `host` changed and `files`
+        deleted. Replaces a step that exists and sets later ones aside. Raises TypeError or
+        ValueError for values that cannot be saved, SaveError, Hang, and the previous save's error.
         """
         self.wait()
         self._take_turn()
         self._save(step, arrays, host, files)
 
     def save_if_free(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> bool:
-        """Save unless another save would have to be waited for; return whether it was saved.
-
-        Of several processes none does: they would have to wait for each other to know.
-        """
-        if not self._processes.alone:
-            return False
-        if self._pending is not None and not self._pending.done():
-            return False
-        if not _writing.acquire(blocking=False):
+        """Save unless that had to wait for another save (or process); return whether."""
+        is_saving = self._pending is not None and not self._pending.done()
+        if not self._processes.alone or is_saving or not _writing.acquire(blocking=False):
             return False
         try:
             self.wait()
@@ -174,25 +150,25 @@ class Checkpointer:
                 raise ValueError(f"expected a step of 0 or more, got {step}")
             working = folders.working_folder(self.directory, step)
 
-            def begin() -> _Begun:
+            def begin() -> tuple[dict[str, jax.Array], Any, Mapping[str, Content]]:
                 flat = flatten(arrays, concrete=True)
-                count = self._processes.count
-                extra = {"step": step, "processes": count, "arrays": describe(flat)}
                 if not self._processes.is_first:
-                    return _Begun(flat, extra)
-                state = host_state.encode(host or {})
+                    return flat, None, {}
+                state = encode_host(host or {})
                 with self._disk_errors(step):
-                    return _Begun(flat, extra, state, self._begin(working.name, files))
+                    return flat, state, self._begin(working.name, files)
 
-            begun = self._together(f"beginning to save step {step}", begin)
+            flat, state, known = self._together(f"beginning to save step {step}", begin)
+            count = self._processes.count
+            extra = {"step": step, "processes": count, "arrays": describe(flat)}
 
             def copy() -> None:
                 with self._disk_errors(step):  # in the thread: here an event loop may run
-                    self._thread.submit(self._orbax.save, working / ARRAYS, begun.flat).result()
+                    self._thread.submit(self._orbax.save, working / ARRAYS, flat).result()
 
             self._together(f"copying step {step}", copy)
-            begun.flat.clear()  # the caller may donate them
-            self._pending = self._thread.submit(self._commit, step, begun)
+            flat.clear()  # the caller may donate them
+            self._pending = self._thread.submit(self._commit, step, state, extra, known)
         except BaseException:
             _writing.release()
             raise
@@ -226,17 +202,14 @@ class Checkpointer:
             self._hangs = True  # do not wait for it again
             raise
         finally:
-            if self._pending.done():  # it is not where a signal ends the waiting, or it hangs
+            if self._pending.done():  # it is not if a signal ends the waiting, or it hangs
                 self._pending = None
 
     def _progress(self) -> tuple[int, int]:
-        """Return the parts done and the bytes of the present one: they change while it is alive.
-
-        Where another process is waited for, that one has to be: this one only waits.
-        """
+        """Return the parts done and the bytes of the present one: they change while it is alive."""
         return self._parts_done + self._waited, folders.written_bytes(self.directory)
 
-    def _waits(self) -> None:
+    def _on_wait(self) -> None:
         self._waited += 1
         if threading.current_thread() is threading.main_thread():
             self._patience.alive()
@@ -244,14 +217,10 @@ class Checkpointer:
     def restore(self, template: PyTree, *, optional: Sequence[str] = ()) -> Restored:
         """Wait for the save in progress, then `reader.restore` the newest whole checkpoint."""
         self.wait()
-        options: dict[str, Any] = {"optional": optional, "processes": self._processes}
-        return restore(self.directory, template, **options)
+        return restore(self.directory, template, optional=optional, processes=self._processes)
 
     def close(self) -> None:
-        """Finish the save in progress, release the directory. Raises as `wait` does, or SaveError.
-
-        What has ceased to be spared since the last save is deleted.
-        """
+        """Finish the save in progress, delete old steps, unlock; raises as `wait`."""
         try:
             self.wait()
             if self._published is not None and self._folder.is_in_place():
@@ -269,11 +238,11 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return self.close()
         try:
             self.close()
-        except Exception as also:  # the first error is the one to see
+        except Exception as also:
+            if error is None:
+                raise
             _log.exception("the last save of %s failed as well", self.directory)
             error.add_note(f"The last save of {self.directory} failed as well: {also}")
 
@@ -284,7 +253,7 @@ class Checkpointer:
             folders.recover(self._folder)
 
     def _together(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work`, and hear how the other processes fared: all of them go on, or all raise."""
+        """Do `work` and exchange errors with the other processes: all go on, or all raise."""
         if self._processes.alone:
             return work()
         failed, done = None, None
@@ -293,12 +262,12 @@ class Checkpointer:
         except Exception as error:
             failed = error
         own = "" if failed is None else str(failed) or type(failed).__name__
-        # the background thread's line too: what it has to do is waited for before a save
+        # the background thread's line too: it is waited for before a save
         line = f"{self.directory.name}/"
-        told = self._processes.gather(what, own.encode(), self._waits, line)
+        errors = self._processes.gather(what, own.encode(), self._on_wait, line)
         if failed is not None:
             raise failed
-        for index, text in enumerate(told):
+        for index, text in enumerate(errors):
             if text:
                 raise SaveError(f"process {index} failed at {what}: {text.decode()}")
         return done  # type: ignore[return-value]
@@ -306,8 +275,7 @@ class Checkpointer:
     def _begin(self, name: str, files: LinkedFiles | None) -> dict[str, Content]:
         """Make a working folder with its linked files; return their contents by name."""
         self._folder.check_in_place()  # Orbax writes by path
-        if self._folder.exists(name):
-            self._folder.remove(name)
+        self._folder.remove(name, missing_ok=True)
         working = self._folder.folder(name)
         working.folder(ARRAYS)
         if files is None:
@@ -317,7 +285,9 @@ class Checkpointer:
             inner.link(files.folder, file)
         return {f"{FILES_FOLDER}/{file}": content for file, content in files.contents.items()}
 
-    def _commit(self, step: int, begun: _Begun) -> None:
+    def _commit(
+        self, step: int, state: Any, extra: dict[str, Any], known: Mapping[str, Content]
+    ) -> None:
         """Write arrays, host state and manifest, then rename; in the background thread."""
         working = folders.working_folder(self.directory, step)
 
@@ -328,14 +298,14 @@ class Checkpointer:
                 finally:
                     _writing.release()
                 self._parts_done += 1
-                if begun.state is not None:
-                    host_state.write(working / "host", begun.state)
+                if state is not None:
+                    write_host(working / "host", state)
 
         def publish() -> None:
             if not self._processes.is_first:
                 return
             with self._disk_errors(step):
-                manifest.write_manifest(working, begun.extra, begun.known)
+                manifest.write_manifest(working, extra, known)
                 self._parts_done += 1
                 folders.publish(self._folder, step)
                 self._published = step
@@ -355,7 +325,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _disk_errors(self, step: int) -> Iterator[None]:
-        """Raise a SaveError of one line where the disk refuses; other errors pass as they are."""
+        """Raise a SaveError of one line if the disk refuses; other errors pass as they are."""
         try:
             yield
         except Exception as error:
@@ -367,26 +337,25 @@ class Checkpointer:
                 for s in folders.list_steps(self._folder)
                 if not manifest.verify(folders.step_folder(self.directory, s), contents=False)
             ]
-            stands = f"the newest whole one is of step {whole[0]}" if whole else "there is none"
+            newest = f"the newest whole one is of step {whole[0]}" if whole else "there is none"
             what = "what follows" if step in whole else "the checkpoint of"
             raise SaveError(
-                f"{what} step {step} could not be written to {self.directory}: {why}; {stands}"
+                f"{what} step {step} could not be written to {self.directory}: {why}; {newest}"
             ) from error
 
 
 def _is_not_disk_error(record: logging.LogRecord) -> bool:
-    """Drop the pages of traceback that Orbax logs where a SaveError takes one line."""
+    """Drop the pages of traceback that Orbax logs for errors that become one SaveError."""
     return not (record.exc_info and _disk_refuses(record.exc_info[1]))
 
 
 def _disk_refuses(error: BaseException | None) -> str | None:
-    """Return why, where the disk is behind an error; libraries wrap it in words of their own."""
+    """Return why, if the disk is behind an error, which libraries wrap in other words."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            return os.strerror(error.errno)
         for number in _DISK_ERRORS:
-            if os.strerror(number) in str(error):
-                return os.strerror(number)
+            reason = os.strerror(number)
+            if (isinstance(error, OSError) and error.errno == number) or reason in str(error):
+                return reason
         error = error.__cause__ or error.__context__
     return None
 

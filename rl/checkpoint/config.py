@@ -1,4 +1,4 @@
-"""When checkpoints are written and how many are kept."""
+"""Section `Checkpoint`."""
 
 from __future__ import annotations
 

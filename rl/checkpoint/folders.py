@@ -6,9 +6,8 @@
     .trash-step_00000000/     being deleted
     abandoned-step_00000060/  later than a step that was saved again
 
-Invariant: a kill at any moment leaves the newest committed step in its place or,
-between the two renames of a replacement, under a name that `recover` puts back.
-Nothing outside of the directory is ever renamed or deleted (models.folder).
+Invariant: a kill at any moment leaves the newest committed step in its place or, between the two
+renames of a replacement, under a name that `recover` puts back.
 """
 
 from __future__ import annotations
@@ -76,48 +75,36 @@ def recover(directory: Folder) -> None:
 
 
 def publish(directory: Folder, step: int) -> None:
-    """Make the working folder of `step`, manifest included, its checkpoint.
-
-    Later steps belong to a past that this save departs from; they are set aside,
-    so that the newest step is always that of the newest save.
-    """
+    """Make the working folder of `step` its checkpoint; set later steps aside."""
     for later in list_steps(directory):
         if later > step:
-            _set_aside(directory, step_folder(directory.path, later).name)
+            name, tries = step_folder(directory.path, later).name, 1
+            aside = f"abandoned-{name}"
+            while directory.exists(aside):
+                tries += 1
+                aside = f"abandoned-{name}-{tries}"
+            _log.warning("%s: set aside as %s", directory.path / name, aside)
+            directory.rename(name, aside)
     target = step_folder(directory.path, step).name
     replaced = f"{_REPLACED}{target}"
     if directory.exists(target):
         directory.rename(target, replaced)
     directory.rename(working_folder(directory.path, step).name, target)
     directory.sync()
-    if directory.exists(replaced):
-        directory.remove(replaced)
+    directory.remove(replaced, missing_ok=True)
 
 
 def retire(directory: Folder, keep: int, spared: Collection[int] = ()) -> None:
-    """Delete all steps older than the `keep` newest that are whole by names and sizes.
+    """Delete steps older than the `keep` newest that are whole by names and sizes, but no `spared`.
 
-    Those in `spared` stay. Call it only once the newest step is whole: that one is kept whatever
-    its state.
+    Call it only once the newest step is whole: it is kept whatever its state.
     """
     kept = 0
     for step in list_steps(directory):
         folder = step_folder(directory.path, step)
         if kept >= keep:
-            if step in spared:
-                continue
-            trash = f"{_TRASH}{folder.name}"
-            directory.rename(folder.name, trash)
-            directory.remove(trash)
+            if step not in spared:
+                directory.rename(folder.name, f"{_TRASH}{folder.name}")
+                directory.remove(f"{_TRASH}{folder.name}")
         elif kept == 0 or not manifest.verify(folder, contents=False):
             kept += 1
-
-
-def _set_aside(directory: Folder, name: str) -> None:
-    target = f"abandoned-{name}"
-    tries = 1
-    while directory.exists(target):
-        tries += 1
-        target = f"abandoned-{name}-{tries}"
-    _log.warning("%s is later than the step being saved: now %s", directory.path / name, target)
-    directory.rename(name, target)

@@ -1,9 +1,6 @@
-"""A manifest of sizes and SHA-256 of all files of a folder.
+"""A manifest of sizes and SHA-256 of all files of a folder, which is *whole* if they match.
 
-Invariant: a folder is *whole* when its manifest is byte for byte what was
-written and lists exactly the files that are there, each with its size and
-SHA-256. `write_manifest` is the last write when a folder is filled, so that a
-folder without one is unfinished. Nothing here knows of jax or Orbax.
+`write_manifest` is the last write into a folder, so that a folder without one is unfinished.
 """
 
 from __future__ import annotations
@@ -54,9 +51,9 @@ def write_manifest(
 ) -> None:
     """Record every file of `folder` durably; `extra` is JSON kept beside the list.
 
-    Files whose content is `known`, by their name relative to the folder, are not read.
-    Each file and folder is flushed to the disk first, then the manifest comes in
-    with one atomic rename. Raises OSError, and ValueError for links.
+    Files of `known` content, by relative name, are not read. Each file and folder is flushed to
+    the disk first, then the manifest is renamed into place. Raises OSError, and ValueError for
+    links.
     """
     known = known or {}
     names = list_files(folder)
@@ -65,24 +62,17 @@ def write_manifest(
         raise ValueError(f"expected plain files in {folder}, got the link {linked[0]!r}: remove it")
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
         entries = list(pool.map(lambda name: _durable(folder / name, known.get(name)), names))
-    payload = {
-        "format": FORMAT,
-        "extra": extra or {},
-        "files": dict(zip(names, entries, strict=True)),
-    }
+    files = dict(zip(names, entries, strict=True))
     for parent, _, _ in os.walk(folder):
         inner = Folder(parent)
         inner.sync()
         inner.close()
+    payload = {"format": FORMAT, "extra": extra or {}, "files": files}
     replace_file(folder / MANIFEST_NAME, _encode(payload))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest as written: `format`, `extra`, `files`.
-
-    Raises ManifestError when it is missing or a link, does not match its own hash in every byte,
-    or holds what no writer wrote.
-    """
+    """Return `format`, `extra` and `files`; ManifestError for a missing or damaged manifest."""
     try:
         raw = Folder(folder).read(MANIFEST_NAME)
     except OSError as error:
@@ -97,24 +87,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ManifestError(f"is damaged: {type(error).__name__} while parsing it") from error
     if not intact:
         raise ManifestError(f"is damaged: its own SHA-256 does not match the recorded {claimed}")
-    files = payload.get("files")
-    if not isinstance(files, dict) or not isinstance(payload.get("extra"), dict):
-        raise ManifestError("is damaged: expected a list of files")
-    for name, entry in files.items():
-        if (
-            not isinstance(entry, dict)
-            or type(entry.get("bytes")) is not int
-            or type(entry.get("sha256")) is not str
-        ):
-            raise ManifestError(f"is damaged: expected size and SHA-256 of {name}, got {entry!r}")
-    return payload
+    match payload:
+        case {"files": dict(files), "extra": dict()}:
+            for name, entry in files.items():
+                match entry:
+                    case {"bytes": int(), "sha256": str()}:
+                        continue
+                raise ManifestError(f"is damaged: no size and SHA-256 of {name}, got {entry!r}")
+            return payload
+    raise ManifestError("is damaged: expected a list of files")
 
 
 def verify(folder: Path, *, contents: bool = True) -> list[Problem]:
-    """Return everything wrong with `folder` against its manifest; empty when it is whole.
-
-    `contents=False` compares names and sizes without reading the files.
-    """
+    """Compare a folder with its manifest, without `contents` by names and sizes; [] if whole."""
     folder = Path(folder)
     if not folder.is_dir():
         return [Problem(folder, "", "expected a folder, found none")]
@@ -165,8 +150,7 @@ def _fault(path: Path, expected: dict[str, Any], contents: bool) -> str | None:
             return "expected a plain file, found a link"
         if not path.is_file():
             return "expected a plain file, found something else"
-        size_bytes = path.stat().st_size
-        if size_bytes != expected["bytes"]:
+        if (size_bytes := path.stat().st_size) != expected["bytes"]:
             return f"expected {expected['bytes']} bytes, found {size_bytes}"
         if contents and (found := _entry(path)["sha256"]) != expected["sha256"]:
             return f"expected SHA-256 {expected['sha256']}, found {found}"

@@ -1,7 +1,4 @@
-"""Reading checkpoints: the newest whole one, verified file by file before use.
-
-Reading changes nothing, so that it may happen beside a run that is writing.
-"""
+"""Reading checkpoints, each verified file by file; may happen beside a run that writes."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from typing import Any
 
 import jax
 
-from rl.checkpoint import host_state, manifest
-from rl.checkpoint.arrays import read_arrays
+from rl.checkpoint import manifest
+from rl.checkpoint.contents import read_arrays, read_host
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.checkpoint.manifest import Problem
 from rl.cluster.processes import ALONE, Processes
@@ -28,7 +25,7 @@ PyTree = Any
 
 
 class NoWholeCheckpointError(RuntimeError):
-    """Nothing to restore; `problems` lists what is wrong, by step (empty: none there)."""
+    """Nothing to restore; `problems` by step, empty if there is no checkpoint."""
 
     def __init__(self, message: str, problems: dict[int, list[Problem]]) -> None:
         super().__init__(message)
@@ -43,8 +40,8 @@ class StructureMismatchError(ValueError):
 class Restored:
     """The contents of a checkpoint; `warnings` name the damaged ones that were skipped.
 
-    `files` is the folder of linked files; those in `damaged_files` differ from what was linked.
-    Parts that it is `lacking` are the template's own.
+    `files` is the folder of linked files; those in `damaged_files` differ from the linked ones.
+    Parts in `lacking` were not saved and are the template's own.
     """
 
     step: int
@@ -67,14 +64,11 @@ def restore(
 ) -> Restored:
     """Restore the newest whole checkpoint (or exactly `step`), verified before use.
 
-    `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure
-    and on its shardings (the first local device where it has none), committed to their devices
-    where the template's are, in its types: numbers of another floating type are rounded. `subset`
-    allows it to ask for fewer arrays than were saved (a policy alone). Parts of the tree whose
-    paths begin with one of `optional` may be in one of the two alone. Arrays of a mesh over several
-    `processes` are restored by all of them together, whatever their number was when they were
-    saved. Raises NoWholeCheckpointError, or
-    StructureMismatchError naming the first paths that differ.
+    `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure,
+    types (floats are rounded) and shardings, by default on the first local device. `subset` allows
+    fewer arrays than were saved. Parts whose paths begin with one of `optional` may be in only one
+    of template and checkpoint. All `processes` of a mesh restore together.
+    Raises NoWholeCheckpointError, or StructureMismatchError naming the first paths that differ.
     """
     directory = Path(directory).absolute()
     chosen, warnings, damaged = _choose(directory, step, processes)
@@ -84,19 +78,15 @@ def restore(
     lacking = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
     own = {path: x for path, x in wanted.items() if path.startswith(lacking)}
     flat = own | read_arrays(folder / ARRAYS, {p: x for p, x in wanted.items() if p not in own})
-    host = host_state.read(folder / "host")
-    treedef = jax.tree.structure(template)
-    tree = treedef.unflatten([flat[path] for path in wanted])
+    host = read_host(folder / "host")
+    tree = jax.tree.structure(template).unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
-    has_files = files.is_dir() and not files.is_symlink()
-    return Restored(chosen, tree, host, warnings, files if has_files else None, damaged, lacking)
+    linked = files if files.is_dir() and not files.is_symlink() else None
+    return Restored(chosen, tree, host, tuple(warnings), linked, frozenset(damaged), lacking)
 
 
 def check_structure(directory: Path, template: PyTree, optional: Sequence[str] = ()) -> None:
-    """Compare the newest checkpoint with shapes, by its manifest alone, as `restore` will.
-
-    Raises StructureMismatchError. Says nothing where no manifest can be read.
-    """
+    """Compare the newest readable manifest with shapes; StructureMismatchError."""
     for step in list_steps(directory):
         with contextlib.suppress(manifest.ManifestError):
             folder = step_folder(directory, step)
@@ -108,18 +98,15 @@ def check_structure(directory: Path, template: PyTree, optional: Sequence[str] =
 
 
 def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[Problem]]:
-    """Return what is wrong with the checkpoint of `step`, and with its linked files.
-
-    The checkpoint is whole where the first list is empty: linked files can be done without.
-    """
+    """Return the problems of the checkpoint of `step` (none: it is whole), and of linked files."""
     folder = step_folder(Path(directory), step)
-    found = manifest.verify(folder)
-    linked = [p for p in found if p.file.startswith(f"{FILES_FOLDER}/")]
-    problems = [p for p in found if p not in linked]
+    problems, linked = list[Problem](), list[Problem]()
+    for problem in manifest.verify(folder):
+        is_linked = problem.file.startswith(f"{FILES_FOLDER}/")
+        (linked if is_linked else problems).append(problem)
     if not problems:
         extra = manifest.read_manifest(folder)["extra"]
-        arrays = extra.get("arrays")
-        what = ""
+        arrays, what = extra.get("arrays"), ""
         if extra.get("step") != step:
             what = f"expected a manifest of step {step}, found one of step {extra.get('step')}"
         elif not isinstance(arrays, dict) or any(type(x) is not str for x in arrays.values()):
@@ -131,52 +118,51 @@ def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[P
 
 def _choose(
     directory: Path, step: int | None, processes: Processes
-) -> tuple[int, tuple[str, ...], frozenset[str]]:
+) -> tuple[int, list[str], list[str]]:
     """Choose a step, process 0 for all; return it, warnings and its damaged linked files."""
+    if processes.alone:
+        return _choose_here(directory, step)
 
-    def told() -> bytes:
+    def answer() -> bytes:
         try:
-            chosen, warnings, damaged = _choose_here(directory, step)
+            return json.dumps(_choose_here(directory, step)).encode()
         except NoWholeCheckpointError as error:
             return json.dumps({"message": str(error), "steps": list(error.problems)}).encode()
         except Exception as error:  # the others would wait
             return json.dumps({"message": f"{type(error).__name__}: {error}"}).encode()
-        return json.dumps([chosen, warnings, sorted(damaged)]).encode()
 
-    if processes.alone:
-        return _choose_here(directory, step)
-    found = json.loads(processes.from_first("the checkpoint to restore", told))
+    found = json.loads(processes.from_first("the checkpoint to restore", answer))
     if isinstance(found, list):
-        return found[0], tuple(found[1]), frozenset(found[2])
+        return found[0], found[1], found[2]
     if "steps" not in found:
         raise RuntimeError(f"process 0 cannot read {directory}: {found['message']}")
     raise NoWholeCheckpointError(found["message"], {step: [] for step in found["steps"]})
 
 
-def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], frozenset[str]]:
+def _choose_here(directory: Path, step: int | None) -> tuple[int, list[str], list[str]]:
     candidates = list_steps(directory) if step is None else [step]
     problems: dict[int, list[Problem]] = {}
     for candidate in candidates:
-        problems[candidate], linked = problems_of(directory, candidate)
-        if not problems[candidate]:
-            skipped = [step for step in problems if step != candidate]
-            warnings = tuple(f"skipped a damaged checkpoint: {_tell(problems[s])}" for s in skipped)
+        found, linked = problems_of(directory, candidate)
+        if not found:
+            warnings = [f"skipped a damaged checkpoint: {_listed(p)}" for p in problems.values()]
             for warning in warnings:
                 _log.warning("%s", warning)
-            return candidate, warnings, frozenset(Path(p.file).name for p in linked)
+            return candidate, warnings, sorted({Path(p.file).name for p in linked})
+        problems[candidate] = found
     if not candidates:
         raise NoWholeCheckpointError(f"expected a checkpoint in {directory}, found none", {})
-    listing = "\n".join(f"  step {s}: {_tell(found)}" for s, found in problems.items())
-    mend = "start a new run, or bring back the files from a copy"
+    listing = "\n".join(f"  step {s}: {_listed(found)}" for s, found in problems.items())
+    fix = "start a new run, or bring back the files from a copy"
     if step is not None:
         others = [s for s in list_steps(directory) if s != step]
-        mend = f"other steps that are there: {others or 'none'}"
+        fix = f"other steps that are there: {others or 'none'}"
     raise NoWholeCheckpointError(
-        f"expected a whole checkpoint in {directory}, got:\n{listing}\n{mend}", problems
+        f"expected a whole checkpoint in {directory}, got:\n{listing}\n{fix}", problems
     )
 
 
-def _tell(problems: list[Problem]) -> str:
+def _listed(problems: list[Problem]) -> str:
     more = len(problems) - _SHOWN
     return "; ".join(map(str, problems[:_SHOWN])) + (f"; and {more} more" if more > 0 else "")
 

@@ -1,7 +1,7 @@
 """Extraction of the answer from a completion, by the name of a convention.
 
-Each extractor returns the stripped answer, or None (which scores 0) without its marker. The
-last marker counts, because a model may think aloud before it.
+Each extractor returns the stripped answer, or None (which scores 0) without its marker. The last
+marker counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows of data files as prompts and answers: their columns and forms.
+"""Rows of data files as prompts and answers: their columns and forms, by the first row.
 
-The first row decides for all. Found by default: text or messages in `prompt` or `messages`,
-verl's `reward_model.ground_truth`, GSM8K and MATH.
+Found by default: text or messages in `prompt` or `messages`, verl's `reward_model.ground_truth`,
+GSM8K and MATH.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ _SYNONYMS = {
 }
 _MEDIA = ("images", "image", "audio", "audios", "video", "videos", "tool_calls", "function_call")
 _MAX_NAMES = 40  # of columns, in messages
+_PROMPT = "text or a list of {role, content} messages"
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The columns, or paths `a.b`, of prompt and answer; `answer` is None if there are none.
-
-    `extract` returns the answer in the column's text, and `extract_name` is its name in messages.
-    """
+    """Columns, or paths `a.b`, of prompt and answer (or None); how the answer is extracted."""
 
     prompt: str
     answer: Any
@@ -97,15 +95,12 @@ def read_row(layout: Layout, row: Row, where: str) -> tuple[Prompt, str | None, 
     prompt = _prompt(_value(row, "prompt", layout.prompt, where), where)
     if layout.answer is _LAST_TURN:
         if isinstance(prompt, str) or not _is_answered(prompt) or len(prompt) == 1:
-            raise ValueError(
-                f"{where}: expected messages that end with the assistant's answer, as in the first "
-                "row"
-            )
+            raise ValueError(f"{where}: expected messages that end with the assistant's answer")
         prompt, answer = prompt[:-1], prompt[-1]["content"]
     elif _is_answered(prompt):
         raise ValueError(
-            f"{where}: the prompt ends with a turn of the assistant, who is to answer it: leave "
-            "that turn out (or leave the answer column out: then the turn is the answer)"
+            f"{where}: the prompt ends with a turn of the assistant: leave that turn out, or the "
+            "answer column (then the turn is the answer)"
         )
     else:
         answer = _answer(layout, row, where)
@@ -182,13 +177,7 @@ def _prompt(value: Any, where: str) -> Prompt:
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return tuple(_message(item, where) for item in value)
-    raise _no_prompt(json.dumps(value), where)
-
-
-def _no_prompt(shown: str, where: str) -> ValueError:
-    return ValueError(
-        f"{where}: the prompt must be text or a list of {{role, content}} messages, got {shown:.80}"
-    )
+    raise ValueError(f"{where}: the prompt must be {_PROMPT}, got {json.dumps(value):.80}")
 
 
 def _message(item: Mapping[str, Any], where: str) -> Message:
@@ -199,7 +188,7 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise _no_prompt(f"the message {json.dumps(item)}", where)
+        raise ValueError(f"{where}: the prompt must be {_PROMPT}, got {json.dumps(item):.80}")
     if role in ("tool", "function"):
         raise ValueError(f"{where}: a message has the role {role!r}; tools are not supported")
     for text in (role, content):

@@ -1,7 +1,6 @@
-"""The files that a task's path names: a file, a folder, a pattern, or a saved data set.
+"""The files that a task's path names, sorted: a file, a folder, a pattern, or a saved data set.
 
-Invariant: files are in sorted order, so that the same files give the same examples. Links to
-folders are followed if a path names them, never in a search.
+Links to folders are followed if a path names them, never in a search.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rl.data.rows import parse_json, read_bounded
+from rl.data.rows import read_json
 
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "json": ".json", "datasets": ".arrow"}
 FORMATS = tuple(SUFFIXES)
@@ -31,43 +30,33 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _SPLIT_NAMES = {name: split for split, names in _SPLITS.items() for name in names}
-
-
 Files = tuple[str, tuple[Path, ...]]  # a format (a key of SUFFIXES), and the files of a task
 
 
 def find(target: str, split: str | None, formats: Sequence[str], skip: str = "") -> Files:
-    """Return the files that `target` names, of `split` alone if it is given.
+    """Return the files of `target`, of one of the `formats`: the first that has any.
 
-    They have one of the `formats`, the earliest there is; a search leaves out names that
-    contain `skip`. Without a split, a folder with files of several gives `train`.
-    Raises FileNotFoundError or ValueError, which list the files that are there instead.
+    Without a `split`, a folder with files of several gives `train`. A search leaves out names with
+    `skip`. Raises FileNotFoundError or ValueError, which list the files that are there instead.
     """
     path = Path(target).expanduser()  # RuntimeError: no such user
-    if path.is_file():
-        return _check_format(path, formats), _select_split([path], path.parent, split, True)
     if path.is_dir():
         return _in_folder(path, split, formats, skip)
-    if any(character in target for character in "*["):
-        return formats[0], _matching(path, split, skip)
-    raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()})")
-
-
-def _check_format(path: Path, formats: Sequence[str]) -> str:
-    """Return a file's format. Raises ValueError for one that is certainly another."""
+    if not path.is_file():
+        if any(character in target for character in "*["):
+            return formats[0], _matching(path, split, skip)
+        raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()})")
     if path.suffix in COMPRESSED:
         raise ValueError(f"{path} is compressed: unpack it first, rows are read by their position")
     for form in ("parquet", "datasets"):
         if path.suffix == SUFFIXES[form] and form not in formats:
             raise ValueError(f"{path} is a {path.suffix[1:]} file: write {form}:{path}")
-    return next((form for form in formats if path.name.endswith(SUFFIXES[form])), formats[0])
+    named = [form for form in formats if path.name.endswith(SUFFIXES[form])]
+    return [*named, *formats][0], _select_split([path], path.parent, split, True)
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """Return a hash of names, sizes and contents; of a large file, of blocks spread over it.
-
-    A change in a large file that keeps its size may be between two blocks.
-    """
+    """Return a hash of names, sizes and contents; of a large file, of blocks spread over it."""
     block, blocks = 2**16, max(4, 1024 // max(1, len(paths)))
     result = hashlib.sha256()
     for path in paths:
@@ -112,10 +101,7 @@ def _matching(pattern: Path, split: str | None, skip: str) -> tuple[Path, ...]:
 
 
 def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
-    """Yield what matches `parts` below a folder; `**` is any number of folders, no links.
-
-    As in a shell, only a part with a leading dot matches hidden names.
-    """
+    """Yield matches of `parts`, hidden names as in a shell; `**` is any folders, no links."""
     num_seen, level = 0, [base]
     for number, part in enumerate(parts):
         following: list[Path] = []
@@ -240,7 +226,7 @@ def _names(folder: Path, names: Any) -> list[str]:
 def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: was it written by save_to_disk?")
-    value = parse_json(read_bounded(path, MAX_JSON_BYTES), str(path), "a JSON object")
+    value = read_json(path, MAX_JSON_BYTES, "a JSON object")
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

@@ -1,8 +1,4 @@
-"""The examples that a step trains on, and the tokens of their prompts.
-
-Invariant: the order is a pure function of (seed, cursor). The cursor counts the examples
-consumed so far; a checkpoint saves nothing else of the data.
-"""
+"""The examples that a step trains on, a pure function of (seed, cursor), and their tokens."""
 
 from __future__ import annotations
 
@@ -19,30 +15,20 @@ MOST_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would 
 
 @dataclasses.dataclass(frozen=True)
 class DataOrder:
-    """A new permutation of all examples in every epoch.
-
-    Position c of the sequence is example π_e(c mod n) with e = c // n, and π_e drawn
-    from (seed, e). Batches run over epoch ends without dropping or repeating.
-    """
+    """A new permutation of all examples in every epoch e, drawn from (seed, e), without gaps."""
 
     num_examples: int
     seed: int
 
     def __post_init__(self) -> None:
         if self.num_examples < 1:
-            raise ValueError(
-                f"the data set is empty: expected 1 example or more, got {self.num_examples}"
-            )
+            raise ValueError(f"the data set is empty: expected an example, got {self.num_examples}")
         if self.seed < 0:
             raise ValueError(f"the data seed must be 0 or more, got {self.seed}")
 
     def indices(self, cursor: int, count: int) -> np.ndarray:
-        """Return the example indices at positions cursor … cursor+count−1, int64 [count].
-
-        Raises ValueError for a negative cursor or count.
-        """
-        if cursor < 0 or count < 0:
-            raise ValueError(f"cursor and count must be 0 or more, got {cursor} and {count}")
+        """Return the example indices at positions cursor … cursor+count−1, int64 [count]."""
+        assert cursor >= 0 and count >= 0
         pieces = [np.empty(0, np.int64)]
         while count:
             epoch, start = divmod(cursor, self.num_examples)
@@ -62,27 +48,27 @@ def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> tuple[Example, ...]:
-    """Return the `count` examples of the step at `cursor`; the next cursor is cursor + count.
-
-    Raises ValueError if the order is of another number of examples.
-    """
-    if len(task) != order.num_examples:
-        raise ValueError(
-            f"the task has {len(task)} examples but its order was made for {order.num_examples}; "
-            "a resumed run needs the same data files and Task.size"
-        )
+    """Return the `count` examples of the step at `cursor`; the next cursor is cursor + count."""
+    assert len(task) == order.num_examples
     return tuple(task[int(index)] for index in order.indices(cursor, count))
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> tuple[int, ...]:
     """Return the token ids of an example's prompt.
 
-    They are the system prompt (unless the example has one) and the example's messages, the
-    last one ending with the suffix once: in the tokenizer's chat template if `Task.chat` says
-    so, else joined by blank lines. Raises ValueError, which names the example, for a prompt
-    that encodes to nothing or cannot be encoded, and for assistant turns without a template.
+    System prompt (unless the example has one) and messages, the last one ending with the suffix
+    once: in the tokenizer's chat template if `Task.chat` says so, else joined by blank lines.
+    Raises ValueError, which names the example, for a prompt without tokens, one that cannot be
+    encoded, and for assistant turns without a template.
     """
-    messages = _messages(example, config.system_prompt, config.prompt_suffix)
+    if isinstance(example.prompt, str):
+        messages = [{"role": "user", "content": example.prompt}]
+    else:
+        messages = [dict(message) for message in example.prompt]
+    if not messages[-1]["content"].endswith(config.prompt_suffix):  # many data files include it
+        messages[-1]["content"] += config.prompt_suffix
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
     uses_template = config.uses_template(is_plain=isinstance(example.prompt, str))
     try:
         if tokenizer.has_chat_template and uses_template:
@@ -104,15 +90,3 @@ def _encode_plainly(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> lis
             'tokenizer with one and Task.chat other than "none", or text prompts'
         )
     return tokenizer.encode("\n\n".join(message["content"] for message in messages))
-
-
-def _messages(example: Example, system_prompt: str | None, suffix: str) -> list[dict[str, str]]:
-    if isinstance(example.prompt, str):
-        messages = [{"role": "user", "content": example.prompt}]
-    else:
-        messages = [dict(message) for message in example.prompt]
-    if not messages[-1]["content"].endswith(suffix):  # many data files include the suffix
-        messages[-1]["content"] += suffix
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages

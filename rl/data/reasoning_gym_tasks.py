@@ -1,8 +1,6 @@
 """Procedural tasks from reasoning-gym: the safe ones, and their configuration by a spec.
 
-Invariants: entry i is a function of (seed, i) alone, in every process; no scorer passes the
-model's text to `eval`, `exec` or sympy's `parse_expr`; rewards are 0 to 1, and 1 for right
-answers only. docs/rewards.md has a table of rewards by task.
+Entry i is a function of (seed, i) alone, in every process; no scorer evaluates the model's text.
 """
 
 from __future__ import annotations
@@ -26,11 +24,9 @@ from typing import Any
 PREFIX = "reasoning_gym:"
 REVIEWED_VERSION = "0.1.25"
 
-# Each entry was reviewed in that version by reading its `score_answer` and everything
-# it calls, and by a probe: the same seed gives the same entries in any order and under
-# any PYTHONHASHSEED, an entry's own answer scores 1.0 after a trip through JSON (except
-# base_conversion's of 0, which is empty: set min_value=1), and no garbage scores 1. The
-# tests repeat the probe with `eval`, `exec` and `parse_expr` booby-trapped while scoring.
+# Each entry was reviewed in that version by reading its `score_answer` and everything it calls,
+# and by a probe that the tests repeat: the same seed gives the same entries, an entry's own answer
+# scores 1.0 (except base_conversion's of 0, which is empty: set min_value=1), and no garbage does.
 # By the base class's scorer: equality, or the share of the text that is the answer.
 _EQUALITY = """
     acre aiw arc_1d base_conversion basic_arithmetic binary_alternation caesar_cipher count_bits
@@ -110,26 +106,21 @@ REFUSED_TASKS: Mapping[str, str] = types.MappingProxyType(
 
 def check_name(name: str) -> None:
     """Raise ValueError, with the reason or the nearest match, for a name off the allow-list."""
-    if name in SAFE_TASKS:
-        return
     if name in REFUSED_TASKS:
         raise ValueError(
             f"{PREFIX}{name} is refused: {REFUSED_TASKS[name]}. Take another task, for example "
             "gcd or chain_sum (rl.data.reasoning_gym_tasks.SAFE_TASKS lists all)"
         )
-    close = difflib.get_close_matches(name, SAFE_TASKS, n=1)
-    hint = f"did you mean {PREFIX}{close[0]}?" if close else "for example reasoning_gym:gcd"
-    raise ValueError(
-        f"{PREFIX}{name} is not on the list of {len(SAFE_TASKS)} reviewed tasks; {hint}"
-    )
+    if name not in SAFE_TASKS:
+        close = difflib.get_close_matches(name, SAFE_TASKS, n=1)
+        hint = f"did you mean {PREFIX}{close[0]}?" if close else "for example reasoning_gym:gcd"
+        num_tasks = len(SAFE_TASKS)
+        raise ValueError(f"{PREFIX}{name} is not on the list of {num_tasks} reviewed tasks; {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Procedural:
-    """A seeded generator with its verifier: `entry(i)` and `score(answer, entry)`.
-
-    An entry is a JSON-able dict of question, answer and metadata.
-    """
+    """A seeded generator of JSON-able entries (question, answer, metadata) with its verifier."""
 
     name: str
     dataset: Any
@@ -142,21 +133,16 @@ class Procedural:
         return json.loads(json.dumps(entry, default=str))
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """Score an extracted answer by the task's own verifier, from 0 to 1.
-
-        1 is for right answers only, 0 also for text that the verifier cannot read; `EXACT_TASKS`
-        score nothing between.
-        """
+        """Score an extracted answer by the task's verifier: 0 to 1; 1 for right answers only."""
         entry = dict(entry)
         form = _FORMS.get(self.name)
         if form is not None and not form.fullmatch(answer) and answer != entry["answer"]:
             return 0.0
-        if (
-            self.name == "spell_backward"
-        ):  # reasoning-gym's sums up letters, past the end of the word
+        if self.name == "spell_backward":  # reasoning-gym's sums up letters, past the word's end
             return float(answer.lower() == entry["answer"].lower())
         if self.name == "gsm_symbolic":  # reasoning-gym's misses signs and commas
-            return float(_decimal(answer) == _decimal(entry["answer"]))
+            got, wanted = (decimal.Decimal(x.replace(",", "")) for x in (answer, entry["answer"]))
+            return float(got == wanted)
         if self.name == "number_sorting":  # single quotes would send it to its eval fallback
             entry["answer"] = entry["answer"].replace("'", '"')
         with decimal.localcontext(decimal.Context()):
@@ -169,18 +155,10 @@ class Procedural:
         return min(1.0, max(0.0, score)) if score == score else 0.0
 
 
-def _decimal(text: str) -> decimal.Decimal:
-    return decimal.Decimal(text.replace(",", ""))
-
-
 def open_procedural(
     name: str, query: Mapping[str, str], seed: int = 0, size: int = 1
 ) -> Procedural:
-    """Open a task by name; `query` holds text values for its config's fields.
-
-    Raises ValueError for a task off the allow-list, an unknown field or a value of
-    the wrong type, ImportError if reasoning-gym is not installed.
-    """
+    """Open a task; `query` holds its config's fields as text. Raises ValueError, ImportError."""
     check_name(name)
     dataset_class, config_class = _registered(name)
     fields = typing.get_type_hints(config_class)

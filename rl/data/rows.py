@@ -1,7 +1,7 @@
 """Rows of data files by number, without holding the files in memory.
 
 JSON lines are read at their offsets, parquet by row group (the last ones are cached), Arrow
-files through a memory map. Invariant: a row is plain JSON: text, finite numbers, lists, dicts.
+files through a memory map. A row is plain JSON: text, finite numbers, lists, dicts.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ def open_rows(form: str, paths: Sequence[Path]) -> Rows:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a value as plain JSON: dates and decimals as text, NaN and infinities as None.
-
-    Raises ValueError for bytes, and for lists and objects that are nested too deeply.
-    """
+    """Return plain JSON: dates, decimals as text, NaN as None; ValueError for bytes, deep lists."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -105,9 +102,7 @@ def _json_lines(path: Path) -> Part:
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_ROW_BYTES + 1), b""), 1):
             if len(line) > MAX_ROW_BYTES:
-                raise ValueError(
-                    f"{path}:{number}: expected lines of at most {MAX_ROW_BYTES:,} bytes"
-                )
+                raise ValueError(f"{path}:{number}: expected at most {MAX_ROW_BYTES:,} bytes")
             if not line.isspace():
                 starts.append(start)
                 numbers.append(number)
@@ -126,17 +121,15 @@ def _json_lines(path: Path) -> Part:
 
 
 def _json_file(path: Path) -> Part:
-    def read(index: int) -> Any:
-        text = read_bounded(path, MAX_ROW_BYTES)
-        return parse_json(text, str(path), "one JSON object a file")
+    def read(_: int) -> Any:
+        return read_json(path, MAX_ROW_BYTES, "one JSON object a file")
 
     return Part(1, read, lambda _: str(path))
 
 
 def _json_list(path: Path) -> Part:
     """Return the rows of a file with one list, which is held in memory."""
-    text = read_bounded(path, MAX_LIST_BYTES, ": write a longer list as JSON lines")
-    rows = parse_json(text, str(path), "a list of JSON objects")
+    rows = read_json(path, MAX_LIST_BYTES, "a list (write a longer one as JSON lines)")
     return Part(len(rows), rows.__getitem__, lambda index: f"{path} row {index}")
 
 
@@ -145,13 +138,13 @@ def _holds_list(path: Path) -> bool:
         return file.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
 
 
-def read_bounded(path: Path, max_bytes: int, hint: str = "") -> bytes:
-    """Return a file's content. Raises ValueError for a larger one."""
+def read_json(path: Path, max_bytes: int, expected: str) -> Any:
+    """Parse a file. Raises ValueError for a larger one, and as `parse_json`."""
     with path.open("rb") as file:
         text = file.read(max_bytes + 1)
     if len(text) > max_bytes:
-        raise ValueError(f"{path}: expected at most {max_bytes:,} bytes{hint}")
-    return text
+        raise ValueError(f"{path}: expected {expected} of at most {max_bytes:,} bytes")
+    return parse_json(text, str(path), expected)
 
 
 def parse_json(text: bytes, where: str, expected: str) -> Any:
@@ -276,11 +269,9 @@ def _read_group(path: Path, footer: Any, group: int) -> Any:
 
 
 def _pyarrow() -> Any:
-    try:
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("parquet and Arrow files need pyarrow: pip install pyarrow") from error
+    import pyarrow.ipc
+    import pyarrow.parquet  # slow to import
+
     return pyarrow
 
 

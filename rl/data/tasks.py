@@ -35,10 +35,9 @@ MAX_ADDED_CHARACTERS = 100_000  # to every prompt, by the configuration
 class Example:
     """One prompt and the data that scores a response to it.
 
-    `example_id` is the same in every epoch and every resumed run. `prompt` is text or chat
-    messages. `columns` is JSON-able: reasoning-gym's `metadata`, or the data file's other
-    columns. Reward functions receive them with `answer` and `task` added over them. `task` is
-    the task's name, by default its spec; `spec` opens it (empty: `task` does).
+    `example_id` is the same in every epoch and every resumed run. `columns` is JSON-able:
+    reasoning-gym's `metadata`, or the data file's other columns; reward functions receive them
+    with `answer` and `task` added. `task` is a name; `spec` opens the task (empty: `task` does).
     """
 
     example_id: str
@@ -97,12 +96,8 @@ class TaskConfig:
             raise ValueError(
                 f"Task.size must be 1 to {MAX_EXAMPLES:,} examples of each task, got {self.size}"
             )
-        if self.stream_above_examples < 0:
-            raise ValueError(
-                f"Task.stream_above_examples: expected 0 or more, got {self.stream_above_examples}"
-            )
-        if self.chat not in ("all", "messages", "none"):
-            raise ValueError(f"Task.chat must be 'all', 'messages' or 'none', got {self.chat!r}")
+        if (above := self.stream_above_examples) < 0:
+            raise ValueError(f"Task.stream_above_examples: expected 0 or more, got {above}")
         _check_variables(self.chat_template_kwargs)
         for field in ("system_prompt", "prompt_suffix"):
             check_text(getattr(self, field) or "", f"Task.{field}", MAX_ADDED_CHARACTERS)
@@ -115,10 +110,7 @@ class TaskConfig:
 
 
 def open_task(spec: str, seed: int, size: int = 1000) -> Task:
-    """Open one task; `seed` and `size` (in examples) matter to procedural tasks only.
-
-    Raises ValueError or FileNotFoundError that names the spec, the file and the line.
-    """
+    """Open one task; raises ValueError or FileNotFoundError, which name spec, file and line."""
     parsed = parse_spec(spec)
     if parsed.kind == "reasoning_gym":
         return _ProceduralTask(parsed, seed, size)
@@ -144,10 +136,7 @@ def data_digest(config: TaskConfig) -> str:
 
 
 class Mixture:
-    """Several tasks as one, in an order fixed by the seed.
-
-    After its last example a task starts again from its first.
-    """
+    """Several tasks as one, in an order fixed by the seed; a task that ends starts again."""
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int) -> None:
         # Python promises only random() itself to draw the same in every version.
@@ -176,7 +165,13 @@ class _ProceduralTask:
     def __init__(self, spec: Spec, seed: int, size: int) -> None:
         query = dict(spec.query)
         self._spec, self._seed = spec, seed
-        self._size = _num_examples(query.pop("size", str(size)), spec)
+        text = query.pop("size", str(size))
+        if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MAX_EXAMPLES):
+            raise ValueError(
+                f"{spec.text[:200]}: size must be a whole number from 1 to {MAX_EXAMPLES:,}, "
+                f"got {text[:20]!r}"
+            )
+        self._size = int(text)
         self._source = reasoning_gym_tasks.open_procedural(spec.target, query, seed, self._size)
 
     def __len__(self) -> int:
@@ -195,15 +190,6 @@ class _ProceduralTask:
             task=self._spec.name,
             spec=self._spec.text,
         )
-
-
-def _num_examples(text: str, spec: Spec) -> int:
-    if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MAX_EXAMPLES):
-        raise ValueError(
-            f"{spec.text[:200]}: size must be a whole number from 1 to {MAX_EXAMPLES:,}, "
-            f"got {text[:20]!r}"
-        )
-    return int(text)
 
 
 def _check_variables(pairs: Sequence[tuple[str, Any]]) -> None:
@@ -244,10 +230,9 @@ class _FileTask:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self._rows):
             raise IndexError(f"{self._spec.text} has {len(self._rows)} examples, not {index}")
-        row, where = self._rows[index], self._rows.where(index)
-        prompt, answer, columns = read_row(self._layout, row, where)
-        name, text = self._spec.name, self._spec.text
-        return Example(f"{text}#{index}", prompt, answer, columns, name, text)
+        prompt_answer_columns = read_row(self._layout, self._rows[index], self._rows.where(index))
+        text = self._spec.text
+        return Example(f"{text}#{index}", *prompt_answer_columns, self._spec.name, text)
 
 
 def _find(spec: Spec) -> files.Files:

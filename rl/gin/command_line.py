@@ -49,8 +49,7 @@ def parse_command_line(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse `argv` into the parser's own arguments and the overrides for `load`.
 
-    Exits, as argparse does for `--help`, once `--list` is answered, and with the nearest match
-    where a flag is neither one of the command's nor a field of `schema`.
+    Exits, as argparse does for `--help`, after `--list`, and for an unknown flag (nearest match).
     """
     try:
         overrides, rest = split_overrides(argv)
@@ -71,10 +70,7 @@ def parse_command_line(
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `argv` into the overrides for `load` and the other arguments.
-
-    `--gin.A.b=1` and `--gin.A.b 1` both give `A.b=1`.
-    """
+    """Split `argv` into overrides (`--gin.A.b=1`, `--gin.A.b 1` give `A.b=1`) and the rest."""
     overrides, rest = [], []
     arguments = iter(argv)
     for argument in arguments:

@@ -1,8 +1,7 @@
 """`.gin` text to bindings: gin-config's parser, its grammar and nothing else.
 
-Nothing is imported, called or looked up on behalf of a file: `%macro` and
-`@reference` become inert markers, which `rl.gin.loader` expands or refuses.
-How much is read is bounded, since a file may include others, and those again.
+Nothing is imported or called on behalf of a file: `%macro` and `@reference` become inert markers,
+which `rl.gin.loader` expands or refuses. The amount of text is bounded.
 """
 
 from __future__ import annotations
@@ -43,58 +42,47 @@ class Reference:
 
 
 class _Delegate:
-    """Tells gin's parser to build inert markers for `%macro` and `@reference`."""
+    """Builds inert markers for gin's parser."""
 
-    def macro(self, name: str) -> Macro:
-        return Macro(name)
+    macro = Macro
 
     def configurable_reference(self, name: str, evaluate: bool) -> Reference:
         return Reference(name)
 
 
 def read_files(paths: Iterable[Path]) -> list[Binding]:
-    """Return the bindings of files in order, those of an included file where it is included.
-
-    Raises ConfigError for what cannot be parsed or read, and beyond `MAX_FILES`,
-    `MAX_INCLUDE_DEPTH` and `MAX_TEXT_BYTES`.
-    """
-    text = _Text()
-    return [binding for path in paths for binding in _read_file(path, (), text)]
+    """Return the bindings of files in order, of an included file at its place; ConfigError."""
+    sizes = list[int]()
+    return [binding for path in paths for binding in _read_file(path, (), sizes)]
 
 
-class _Text:
-    """Reads the files of one configuration, within the bounds on their number and size."""
-
-    def __init__(self) -> None:
-        self._files, self._bytes = 0, 0
-
-    def read(self, path: Path) -> str:
-        self._files += 1
-        if self._files > MAX_FILES:
-            raise ConfigError(
-                f"{path}: expected a configuration of at most {MAX_FILES} files, got more, "
-                "counted as often as they are included: include fewer"
-            )
-        left = MAX_TEXT_BYTES - self._bytes
-        with path.open("rb") as file:
-            content = file.read(left + 1)
-        if len(content) > left:
-            raise ConfigError(
-                f"{path}: expected a configuration of at most {MAX_TEXT_BYTES} bytes, included "
-                "files among them, got more: leave something out"
-            )
-        self._bytes += len(content)
-        try:
-            return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: expected UTF-8 text, got {error}") from error
+def _read_text(path: Path, sizes: list[int]) -> str:
+    """Read a file within the bounds; `sizes` are of the files before, and get its own."""
+    if len(sizes) == MAX_FILES:
+        raise ConfigError(
+            f"{path}: expected a configuration of at most {MAX_FILES} files, got more, "
+            "counted as often as they are included: include fewer"
+        )
+    left = MAX_TEXT_BYTES - sum(sizes)
+    with path.open("rb") as file:
+        content = file.read(left + 1)
+    if len(content) > left:
+        raise ConfigError(
+            f"{path}: expected a configuration of at most {MAX_TEXT_BYTES} bytes, included "
+            "files among them, got more: leave something out"
+        )
+    sizes.append(len(content))
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8 text, got {error}") from error
 
 
-def _read_file(path: Path, including: tuple[Path, ...], text: _Text) -> list[Binding]:
-    if path.resolve() in including:
-        chain = " -> ".join(str(p) for p in (*including, path.resolve()))
-        raise ConfigError(f"{path} includes itself: {chain}")
-    if len(including) > MAX_INCLUDE_DEPTH:
+def _read_file(path: Path, including: tuple[Path, ...], sizes: list[int]) -> list[Binding]:
+    including = (*including, path.resolve())
+    if path.resolve() in including[:-1]:
+        raise ConfigError(f"{path} includes itself: {' -> '.join(map(str, including))}")
+    if len(including) > MAX_INCLUDE_DEPTH + 1:
         raise ConfigError(
             f"{path}: expected files included at most {MAX_INCLUDE_DEPTH} deep, got one more: "
             "include this one from the first file"
@@ -102,13 +90,13 @@ def _read_file(path: Path, including: tuple[Path, ...], text: _Text) -> list[Bin
     from gin import config_parser as grammar
 
     bindings: list[Binding] = []
-    for statement in _statements(path, text.read(path)):
+    for statement in _statements(path, _read_text(path, sizes)):
         where = f"{path}:{statement.location.line_num}"
         if isinstance(statement, grammar.IncludeStatement):
             included = path.parent / statement.filename
             if not included.is_file():
                 raise ConfigError(f"{where}: included file {included} does not exist")
-            bindings += _read_file(included, (*including, path.resolve()), text)
+            bindings += _read_file(included, including, sizes)
         elif isinstance(statement, grammar.ImportStatement):
             raise ConfigError(
                 f"{where}: `{statement.format()}`: a configuration holds values and may not "

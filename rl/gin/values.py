@@ -12,7 +12,7 @@ AUTO: Literal["auto"] = "auto"  # a size that `rl.preflight.sizes` finds
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message says where, why and the mend."""
+    """A configuration that cannot be used; the message says where, why and how to fix it."""
 
 
 class Mismatch(Exception):
@@ -20,10 +20,7 @@ class Mismatch(Exception):
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """Return `value` as `hint`: an int serves as a float, a list as a tuple; nothing else does.
-
-    Raises Mismatch for a value of another type.
-    """
+    """Return `value` as `hint`: ints serve as floats, lists as tuples; else raises Mismatch."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in (bool, int, str, types.NoneType):
         if type(value) is hint:
@@ -56,7 +53,7 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def found_size(name: str, size: int | Literal["auto"]) -> int:
-    """Return a size that may be "auto". Raises ValueError where nobody has found a number."""
+    """Return a size. Raises ValueError if it is still "auto"."""
     if size == AUTO:
         raise ValueError(
             f"{name}: expected a number, got {AUTO!r}, for which python -m rl.preflight and "
@@ -112,7 +109,7 @@ def literal(value: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Return a hint at the closest of `names`, with a leading space; '' where none is close."""
+    """Return a hint at the closest of `names`, with a leading space; '' if none is close."""
     by_lower = {n.lower(): n for n in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f" Did you mean {prefix}{by_lower[close[0]]}?" if close else ""

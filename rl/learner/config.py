@@ -64,7 +64,7 @@ class TrainerConfig:
         return jnp.dtype(auto if self.compute_dtype == "auto" else self.compute_dtype)
 
     def remat_on(self, is_cpu: bool) -> str:
-        """Return the recomputed part there, by a name of `models.remat`."""
+        """Return the recomputed part there, by a name of `models.training`."""
         if self.remat == "auto":
             return "none" if is_cpu else "layer"
         return self.remat

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.config import MeshConfig, ModelConfig
+from models.config import MeshConfig, ModelConfig, ParamSpec
 from models.layout import AXES
-from models.params import ParamSpec
 from models.sharding import fitting_sharding, make_mesh
 from models.transformer import Params, param_specs
 from rl.runtime.devices import in_turn

@@ -19,8 +19,8 @@ import optax
 
 from models import sharding
 from models.config import ModelConfig
-from models.remat import adding
 from models.sharding import constrain, replicated
+from models.training import adding
 from rl.learner import losses
 from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.losses import TokenStatistics

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import sharding
-from models.optimizer import clipped_adamw
+from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner.config import OptimizerConfig
 

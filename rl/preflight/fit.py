@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import ModelConfig, num_params
 from models.layout import layers_kept_apart
-from models.params import num_params
 from rl.config import TrainConfig
 from rl.memory import ROLLOUTS, TRAINING, Parts
 from rl.preflight.programs import RunProgram, RunPrograms

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
-from models.token_text import TokenBytes
+from models.tokenizer import TokenBytes
 from rl.drafting.actors import DraftsApart
 from rl.engine.config import EngineConfig
 from rl.speculation.config import DraftModelConfig, SpeculationConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from models.hf_files import shown
 from rl.data.answers import expected_answer, extract_answer, with_marker
 from rl.data.tasks import Example, Task
 from rl.rewards.config import BUILT_IN, RewardConfig
@@ -20,12 +21,11 @@ def check_rewards(config: RewardConfig, task: Task) -> list[str]:
     """Call every function as a run will, in a worker, within the deadline; return warnings.
 
     The user's functions get the first example, with its answer as the completion. The built-in
-    ones get the first 64, and should pay each: answers that no response could meet give a
-    warning. Raises ValueError if a function fails, or no answer can be met.
+    ones get the first 64 and should pay each; unpaid answers give a warning. Raises ValueError if
+    a function fails, or no answer can be met.
     """
     try:
-        own = [name for name in config.functions if name not in BUILT_IN]
-        if own:
+        if own := [name for name in config.functions if name not in BUILT_IN]:
             failure = _scores(_only(config, own), [task[0]])[0].failure
             if failure is not None:
                 raise ValueError(
@@ -50,8 +50,10 @@ def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
     if not reasons:
         return []
     example_id, reason = next(iter(reasons.items()))
-    count = f"{len(reasons)} of the first {len(scores)}"
-    text = f"{count} answers cannot be met by any response, for example {example_id}: {reason}"
+    text = (
+        f"{len(reasons)} of the first {len(scores)} answers cannot be met by any response, for "
+        f"example {example_id}: {reason}"
+    )
     if len(reasons) == len(scores):
         raise ValueError(text)
     return [text]
@@ -74,14 +76,10 @@ def _why_unpaid(config: RewardConfig, example: Example, score: Score) -> str | N
     read = extract_answer(config.extract, with_marker(config.extract, expected))
     if read != expected.strip():
         return (
-            f"Reward.extract={config.extract!r} reads {_short(read or '')} of the answer "
-            f"{_short(expected)}: choose another, or ?answer_extract=NAME for the task"
+            f"Reward.extract={config.extract!r} reads {shown(read or '')} of the answer "
+            f"{shown(expected)}: choose another, or ?answer_extract=NAME for the task"
         )
-    return f"the answer {_short(expected)} as a response is paid {dict(score.values)}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) < 80 else f"{text[:40]}…{text[-40:]}")
+    return f"the answer {shown(expected)} as a response is paid {dict(score.values)}"
 
 
 def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:

@@ -1,8 +1,7 @@
 """Reward functions by name.
 
-A built-in function scores one response: a number, or None for "does not apply", which the sum
-over functions leaves out. A response without an answer scores 0. A user's function has TRL's
-signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+A built-in function scores one response: a number, or None for "does not apply". A user's function
+has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 """
 
 from __future__ import annotations
@@ -73,28 +72,28 @@ class UserFunction:
 
 
 def load(function: str, extract: str) -> BuiltIn | UserFunction:
-    """Return a reward function by name, importing a user's file.
-
-    Raises the errors of the user's file, and ValueError if it lacks the function.
-    """
+    """Return a reward function by name; raises ValueError, and the errors of a user's file."""
     if function in BUILT_IN:
         return BuiltIn(function, extract)
-    return UserFunction(_load_user_function(*split_user_function(function)))
+    path, name = split_user_function(function)
+    module = _user_module(path)
+    if not callable(found := getattr(module, name, None)):
+        raise ValueError(f"{path} defines no function {name!r}{did_you_mean(name, vars(module))}")
+    if inspect.iscoroutinefunction(found):
+        raise ValueError(f"{name} in {path} is async; expected a plain function")
+    return UserFunction(found)
 
 
 def exact_match(completion: str, answer: str | None, extract: str) -> float | None:
-    """Return 1 if the extracted answer equals `answer` up to case and spacing, else 0.
-
-    An answer with the marker of `extract` is read in the same way as completions.
-    """
+    """Return 1 if the extracted answer equals `answer` up to case and spacing, else 0."""
     if answer is None:
         return None
     response, gold = extract_answer(extract, completion), expected_answer(extract, answer)
-    return float(response is not None and _normal(response) == _normal(gold))
+    return float(response is not None and _words(response) == _words(gold))
 
 
-def _normal(text: str) -> str:
-    return " ".join(text.split()).casefold()
+def _words(text: str) -> list[str]:
+    return text.casefold().split()
 
 
 def task_reward(completion: str, columns: Columns, spec: str, extract: str) -> float | None:
@@ -119,12 +118,10 @@ def _open_source(spec: str) -> reasoning_gym_tasks.Procedural | None:
 def math_verify(completion: str, answer: str | None, extract: str) -> float | None:
     """Return 1 if math-verify finds the extracted answer equal to `answer`, else 0.
 
-    Raises ValueError for an `answer` that is not mathematics: no response could be right.
-    Source: math-verify 0.9, its LaTeX grammar alone (its other parser is sympy's `parse_expr`,
-    which evaluates text), with numbers built here, so that no part of an answer is compiled or
-    evaluated (tests/hostile checks it). Its equality ignores units, words after a number,
-    subscripts of numbers (`1_0` is 1) and the name in `x = 3`. Its SIGALRM timeouts are off: the
-    pool has a deadline.
+    Raises ValueError for an `answer` that is not mathematics. Source: math-verify 0.9, its LaTeX
+    grammar alone (its other parser evaluates text), with numbers built here, so that no answer is
+    compiled or evaluated (tests/hostile). Its equality ignores units, words after a number,
+    subscripts of numbers (`1_0` is 1) and the name in `x = 3`. The pool has the deadline.
     """
     from math_verify import verify
 
@@ -153,12 +150,22 @@ def _parse_math(text: str) -> list[Any]:
 @functools.cache
 def _math_parser() -> Callable[..., list[Any]]:
     """Return math-verify's `parse`, with `_number` for sympy.Number, which evaluates text."""
+    import logging
+
     from latex2sympy2_extended import latex2sympy2
     from math_verify import parse
 
+    # It warns at every start that its timeouts are off, which is on purpose.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     latex2sympy2.Number = _number
     latex2sympy2._Latex2Sympy.parse_number = lambda _, text: _number(text.replace(",", ""))
     return parse
+
+
+@functools.cache
+def _prepare_math() -> None:
+    # The first parse builds its grammar, the first comparison imports half of sympy.
+    math_verify("x(x+2)", "x^2+2x", "whole")
 
 
 def _number(text: str) -> Any:
@@ -166,26 +173,6 @@ def _number(text: str) -> Any:
     import sympy
 
     return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
-
-
-@functools.cache
-def _prepare_math() -> None:
-    import logging
-
-    # It warns at every start that its timeouts are off, which is on purpose.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # The first parse builds its grammar, the first comparison imports half of sympy.
-    math_verify("x(x+2)", "x^2+2x", "whole")
-
-
-def _load_user_function(path: Path, name: str) -> Callable[..., Any]:
-    module = _user_module(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path} defines no function {name!r}{did_you_mean(name, vars(module))}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{name} in {path} is async; expected a plain function")
-    return function
 
 
 @functools.cache

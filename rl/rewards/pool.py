@@ -1,13 +1,12 @@
-"""Scoring in worker processes: `submit` returns at once, and every future gets a result.
+"""Scoring in worker processes.
 
-It is a score or an error that says what to do, or the future is cancelled by `close`. A scorer
-that raises, hangs, dies or returns nonsense costs its one sample a reward by
-`RewardConfig.on_failure`, is counted, and its worker is replaced if needed. One job is one
-sample: functions are called with lists of length one.
+A scorer that raises, hangs, dies or returns nonsense costs its one sample a reward by
+`RewardConfig.on_failure`, is counted, and its worker is replaced if needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -39,8 +38,7 @@ class RewardPool(Rewards):
     ) -> None:
         """Raises the errors of `validate(config)`, before any process is started.
 
-        Each worker opens `tasks` (specs) when it starts instead of at the first sample;
-        `startup_s` limits that, imports included.
+        Each worker opens `tasks` (specs) when it starts, within `startup_s`, imports included.
         """
         validate(config)
         super().__init__(config, sample_limit_s(config, startup_s))
@@ -72,32 +70,24 @@ class RewardPool(Rewards):
                 started.result(self._startup_s + MARGIN_S)
         except BaseException as error:
             self.close()
-            if isinstance(error, TimeoutError):
-                limit_s = self._startup_s + MARGIN_S
-                raise RewardWorkerError(
-                    f"a reward worker did not start within {limit_s:.0f} s"
-                ) from None
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            limit_s = self._startup_s + MARGIN_S
+            text = f"a reward worker did not start within {limit_s:.0f} s"
+            raise RewardWorkerError(text) from None
 
     def submit(self, job: ScoreJob) -> Future[Score]:
-        """Queue a sample; returns at once.
-
-        Raises RuntimeError on a closed pool, TypeError for columns that are not JSON. The future
-        raises RewardWorkerError if workers can no longer be started.
-        """
         return self._put(job_body(job), self._to_score)
 
     def outcomes(self, body: bytes) -> Future[Outcomes]:
-        """As `submit` of a `job_body`, but another program combines and counts the outcomes."""
+        """Queue a `job_body`; another program combines and counts the outcomes."""
         return self._put(body, lambda outcomes: outcomes)
 
     def _put(self, body: bytes, finish: Callable[[Outcomes], T]) -> Future[T]:
         future = Future[T]()
         with self._lock:
             if self._closed or not self._threads:
-                raise RuntimeError(
-                    "the reward pool is not open: use `with RewardPool(...) as pool`"
-                )
+                raise RuntimeError("the reward pool is not open: use `with RewardPool(...)`")
             self._queue.put((body, future, finish))
         return future
 
@@ -105,13 +95,10 @@ class RewardPool(Rewards):
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
-        while not self._queue.empty():
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:  # a worker's thread was faster
-                break
-            if item is not None:
-                item[1].cancel()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (item := self._queue.get_nowait()) is not None:
+                    item[1].cancel()
         for _ in self._threads:
             self._queue.put(None)
         for worker in workers:
@@ -194,22 +181,18 @@ class RewardPool(Rewards):
                 stopped = error
                 self._stop(slot)
                 if stopped.function is not None and not self._closed:
-                    return self._failed_outcomes(stopped.function, stopped)
-        raise self._fail(
-            RewardWorkerError(
-                f"{MOST_ATTEMPTS} reward workers ended before they could start on one sample (the "
-                f"last: {stopped}): does opening its task need more memory or time than "
-                "Reward.memory_limit_mib allows?"
-            )
+                    message = stopped.message
+                    if stopped.kind == "deadline":
+                        limit_s = self.config.deadline_s
+                        message = f"no result within Reward.deadline_s={limit_s}; killed"
+                    outcomes: Outcomes = [[None, None, None] for _ in self.config.names]
+                    outcomes[stopped.function] = [None, stopped.kind, message]
+                    return outcomes
+        text = (
+            f"{MOST_ATTEMPTS} reward workers ended before they could start on one sample (the "
+            f"last: {stopped}): does its task need more than Reward.memory_limit_mib?"
         )
-
-    def _failed_outcomes(self, function: int, stopped: WorkerStopped) -> Outcomes:
-        message = stopped.message
-        if stopped.kind == "deadline":
-            message = f"no result within Reward.deadline_s={self.config.deadline_s}; killed"
-        outcomes: Outcomes = [[None, None, None] for _ in self.config.names]
-        outcomes[function] = [None, stopped.kind, message]
-        return outcomes
+        raise self._fail(RewardWorkerError(text))
 
 
 def sample_limit_s(config: RewardConfig, startup_s: float = STARTUP_S) -> float:

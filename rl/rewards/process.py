@@ -1,7 +1,6 @@
 """The parent's side of a reward worker process: start, score, kill.
 
-Invariants: `score` returns or raises within its limits, whatever the worker does, and its result
-belongs to that sample: every line carries the ticket of its request.
+`score` returns or raises within its limits; every line carries the ticket of its request.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class RewardWorkerError(RuntimeError):
 
 
 class WorkerStopped(Exception):
-    """The worker died, hung or broke the protocol while it had a sample.
+    """The worker `died`, missed its `deadline` or broke the `protocol` (the kind) with a sample.
 
-    `kind` is `died`, `deadline` or `protocol`; `function` is the number of the function that
-    was running, or None before the first one had started.
+    `function` is the number of the function that was running, or None before the first one.
     """
 
     def __init__(self, kind: str, message: str, function: int | None = None) -> None:
@@ -46,10 +44,7 @@ class WorkerStopped(Exception):
 
 
 class WorkerProcess:
-    """A running worker. The thread that makes it must outlive it.
-
-    (Linux sends the parent-death signal when the *thread* that started a child ends.)
-    """
+    """A running worker. The thread that makes it must outlive it: Linux signals its death."""
 
     def __init__(self, config: RewardConfig, tasks: tuple[str, ...], startup_s: float) -> None:
         """Start it; `wait_ready` must follow. `tasks` are opened before the first sample."""
@@ -94,10 +89,9 @@ class WorkerProcess:
     def score(self, job: bytes) -> list[list[Any]]:
         """Score one sample: [[value, failure kind, message], ...], one per function.
 
-        The worker has to accept the sample within the deadline (5 s at least), which a stopped
-        one does not. Its preparation (imports, opening a task) may take as long as a start; then
-        the deadline runs. Raises WorkerStopped, and RewardWorkerError if the sample's task cannot
-        be opened.
+        The worker has to accept the sample within the deadline (5 s at least). Its preparation may
+        take as long as a start; then the deadline runs. Raises WorkerStopped, and
+        RewardWorkerError if the sample's task cannot be opened.
         """
         deadline_s, num_functions = self._config.deadline_s, len(self._config.functions)
         limit, function = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S), None
@@ -122,10 +116,7 @@ class WorkerProcess:
             raise WorkerStopped("protocol", f"unreadable answer: {error!r}", function) from error
 
     def kill(self) -> None:
-        """End the worker and all of its child processes. May be called twice, by any thread.
-
-        On Linux that includes children in other sessions; elsewhere those live on.
-        """
+        """End the worker and its children (in other sessions: on Linux). Any thread, any time."""
         with self._lock:  # never after the wait: by then the number may be another's
             if self._process.returncode is not None:
                 return
@@ -142,11 +133,9 @@ class WorkerProcess:
 
     def _end(self) -> int:
         self.kill()
-        with self._lock:
-            try:
-                return self._process.wait(_REAP_S)
-            except subprocess.TimeoutExpired:  # killed, but stuck inside the kernel
-                return -signal.SIGKILL
+        with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_REAP_S)
+        return -signal.SIGKILL  # killed, but stuck inside the kernel
 
     def _send(self, body: bytes, limit: float) -> str:
         """Send a request; return its ticket: a number, and a nonce that no earlier line has."""

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 
 from rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
@@ -78,19 +77,13 @@ class Scorers(Rewards):
         try:
             for ready in [actor.call("ready", is_work=False) for actor in self.actors]:
                 ready.result()
-        except ProgramLost as error:
+        except BaseException as error:
             self.close()
-            raise RewardWorkerError(str(error)) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, ProgramLost):
+                raise RewardWorkerError(str(error)) from error
             raise
 
     def submit(self, job: ScoreJob) -> Future[Score]:
-        """Queue a sample; returns at once.
-
-        Raises RuntimeError if it is closed, TypeError for columns that are not JSON. The future
-        raises RewardWorkerError if no scorer can be started any more.
-        """
         if self._is_closed:
             raise RuntimeError("the scorers are closed")
         scored = Future[Score]()
@@ -108,30 +101,23 @@ class Scorers(Rewards):
             there = [actor for actor in self.actors if actor.given_up is None] or self.actors
             actor = min(there, key=lambda a: (not a.is_there, self._num_jobs[a]))
             self._num_jobs[actor] += 1
-        sent = actor.call("score", body, limit_s=math.inf)  # its pool has deadlines
-        sent.add_done_callback(partial(self._finish, actor, body, scored, num_losses))
 
-    def _finish(
-        self,
-        actor: Actor,
-        body: bytes,
-        scored: Future[Score],
-        num_losses: int,
-        sent: Future[Outcomes],
-    ) -> None:
-        error = sent.exception()
-        with self._lock:
-            self._num_jobs[actor] -= 1
-        if error is None:
-            self._answered_s = time.monotonic()
-            scored.set_result(self._to_score(sent.result()))
-        elif self._is_closed:
-            scored.set_exception(RuntimeError("closed before this sample was scored"))
-        elif not isinstance(error, ProgramLost):
-            scored.set_exception(error)
-        elif num_losses + 1 < MOST_ATTEMPTS:
-            self._place(body, scored, num_losses + 1)
-        else:
-            text = f"{MOST_ATTEMPTS} scorers were lost while they had one sample: {error}"
-            self._error = RewardWorkerError(text)
-            scored.set_exception(self._error)
+        def finish(sent: Future[Outcomes]) -> None:
+            with self._lock:
+                self._num_jobs[actor] -= 1
+            if (error := sent.exception()) is None:
+                self._answered_s = time.monotonic()
+                scored.set_result(self._to_score(sent.result()))
+            elif self._is_closed:
+                scored.set_exception(RuntimeError("closed before this sample was scored"))
+            elif not isinstance(error, ProgramLost):
+                scored.set_exception(error)
+            elif num_losses + 1 < MOST_ATTEMPTS:
+                self._place(body, scored, num_losses + 1)
+            else:
+                text = f"{MOST_ATTEMPTS} scorers were lost while they had one sample: {error}"
+                self._error = RewardWorkerError(text)
+                scored.set_exception(self._error)
+
+        # its pool has deadlines
+        actor.call("score", body, limit_s=math.inf).add_done_callback(finish)

@@ -1,8 +1,4 @@
-"""Scores of responses, and the interface of their scorers, which count failures.
-
-`Rewards` has its workers in this program (`rl.rewards.pool.RewardPool`) or in others
-(`rl.rewards.scorers.Scorers`).
-"""
+"""Scores of responses, and `Rewards`: workers here (rl.rewards.pool) or in actors (scorers)."""
 
 from __future__ import annotations
 
@@ -43,10 +39,8 @@ def example_json(example: Example, value: Any) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
-            f"dicts) to reach its scorer: {error}"
-        ) from error
+        text = f"{example.example_id}: its columns must be JSON values to reach its scorer: {error}"
+        raise TypeError(text) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +48,8 @@ class Score:
     """One sample's rewards.
 
     values: by function name; None if the function does not apply or failed.
-    total: Σ weight · value over the values that are not None; None leaves the sample
-      out of the advantages (no function applies, or a failure under `skip`).
+    total: Σ weight · value over the values that are not None; None leaves the sample out of the
+      advantages (no function applies, or a failure under `skip`).
     failure: `function/kind: message` of the first failure, or None.
     """
 
@@ -67,9 +61,7 @@ class Score:
 class Rewards(abc.ABC):
     """Scores samples in other processes and in any order. Use as a context manager.
 
-    counters: failures by (function name, kind); kinds are `raised`, `deadline`, `died`,
-      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`. The name is `sum`
-      for a sum that is not finite.
+    counters: failures by (function name, kind); for a sum that is not finite the name is `sum`.
     """
 
     def __init__(self, config: RewardConfig, timeout_s: float) -> None:
@@ -99,7 +91,11 @@ class Rewards(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, job: ScoreJob) -> Future[Score]:
-        """Queue a sample; returns at once."""
+        """Queue a sample; returns at once.
+
+        Raises RuntimeError if closed, TypeError for columns that are not JSON. The future raises
+        RewardWorkerError if workers can no longer be started.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -108,8 +104,7 @@ class Rewards(abc.ABC):
     def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
         """Wait for a sample's score; `on_wait` is called meanwhile, and may raise.
 
-        Raises the future's error, and RewardWorkerError if no worker has returned a score for
-        longer than all limits of one sample together.
+        Raises the future's error, or RewardWorkerError once all limits of one sample have passed.
         """
         start_s = time.monotonic()
         while not wait([future], _POLL_S).done:

@@ -30,9 +30,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-# value, kind of failure, message: a value of None without a kind is "not applicable".
+# value, kind of failure, message: None without a kind is "not applicable"
 ScoreOutcome = tuple[float | None, str | None, str | None]
-
 LARGEST_REWARD = 3.4e38  # float32's; training would make infinities of more
 
 
@@ -96,20 +95,13 @@ def _serve(functions: list, ticket: str, job: Mapping[str, Any], writer: Writer)
 
 def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
     try:
-        result = function(**job)
+        return read_result(function(**job))
     except BaseException as error:  # sys.exit() in a scorer costs one sample, not a worker
-        return None, "raised", _describe(error)
-    try:
-        return read_result(result)
-    except Exception as error:  # a list-like object whose own methods raise
         return None, "raised", _describe(error)
 
 
 def read_result(result: Any) -> ScoreOutcome:
-    """Check a function's result for one sample: a list of one finite number or None.
-
-    Arrays and scalars of numpy and the like count as their Python values, True as 1.
-    """
+    """Check a function's result for one sample: a list (or array) of one finite number or None."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):

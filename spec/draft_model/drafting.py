@@ -145,7 +145,7 @@ def run_tokens(
     mask_BCS = cache.seen_from(start_B, tokens_BC.shape[1])
     return transformer.hidden_with_cache(
         config, params, cache, tokens_BC, positions_BC, start_B, mask_BCS
-    )
+    )[:2]
 
 
 def _draw(

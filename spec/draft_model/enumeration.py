@@ -23,7 +23,7 @@ import numpy as np
 from models import kv_cache, transformer
 from models.attention import attend_both
 from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
-from models.rope import rope_turns
+from models.layers import rope_turns
 from models.sharding import replicated
 from spec import sampling
 from spec.draft_cache.drafting import Given

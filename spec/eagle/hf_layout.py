@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from models import hf, hf_config, hf_files
+from models import hf, hf_files
 from models.config import ModelConfig
 from models.hf_files import Entry, shown
 from spec.eagle import model as eagle
@@ -125,7 +125,7 @@ def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
 def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -> dict[str, Any]:
     """Return the contents of config.json; `dtype` is the name of the weights' type."""
     ids = [layer + 1 for layer in config.feature_layers]
-    content, _ = hf_config.render(config.layer, dtype)
+    content, _ = hf.render_config(config.layer, dtype)
     content |= {
         "architectures": [ARCHITECTURES[config.design]],
         "bias": config.fc_bias,
@@ -164,17 +164,17 @@ def parse(
         "use_mtp_layernorm": False,
         "norm_before_fc": False,
     }
-    hf_config.refuse_options(content, where, _FIXED_OPTIONS)
-    hf_config.refuse_options(aux, f"{where}: eagle_config", options)
+    hf.refuse_options(content, where, _FIXED_OPTIONS)
+    hf.refuse_options(aux, f"{where}: eagle_config", options)
     if content.get("num_hidden_layers") != 1:
         raise ValueError(
             f"{where}: expected num_hidden_layers=1, got "
             f"{shown(content.get('num_hidden_layers'))}: "
             "drafters of more layers are not implemented; use one of a single layer"
         )
-    layer = hf_config.parse({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
+    layer = hf.parse_config({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
     _refuse_other_policy(content, ours, layer, policy, where)
-    size = hf_config.read_entry(content, "draft_vocab_size", "size", where, layer.vocab_size)
+    size = hf.read_entry(content, "draft_vocab_size", "size", where, layer.vocab_size)
     all_tokens = size == layer.vocab_size and OFFSETS not in present
     try:
         return EagleConfig(
@@ -182,7 +182,7 @@ def parse(
             dataclasses.replace(layer, tied_embeddings=False),
             _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
             0 if all_tokens else size,
-            fc_bias=hf_config.read_entry(content, "bias", "flag", where, _FC_BIAS in present),
+            fc_bias=hf.read_entry(content, "bias", "flag", where, _FC_BIAS in present),
             own_head=bool(ours.get("own_head", HEAD in present)),
         )
     except ValueError as error:
@@ -193,7 +193,7 @@ def parse(
 def design_of(content: Mapping[str, Any], where: str) -> Design:
     """Return the design that `architectures` names; raise ValueError for any other."""
     names = content.get("architectures")
-    design = _DESIGNS.get(names[0]) if hf_config.is_one_name(names) else None
+    design = _DESIGNS.get(names[0]) if hf.is_one_name(names) else None
     if design is None:
         raise ValueError(
             f"{where}: unknown architecture: expected one of {sorted(_DESIGNS)}, got "

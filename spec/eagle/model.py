@@ -23,8 +23,7 @@ import numpy as np
 
 from models import transformer
 from models.config import ModelConfig
-from models.products import linear
-from models.rope import rope_turns
+from models.layers import linear, rope_turns
 from models.transformer import Attend, Layer, ParamSpec, rms_norm
 from spec.eagle.config import Design, EagleConfig
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.optimizer import clipped_adamw
+from models.training import clipped_adamw
 from spec.eagle import losses
 from spec.eagle.batch import DrafterBatch
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig

@@ -17,6 +17,7 @@ import pytest
 from command_runs import call_main
 
 from models import hf, tokenizer, transformer
+from policies.make.characters import save_character_tokenizer
 from rl import evaluate, export, memory, report, train
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation import draft_model
@@ -218,7 +219,7 @@ def test_a_resume_that_is_refused_changes_nothing(run, tiny, tmp_path, capsys):
     wider = dataclasses.replace(tiny_run.MODEL, d_ff=64)
     weights = transformer.init(wider, jax.random.key(0), jnp.float32)
     hf.save_pretrained(tmp_path / "policy", wider, weights)
-    tokenizer.save_character_tokenizer(tmp_path / "policy", tiny_run.CHARACTERS)
+    save_character_tokenizer(tmp_path / "policy", tiny_run.CHARACTERS)
     where = f"--gin.Run.directory='{tmp_path / 'run'}'"
     changes = f"--gin.Policy.directory='{tmp_path / 'policy'}'", "--gin.Run.steps=4"
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}

@@ -87,61 +87,36 @@ def test_another_alignment(tmp_path):
 LIES = {
     "nothing": (b"", "word GGUF in 4 bytes, got the last 0"),
     "another file": (b"PK\3\4" + bytes(60), "word GGUF .* got b'PK"),
-    "version 1": (raw(version=1), "version 2 or 3 .* and 0x1;"),
     "version 99": (raw(version=99), "got b.GGUF. and 0x63;"),
     "big endian": (raw(order=">"), "little-endian order, got b.GGUF. and 0x3000000;"),
-    "cut in its counts": (raw()[:10], "number of tensors in 8 bytes, got the last 2"),
     "tensors without end": (raw(counts=(HUGE, 0)), "at most 131072 tensors, got 18446"),
     "pairs without end": (raw(counts=(0, HUGE)), "at most 65536 key-value pairs, got 18446"),
-    "one tensor too many": (
-        raw(counts=(1, 0)),
-        "the number of axes of tensor  in 4 bytes, got the last 0",
-    ),
-    "a long key": (raw([text("a", HUGE)]), "a key in 18446744073709551615 bytes, got the last 32"),
     "a key without end": (raw([text("a", 60_000)]), "a key in 60000 bytes, got the last"),
     "a key twice": (raw([pair("a", BOOL, b"\0")] * 2), "every key once, got 'a' twice"),
-    "a key that is no text": (raw([pair(b"\xff", BOOL, b"\0")]), "as UTF-8, got b'.xff'"),
-    "an unknown type": (raw([pair("a", 13, b"\0")]), "value of a of a type from 0 to 12, got 13"),
-    "neither true nor false": (raw([pair("a", BOOL, b"\2")]), "as 0 or 1, got 2"),
-    "a long text": (
-        raw([pair("a", STRING, text("", HUGE))]),
-        "value of a in 18446744073709551615 bytes, got the last 19",
+    "an unknown type": (
+        raw([pair("a", 13, b"\0")]),
+        "value of a as numbers or strings, got type 13",
     ),
     "a text without end": (raw([pair("a", STRING, text("", 2**20))]), "in 1048576 bytes, got"),
-    "numbers without end": (
-        raw([pair("a", ARRAY, array(UINT32, 2**61, b""))]),
-        "at most 4194304 elements in the value of a, got 2305843009213693952",
-    ),
     "strings without end": (
         raw([pair("a", ARRAY, array(STRING, HUGE, b""))]),
         "at most 4194304 elements in the value of a, got 18446",
     ),
     "an array of arrays": (
         raw([pair("a", ARRAY, array(ARRAY, 1, array(ARRAY, HUGE, b"")))]),
-        "numbers or strings, got elements of type 9",
+        "numbers or strings, got type 9",
     ),
-    "an array of an unknown type": (raw([pair("a", ARRAY, array(77, 1, b""))]), "of type 77"),
     "a tensor without axes": (raw([], [tensor(shape=())]), "w with 1 to 4 axes, got 0"),
-    "a tensor of many axes": (raw([], [tensor(shape=(1,) * 5)]), "1 to 4 axes, got 5"),
     "an axis of nothing": (raw([], [tensor(shape=(0, 4))]), "axes of at least 1"),
     "a huge shape": (
         raw([], [tensor(shape=(2**40, 2**40))]),
         "before the file's end, got 4835703278458516698824704 bytes",
     ),
-    "a shape that overflows": (
-        raw([], [tensor(shape=(2**32, 2**32))]),
-        "before the file's end, got 73786976294838206464 bytes",
-    ),
     "an unknown quantization": (raw([], [tensor(kind=1000)]), "package knows, got type 1000"),
     "a broken block": (raw([], [tensor(shape=(33,), kind=Q8_0)]), "a multiple of 32, got .33."),
-    "an offset beyond": (raw([], [tensor(offset=2**40)], bytes(32)), "before the file's end"),
     "an offset that overflows": (
         raw([], [tensor(offset=HUGE - 31)], bytes(32)),
         "before the file's end",
-    ),
-    "an offset between": (
-        raw([], [tensor(offset=1)], bytes(64)),
-        "at a multiple of 32 after the header .* 32 bytes at 1 ",
     ),
     "a tensor cut off": (
         raw([], [tensor()], bytes(31)),
@@ -156,11 +131,7 @@ LIES = {
         raw([pair("general.alignment", UINT32, bytes(4))]),
         "alignment as a power of two, got 0",
     ),
-    "an alignment in words": (
-        raw([pair("general.alignment", STRING, text("32"))]),
-        "alignment as a power of two, got '32'",
-    ),
-    "terminal codes": (raw([pair("\x1b[2J", 13, b"")]), r"the value of \\x1b\[2J of a type"),
+    "terminal codes": (raw([pair("\x1b[2J", 13, b"")]), r"the value of \\x1b\[2J as numbers"),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from programs import largest_array
 
-from models import products, row_attention, transformer
+from models import layers, row_attention, transformer
 from models.attention import Packing, packed_mask
 from models.config import ModelConfig
 from models.row_attention import attend_rows
@@ -171,7 +171,7 @@ def test_long_rows_of_a_whole_policy(monkeypatch):
 
     def both(least, remat, packing):
         monkeypatch.setattr(transformer, "LONG_ROW_TOKENS", least)
-        monkeypatch.setattr(products, "LONG_ROW_TOKENS", least)
+        monkeypatch.setattr(layers, "LONG_ROW_TOKENS", least)
 
         def loss(params):
             out = transformer.hidden(model, params, tokens, packing, remat=remat)

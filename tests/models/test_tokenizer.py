@@ -10,6 +10,7 @@ import pytest
 from models import chat_template
 from models import tokenizer as tokenizers_of_ours
 from models.config import ModelConfig
+from policies.make.characters import save_character_tokenizer
 
 CHARACTERS = "abcdefghij 0123456789+-=*\n\té漢🙂"
 CHARACTER_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
@@ -33,7 +34,7 @@ def tiny_config(vocab_size):
 @pytest.fixture(scope="module")
 def characters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("characters")
-    tokenizers_of_ours.save_character_tokenizer(folder, CHARACTERS, CHARACTER_TEMPLATE)
+    save_character_tokenizer(folder, CHARACTERS, CHARACTER_TEMPLATE)
     return tokenizers_of_ours.load(folder)
 
 
@@ -58,7 +59,7 @@ def test_character_tokenizer_reads_beside_a_policy_config(characters, tmp_path):
     # AutoTokenizer chooses its class by config.json's model_type, and for qwen2 drops spaces here.
     for model_type in ("llama", "qwen2", "qwen3"):
         folder = tmp_path / model_type
-        tokenizers_of_ours.save_character_tokenizer(folder, CHARACTERS)
+        save_character_tokenizer(folder, CHARACTERS)
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
         loaded = tokenizers_of_ours.load(folder)
         assert loaded.encode(" a b") == characters.encode(" a b")
@@ -74,7 +75,7 @@ def test_character_chat_template(characters):
 
 def test_variables_reach_a_chat_template(tmp_path):
     template = "{{ messages[0].content }}{% if deep %}b{% endif %}"
-    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab", template)
+    save_character_tokenizer(tmp_path, "ab", template)
     loaded, chat = tokenizers_of_ours.load(tmp_path), [{"role": "user", "content": "a"}]
     assert [loaded.decode(loaded.apply_chat_template(chat, deep=x)) for x in (True, False)] == [
         "ab",
@@ -83,19 +84,6 @@ def test_variables_reach_a_chat_template(tmp_path):
     for name in ("documents", "eos_token", "tools"):
         with pytest.raises(ValueError, match=f"'{name}', which is set already"):
             loaded.apply_chat_template(chat, **{name: 1})
-
-
-def test_extra_specials_follow_the_three(tmp_path):
-    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab", extra_specials=("<user>",))
-    loaded = tokenizers_of_ours.load(tmp_path)
-    assert loaded.encode("<user>ab") == [3, 4, 5]
-    assert loaded.decode([3, 4, 5]) == "ab"
-
-
-@pytest.mark.parametrize("characters", [["ab"], [], [""]])
-def test_wrong_characters_are_refused(tmp_path, characters):
-    with pytest.raises(ValueError, match="single characters"):
-        tokenizers_of_ours.save_character_tokenizer(tmp_path, characters)
 
 
 def test_ids_equal_transformers_over_conversations(chatml_folder):
@@ -119,7 +107,7 @@ def test_end_tokens_come_from_tokenizer_and_generation_config(chatml_folder):
 
 
 def test_no_template_is_an_error_with_a_mend(tmp_path):
-    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    save_character_tokenizer(tmp_path, "ab")
     with pytest.raises(ValueError, match="chat_template.jinja"):
         tokenizers_of_ours.load(tmp_path).apply_chat_template([{"role": "user", "content": "a"}])
 
@@ -150,7 +138,7 @@ def hurried(monkeypatch):
 
 
 def with_template(folder, template):
-    tokenizers_of_ours.save_character_tokenizer(folder, "abcdefghij ", template)
+    save_character_tokenizer(folder, "abcdefghij ", template)
     return tokenizers_of_ours.load(folder)
 
 
@@ -188,7 +176,7 @@ def test_templates_render_after_one_was_killed(hurried, tmp_path):
 
 
 def test_rules_that_fail_are_a_value_error(tmp_path):
-    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    save_character_tokenizer(tmp_path, "ab")
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
     content["pre_tokenizer"]["pattern"] = {"Regex": "(a+)+$"}  # backtracks without end
@@ -201,7 +189,7 @@ def test_rules_that_fail_are_a_value_error(tmp_path):
 
 
 def test_a_tokenizer_without_a_token_is_refused(tmp_path):
-    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    save_character_tokenizer(tmp_path, "ab")
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
     content["model"] |= {"vocab": {}}
@@ -214,9 +202,65 @@ def test_a_tokenizer_without_a_token_is_refused(tmp_path):
         tokenizers_of_ours.load(tmp_path)
 
 
-@pytest.mark.parametrize("ids", [1.5, True, "x", [1, "x"], {}])
-def test_end_tokens_of_the_wrong_type_are_refused(ids, tmp_path):
-    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(ValueError, match="eos_token_id as a number or a list"):
-        tokenizers_of_ours.load(tmp_path)
+# --- bytes of tokens ---
+
+
+def byte_level():
+    """A byte-level vocabulary: all bytes, a few pairs, and a special token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("Ġ", "a"), ("Ã", "©"), ("ð", "Ł")]
+    vocabulary = {w: i for i, w in enumerate([*letters, *("".join(m) for m in merges)])}
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def metaspace():
+    """Words with ▁ for a space, which is left out at the beginning, and bytes as <0xC3>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "▁", "a", "b", "▁a", "ab", *(f"<0x{i:02X}>" for i in range(256))]
+    vocabulary = {w: i for i, w in enumerate(words)}
+    backend = Tokenizer(
+        models.BPE(vocabulary, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def character_backend(tmp_path):
+    save_character_tokenizer(tmp_path, "abé \n")
+    return tokenizers_of_ours.load(tmp_path).backend
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "characters"])
+def test_the_bytes_of_a_text_s_tokens_are_the_text_s(kind, tmp_path):
+    backend = {"byte_level": byte_level, "metaspace": metaspace}.get(
+        kind, lambda: character_backend(tmp_path)
+    )()
+    words = tokenizers_of_ours.bytes_of_tokens(backend, len(backend.get_vocab()))
+    text = "b a ab é" if kind == "characters" else "b a ab é 😀"
+    ids = backend.encode(text, add_special_tokens=False)
+    assert any(words.of(i) == b"\xf0\x9f" or words.of(i) == b"\xf0" for i in ids) == (
+        kind != "characters"
+    )
+    # a space before the first word that a decoder strips is there
+    assert b"".join(words.of(i) for i in ids).decode().lstrip() == text
+
+
+def test_special_tokens_are_written_out():
+    backend = byte_level()
+    words = tokenizers_of_ours.bytes_of_tokens(backend, len(backend.get_vocab()))
+    assert words.of(backend.eos_token_id) == b"<end>"

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from models import kv_cache, transformer
 from models.attention import Packing, attend, attend_causally, packed_mask
-from models.config import Llama3RopeScaling, ModelConfig
+from models.config import Llama3RopeScaling, ModelConfig, num_params
 from models.layout import causal_block_tokens
-from models.params import num_params
 
 LLAMA = ModelConfig(
     architecture="llama",
@@ -78,7 +77,7 @@ def run_chain(config, params, cache, tokens_BN, start_B):
     N = tokens_BN.shape[1]
     positions_BN = start_B[:, None] + np.arange(N, dtype=np.int32)
     mask_BNS = chain_mask(start_B, N)
-    hidden, cache = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
+    hidden, cache, _ = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
     return np.asarray(transformer.head(params, hidden)), cache
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import hf, tokenizer, transformer
-from models.params import num_params
+from models.config import num_params
 from policies.make import draft, policy, solutions
 from rl.data import tasks
 from rl.data.answers import extract_answer

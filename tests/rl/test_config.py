@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import hf, tokenizer, transformer
+from models import hf, transformer
+from policies.make.characters import save_character_tokenizer
 from rl.config import TrainConfig, recipe
 from rl.engine.config import EngineConfig
 from rl.gin.loader import ConfigError, load
@@ -31,7 +32,7 @@ def opened(tiny, *overrides):
 def save_policy(folder, **changes):
     model = dataclasses.replace(tiny_run.MODEL, **changes)
     hf.save_pretrained(folder, model, transformer.init(model, jax.random.key(0), jnp.float32))
-    tokenizer.save_character_tokenizer(folder, tiny_run.CHARACTERS)
+    save_character_tokenizer(folder, tiny_run.CHARACTERS)
     return f"Policy.directory={str(folder)!r}"
 
 
@@ -174,7 +175,6 @@ def test_end_tokens_are_those_of_config_generation_config_and_tokenizer(tiny, tm
     [
         ("stop_ids=(24,)", "vocabulary of 24, got 24"),
         ("stop=('é',)", "no response can hold 'é': the policy's tokenizer has no tokens for it"),
-        ("stop=('1+1=21+1=2',)", "takes 10 tokens and a response has at most .*=8"),
         ("by_task=('gsm: top_k=3',)", "names of tasks .*got 'gsm'"),
         ("temperature=0", "is 0: all responses"),
         ("by_task=('jsonl:TASK: temperature=0',)", "is 0: all responses"),
@@ -206,7 +206,7 @@ def test_variables_that_a_chat_template_does_not_mention_are_said(tiny, tmp_path
 
     assert "sets think, and the policy's chat template does not exist" in said()
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '=' if think else '+' }}"
-    tokenizer.save_character_tokenizer(tmp_path / "policy", tiny_run.CHARACTERS, template)
+    save_character_tokenizer(tmp_path / "policy", tiny_run.CHARACTERS, template)
     assert "think" not in said() and "sets deep, and the policy's chat template does not" in said()
     inputs = opened(tiny, override, pairs)
     config = load(TrainConfig, [tiny], [override, pairs]).task

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from models import hf, tokenizer
+from models import hf
+from policies.make.characters import save_character_tokenizer
 from rl import evaluate
 from rl.checkpoint.best import read_best
 from rl.learner.gathering import host_copy
@@ -23,7 +24,7 @@ def run(tiny, tmp_path_factory):
     asked = ("Eval.num_prompts=3", f"Eval.sets=('own=jsonl:{tiny.parent / 'task.jsonl'}',)")
     state = tiny_run.train(tiny, folder, "Run.steps=2", *asked, "Eval.every_steps=1")
     hf.save_pretrained(folder / "policy", tiny_run.MODEL, host_copy(state.params))
-    tokenizer.save_character_tokenizer(folder / "policy", tiny_run.CHARACTERS)
+    save_character_tokenizer(folder / "policy", tiny_run.CHARACTERS)
     return folder
 
 

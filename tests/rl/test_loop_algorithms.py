@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from loop_runs import assert_same_bits, compilations, finish
 
-from rl.checkpoint import host_state as checkpoint_host
+from rl.checkpoint import contents
 from rl.config import TrainConfig
 from rl.data.prompts import DataOrder
 from rl.gin.loader import load
@@ -125,7 +125,7 @@ def test_a_step_whose_groups_are_all_equal_ends_after_the_last_phase(tiny, tmp_p
         assert row["dynamic_sampling/phases"] == 3
         assert row["dynamic_sampling/generated_groups"] == 6
         assert row["batch/samples"] == row["batch/optimizer_steps"] == 0
-    host = checkpoint_host.read(tmp_path / "checkpoints" / "step_00000002" / "host")
+    host = contents.read_host(tmp_path / "checkpoints" / "step_00000002" / "host")
     assert host["cursor"] == 12
 
 

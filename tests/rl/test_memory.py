@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from models import kv_cache
-from models.config import ModelConfig
-from models.params import num_params
+from models.config import ModelConfig, num_params
 from rl import memory
 from rl.config import TrainConfig
 from rl.gin.loader import load

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from shapes import PLAIN, TINY, make_params
 
-from models.token_text import TokenBytes
+from models.tokenizer import TokenBytes
 from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 
 from models import hf
-from models.params import leaves, param_specs
+from models.config import leaves, param_specs
 
 KINDS = gguf.GGMLQuantizationType
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5

@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import hf, tokenizer, transformer
+from models import hf, transformer
 from models.config import ModelConfig
+from policies.make.characters import save_character_tokenizer
 from rl import setup as run_setup
 from rl import train as run_train
 from rl.config import TrainConfig
@@ -106,7 +107,7 @@ def make_inputs(folder: Path, seed: int = 0, model: ModelConfig = MODEL) -> Path
     """Write policy, task, reward file and configuration; returns the configuration's path."""
     policy = folder / "policy"
     hf.save_pretrained(policy, model, transformer.init(model, jax.random.key(seed), jnp.float32))
-    tokenizer.save_character_tokenizer(policy, CHARACTERS)
+    save_character_tokenizer(policy, CHARACTERS)
     rows = [{"prompt": p, "answer": str(i)} for i, p in enumerate(PROMPTS)]
     (folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)

@@ -9,10 +9,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races_on_tpu
 from page_reference import B, arrays, h, only_live, reference
 
-from models.kernels import page_append_tpu
-from models.kernels.page_append_tpu import append_and_attend
-from models.kernels.page_attention_tpu import takes
-from models.kernels.tiles import PageTiles
+from models.kernels import page_attention_tpu
+from models.kernels.page_attention_tpu import append_and_attend, takes
+from models.kernels.page_blocks import PageTiles
 from models.page_attention import append_and_attend as with_any_path
 
 NO_PAGE = 2**30  # the simulator raises where it is read
@@ -109,7 +108,7 @@ def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
 
 def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
     """A planted fault: its copy may be late, and the next block comes into the buffer."""
-    monkeypatch.setattr(page_append_tpu._Entry, "end", lambda self, slot, buffer: None)
+    monkeypatch.setattr(page_attention_tpu._Entry, "end", lambda self, slot, buffer: None)
     lengths = (64, 64, 64)
     q, keys, values, table = arrays(1, 1, 1, 64, 2, jnp.float32)
     given = q, *entries(1, jnp.float32), keys, values
@@ -124,7 +123,7 @@ def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
 def test_large_tables_are_attended_to_in_parts(monkeypatch):
     q, keys, values, table = arrays(1, 2, 1, 64, 3, jnp.float32)
     given, lengths = (q, *entries(1, jnp.float32), keys, values), (64, 192, 100)
-    monkeypatch.setattr(page_append_tpu, "TABLE_BYTES", 3 * 4)
+    monkeypatch.setattr(page_attention_tpu, "TABLE_BYTES", 3 * 4)
     found = jax.jit(lambda *args: append_and_attend(*args, tiles=PageTiles(2, 2), interpret=True))(
         *given, table, np.asarray(lengths)
     )

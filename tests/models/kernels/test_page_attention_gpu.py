@@ -13,8 +13,8 @@ from kernel_interpreters import finding_races, has_races
 from page_reference import arrays, assert_close, h, only_live, reference
 
 from models.kernels import page_attention_gpu
+from models.kernels.hopper import GpuPageTiles
 from models.kernels.page_attention_gpu import attend_pages, takes
-from models.kernels.tiles import GpuPageTiles
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 TOLERANCE = 2e-2

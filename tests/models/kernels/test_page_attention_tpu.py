@@ -11,7 +11,7 @@ from page_reference import B, arrays, assert_close, h, only_live, reference
 
 from models.kernels import page_attention_tpu, page_blocks
 from models.kernels.page_attention_tpu import attend_pages, takes
-from models.kernels.tiles import PageTiles
+from models.kernels.page_blocks import PageTiles
 
 DEVICES = {
     "v5e": AbstractDevice("TPU v5 lite", 1, "tpu"),

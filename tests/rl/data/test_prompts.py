@@ -32,13 +32,6 @@ def test_each_epoch_visits_each_example_once(num_examples, seed, epoch):
     assert sorted(indices.tolist()) == list(range(num_examples))
 
 
-def test_epochs_and_seeds_differ():
-    order, other = DataOrder(50, 0), DataOrder(50, 1)
-    first, second = order.indices(0, 50).tolist(), order.indices(50, 50).tolist()
-    assert first != second and first != other.indices(0, 50).tolist()
-    assert first != list(range(50))
-
-
 def test_the_order_is_the_same_on_every_machine_and_numpy():
     """Written down once: a change here breaks the resuming of every saved run."""
     assert DataOrder(10, 7).indices(8, 6).tolist() == [9, 7, 7, 9, 6, 1]
@@ -59,8 +52,6 @@ def test_bad_orders_are_refused():
         DataOrder(0, 0)
     with pytest.raises(ValueError, match="seed"):
         DataOrder(1, -1)
-    with pytest.raises(ValueError, match="cursor"):
-        DataOrder(1, 0).indices(-1, 1)
 
 
 def example(prompt):
@@ -72,8 +63,6 @@ def test_prompts_for_step_are_the_ordered_examples():
     order = DataOrder(5, 0)
     step = prompts_for_step(task, order, cursor=3, count=4)
     assert [int(e.prompt) for e in step] == order.indices(3, 4).tolist()
-    with pytest.raises(ValueError, match="5 examples but its order was made for 6"):
-        prompts_for_step(task, DataOrder(6, 0), 0, 1)
 
 
 @dataclasses.dataclass
@@ -110,7 +99,6 @@ CHAT = (
         (True, CHAT, "s", "<system>s<user>a<assistant>b<user>c!<assistant>"),
         (True, (OWN_SYSTEM, CHAT[0]), "s", "<system>own<user>a!<assistant>"),
         (False, CHAT[:1], None, "a!"),
-        (False, "it has one!", None, "it has one!"),
     ],
 )
 def test_encode_prompt(has_template, prompt, system, expected):
@@ -141,10 +129,3 @@ def test_encode_prompt_refuses_what_it_cannot_mark():
         encode_prompt(Characters(True), example(CHAT), TaskConfig(chat="none"))
     with pytest.raises(ValueError, match="no tokens"):
         encode_prompt(Characters(False), example(""), TaskConfig())
-
-
-def test_encode_prompt_leaves_the_example_alone():
-    chat = ({"role": "user", "content": "a"},)
-    config = TaskConfig(system_prompt="s", prompt_suffix="!")
-    encode_prompt(Characters(True), example(chat), config)
-    assert chat == ({"role": "user", "content": "a"},)

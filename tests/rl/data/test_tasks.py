@@ -73,18 +73,14 @@ def test_query_values_are_typed():
     [
         ("reasoning_gym:gdc", "did you mean reasoning_gym:gcd"),
         ("reasoning_gym:countdown", "refused.*parse_expr"),
-        ("reasoning_gym:n_queens", "refused.*eval"),
         ("reasoning_gym:word_ladder", "refused.*PYTHONHASHSEED"),
-        ("reasoning_gym:complex_arithmetic", "refused.*nan full marks"),
         ("reasoning_gym:gcd?max_valu=9", "did you mean max_value"),
         ("reasoning_gym:gcd?max_value=many", "expected int, got 'many'"),
         ("reasoning_gym:gcd?max_value=0", "max_value must be > min_value"),
         ("reasoning_gym:gcd?seed=1", "Run.seed"),
-        ("reasoning_gym:gcd?size=0", "size must be"),
         ("reasoning_gym:gcd?size=99999999999999", "from 1 to 1,000,000, got '99999999999999'"),
         ("reasoning_gym:gcd?size=" + "9" * 5000, "from 1 to 1,000,000"),
         ("reasoning_gym:chain_sum?max_digits=100000000", "max_digits: expected at most 1,000 in"),
-        ("reasoning_gym:gcd?max_numbers=1000000000", "expected at most 1,000 in size"),
         ("reasoning_gym:count_primes?max_n=1000000000000", "expected at most 1,000,000 in"),
         ("reasoning_gym:power_function?max_base=inf", "in size, got inf"),
         ("reasoning_gym:gcd?max_value=" + "9" * 20000, "expected at most 10,000 characters"),
@@ -220,33 +216,26 @@ def test_jsonl_with_renamed_columns(tmp_path):
     assert task[1].example_id == f"{spec}#1" and task[1].task == spec
 
 
-def test_jsonl_with_chats_blank_lines_and_gsm8k_answers(tmp_path):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": messages, "answer": "2+2=4\n#### 4"}) + "\n\n")
-    example = open_task(f"jsonl:{path}?answer_extract=hash", seed=0)[0]
-    assert example.prompt == tuple(messages)
-    assert example.answer == "4"
-    assert open_task(f"jsonl:{path}?answer=", seed=0)[0].answer is None
-
-
 @pytest.mark.parametrize(
     ("text", "query", "message"),
     [
         ("", "", "empty"),
         ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', "", r"a\.jsonl:2: expected one JSON"),
-        ('"text"\n', "", r"a\.jsonl:1: expected a JSON object, got str"),
         ('{"prompt": "a"}\n', "", "no column 'answer'.*?answer=COLUMN"),
-        ('{"question": "a"}\n', "", "no column 'prompt'; it has 'question'"),
-        ('{"prompt": 3, "answer": "b"}\n', "", "messages, got 3"),
-        ('{"prompt": [{"role": "user"}], "answer": "b"}\n', "", "content} messages"),
         ('{"prompt": "a", "answer": ["b"]}\n', "", "text or a number, got list"),
         ('{"prompt": "a", "answer": "b", "task": 1}\n', "", "rename column 'task'"),
         ('{"prompt": "a", "answer": "b"}\n', "?answer_extract=hash", "finds nothing"),
         ('{"prompt": "a", "answer": "b"}\n', "?promt=a", "unknown key 'promt'"),
-        ('{"prompt": "a\\ud800", "answer": "b"}\n', "", r"a\.jsonl:1: the prompt: not Unicode"),
-        ('{"prompt": "a", "answer": "\\ud800b"}\n', "", r"a\.jsonl:1: the answer: not Unicode"),
-        ("[" * 100_000 + "\n", "", r"a\.jsonl:1: expected one JSON object"),
+        (
+            '{"prompt": "a\\ud800", "answer": "b"}\n',
+            "",
+            r"a\.jsonl:1: the prompt: half of a surrogate",
+        ),
+        (
+            '{"prompt": "a", "answer": "\\ud800b"}\n',
+            "",
+            r"a\.jsonl:1: the answer: half of a surrogate",
+        ),
         (json.dumps({"prompt": "a" * 1_000_001}) + "\n", "?answer=", "at most 1,000,000 char"),
     ],
 )
@@ -262,23 +251,6 @@ def test_missing_and_unreadable_files(tmp_path):
         open_task(f"jsonl:{tmp_path}/absent.jsonl", seed=0)
     with pytest.raises(ValueError, match="jsonl:~nosuchuser/x: .*home"):
         open_task("jsonl:~nosuchuser/x", seed=0)
-    fake = tmp_path / "fake.parquet"
-    fake.write_text("not parquet")
-    with pytest.raises(ValueError, match="not a readable parquet"):
-        open_task(f"parquet:{fake}", seed=0)
-
-
-def test_parquet(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", None], "n": [1, 2]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    task = open_task(f"parquet:{tmp_path}/a.parquet", seed=0)
-    assert [(e.prompt, e.answer, e.columns) for e in (task[0], task[1])] == [
-        ("a", "1", {"n": 1}),
-        ("b", None, {"n": 2}),
-    ]
 
 
 # ---- mixtures ----
@@ -327,7 +299,7 @@ def test_invalid_task_configs_are_refused():
     for field in ("system_prompt", "prompt_suffix"):
         with pytest.raises(ValueError, match=f"Task.{field}: expected at most 100,000"):
             TaskConfig(**{field: "x" * 100_001})
-        with pytest.raises(ValueError, match=f"Task.{field}: not Unicode"):
+        with pytest.raises(ValueError, match=f"Task.{field}: half of a surrogate"):
             TaskConfig(**{field: "\ud800"})
     with pytest.raises(ValueError, match="empty"):
         TaskConfig(specs=())

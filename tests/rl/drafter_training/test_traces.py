@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import tokenizer
+from policies.make.characters import save_character_tokenizer
 from rl.drafter_training.traces import hold_out, num_tokens, read
 from rl.packing import Response
 from tests.support import tiny_run
@@ -22,7 +23,7 @@ EOS = MODEL.eos_token_ids[0]
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("words")
-    tokenizer.save_character_tokenizer(folder, tiny_run.CHARACTERS)
+    save_character_tokenizer(folder, tiny_run.CHARACTERS)
     return tokenizer.load(folder)
 
 

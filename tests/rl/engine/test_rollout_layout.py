@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from collectives import collectives
 
-from models import products, transformer
+from models import layers, transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import constrain, fitting_sharding, make_mesh, param_shardings
 from rl.engine.config import EngineConfig
@@ -34,7 +34,7 @@ def largest(monkeypatch, **sizes):
     That is a device's part of the smallest matrix of a layer, or the logits of one token.
     """
     # more rows than a CPU has a product of its own for go through that of all backends
-    monkeypatch.setattr(products, "FEW_ROWS", 0)
+    monkeypatch.setattr(layers, "FEW_ROWS", 0)
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     engine, found = Engine(MODEL, CONFIG, mesh=mesh), {}
     specs = transformer.param_specs(MODEL)

@@ -177,16 +177,11 @@ def test_a_forgotten_section_does_not_pass_as_a_macro(tmp_path):
     [
         ("Run.steps=True", "int", "bool True"),
         ("Run.steps='1'", "int", "str '1'"),
-        ("Run.steps=1.0", "int", "float 1.0"),
         ("Run.steps=None", "int", "NoneType None"),
         ("Run.steps=many", "int", "str 'many'"),
-        ("Run.directory=3", "str", "int 3"),
-        ("Rollout.temperature=True", "float", "bool True"),
         ("Rollout.temperature='0.5'", "float", "str '0.5'"),
         ("Rollout.greedy=1", "bool", "int 1"),
-        ("Rollout.greedy=true", "bool", "str 'true'"),
         ("Rollout.top_k=1.5", "int or None", "float 1.5"),
-        ("Rollout.buckets=16", "tuple of int", "int 16"),
         ("Rollout.buckets=(1, True)", "tuple of int", "tuple (1, True)"),
         ("Rollout.stop_words={'a': 1}", "tuple of str", "dict {'a': 1}"),
         ("Rollout.draw=gumbl", "one of 'cdf', 'gumbel'", "str 'gumbl'"),
@@ -210,15 +205,11 @@ def test_the_example_given_is_itself_accepted():
     ("text", "line", "words"),
     [
         ("Run.steps = \n", 1, "parse"),
-        ("\nRun.steps 3\n", 2, "parse"),
         ("Run.steps = (1,\n", None, ""),
         ("Run.directory = runs\n", 1, "strings need quotes: 'runs'"),
-        ("Run.steps = 3 4\n", 1, "newline"),
         ("Run.directory = 'a\n", 1, ""),
         ("import os\n", 1, "`import os`"),
-        ("from os import path\n", 1, "may not import code"),
         ("Run.steps = @os.getpid()\n", 1, "@os.getpid: references to code are not allowed"),
-        ("Rollout.buckets = (1, @f)\n", 1, "@f: references"),
         ("eval/Run.steps = 1\n", 1, "scopes"),
         ("Run.steps = %STEPS\nSTEP = 3\n", 1, "no macro %STEPS. Did you mean %STEP?"),
         ("A = %B\nB = %A\nRun.steps = %A\n", 2, "defined by itself"),
@@ -382,12 +373,9 @@ def test_the_command_line_is_split():
     ("argv", "words"),
     [
         (["--dryrun"], "unknown argument --dryrun. Did you mean --dry_run?"),
-        (["--gin_fil=x"], "Did you mean --gin_file?"),
         (["--Run.steps=3"], "Did you mean --gin.Run.steps=3?"),
         (["--steps=3"], "Did you mean --gin.Run.steps=3?"),
-        (["--steps", "3"], "Did you mean --gin.Run.steps?"),
         (["--\x1b[2Jx"], r"unknown argument --\x1b[2Jx"),
-        (["--gin.Run.steps"], "--gin.Run.steps has no value"),
         (["--gin.Run.steps", "--dry_run"], "--gin.Run.steps has no value"),
         (["stray"], "unknown argument stray"),
     ],
@@ -423,14 +411,6 @@ def test_examples_in_errors_work():
         load(AblationRun, [])
     (example,) = re.findall(r"for example, (.*)", str(caught.value))
     assert len(load(AblationRun, [], [example]).ablation.variants) == 2
-
-
-def test_a_missing_file_names_each_folder_once(tmp_path, monkeypatch):
-    for folder in (tmp_path, config_lib.PROJECT_ROOT):
-        monkeypatch.chdir(folder)
-        with pytest.raises(ConfigError) as caught:
-            load(Schema, ["no.gin"])
-        assert str(caught.value).count(str(config_lib.PROJECT_ROOT)) == 1
 
 
 def test_project_files_are_found_from_anywhere(tmp_path, monkeypatch):
@@ -494,13 +474,9 @@ def test_fields_with_a_closed_set_of_values_list_them():
     ("override", "schema", "nearest"),
     [
         ("Sched.policy=ser", TrainConfig, "seer"),
-        ("Sched.mode=pipelin", TrainConfig, "pipeline"),
-        ("Sched.on_error=restrat", TrainConfig, "restart"),
-        ("Drafter.proposal=likelyest", TrainConfig, "likeliest"),
         ("Reward.extract=boxd", TrainConfig, "boxed"),
         ("Speculation.sources=('last', 'histroy')", TrainConfig, "history"),
         ("SimulatedCluster.device=H10", SimulateRun, "H100"),
-        ("Simulate.policies=('seer', 'orcale')", SimulateRun, "oracle"),
     ],
 )
 def test_a_typo_in_a_closed_set_is_answered_with_the_nearest(override, schema, nearest):

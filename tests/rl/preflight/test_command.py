@@ -100,7 +100,7 @@ def test_a_policy_needs_no_weights(tmp_path):
     [("Qwen3-0.6B", 0.596e9), ("Qwen3-1.7B", 1.72e9), ("Qwen3-8B", 8.19e9), ("Qwen3-32B", 32.8e9)],
 )
 def test_shapes_that_ship_have_the_published_numbers_of_parameters(name, num_params):
-    from models.params import num_params as count
+    from models.config import num_params as count
 
     assert count(preflight.policy_shape(f"downloads/{name}", [])) == pytest.approx(
         num_params, rel=0.005

@@ -122,12 +122,6 @@ def test_messages_say_where_a_scorer_raised_and_how_a_worker_died():
     assert "SIGKILL" in killed.failure
 
 
-def test_skip_leaves_failed_samples_out():
-    with RewardPool(config(FAULTY, on_failure="skip")) as pool:
-        score = pool.submit(job("nan")).result(timeout=60)
-    assert score.total is None and score.failure is not None
-
-
 def test_a_failure_is_charged_to_the_function_that_ran():
     with RewardPool(config(HALF, FAULTY, deadline_s=0.5, weights=(2.0, 3.0))) as pool:
         good = pool.submit(job("xy")).result(timeout=60)

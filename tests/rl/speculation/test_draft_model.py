@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from loop_runs import finish, learnt
 
-from models import hf, tokenizer, transformer
+from models import hf, transformer
+from policies.make.characters import save_character_tokenizer
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import open_inputs
@@ -28,7 +29,7 @@ def asks(folder, *sources):
 def save_model(folder, characters=tiny_run.CHARACTERS, **changes):
     model = dataclasses.replace(tiny_run.MODEL, **changes)
     hf.save_pretrained(folder, model, transformer.init(model, jax.random.key(5), jnp.float32))
-    tokenizer.save_character_tokenizer(folder, characters)
+    save_character_tokenizer(folder, characters)
     return folder
 
 

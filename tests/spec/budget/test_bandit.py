@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rl.checkpoint import host_state as checkpoint_host
+from rl.checkpoint import contents
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
 
@@ -190,10 +190,10 @@ def test_a_checkpoint_changes_nothing(tmp_path):
         play(mab, rates, 30, rng, batch_size)
     state = mab.state()
     assert json.loads(json.dumps(state)) == state
-    checkpoint_host.write(tmp_path, checkpoint_host.encode({"bandit": state}))
+    contents.write_host(tmp_path, contents.encode_host({"bandit": state}))
     other = bandit(everywhere=True, window=4, epsilon=0.4, seed=6)
     play(other, rates, 5, rng)  # is gone afterwards
-    other.load_state(checkpoint_host.read(tmp_path)["bandit"])
+    other.load_state(contents.read_host(tmp_path)["bandit"])
     assert other.state() == state
     both = [
         [play(m, rates, 50, np.random.default_rng(1), batch_size) for batch_size in (2, 16, 40)]

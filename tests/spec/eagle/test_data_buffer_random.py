@@ -9,7 +9,7 @@ from caught_by_hand import buffer, bytes_of, drawn, equal, held, mixed, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.checkpoint import host_state as checkpoint_host
+from rl.checkpoint import contents
 from spec.eagle import data_buffer
 
 
@@ -99,9 +99,9 @@ def test_a_checkpoint_changes_nothing(tmp_path_factory, added, max_bytes, step, 
     for name, (length, s) in enumerate(added):
         kept.add(sequence(length, name, dtype), s)
     folder = tmp_path_factory.mktemp("host")
-    checkpoint_host.write(folder, checkpoint_host.encode({"buffer": kept.state()}))
+    contents.write_host(folder, contents.encode_host({"buffer": kept.state()}))
     other.add(sequence(3, 77, np.float16), 99)  # is gone afterwards
-    other.load_state(checkpoint_host.read(folder)["buffer"])
+    other.load_state(contents.read_host(folder)["buffer"])
     for name in ("num_bytes", "num_sequences", "dropped", "evicted"):
         assert getattr(kept, name) == getattr(other, name)
     for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 from drafters_by_hand import as_float64, drafter, hidden_states, packed, written_out_loss
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import products
+from models import layers
 from models.config import MeshConfig
 from models.layout import RULES
 from models.sharding import make_mesh, param_shardings
@@ -155,7 +155,7 @@ def test_a_batch_without_entries_gives_zeros():
 def test_members_gradients_average_to_those_of_all(monkeypatch):
     """Weighted by `num_entries`, where prompts are longer than the unroll."""
     # a CPU's product of few rows sums in orders that depend on their number
-    monkeypatch.setattr(products, "FEW_ROWS", 0)
+    monkeypatch.setattr(layers, "FEW_ROWS", 0)
     config, params, frozen = drafter("eagle3")
     training = DrafterTrainingConfig("short_eagle3")
     run = partial(gradients, params, frozen, config=config, training=training)

@@ -1,7 +1,6 @@
-"""Tiles in the registers of a Hopper GPU's warp group, and their products on tensor cores.
+"""Shared by the kernels for Hopper GPUs: sizes, and tiles in the registers of a warp group.
 
-Jax's interpreter of Mosaic GPU knows neither layouts of registers nor transposed operands; there
-plain arrays take their place.
+Jax's interpreter knows neither their layouts nor transposed operands; there these are plain arrays.
 """
 
 from __future__ import annotations
@@ -15,9 +14,39 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of devices
+H100_PROCESSORS = 132
+H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block
 ROWS = 64  # the least that a warp group multiplies
 SWIZZLE_BYTES = 128
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax < 0.12
+
+
+def is_hopper() -> bool:
+    """Return whether programs are compiled for an NVIDIA GPU of compute capability 9.
+
+    By the mesh in use, or the default device. A GPU without a name is rl.preflight's, a Hopper.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return not kind or any(name in kind for name in HOPPERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuPageTiles:
+    """`buffers` pages have room in shared memory; a slot's pages are shared by `parts` blocks."""
+
+    buffers: int
+    parts: int
+
+
+def gpu_page_tiles(
+    num_blocks: int, max_pages: int, page_tokens: int, head_dim: int
+) -> GpuPageTiles:
+    """Return the tiles on an H100: four thread blocks a processor, parts of at least four pages."""
+    buffers = H100_BUFFER_BYTES // (2 * page_tokens * head_dim * 2)
+    parts = -(-4 * H100_PROCESSORS // num_blocks)
+    return GpuPageTiles(min(8, buffers), max(1, min(parts, max_pages // 4)))
 
 
 def shared_tiles(*shape: int) -> Any:
@@ -40,10 +69,7 @@ class WarpGroup:
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
     def along(self, ref: Any, axis: int) -> jax.Array:
-        """Load one number for each row (axis 0) or column (1) of a product's result.
-
-        From shared memory or from that of the device.
-        """
+        """Load one number for each row (axis 0) or column (1) of a product's result."""
         if self.interpreted:
             return ref[...]
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)

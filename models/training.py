@@ -1,17 +1,15 @@
-"""Rematerialisation: what is kept of the layers for the backward pass, and what it computes again.
+"""Training: the optimizer, and values that the backward pass keeps or computes again.
 
 | name | kept | computed again |
 |---|---|---|
 | none | all that gradients need | nothing |
-| dots | what products with weights return, and each layer's input | the rest of each layer |
+| dots | results of products with weights, and each layer's input | the rest of each layer |
 | layer | each layer's input | each layer |
 | layer:N | the input of every N-th layer | each layer, all but the last of N twice |
 
-While the gradients of N layers are computed the inputs of these N are there too. With L layers
-√L as N keeps the fewest. Inputs are kept in parts over `tensor`, and gathered for their layers.
-
-Gradients of layers can be added to totals as they come (`adding`): a compiler would leave these
-sums to the end of the backward pass, and so keep the gradients of all layers beside the totals.
+N of √L keeps the fewest inputs of L layers. Inputs are split over `tensor`, and gathered for their
+layers. Gradients of layers can be added to totals as they come (`adding`): a compiler would leave
+these sums to the end, and so keep the gradients of all layers beside the totals.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from models.config import Layer
 from models.layout import layers_kept_apart
-from models.params import Layer
 from models.sharding import constrain
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -35,8 +34,7 @@ Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 class Adding:
     """A weight whose gradient is to be total + gradient.
 
-    `mark` is 0, a float32 scalar. Its gradient is the number of values of the weight's own
-    gradient that are NaN or infinite.
+    The gradient of `mark`, a float32 0, counts the gradient's values that are NaN or infinite.
     """
 
     weight: Any
@@ -47,8 +45,7 @@ class Adding:
 def adding(weights: Any, totals: Any, marks: Any) -> Any:
     """Return weights whose gradients are added to `totals` as they come, with `marks` (`Adding`).
 
-    Those of layers do so in `through_layers`, the others are returned as arrays. The totals get no
-    gradient of their own.
+    Those of layers are so in `through_layers`, the others are returned as arrays.
     """
     tree = jax.tree.map(Adding, weights, totals, marks)
 
@@ -82,10 +79,7 @@ def _added(tree: Any) -> Any:
 def through_layers(
     step: Step, layers: Sequence[Any], x_BTD: jax.Array, remat: str
 ) -> tuple[jax.Array, list[Any]]:
-    """Apply `step(layer, x) -> (x, found)` to layer after layer; return the last x, and all found.
-
-    Raises ValueError for a name that is none of the table's.
-    """
+    """Apply `step(layer, x) -> (x, result)` layer by layer; return the last x, and all results."""
     apart = layers_kept_apart(remat)
 
     def plain(layer: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
@@ -128,8 +122,7 @@ def _kept_in_parts(step: Step, **options: Any) -> Step:
 def _at_once(step: Step) -> Step:
     """Return layers whose gradients are all computed before the layer below has its own.
 
-    A scheduler would leave those of the weights to the end, and so keep for all layers what
-    `jax.checkpoint` computes again for them.
+    A scheduler would leave those of weights to the end and keep recomputed values of all layers.
     """
     return lambda layers, x_BTD: step(*_tied(layers, x_BTD))
 
@@ -148,3 +141,30 @@ def _tied_bwd(_: None, gradients: tuple[Any, jax.Array]) -> tuple[Any, jax.Array
 
 
 _tied.defvjp(lambda *inputs: (inputs, None), _tied_bwd)
+
+
+def clipped_adamw(
+    learning_rate: optax.Schedule,
+    *,
+    b1: float,
+    b2: float,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None,
+    first_moment: Any = None,
+) -> optax.GradientTransformation:
+    """Clip by the global norm (None: not at all), then AdamW; vectors (norms, biases) do not decay.
+
+    `learning_rate` is a function of the steps taken before, `first_moment` the dtype of that mean.
+    """
+    adamw = optax.adamw(
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        mu_dtype=first_moment,
+        weight_decay=weight_decay,
+        mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
+    )
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, adamw)  # of one structure, so that a run can be resumed with either

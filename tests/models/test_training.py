@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from models import remat, transformer
+from models import training, transformer
 from models.config import MeshConfig, ModelConfig
 from models.layout import layers_kept_apart
-from models.remat import through_layers
 from models.sharding import make_mesh
+from models.training import through_layers
 
 L, B, T = 5, 2, 24
 MODEL = ModelConfig("qwen2", 32, 16, L, 4, 2, 8, 48, qkv_bias=True, tied_embeddings=True)
@@ -97,7 +97,7 @@ def test_names():
     for name in ("layers", "layer:", "layer:0", "layer:x", "pairs", ""):
         with pytest.raises(ValueError, match=r"expected 'none', 'dots', 'layer' or 'layer:N'"):
             layers_kept_apart(name)
-    assert all(f"| {name} |" in remat.__doc__ for name in ("none", "dots", "layer", "layer:N"))
+    assert all(f"| {name} |" in training.__doc__ for name in ("none", "dots", "layer", "layer:N"))
 
 
 @pytest.mark.parametrize("name", ["none", "layer:2"])
@@ -109,7 +109,7 @@ def test_gradients_are_added_to_totals_as_they_come(given, name):
     @jax.jit
     def added(params, totals, tokens):
         def loss(params, marks):
-            params = remat.adding(params, totals, marks)
+            params = training.adding(params, totals, marks)
             return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
 
         return jax.grad(loss, argnums=(0, 1))(params, marks)

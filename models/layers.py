@@ -1,0 +1,241 @@
+"""The arithmetic of a decoder layer: products with weights, sums, rotary positions, loops.
+
+XLA's CPU product packs its right operand: with few rows these are turned to columns, so that the
+weights stay as they are. XLA's reductions have orders that depend on the number of rows and on the
+program; `sum_in_order` has not.
+
+Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
+F feature width, N terms.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import precision_of
+from models.config import ModelConfig
+from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
+
+FEW_ROWS = 64  # of inputs; more go through the ordinary product
+ADDED_AT_ONCE = 16  # parts of a sum
+
+
+def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
+    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's."""
+    dtype = dtype or x.dtype
+
+    def turned(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+        return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
+
+    return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
+
+
+def feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features."""
+    parts = LONG_ROW_FEED_FORWARD_PARTS
+    if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
+        return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
+    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
+
+
+def _feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    x_F = jax.nn.silu(_input_first(x, gate_FD, x.dtype)) * _input_first(x, up_FD, x.dtype)
+    return _input_first(x_F, down_DF, x.dtype)
+
+
+def _turned_feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    x_DR = _as_columns(x)
+    x_FR = jax.nn.silu(_weight_first(gate_FD, x_DR, x.dtype))
+    x_FR *= _weight_first(up_FD, x_DR, x.dtype)
+    return _as_rows(_weight_first(down_DF, x_FR, x.dtype), x.shape[:-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _feed_forward_in_parts(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, parts: int
+) -> jax.Array:
+    """Return `feed_forward`, a part of its features at a time, in the backward pass too.
+
+    So no array has all F features of all rows. Sums over parts are float32. `parts` divides F; the
+    features of a part lie apart by that number, so that each shard has as many in every part.
+    """
+
+    def add(inputs: tuple, y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        (x,) = inputs
+        gate_GD, up_GD, down_GD = weights
+        return y + linear(_inner(x, gate_GD, up_GD), down_GD.T, jnp.float32), None
+
+    weights = _cut(gate_FD, parts), _cut(up_FD, parts), _cut(down_DF.T, parts)
+    total = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return scan_after(add, total, weights, x)[0].astype(x.dtype)
+
+
+def _parts_fwd(x: jax.Array, *rest: Any) -> tuple[jax.Array, tuple]:
+    *weights, parts = rest
+    return _feed_forward_in_parts(x, *weights, parts), (x, *weights)
+
+
+def _parts_bwd(parts: int, kept: tuple, dy: jax.Array) -> tuple:
+    x, gate_FD, up_FD, down_DF = kept
+
+    def add(
+        inputs: tuple, dx: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple]:
+        x, dy = inputs
+        gate_GD, up_GD, down_GD = weights
+        inner, of_inputs = jax.vjp(_inner, x, gate_GD, up_GD)
+        _, of_product = jax.vjp(lambda inner, down_GD: linear(inner, down_GD.T), inner, down_GD)
+        dinner, ddown_GD = of_product(dy)
+        dx_part, *rest = of_inputs(dinner)
+        return dx + dx_part.astype(jnp.float32), (*rest, ddown_GD)
+
+    weights = _cut(gate_FD, parts), _cut(up_FD, parts), _cut(down_DF.T, parts)
+    total = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    dx, gradients = scan_after(add, total, weights, x, dy)
+    dgate_FD, dup_FD, ddown_FD = (g.swapaxes(0, 1).reshape(gate_FD.shape) for g in gradients)
+    return dx.astype(x.dtype), dgate_FD, dup_FD, ddown_FD.T
+
+
+_feed_forward_in_parts.defvjp(_parts_fwd, _parts_bwd)
+
+
+def _inner(x: jax.Array, gate_GD: jax.Array, up_GD: jax.Array) -> jax.Array:
+    return jax.nn.silu(linear(x, gate_GD)) * linear(x, up_GD)
+
+
+def _cut(weight_FD: jax.Array, parts: int) -> jax.Array:
+    """Return [parts, F / parts, D]."""
+    return weight_FD.reshape(-1, parts, weight_FD.shape[1]).swapaxes(0, 1)
+
+
+def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Compute `few` if x has few rows and a CPU computes, else `many`."""
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
+        return many(x, *weights)
+    return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
+
+
+def _input_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum(
+        "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
+    )
+
+
+def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Array:
+    """Return weight · x, [O, R]; the barrier keeps XLA from swapping the two."""
+    precision = precision_of(x_IR)
+    out_OR = jnp.matmul(weight_OI, x_IR, precision=precision, preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(out_OR)
+
+
+def _as_columns(x: jax.Array) -> jax.Array:
+    """Turn [..., I] to [I, R]."""
+    return x.reshape(-1, x.shape[-1]).T
+
+
+def _as_rows(x_OR: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Turn columns back to [*shape, O]."""
+    return x_OR.T.reshape(*shape, -1)
+
+
+def sum_in_order(x_N: jax.Array) -> jax.Array:
+    """Return Σ over the last axis of [..., N], N ≥ 1, in an order that N alone decides; [...]."""
+    while (length := x_N.shape[-1]) > 1:
+        parts = min(ADDED_AT_ONCE, length)
+        x_N = jnp.pad(x_N, [(0, 0)] * (x_N.ndim - 1) + [(0, -length % parts)])
+        x_N = functools.reduce(jnp.add, jnp.split(x_N, parts, axis=-1))
+    return x_N[..., 0]
+
+
+def mean_square(x_D: jax.Array) -> jax.Array:
+    """Return the mean of x² over the last axis, in float32; [..., 1].
+
+    On a CPU bfloat16 is summed in order: one bit of a norm may round to another bfloat16.
+    """
+    x = x_D.astype(jnp.float32)
+    if x_D.dtype == jnp.float32:
+        return jnp.mean(x * x, axis=-1, keepdims=True)
+    whole = partial(jnp.sum, axis=-1)
+    total = jax.lax.platform_dependent(x * x, cpu=sum_in_order, default=whole)
+    return total[..., None] / x.shape[-1]
+
+
+def rope_frequencies(config: ModelConfig) -> jax.Array:
+    """Return the angular frequency of each pair, θ^(−2i/h); float32 [h/2].
+
+    Llama 3.1's `rope_type: llama3` slows wavelengths beyond original/low by `factor`, keeps those
+    below original/high, and mixes linearly between them.
+    """
+    h = config.head_dim
+    freq = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freq
+    turns = scaling.original_max_positions * freq / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return keep * freq + (1 - keep) * freq / scaling.factor
+
+
+def rope_turns(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cosine and sine of each pair's angle at each position; two [B, T, h/2]."""
+    angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
+    return jax.lax.platform_dependent(angle, cpu=_turns_once, default=_turns)
+
+
+def _turns(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _turns_once(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute `_turns` in a branch: else XLA's CPU does it for every head in every layer."""
+    # Angles are finite: the first branch is always taken.
+    is_finite = jnp.isfinite(angle.reshape(-1)[0])
+    return jax.lax.cond(is_finite, _turns, lambda a: (a, a), angle)
+
+
+def rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Array:
+    """Turn the pairs (i, i + h/2) of each head by their angles; [B, T, H, h]."""
+    first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHh.dtype)
+
+
+def scan_after(body: Callable, totals: Any, xs: Any, *inputs: jax.Array) -> tuple[Any, Any]:
+    """Return `jax.lax.scan` of `body(inputs, totals, x) -> (totals, y)`: (totals, stacked y).
+
+    `totals` are shapes (`jax.ShapeDtypeStruct`) and start as zeros, which exist no earlier than all
+    `inputs`: XLA would make one array of equal zeros at the program's start, and on GPUs one for
+    the loops of all layers.
+    """
+    zero, inputs = jax.lax.optimization_barrier((jnp.zeros((), jnp.float32), inputs))
+
+    def zeros(of: Any, *more: int) -> jax.Array:
+        return jnp.broadcast_to(zero.astype(of.dtype), (*more, *of.shape))
+
+    def one(carry: tuple, at: tuple) -> tuple[tuple, None]:
+        totals, stacked = carry
+        i, x = at
+        totals, y = body(inputs, totals, x)
+        write = jax.lax.dynamic_update_index_in_dim
+        return (totals, jax.tree.map(lambda all_y, y: write(all_y, y, i, 0), stacked, y)), None
+
+    length = len(jax.tree.leaves(xs)[0])
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+    shapes = jax.eval_shape(body, inputs, totals, first)[1]
+    start = jax.tree.map(zeros, totals), jax.tree.map(lambda y: zeros(y, length), shapes)
+    return jax.lax.scan(one, start, (jnp.arange(length), xs))[0]
