@@ -231,7 +231,7 @@ def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Che
                 yield saver, Path(folder)
             finally:
                 never.set()
-                saver._hangs = False
+                saver._hangs, saver._patience = False, Patience(NEVER_S)  # it now ends
                 saver.close()
 
 
