@@ -5,8 +5,8 @@
 PYTHON ?= python3
 # For two cores: the third test worker runs while others wait for a process or a deadline.
 JOBS ?= 3
-# A file's tests run on one worker, which makes what they share once; slow files come first.
-SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# tests/conftest.py: what shares its shapes runs on one worker; what takes longest comes first.
+SPREAD = -n $(JOBS) --no-loadscope-reorder
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Elsewhere than on Linux there is none, and that test is skipped.
@@ -33,10 +33,10 @@ downloads/smollm2/tokenizer.json: | $(INSTALLED)
 		--output $(@D) --dtype float32
 
 # Lint and types run beside the first tests, which start one worker after the other.
-test: $(INSTALLED) $(GPU_COMPILER)
+test: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j 2 lint types pytest
 
-pytest: $(INSTALLED) $(GPU_COMPILER)
+pytest: $(INSTALLED)
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # Tests compile plainly, which takes half the time; here parity meets the code that users get.
@@ -64,10 +64,11 @@ bench: $(INSTALLED)
 	$(PIP) --no-deps --upgrade --target $(@D) jax-cuda13-pjrt jax-cuda13-plugin
 	@touch $@
 
-# Half an hour each, of which tests have a few: every pair of settings of rollouts; 20,000 random
-# rollouts with few pages, on a device that computes hashes; kills at random points, stops in every
-# part of a step.
-soak: $(INSTALLED)
+# Further cases of guarantees of which tests have one. Then, half an hour each: every pair of
+# settings of rollouts; 20,000 random rollouts with few pages, on a device that computes hashes;
+# kills at random points, stops in every part of a step.
+soak: $(INSTALLED) $(GPU_COMPILER)
+	$(BIN)/python -m pytest $(SPREAD) -m soak $(ARGS)
 	$(BIN)/python -m benchmarks.combinations --json
 	$(BIN)/python -m benchmarks.soak pages --json
 	$(BIN)/python -m benchmarks.soak kill --json

@@ -17,9 +17,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 import rl  # noqa: F401  before `sched`: a plugin may have imported the standard module
 
@@ -71,11 +73,34 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
+# Folders whose files share policies and engines, the longest first. `tests/rl`: without those in it
+SHARED = ("tests/rl", "tests/parity", "tests/rl/learner")
+
+
+def _unit(nodeid: str) -> str:
+    """Return what runs on one worker of pytest-xdist: a folder of these, or else a file."""
+    file = nodeid.partition("::")[0]
+    folder = file.rpartition("/")[0]
+    return folder if folder in SHARED else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Each shape is on one worker, which traces and compiles it once."""
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit(nodeid)
+
+    return ByUnit(config, log)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests come first: the last to start is what all wait for."""
-    slow = collections.Counter(x.path for x in items if x.get_closest_marker("slow"))
-    items.sort(key=lambda x: -slow[x.path])
+    """What takes longest comes first: the last to start is what all wait for."""
+    slow = collections.Counter(_unit(x.nodeid) for x in items if x.get_closest_marker("slow"))
+    slow.update({folder: len(items) - i for i, folder in enumerate(SHARED)})
+    items.sort(key=lambda x: -slow[_unit(x.nodeid)])
 
 
 PACKAGED = ("models", "spec", "sched", "rl", "configs", "policies")

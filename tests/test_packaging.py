@@ -226,7 +226,7 @@ def make_dry_run(target: str, *arguments: str, at: Path) -> str:
     ("target", "last"),
     [
         ("train", "-m rl.train --dry_run"),
-        ("test", "-m pytest -n 3 --dist loadfile --no-loadscope-reorder --dry_run"),
+        ("test", "-m pytest -n 3 --no-loadscope-reorder --dry_run"),
     ],
 )
 def test_make_sets_up_before_it_runs(target, last, checkout_copy):

@@ -1,16 +1,7 @@
 """The launcher of tests that need several processes (tests/support/processes.py)."""
 
-import numpy as np
 import pytest
 from processes import ProcessFailed, launch, runs
-
-
-def test_processes_of_one_job_share_their_devices_and_return_plain_data(tmp_path):
-    first, second = launch("process_tasks:add_up", 2, tmp_path, devices=2, arguments={"first": 5})
-    assert (first.result["index"], second.result["index"]) == (0, 1)
-    assert first.result["devices"] == second.result["devices"] == 4
-    np.testing.assert_array_equal(first.result["x"], [5, 5, 6, 6])
-    np.testing.assert_array_equal(second.result["x"], first.result["x"])
 
 
 @pytest.mark.fault

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 COMPILER = ROOT / ".venv" / "gpu_compiler"  # of `make`; elsewhere it may be installed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rounds_on_eight_gpus_gather_less_than_a_megabyte():
     """Whole logits of a verify round are 311 MB, of a plain one 39, of one token 0.6."""
     command = [sys.executable, "-m", "benchmarks.compiled", "--one", "qwen3_8b"]
@@ -22,7 +22,7 @@ def test_rounds_on_eight_gpus_gather_less_than_a_megabyte():
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     if "install the CUDA plug-in" in done.stderr and not os.environ.get("CI"):
-        pytest.skip("the compiler for GPUs is not installed: `make test` does")
+        pytest.skip("the compiler for GPUs is not installed: `make soak` does")
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tensor"] == 8

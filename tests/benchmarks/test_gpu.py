@@ -40,6 +40,7 @@ def test_plain_and_verified_rounds_emit_the_same_tokens():
         assert verify["nodes"] == TINY.node_count * plain["nodes"]
 
 
+@pytest.mark.soak
 def test_all_paths_of_attention_compute_the_same():
     rows = rows_of("kernels")
     assert {r["how"] for r in rows} == {"ours", "portable", "xla"}
@@ -54,6 +55,7 @@ def test_a_difference_is_seen():
     assert parts.difference([x + np.array([0, 0, 0.5])], [x]) == pytest.approx(0.125)
 
 
+@pytest.mark.soak
 def test_speculative_rollouts_have_the_tokens_of_plain_ones_and_are_called_synthetic():
     plain, speculative = rows_of("rollouts")
     assert plain["tokens"] == speculative["tokens"] > 0
@@ -81,6 +83,7 @@ def test_operations_of_a_step_by_hand():
     assert parts.operations(TINY, 4, 15) == (positions, expected)
 
 
+@pytest.mark.soak
 def test_flips_are_counted_in_both_types():
     rows = rows_of("flips")
     assert {(r["dtype"], r["measure"]) for r in rows} == {
@@ -109,6 +112,7 @@ def test_the_real_size_is_refused_without_a_gpu(monkeypatch):
     assert "got cpu; mend: " in gpu.refusal("real")
 
 
+@pytest.mark.soak
 def test_the_command_writes_the_rows_of_a_part_and_says_what_was_cut(tmp_path):
     output = tmp_path / "gpu.json"
     flags = "--size", "tiny", "--output", str(output), "--json"
@@ -174,6 +178,7 @@ def test_slots_are_made_outside_of_the_seconds_of_a_round(monkeypatch):
     assert bench.seconds(bench.plain) == bench.seconds(verify) == 1.0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fails", ["baseline", "ours"])
 def test_a_baseline_that_fails_as_it_runs_costs_its_own_row(monkeypatch, fails):
     compiled = parts.compiled

@@ -35,7 +35,7 @@ def run(monkeypatch, capsys, program, flags):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("program", SMALLEST)
 def test_a_program_runs_at_its_smallest(program, monkeypatch, capsys):
     found = run(monkeypatch, capsys, program, SMALLEST[program])

@@ -1,7 +1,6 @@
 """Runs of several processes, as users start them, against one process with as many devices.
 
-One run is told in legs: four processes of which one is killed, then two of which one is told to
-stop, then one alone. What it has learnt from is what one process learns from that does all of it.
+What one process does is done in this one, where programs are kept.
 """
 
 from __future__ import annotations
@@ -20,19 +19,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from command_runs import call_main
 from pipelines import DAPO, PIPELINE, rewarded, with_rewards
 from processes import child_environment, descendants, free_port, run_commands, runs
 from safetensors.numpy import load_file
 
-from models import hf
+import rl.train
 from rl.metrics.writer import read_metrics, read_samples, step_rows
+from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from tests.support import tiny_run
 
 DEVICES = 4
 STEPS = 12
-DEADLINE_S = 6.0
-LIMIT_S = 240.0
+SHAPE = (f"Mesh.data={DEVICES}", f"Run.steps={STEPS}")
+DEADLINE_S = 10.0  # of a process that is killed
+LIMIT_S = 900.0  # what hangs fails; how long it takes fails nothing
 # tokens do not depend on who draws them, but log-probs of other batches are rounded otherwise
 ROUNDING = 2e-6
 # rounds that verify drafts round otherwise as well: the trainer's own log-probs are learnt from
@@ -53,12 +55,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(tiny: Path) -> Path:
     """The run of one process."""
     folder = tiny.parent / "alone"
-    start([train(tiny, folder)], DEVICES).wait()
+    here(DEVICES, tiny, folder, *SHAPE, OWN_LOGPROBS)
     return folder
 
 
 def train(config: Path, run: Path, *arguments: str) -> list[str]:
-    shape = (f"--gin.Mesh.data={DEVICES}", f"--gin.Run.steps={STEPS}")
+    shape = (f"--gin.{setting}" for setting in SHAPE)
     return tiny_run.command(config, run, *shape, *arguments)
 
 
@@ -69,12 +71,21 @@ def together(config: Path, run: Path, count: int, *arguments: str) -> list[list[
         "--gin.Cluster.kind='spmd'",
         f"--gin.Cluster.coordinator='127.0.0.1:{port}'",
         f"--gin.Cluster.num_processes={count}",
-        f"--gin.Cluster.deadline_s={DEADLINE_S}",
     ]
     return [
         train(config, run, *cluster, f"--gin.Cluster.process_id={i}", *arguments)
         for i in range(count)
     ]
+
+
+def here(count: int, config: Path, run: Path, *settings: str) -> None:
+    """Run or resume in this process, with so many devices."""
+    given = (*settings, f"Run.directory={str(run)!r}")
+    resumed = ["--resume"] if (run / "config.gin").exists() else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "found", lambda: jax.devices()[:count])
+        flags = [f"--gin.{setting}" for setting in given]
+        assert call_main(rl.train.main, f"--gin_file={config}", *flags, *resumed) == 0
 
 
 class Started:
@@ -136,37 +147,32 @@ def lines(output: str) -> list[str]:
     return [x for x in output.splitlines() if x.startswith(("error", "stopp", "warning"))]
 
 
-@pytest.mark.slow
-@pytest.mark.fault
-def test_a_run_goes_on_with_any_number_of_processes(tiny: Path, alone: Path) -> None:
-    run = tiny.parent / "legs"
-
-    four = start(together(tiny, run, 4), DEVICES)
-    four.when(has_step(run, 2))
-    os.kill(four.processes[3].pid, signal.SIGKILL)
-    statuses, outputs = four.wait()
-    assert statuses == [EXIT_FAILED] * 3 + [-signal.SIGKILL], outputs
-    for i, output in enumerate(outputs[:3]):
-        [line] = lines(output.replace("process 1: ", "").replace("process 2: ", ""))
-        assert line.startswith(f"error: process {i} ends: process 3 is lost: no sign of life"), line
-    left = len(read_metrics(run))
-    assert 2 <= left < STEPS - 4, "the rest of the legs need some steps"
-
-    two = start(together(tiny, run, 2, "--resume"), DEVICES)
-    two.when(has_step(run, left + 2))
-    os.kill(two.processes[1].pid, signal.SIGTERM)
-    statuses, outputs = two.wait()
-    assert statuses == [EXIT_STOPPED] * 2, outputs
-    assert "stopped and saved" in outputs[0]
-    assert len(read_metrics(run)) < STEPS
-
-    one = start([train(tiny, run, "--resume", "--gin.Cluster.kind='local'")], DEVICES)
-    assert one.wait()[0] == [0]
+def assert_equals(run: Path, alone: Path) -> None:
+    """Each step has learnt from what one process learns from, and the weights are the same."""
     assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
     assert learnt_from(run) == learnt_from(alone)
     for name, expected in weights(alone).items():
         np.testing.assert_allclose(weights(run)[name], expected, atol=ROUNDING, err_msg=name)
-    assert not list(run.glob("*_1")), "what the other processes have spilled is theirs"
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_run_of_two_processes_of_which_one_is_killed_goes_on_with_one(
+    tiny: Path, alone: Path
+) -> None:
+    run = tiny.parent / "legs"
+    deadline = f"--gin.Cluster.deadline_s={DEADLINE_S}"
+    two = start(together(tiny, run, 2, deadline, f"--gin.{OWN_LOGPROBS}"), DEVICES)
+    two.when(has_step(run, 2))
+    os.kill(two.processes[1].pid, signal.SIGKILL)
+    statuses, outputs = two.wait()
+    assert statuses == [EXIT_FAILED, -signal.SIGKILL], outputs
+    [line] = lines(outputs[0])
+    assert line.startswith("error: process 0 ends: process 1 is lost: no sign of life"), line
+    assert 2 <= len(read_metrics(run)) < STEPS
+    here(DEVICES, tiny, run, *SHAPE, OWN_LOGPROBS, "Cluster.kind='local'")
+    assert_equals(run, alone)
+    assert not list(run.glob("*_1")), "what the other process has spilled is its own"
 
 
 @pytest.mark.slow
@@ -198,46 +204,41 @@ def test_a_pipeline_of_two_processes_goes_on_with_one(tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize("axis", ["tensor", "fsdp"])
-def test_one_engine_over_two_processes_gives_the_bits_of_one(tiny: Path, axis: str) -> None:
-    shape = ("--gin.Mesh.data=1", f"--gin.Mesh.{axis}=2", "--gin.Run.steps=3")
-    one, two = (tiny.parent / f"mesh-{axis}-{count}" for count in ("one", "two"))
-    assert start([tiny_run.command(tiny, one, *shape)], 2).wait()[0] == [0]
-    spans = "--gin.Cluster.rollouts='mesh'"
-    both = start(together(tiny, two, 2, *shape, spans), 2)
-    statuses, outputs = both.wait()
-    assert statuses == [0, 0], outputs
-    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
-    for key, expected in weights(one).items():
-        assert weights(two)[key].tobytes() == expected.tobytes(), key
+def test_the_readme_example_of_several_hosts_gives_the_bits_of_one(tiny: Path) -> None:
+    """As slurm would start it, with one engine over both: all else is found by jax.
 
-
-@pytest.mark.slow
-def test_the_readme_example_of_several_hosts_runs_as_slurm_would_start_it(tiny: Path) -> None:
-    """With another folder, a smaller policy and task, and two steps; all else is found by jax."""
+    With another folder, and a smaller policy and task.
+    """
     readme = (tiny_run.ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     [shown] = [block for block in blocks if "Cluster.kind=spmd" in block]
-    run = tiny.parent / "readme"
-    line = shown.replace("\\\n", "").replace("/mnt/shared/runs/first", str(run))
+    one, two = (tiny.parent / f"readme-{count}" for count in ("one", "two"))
+    line = shown.replace("\\\n", "").replace("/mnt/shared/runs/first", str(two))
     python, *words = shlex.split(line)
-    assert python == "python" and f"--gin.Run.directory={run}" in words
-    smaller = [f"--gin_file={tiny}", "--gin.Run.steps=2", "--gin.Mesh.data=-1"]
-    smaller += ["--gin.Task.prompt_suffix=''", "--gin.Engine.max_round_nodes=16"]
+    assert python == "python" and f"--gin.Run.directory={two}" in words
+    [shipped] = [word.partition("=")[2] for word in words if word.startswith("--gin_file")]
+    smaller = ("Run.steps=3", "Mesh.data=1", "Mesh.fsdp=2", "Task.prompt_suffix=''")
+    smaller += ("Engine.max_round_nodes=16", "Sampling.draw='cdf'")
+    given = [f"--gin.{setting}" for setting in (*smaller, "Cluster.rollouts='mesh'")]
     by_srun = {"SLURM_JOB_ID": 7, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2}
     commands = []
     for i in range(2):
         told = by_srun | {"SLURM_PROCID": i, "SLURM_LOCALID": i}
         variables = [f"{name}={value}" for name, value in told.items()]
-        commands.append(["env", *variables, sys.executable, *words, *smaller])
+        command = [sys.executable, *words, f"--gin_file={tiny}", *given]
+        commands.append(["env", *variables, *command])
     port = {"JAX_COORDINATOR_PORT": str(free_port())}
     outputs = tiny.parent / "readme-outputs"
     outputs.mkdir()
     outcomes = run_commands(commands, outputs, limit_s=LIMIT_S, environment=port)
-    assert [row["step"] for row in read_metrics(run)] == [1, 2]
     assert "× 2 of 2 processes" in outcomes[0].output
-    assert len(learnt_from(run)) == 2 * 2 * 4
-    assert weights(run)
+
+    both = tiny.parent / "readme.gin"
+    both.write_text(f"include '{tiny_run.ROOT / shipped}'\ninclude '{tiny}'\n")
+    here(2, both, one, *smaller)
+    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
+    for key, expected in weights(one).items():
+        assert weights(two)[key].tobytes() == expected.tobytes(), key
 
 
 def trainer_processes(launcher: int) -> list[int]:
@@ -255,21 +256,24 @@ def trainer_processes(launcher: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parity
-def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(tiny: Path) -> None:
-    """Two of them and two rollout workers; the run goes on with as many, and with one process.
+def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(
+    tiny: Path, alone: Path
+) -> None:
+    """Two of them and two rollout workers; the run goes on with one process.
 
     Workers draft with a draft model and a learned one, which idle workers train and process 0. Idle
     workers answer the others' last requests again, too.
     """
-    run, copy = tiny.parent / "trainers", tiny.parent / "trainers-alone"
+    run = tiny.parent / "trainers"
     on_ray = ["--gin.Cluster.kind='ray'", "--gin.Cluster.num_processes=2", "--gin.Sched.workers=2"]
     on_ray += ["--gin.Sched.policy='divided_fifo'", "--gin.Engine.min_slots=8"]
     on_ray += ["--gin.Drafting.requests_per_helper=4", "--gin.Drafting.methods=('model','own')"]
     drafts = "Speculation.sources=('learned', 'model')", "Drafter.steps_after_rollout=1"
     model = f"DraftModel.directory={str(tiny.parent / 'policy')!r}"
-    drafting = [f"--gin.{setting}" for setting in (*LEARNED, *drafts, model, OWN_LOGPROBS)]
+    drafting = (*LEARNED, *drafts, model, OWN_LOGPROBS)
 
-    first = start([train(tiny, run, *on_ray, *drafting)], DEVICES // 2)
+    flags = (f"--gin.{setting}" for setting in drafting)
+    first = start([train(tiny, run, *on_ray, *flags)], DEVICES // 2)
     first.when(has_step(run, 2))
     pids = trainer_processes(first.processes[0].pid)
     assert len(pids) == 2
@@ -279,35 +283,19 @@ def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(tiny
     [line] = lines(output)
     assert re.match(r"error: trainer process [01] of 2 is lost: killed by SIGKILL; step \d", line)
     assert not any(runs(pid) for pid in pids)
-    left = len(read_metrics(run))
-    assert 2 <= left < STEPS
-    shutil.copytree(run, copy)
-
-    expected = tiny.parent / "trainers-expected"
-    [status], [output] = start([train(tiny, expected, f"--gin.{OWN_LOGPROBS}")], DEVICES).wait()
-    assert status == 0, output
-    back = "--gin.Cluster.kind='local'", "--gin.Cluster.num_processes=None"
-    back += "--gin.Sched.workers=1", "--gin.Drafting.requests_per_helper=0"
-    legs = [
-        start([train(tiny, run, "--resume", *drafting)], DEVICES // 2),
-        start([train(tiny, copy, "--resume", *drafting, *back)], DEVICES),
-    ]
-    for leg, folder in zip(legs, (run, copy), strict=True):
-        [status], [output] = leg.wait()
-        assert status == 0, output
-        assert [row["step"] for row in read_metrics(folder)] == list(range(1, STEPS + 1))
-        assert learnt_from(folder) == learnt_from(expected)
-        for name, one in weights(expected).items():
-            np.testing.assert_allclose(weights(folder)[name], one, atol=ROUNDING, err_msg=name)
-        rows = read_metrics(folder)
-        assert any(row.get("spec/learned/speculated_fraction") for row in rows)
-        assert any(row.get("spec/model/speculated_fraction") for row in rows)
-        assert rows[-1]["drafter/total_steps"] >= STEPS
+    assert 2 <= len(read_metrics(run)) < STEPS
+    back = "Cluster.kind='local'", "Cluster.num_processes=None", "Sched.workers=1"
+    here(DEVICES, tiny, run, *SHAPE, *drafting, *back, "Drafting.requests_per_helper=0")
+    assert_equals(run, alone)
+    rows = read_metrics(run)
+    assert any(row.get("spec/learned/speculated_fraction") for row in rows)
+    assert any(row.get("spec/model/speculated_fraction") for row in rows)
+    assert rows[-1]["drafter/total_steps"] >= STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_a_pipeline_of_trainers_on_ray_goes_on_with_as_many_and_with_one(tiny: Path) -> None:
+def test_a_pipeline_of_trainers_on_ray_goes_on_with_as_many(tiny: Path) -> None:
     """Each has half of the weights; what the workers draft with is trained after each rollout.
 
     One process without a drafter learns from the same responses.
@@ -319,7 +307,7 @@ def test_a_pipeline_of_trainers_on_ray_goes_on_with_as_many_and_with_one(tiny: P
     after = "Drafter.spot=False", "Drafter.steps_after_rollout=2"
     settings = [*plain, *LEARNED, *after, "Speculation.sources=('own', 'learned')"]
     on_ray = "Cluster.kind='ray'", "Cluster.num_processes=2"
-    run, copy, whole = (tiny.parent / f"ahead{name}" for name in ("", "-copy", "-alone"))
+    run, whole = tiny.parent / "ahead", tiny.parent / "ahead-alone"
     command = train(tiny, run, *(f"--gin.{setting}" for setting in (*settings, *on_ray)))
     first = start([command], 1)
     first.when(has_step(run, 4))  # one row is of the evaluation before the first step
@@ -327,25 +315,19 @@ def test_a_pipeline_of_trainers_on_ray_goes_on_with_as_many_and_with_one(tiny: P
     [status], [output] = first.wait()
     assert status == EXIT_STOPPED, output
     assert 3 <= len(step_rows(read_metrics(run))) < 8
-    shutil.copytree(run, copy)
 
     [status], [output] = start([[*command, "--resume"]], 1).wait()
     assert status == 0, output
-    expected, found = (
-        tiny_run.train(tiny, folder, *given) for folder, given in ((whole, plain), (copy, settings))
-    )
-    _, exported = hf.load_pretrained(run / "policy", dtype=np.float32)
-    for other in (found.params, exported):
-        for one, two in zip(*(jax.tree.leaves(x) for x in (expected.params, other)), strict=True):
-            np.testing.assert_allclose(np.asarray(one), np.asarray(two), atol=ROUNDING)
+    here(2, tiny, whole, *plain)
+    for name, expected in weights(whole).items():
+        np.testing.assert_allclose(weights(run)[name], expected, atol=ROUNDING, err_msg=name)
     rows = step_rows(read_metrics(whole))
     assert len({row["dynamic_sampling/phases"] for row in rows}) > 1
+    assert learnt_from(run) == learnt_from(whole)
     same = "rollout/off_policyness/max", "dynamic_sampling/phases", "eval/mean_reward"
-    for folder in (run, copy):
-        assert learnt_from(folder) == learnt_from(whole)
-        for row, other in zip(step_rows(read_metrics(folder)), rows, strict=True):
-            assert [row.get(name) for name in same] == [other.get(name) for name in same]
-            assert row["drafter/total_steps"] == 2 * row["step"]
+    for row, other in zip(step_rows(read_metrics(run)), rows, strict=True):
+        assert [row.get(name) for name in same] == [other.get(name) for name in same]
+        assert row["drafter/total_steps"] == 2 * row["step"]
 
 
 def test_processes_of_different_settings_do_not_start(tiny: Path) -> None:

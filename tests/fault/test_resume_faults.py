@@ -83,6 +83,8 @@ def test_killed_at_a_random_point_stopped_by_sigterm_and_resumed(tiny, env, neve
     assert f"{words}python -m rl.train --resume --gin.Run.directory={run}" in log
     assert runs.final_state(run)[0] == saved
 
-    runs.run_until(every, run, env, None)
+    with tiny_run.keep_every_program():
+        there = f"--gin.Run.directory='{run}'"
+        assert call_main(train.main, "--resume", there) == 0
     assert runs.compare(run, never_killed) == EQUAL, point
     assert drafter_of(run) == drafter_of(never_killed), point

@@ -31,15 +31,6 @@ OF_FOUR = {"fsdp and tensor": ("grpo", {"data": 1, "fsdp": 2, "tensor": 2})}
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """Two processes of two devices: what they trained and shared, and where they saved it."""
-    folder = tmp_path_factory.mktemp("four")
-    arguments = {"runs": OF_FOUR, "save": str(folder / "saved"), "policy": str(POLICY)}
-    found = launch(TRAIN, 2, folder, devices=2, arguments=arguments, limit_s=LIMIT_S)
-    return [outcome.result for outcome in found], folder / "saved"
-
-
-@pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """This process with two devices: what it trained, and the folder that it saved it in."""
     folder, found = tmp_path_factory.mktemp("one"), {}
@@ -52,12 +43,15 @@ def one(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, four, one):
-    """Two processes of a device, which also read what the others have saved."""
-    folder = tmp_path_factory.mktemp("two")
-    others = [str(four[1]), str(one[1])]
-    arguments = {"runs": OF_TWO, "save": str(folder / "saved"), "others": others}
-    found = launch(TRAIN, 2, folder, arguments=arguments, limit_s=LIMIT_S)
+def both(tmp_path_factory, one):
+    """Two processes of two devices: what they trained, on one device of each too, and shared.
+
+    They read what one process has saved, and save their own beside it.
+    """
+    folder = tmp_path_factory.mktemp("both")
+    arguments = {"runs": OF_TWO | OF_FOUR, "save": str(folder / "saved"), "policy": str(POLICY)}
+    arguments["others"] = [str(one[1])]
+    found = launch(TRAIN, 2, folder, devices=2, arguments=arguments, limit_s=LIMIT_S)
     return [outcome.result for outcome in found], folder / "saved"
 
 
@@ -66,47 +60,42 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(found[name], x, err_msg=name)
 
 
-def test_two_processes_train_what_one_with_two_devices_does(one, two):
+def test_two_processes_train_what_one_with_two_devices_does(one, both):
     assert len(one[0]) == 2 * len(OF_TWO)
-    for result in two[0]:
+    for result in both[0]:
         assert_same(result, one[0])
 
 
-def test_two_processes_of_two_devices_train_what_one_with_four_does(four, tmp_path):
-    arguments = {"runs": OF_FOUR, "others": [str(four[1])]}
+def test_two_processes_of_two_devices_train_what_one_with_four_does(both, tmp_path):
+    arguments = {"runs": OF_FOUR, "others": [str(both[1])]}
     (alone,) = launch(TRAIN, 1, tmp_path, devices=4, arguments=arguments, limit_s=LIMIT_S)
     wanted = {k: v for k, v in alone.result.items() if k.startswith("fsdp and tensor")}
     assert wanted
-    for result in four[0]:
+    for result in both[0]:
         assert_same(result, wanted)
-    np.testing.assert_array_equal(alone.result[str(four[1])], wanted["fsdp and tensor: state"])
+    np.testing.assert_array_equal(alone.result[str(both[1])], wanted["fsdp and tensor: state"])
 
 
-def test_any_number_of_processes_restores_what_another_saved(four, one, two):
-    saved_by_four = four[0][0]["fsdp and tensor: state"]
-    for result in two[0]:
-        np.testing.assert_array_equal(result[str(four[1])], saved_by_four)
+def test_any_number_of_processes_restores_what_another_saved(both, one):
+    results, folder = both
+    for result in results:
         np.testing.assert_array_equal(result[str(one[1])], one[0]["tensor: state"])
-    for folder, saved in ((four[1], saved_by_four), (two[1], one[0]["tensor: state"])):
-        again = restore(folder, one[2])
-        np.testing.assert_array_equal(array_tasks.numbers(again.arrays), saved)
+        np.testing.assert_array_equal(result["of process 0"], [0, 1, 1, 1, 1])
+    saved = results[0]["fsdp and tensor: state"]
+    for where, wanted in ((folder, saved), (one[1], one[0]["tensor: state"])):
+        again = restore(where, one[2])
+        np.testing.assert_array_equal(array_tasks.numbers(again.arrays), wanted)
         assert again.host == {"cursor": [7, 8]}
 
 
-def test_what_each_process_has_for_itself_is_saved_of_the_first(four, two):
-    for results in (four[0], two[0]):
-        for result in results:
-            np.testing.assert_array_equal(result["of process 0"], [0, 1, 1, 1, 1])
-
-
-def test_each_process_has_the_weights_for_its_own_devices(four):
+def test_each_process_has_the_weights_for_its_own_devices(both):
     whole = [
         np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(hf.load_pretrained(POLICY)[1])
     ]
     exact = np.concatenate(whole)
     rounded = exact.astype(jax.numpy.bfloat16).astype(np.float32)
     assert np.any(rounded != exact)
-    for index, result in enumerate(four[0]):
+    for index, result in enumerate(both[0]):
         shared = {name: x for name, x in result.items() if name.startswith("shared: ")}
         for name, x in shared.items():
             if name.endswith("disk"):

@@ -1,6 +1,6 @@
 """The joint law of three tokens of a 5-token vocabulary equals exact enumeration.
 
-The verification kernel itself, 80 × 256 requests: G-test over the 125 sequences,
+The verification kernel itself, 40 × 256 requests: G-test over the 125 sequences,
 false-alarm rate 1e-6 by chi-square (cells that expect fewer than 5 are pooled).
 Seeds are fixed, so that a pass stays a pass. Planted faults must fail the same test.
 """
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.statistical]
 
 FALSE_ALARM = 1e-6
 V, LENGTH, FIRST = 5, 3, 2  # vocabulary, response tokens, the prompt's one token
-B, BATCHES = 256, 80
+B, BATCHES = 256, 40
 NODES, POSITIONS = 8, 12
 TEMPERATURE, TOP_K = 0.8, 4
 MODEL = ModelConfig(

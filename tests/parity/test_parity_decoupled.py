@@ -55,8 +55,14 @@ def decoupled(links, name, plan=WINDOW):
     return DecoupledDrafter(links, OnePlan(plan), SAMPLINGS[name])
 
 
-@pytest.mark.parametrize("plan", [DraftPlan(3), DraftPlan(3, decoupled=False), DraftPlan(2)])
-@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("plain", DraftPlan(3)),
+        ("greedy", DraftPlan(2)),
+        ("gumbel_cool", DraftPlan(3, decoupled=False)),
+    ],
+)
 def test_chains_that_run_ahead(golden, rollout, engine, params, small_params, name, plan):
     link = SteppedLink(chains(engine, small_params, name))
     got = rollout(name, drafter=decoupled([link], name, plan))
@@ -75,8 +81,10 @@ def test_the_policy_itself_runs_ahead_and_nothing_is_rolled_back(golden, rollout
     assert engine.stats.accepted_tokens > 0.5 * engine.stats.tokens
 
 
-@pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
-@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
+@pytest.mark.parametrize(
+    ("name", "proposal"),
+    [("plain", "likeliest"), ("greedy", "likeliest"), ("gumbel_cool", "shared_noise")],
+)
 def test_all_cases_one_round_ahead(golden, rollout, engine, params, small_params, name, proposal):
     link = SteppedLink(cases(engine, small_params, name, proposal=proposal))
     got = rollout(name, drafter=decoupled([link], name))
@@ -85,7 +93,7 @@ def test_all_cases_one_round_ahead(golden, rollout, engine, params, small_params
     assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
 
 
-@pytest.mark.parametrize("name", ["plain", "greedy"])
+@pytest.mark.parametrize("name", ["plain"])
 def test_the_policy_itself_knows_all_cases(golden, rollout, engine, params, name):
     link = SteppedLink(cases(engine, params, name, MODEL))
     drafter = decoupled([link], name)
@@ -107,7 +115,7 @@ def check(golden, rollout, engine, links):
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("delay", [1, 2, 5])
+@pytest.mark.parametrize("delay", [1, 5])
 def test_late_blocks(golden, rollout, engine, params, ahead, delay):
     link = SteppedLink(AHEAD[ahead](engine, params, "plain", MODEL), delay=delay)
     drafter = decoupled([link], "plain")

@@ -46,8 +46,10 @@ def drafter(engine, params, name, model=SMALL, config=CONFIG, **options):
     )
 
 
-@pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
-@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
+@pytest.mark.parametrize(
+    ("name", "proposal"),
+    [("plain", "likeliest"), ("greedy", "shared_noise"), ("gumbel_cool", "shared_noise")],
+)
 def test_alone_and_with_others(golden, rollout, engine, params, small_params, name, proposal):
     for with_others in (False, True):
         small = drafter(engine, small_params, name, proposal=proposal)
@@ -61,7 +63,7 @@ def test_alone_and_with_others(golden, rollout, engine, params, small_params, na
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
+@pytest.mark.parametrize("name", ["plain", "gumbel_cool"])
 def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
     """Coupled: only an end token among the draft tokens, or the limit, makes the others useless."""
     got = rollout(name, drafter=drafter(engine, params, name, MODEL, proposal="shared_noise"))
@@ -106,6 +108,7 @@ def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
     assert engine.stats.accepted_by_source[Source.MODEL] > 0
 
 
+@pytest.mark.soak
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
     config = dataclasses.replace(CONFIG, max_draft_tokens=3)
     engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=2, min_slots=2, min_positions=32))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parity
 PAGED = {"cache": "pages", "page_tokens": 4}
 
 
-@pytest.fixture(params=["learned", "model"])
+@pytest.fixture(params=[pytest.param("learned", marks=pytest.mark.soak), "model"])
 def make(request, params):
     """A maker of an engine and the drafter of its next rollout."""
 

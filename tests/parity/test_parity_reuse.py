@@ -289,9 +289,8 @@ class NotedBudget(SeeingBudget):
     [
         {"slots": 1, "min_slots": 1},
         {"min_positions": 32},
-        {"max_nodes": 2},
         {"max_round_nodes": 16},
-        {"slots": 4, "min_slots": 2, "max_nodes": 32},
+        pytest.param({"slots": 4, "min_slots": 2, "max_nodes": 32}, marks=pytest.mark.soak),
         {"cache": "pages", "page_tokens": 8, "pages": 26, "min_slots": 2},
     ],
 )

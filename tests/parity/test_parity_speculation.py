@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from parity_drafters import Oracle, drafted
-from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored
-from shapes import SPEC
+from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
 
 from rl.engine.engine import Engine
 from rl.trajectory import Origin
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.parity
 # a node costs a fifth of a plain round, whatever the batch
 TIMES = RoundTimes(
     {(8, 8 * n, s): 0.8 + 0.2 * n for n in (1, 2, 4, 8) for s in (32, 64)}
-    | {(1, n, 64): 0.8 + 0.2 * n for n in (1, 2, 4, 8)}
+    | {(1, n, s): 0.8 + 0.2 * n for n in (1, 2, 4, 8) for s in (32, 64)}
 )
 BUDGETS = ("fixed:1", "fixed:7", "aimd", "goodput")
 
@@ -98,22 +97,16 @@ def test_history_is_worth_having(golden, rollout, requests, engine):
 
 
 def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
-    for change in ({"slots": 1, "min_slots": 1}, {"min_positions": 32}):
-        engine = Engine(MODEL, dataclasses.replace(SPEC, **change))
-        some = requests[::3]
-        got = rollout(
-            "cool",
-            some,
-            drafter=make("all", golden("cool"), requests),
-            budget=make_budget("goodput", TIMES),
-            engine=engine,
-        )
-        assert not differences(golden("cool"), got)
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=1, min_slots=1, min_positions=32))
+    drafts = {"drafter": make("all", golden("cool"), requests)}
+    drafts["budget"] = make_budget("goodput", TIMES)
+    got = rollout("cool", requests[::3], engine=engine, **drafts)
+    assert not differences(golden("cool"), got)
 
 
 def test_drafts_continue_where_the_cache_has_to_grow(golden, rollout, requests):
     """Rounds without draft tokens bring a last token, no more."""
-    engine = Engine(MODEL, dataclasses.replace(SPEC, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, min_positions=32))
     got = rollout("plain", requests, drafter=Oracle(golden("plain")), engine=engine)
     assert not differences(golden("plain"), got)
     records = engine.stats.timeline

@@ -27,6 +27,7 @@ from parity_model import (
     misscored,
     naive_rollout,
 )
+from shapes import one_size
 
 import rl.engine.rounds
 import rl.engine.slot_cache
@@ -306,7 +307,7 @@ def test_rows_at_rest_that_are_written_to(first, plant, fault):
         given = engine, first(1), "plain", requests, seed
         return differences(want, in_chunks(*given, **drafts)[0])
 
-    engine = Engine(MODELS[1], CONFIG)
+    engine = Engine(MODELS[1], one_size(CONFIG))
     assert any(found(seed) for seed in SEEDS)
 
 

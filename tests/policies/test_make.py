@@ -16,7 +16,6 @@ from models.config import num_params
 from policies.make import draft, policy, solutions
 from rl.data import tasks
 from rl.data.answers import extract_answer
-from rl.engine.engine import Engine
 from rl.gin.loader import PROJECT_ROOT
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"
@@ -168,6 +167,12 @@ def test_the_recipe_writes_a_folder_that_loads_and_repeats(tmp_path):
     assert report["steps_run"] == 4 and set(report["rewards"]) == {t.spec for t in solutions.TASKS}
 
 
+def worked_solutions(tok):
+    return policy.pack(
+        [(tok.encode(e.prompt), [*tok.encode(e.response), 1]) for e in take(99, 0.0, 4)]
+    )
+
+
 def test_the_shipped_policy_is_small_and_gives_worked_solutions(shipped, tok):
     model, params = shipped
     tokenizer.check_vocabulary(tok, model)
@@ -175,9 +180,7 @@ def test_the_shipped_policy_is_small_and_gives_worked_solutions(shipped, tok):
     assert 0.5e6 < num_params(model) < 2e6
     assert model.eos_token_ids == tok.eos_token_ids
     # Under 1 nat a character; a uniform token costs 4.6.
-    batch = policy.pack(
-        [(tok.encode(e.prompt), [*tok.encode(e.response), 1]) for e in take(99, 0.0, 4)]
-    )
+    batch = worked_solutions(tok)
     loss, _ = policy.loss_and_grads(model, params, batch, float(batch.in_loss_BT.sum()))
     assert float(loss) < 1.0
 
@@ -205,16 +208,14 @@ def test_the_recipe_of_the_draft_model_writes_a_folder_that_loads(tmp_path):
 
 
 def test_the_shipped_draft_model_shares_the_vocabulary_and_agrees(shipped, tok):
-    """Σ min(p, q), the probability of acceptance, on the policy's own responses."""
+    """Σ min(p, q), the probability of acceptance, on worked solutions."""
     model, params = hf.load_pretrained(SHIPPED_DRAFT)
     for name in draft.TOKENIZER_FILES:
         assert (SHIPPED_DRAFT / name).read_bytes() == (SHIPPED / name).read_bytes()
     names = ("vocab_size", "max_positions", "eos_token_ids", "pad_token_id")
     assert all(getattr(model, name) == getattr(shipped[0], name) for name in names)
     assert num_params(model) * 10 < num_params(shipped[0])
-    prompts = [e["question"] + solutions.PROMPT_SUFFIX for e in CHAIN_SUM.dataset(2**33, 64)]
-    responses = policy.respond(Engine(shipped[0]), shipped[1], tok, prompts, jax.random.key(1), 64)
-    batch = policy.pack([(t.prompt_ids, t.response_ids) for t in responses])
+    batch = worked_solutions(tok)
     p, q = (
         jax.nn.softmax(transformer.logits(*policy_, batch.tokens_BT))
         for policy_ in (shipped, (model, params))

@@ -5,6 +5,7 @@ The test calls some of it too, with as many devices of its own process.
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 
@@ -89,6 +90,13 @@ def train(algorithm, sizes, devices):
     return mesh, state, np.array(metrics)
 
 
+def as_many_of_each(sizes):
+    """The devices of a mesh of these sizes, as many of each process."""
+    count = math.prod(sizes.values()) // jax.process_count()
+    by_process = (jax.local_devices(process_index=i) for i in range(jax.process_count()))
+    return [device for its in by_process for device in its[:count]]
+
+
 def numbers(tree):
     """All numbers of arrays, wherever they lie, in one array."""
     return np.concatenate(
@@ -117,7 +125,7 @@ def train_and_save(place, runs, save=None, others=(), policy=None):
         large = [bytes([index]) * (LARGE_BYTES + index) for index in range(place.count)]
         assert processes.gather_large("large", large[place.index]) == large
         for name, (algorithm, sizes) in runs.items():
-            mesh, state, metrics = train(algorithm, sizes, jax.devices())
+            mesh, state, metrics = train(algorithm, sizes, as_many_of_each(sizes))
             found |= {f"{name}: state": numbers(state), f"{name}: metrics": metrics}
         if save:
             with Checkpointer(save, processes=processes) as saver:

@@ -3,20 +3,6 @@
 import os
 import time
 
-import numpy as np
-
-
-def add_up(place, first):
-    """Add a number of each process over the job; a numpy array and plain values come back."""
-    import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    mesh = Mesh(np.array(jax.devices()), ("all",))
-    local = np.full(jax.local_device_count(), first + place.index, np.float32)
-    x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("all")), local)
-    whole = jax.jit(lambda x: x * 1, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
-    return {"index": jax.process_index(), "devices": jax.device_count(), "x": np.asarray(whole)}
-
 
 def fail_in(place, index):
     """Raise in one process; the others would wait for a minute."""

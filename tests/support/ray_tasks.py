@@ -73,12 +73,19 @@ def killing(team, killed):
     return on_finish
 
 
-def tokens_though_one_is_killed(place: Place):
+def everything(place: Place):
+    """Both checks below, on one Ray."""
+    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
+    with open_ray(None, 6, 60.0):
+        found = tokens_though_one_is_killed(done)
+        return found | drafts_though_a_program_is_killed(done, place.folder / "draft")
+
+
+def tokens_though_one_is_killed(done):
     """Check the tokens of two workers, of which one is killed in mid-rollout.
 
     Whichever has nothing left to do answers copies of the other's requests.
     """
-    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     alone = {t.request_id: t for t in done}
     config = SpeculationConfig(budget="fixed:3", sources=("history", "group", "own"))
     keys = keys_of(PROMPTS)
@@ -88,7 +95,6 @@ def tokens_though_one_is_killed(place: Place):
         cache.replace(key, of_group(own, [1.0] * len(own)))
     settings, killed = ActorSettings({}, 30.0, 60.0), []
     with (
-        open_ray(None, 6, 60.0),
         Speculation(config, cache) as speculation,
         reserve(1, "history", 30.0) as beside,
         reserve(2, "workers", 30.0) as room,
@@ -120,17 +126,14 @@ def tokens_though_one_is_killed(place: Place):
     return {"accepted_tokens": team.stats.accepted_tokens}
 
 
-def drafts_though_a_program_is_killed(place: Place):
+def drafts_though_a_program_is_killed(done, folder):
     """Check the tokens of two workers that a third one drafts for, which is killed meanwhile."""
-    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     alone = {t.request_id: t for t in done}
     config = SpeculationConfig(budget="fixed:3", sources=("model",))
-    folder = place.folder / "draft"
     folder.mkdir()
     model, lines = drafting_actors.save_policy(folder), []
     drafters = {DRAFT: DraftModel.elsewhere(model)}
     with (
-        open_ray(None, 6, 60.0),
         Speculation(config, RolloutCache(), drafters) as speculation,
         reserve(1, "drafting", 30.0) as beside,
         reserve(2, "workers", 30.0) as room,

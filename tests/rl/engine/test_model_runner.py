@@ -27,17 +27,12 @@ from spec.sampling import step_key
 from spec.verify import decode_beside_chunks, decode_rounds, settle
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
-MESHES = {
-    "tensor=8": MeshConfig(tensor=8),
-    "fsdp=8": MeshConfig(fsdp=8, data=1),
-    "fsdp=2, tensor=4": MeshConfig(fsdp=2, tensor=4, data=1),
-}
 
 
-@pytest.fixture(params=MESHES, scope="module")
-def engine(request):
+@pytest.fixture(scope="module")
+def engine():
     config = eagle.config_for(MODEL, "eagle")
-    mesh = make_mesh(MESHES[request.param], jax.devices()[:8])
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4), jax.devices()[:8])
     options = {"mesh": mesh, "feature_layers": config.feature_layers}
     return Engine(MODEL, PLAIN, **options)
 

@@ -52,7 +52,10 @@ def largest(monkeypatch, **sizes):
     return found, min(weight, MODEL.vocab_size)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 1, "tensor": 8}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"data": 1, "tensor": 8}, marks=pytest.mark.soak), {"data": 2, "tensor": 4}],
+)
 def test_no_round_gathers_weights_or_logits(monkeypatch, sizes):
     found, too_large = largest(monkeypatch, **sizes)
     assert max(found.values()) < too_large

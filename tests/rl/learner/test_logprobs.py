@@ -156,7 +156,9 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
     assert largest_array(chunked.jaxpr) < 2 * 160 * 2000 / 4
 
 
-@pytest.mark.parametrize("vocab", [208, 210], ids=["divides", "does not divide"])
+@pytest.mark.parametrize(
+    "vocab", [pytest.param(208, marks=pytest.mark.soak), 210], ids=["divides", "does not divide"]
+)
 def test_the_vocabulary_is_split_over_all_that_share_the_weights(vocab):
     """No device has the whole head or its gradient, nor logits of another number than its part."""
     model = dataclasses.replace(CHAT, vocab_size=vocab, tied_embeddings=False)

@@ -33,7 +33,7 @@ def scores_of(pool, completions):
     return [future.result(timeout=60) for future in futures]
 
 
-def ends_soon(pid, limit_s=10.0):
+def ends_soon(pid, limit_s=60.0):
     stop = time.monotonic() + limit_s
     while runs(pid) and time.monotonic() < stop:
         time.sleep(0.01)

@@ -154,6 +154,16 @@ def held_up(gates, then=lambda: None):
     """
 
     class HeldUp(Engine):
+        num_added = 0
+
+        def add(self, requests):
+            super().add(requests)
+            self.num_added += len(requests)
+
+        @property
+        def has_work(self):  # else the first would end while the others are still on their way
+            return super().has_work and (gates.began.is_set() or self.num_added >= len(LONG))
+
         def copy(self, request_id):
             partial = super().copy(request_id)
             if partial is not None:
