@@ -103,8 +103,7 @@ class Rollouts:
         from benchmarks.speculation import KEY
         from rl.engine.rollout_spec import RolloutSpec, draft_with
         from spec.budget.goodput import Goodput
-        from spec.reuse.lenience import log
-        from spec.reuse.prefix_rule import PrefixRule, parse_mode
+        from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 
         bench, work, options = self.bench, self.bench.workload, dict[str, Any]()
         if way == "history":

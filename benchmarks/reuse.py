@@ -41,7 +41,7 @@ from rl.step import train_step
 from rl.system import System
 from rl.trajectory import Request, Trajectory
 from rl.warm_up.rollout_programs import Reach, round_buckets
-from spec.budget.run_seconds import RunSeconds
+from spec.round_times import RunSeconds
 from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs" / "ablations" / "lenience.gin"

@@ -32,8 +32,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from spec import sampling
 from spec.drafter import Drafts, no_drafts
-from spec.drawn import by_slot, unpack
-from spec.nodes import pack
+from spec.nodes import by_slot, pack, unpack_draws
 from spec.verify import Slots, decode_rounds, verify_round
 
 ROUNDS = 8  # of a call of plain ones
@@ -100,7 +99,7 @@ class Rounds:
         *self.state, _, drawn = decode_rounds(
             self.params, *self.state, slots, NO_STOP_E, *counts, **options
         )
-        return unpack(drawn)[0].T
+        return unpack_draws(drawn)[0].T
 
     def pack(self, drafts: Drafts, num_nodes: int) -> np.ndarray:
         """Return the nodes of a round that verifies these drafts, [5, num_nodes]."""
@@ -114,7 +113,7 @@ class Rounds:
         *self.state, _, drawn, _ = verify_round(
             self.params, *self.state, slots, nodes_5M, NO_STOP_E, None, **options
         )
-        tokens_BN, _, count_B, _ = by_slot(*unpack(drawn), nodes_5M[1], self.num_slots)
+        tokens_BN, _, count_B, _ = by_slot(*unpack_draws(drawn), nodes_5M[1], self.num_slots)
         return tokens_BN, count_B
 
 

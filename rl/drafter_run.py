@@ -28,7 +28,7 @@ from rl.inputs import Inputs
 from rl.responses import WHOLE, Partition
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from spec.eagle.config import DrafterTrainingConfig

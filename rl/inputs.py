@@ -79,10 +79,10 @@ def open_inputs(config: TrainConfig) -> Inputs:
     config_checks.check_sections(config, model)
     config_checks.check_stops(config.sampling, model, words)
     if config.speculation.asks_model:
-        from rl.speculation import draft_model
+        from rl.speculation.device_drafters import check_draft_model
 
         for one in config.draft_model.each:
-            draft_model.check(one, model, words, config.longest_tokens)
+            check_draft_model(one, model, words, config.longest_tokens)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
@@ -132,7 +132,7 @@ def _check_coupling(config: TrainConfig, num_examples: int) -> None:
     prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
     # in a pipeline the phases of two steps alternate
     scattered = config.sched.mode == "pipeline" and phases > 1 and 2 * prompts > num_examples
-    check_coupling(config.reuse, num_examples, prompts, size, most_times=2 + scattered)
+    check_coupling(config.reuse, num_examples, prompts, size, max_times=2 + scattered)
 
 
 def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:

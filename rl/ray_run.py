@@ -34,7 +34,7 @@ from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.waits import POLL_S
 from rl.setup import RunBuilder
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DraftModel
 from rl.speculation.history_workers import HistoryWorkers
 from rl.speculation.sources import Speculation, history_rule
 from rl.system import System

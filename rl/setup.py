@@ -41,8 +41,7 @@ from rl.runtime.progress import Progress
 from rl.runtime.run_files import ROLLOUTS, spill_folder
 from rl.runtime.signals import Watch
 from rl.runtime.waits import Patience
-from rl.speculation.device_drafters import DeviceDrafterSource
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.system import System

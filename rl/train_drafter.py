@@ -48,8 +48,8 @@ from rl.runtime.progress import say
 from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
 from spec.config import LEAST_TEMPERATURE
 from spec.eagle import model as eagle
+from spec.eagle.batch import pack
 from spec.eagle.config import EagleConfig
-from spec.eagle.packing import pack
 
 SAY_EVERY_STEPS = 50
 LEAST_VALUE_BYTES = 2  # of the types of hidden states

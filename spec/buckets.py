@@ -20,8 +20,5 @@ def buckets(size: int, smallest: int) -> list[int]:
 
 
 def widest_tree(num_slots: int, num_nodes: int, max_nodes: int) -> int:
-    """Return the most nodes that a slot may have in a round: twice those of each on average.
-
-    Attention pads all slots to it, so that a round's seconds are those that were measured.
-    """
+    """Return the most nodes of a slot in a round, to which attention pads: twice the average."""
     return min(max_nodes, -(-2 * num_nodes // num_slots))

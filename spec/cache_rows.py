@@ -25,8 +25,7 @@ def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, kind:
 def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
     """Return the cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
 
-    Consumes `cache`: each of its buffers is deleted once it is copied, so that two whole caches
-    never exist.
+    Each buffer of `cache` is deleted once it is copied: two whole caches never exist.
     """
 
     def one(rows: jax.Array, kind: Kind) -> jax.Array:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 Draw = Literal["cdf", "gumbel"]
 LEAST_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
-MOST_STOPS = 16  # strings of one task
-MOST_STOP_CHARACTERS = 100  # of each
-MOST_STOP_IDS = 64
+MAX_STOPS = 16  # strings of one task
+MAX_STOP_CHARACTERS = 100  # of each
+MAX_STOP_IDS = 64
 OF_TASKS = ("temperature", "top_k", "top_p", "max_new_tokens", "stop_ids", "stop")
 _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
 
@@ -24,17 +24,16 @@ _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
 class SamplingConfig:
     """The distribution and the scheme that tokens are drawn by, and where responses end.
 
-    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at
-    the threshold are all kept. `draw` names the scheme: `cdf` inverts the
-    cumulative distribution of blocks of tokens, then that inside the block, at one
-    uniform each per position; `gumbel` takes the argmax of logits plus Gumbel noise
-    per token, which stays the same far more often after an update; `auto` is `gumbel` in a run
-    that verifies what was drawn with the same noise before (`Reuse.mode = "coupled"`,
-    `Sched.mode = "ahead"`), else `cdf`. A response ends with the first end token of the model or
-    its tokenizer or of `stop_ids`, with the first token that completes one of the strings in
-    `stop`, or at `max_new_tokens`. That token is part of the response, and so is its text.
-    `by_task` has other settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128";
-    values are JSON, and `stop` and `stop_ids` are added to those of all tasks.
+    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at the threshold
+    are all kept. `draw` names the scheme: `cdf` inverts the cumulative distribution of blocks of
+    tokens, then that inside the block, at one uniform each per position; `gumbel` takes the argmax
+    of logits plus Gumbel noise per token, which stays the same far more often after an update;
+    `auto` is `gumbel` in a run that verifies earlier draws with the same noise (`Reuse.mode =
+    "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response ends with the first end token of the
+    model or its tokenizer or of `stop_ids`, with the first token that completes one of the strings
+    in `stop`, or at `max_new_tokens`, and includes it. `by_task` has other settings for tasks by
+    name: "gsm: temperature=0.6, max_new_tokens=128"; values are JSON, and `stop` and `stop_ids` are
+    added to those of all tasks.
     """
 
     temperature: float = 1.0
@@ -69,7 +68,7 @@ class SamplingConfig:
         return "cdf" if self.draw == "auto" else self.draw
 
     def with_scheme(self, *, verified: bool) -> SamplingConfig:
-        """Return it with a draw: whether what older weights drew with its noise is verified."""
+        """Resolve `auto`: does the run verify earlier draws with the same noise?"""
         if self.draw != "auto":
             return self
         return dataclasses.replace(self, draw="gumbel" if verified else "cdf")
@@ -77,22 +76,22 @@ class SamplingConfig:
     @functools.cached_property
     def tasks(self) -> Mapping[str, SamplingConfig]:
         """The sampling of each task in `by_task`."""
-        found: dict[str, SamplingConfig] = {}
+        by_name: dict[str, SamplingConfig] = {}
         for text in self.by_task:
             name, settings = _parsed(text)
-            if name in found:
+            if name in by_name:
                 raise ValueError(f"by_task: expected each task once, got {name[:80]!r} again")
             for field in ("stop", "stop_ids"):
                 both = (*getattr(self, field), *settings.get(field, ()))
                 settings[field] = tuple(dict.fromkeys(both))
             try:
-                found[name] = dataclasses.replace(self, by_task=(), **settings)
+                by_name[name] = dataclasses.replace(self, by_task=(), **settings)
             except ValueError as error:
                 raise ValueError(f"by_task, {name[:80]!r}: {error}") from error
-        return found
+        return by_name
 
     def of(self, task: str) -> SamplingConfig | None:
-        """Return a task's own sampling; None where it has that of all tasks."""
+        """Return a task's sampling, if it differs from that of all tasks."""
         return self.tasks.get(task)
 
     def at(self, temperature: float) -> SamplingConfig:
@@ -107,12 +106,12 @@ class SamplingConfig:
 
     @property
     def variants(self) -> tuple[SamplingConfig, ...]:
-        """That of all tasks, and those of single tasks."""
+        """The sampling of all tasks, then of single tasks."""
         return (self, *self.tasks.values())
 
     @property
     def longest_new_tokens(self) -> int:
-        """The `max_new_tokens` of the task that may have most."""
+        """The largest `max_new_tokens` of any task."""
         return max(s.max_new_tokens for s in self.variants)
 
     def check_stops(self, vocab_size: int, can_hold: Callable[[str], bool]) -> None:
@@ -130,7 +129,7 @@ class SamplingConfig:
                 )
 
     def check_tasks(self, names: Iterable[str]) -> None:
-        """Raise ValueError where `by_task` names a task that is not among `names`."""
+        """Raise ValueError if `by_task` names a task that is not among `names`."""
         names = list(names)
         for name in self.tasks:
             if name not in names:
@@ -186,7 +185,7 @@ def _typed(value: Any, field: str, where: str) -> Any:
 
 
 def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
-    for name, given, most in (("stop_ids", stop_ids, MOST_STOP_IDS), ("stop", stop, MOST_STOPS)):
+    for name, given, most in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
         if len(given) > most:
             raise ValueError(f"{name}: expected at most {most}, got {len(given)}")
         if len(set(given)) < len(given):
@@ -199,9 +198,9 @@ def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
             raise ValueError(
                 "stop: expected texts, got an empty one, which every response has: leave it out"
             )
-        if len(text) > MOST_STOP_CHARACTERS:
+        if len(text) > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"stop: expected at most {MOST_STOP_CHARACTERS} characters, got {len(text)}: "
+                f"stop: expected at most {MAX_STOP_CHARACTERS} characters, got {len(text)}: "
                 f"{text[:40]!r}…"
             )
         if any("\ud800" <= c <= "\udfff" or c == "\ufffd" for c in text):

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numba
 import numpy as np
 
 from spec.config import SamplingConfig
@@ -40,7 +41,7 @@ class Source(enum.IntEnum):
 class LiveSlots:
     """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
 
-    `tokens_BL` is the engine's own table: read it during the call only, and never write to it.
+    `tokens_BL` is the engine's table: read it during the call only, and never write to it.
     `processing_A3` holds temperature, top-k and top-p of each; None: those of the rollout.
     """
 
@@ -79,11 +80,9 @@ class LiveSlots:
 class Drafts(NamedTuple):
     """A tree of draft tokens for each live request, without its root; `count_A` of each are valid.
 
-    `parents_AN` is −1 for a child of the root, else the index of an earlier draft token.
-    `prob_AN` is the estimated probability that the draft token and all its ancestors are
-    accepted. Draft tokens come in descending order of it, so that a request's first n are a tree,
-    and the best of that size. `sources_AN` holds `Source` values. A named tuple, so that compiled
-    functions take it whole.
+    `parents_AN` is −1 for a child of the root, else the index of an earlier draft token. `prob_AN`
+    is the estimated probability that a draft token and all its ancestors are accepted; it descends,
+    so that a request's first n are the best tree of that size. `sources_AN` holds `Source` values.
     """
 
     tokens_AN: np.ndarray
@@ -98,16 +97,16 @@ class Drafts(NamedTuple):
 
     @property
     def cached_A(self) -> np.ndarray:
-        """Return whose draft is their cached response; bool [A]."""
+        """Return which drafts are cached responses; bool [A]."""
         return (self.count_A > 0) & (self.sources_AN[:, 0] == Source.CACHED)
 
     def take(self, chosen_A: np.ndarray) -> Drafts:
         """Return the drafts of the requests that a mask or an index array chooses."""
         return Drafts(*(x[chosen_A] for x in self))
 
-    def put(self, chosen_A: np.ndarray, found: Drafts) -> None:
-        """Write the drafts of some requests in place of what they had."""
-        for whole, part in zip(self, found, strict=True):
+    def put(self, chosen_A: np.ndarray, drafts: Drafts) -> None:
+        """Replace the drafts of some requests."""
+        for whole, part in zip(self, drafts, strict=True):
             whole[chosen_A] = part
 
 
@@ -116,7 +115,7 @@ class Acceptance:
     """Which draft tokens were accepted; bool [A, N] as in their `Drafts`.
 
     `accepted_AN` is the path that a request's next tokens took, `observed_AN` the draft tokens for
-    which that is known. `verified`: a round verified them; otherwise plain decoding went past.
+    which that is known. `verified`: by a round; otherwise plain decoding went past.
     """
 
     verified: bool
@@ -124,7 +123,7 @@ class Acceptance:
     observed_AN: np.ndarray
 
     def take(self, chosen_A: np.ndarray) -> Acceptance:
-        """Return that of the requests that a mask or an index array chooses."""
+        """Return the acceptance of the requests that a mask or an index array chooses."""
         return Acceptance(self.verified, self.accepted_AN[chosen_A], self.observed_AN[chosen_A])
 
 
@@ -145,26 +144,23 @@ def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
 
 def fill(
     drafts: Drafts,
-    asked_A: np.ndarray,
+    chosen_A: np.ndarray,
     tokens_AM: np.ndarray,
     parents_AM: np.ndarray,
     prob_AM: np.ndarray,
     count_A: np.ndarray,
 ) -> Drafts:
-    """Write the first `count_A` draft tokens of trees to the drafts of those who asked for them."""
+    """Write the first `count_A` draft tokens of trees to the drafts of the requests `chosen_A`."""
     a, m = np.nonzero(np.arange(tokens_AM.shape[1]) < count_A[:, None])
-    drafts.tokens_AN[asked_A[a], m] = tokens_AM[a, m]
-    drafts.parents_AN[asked_A[a], m] = parents_AM[a, m]
-    drafts.prob_AN[asked_A[a], m] = prob_AM[a, m]
-    drafts.count_A[asked_A] = count_A
+    drafts.tokens_AN[chosen_A[a], m] = tokens_AM[a, m]
+    drafts.parents_AN[chosen_A[a], m] = parents_AM[a, m]
+    drafts.prob_AN[chosen_A[a], m] = prob_AM[a, m]
+    drafts.count_A[chosen_A] = count_A
     return drafts
 
 
 class RoundsInput(NamedTuple):
-    """The part of a drafter in rounds that draft on the device, spec/draft_cache/rounds.py.
-
-    `drafting` is static; `cache` is consumed; draft tokens go `depth` deep.
-    """
+    """A drafter's part of device rounds; `drafting` is static, `cache` is consumed."""
 
     drafting: Any
     cache: Any
@@ -180,8 +176,8 @@ class RoundsDrafter(Protocol):
     source: Source
 
     @property
-    def most_tokens(self) -> int:
-        """The most draft tokens of a request that it has a use for."""
+    def max_tokens(self) -> int:
+        """The most draft tokens of a request that it can use."""
         ...
 
     @property
@@ -189,16 +185,12 @@ class RoundsDrafter(Protocol):
         """The positions of its cache, which rounds need of the policy's too; 0: it has none yet."""
         ...
 
-    def enter_rounds(self, live: LiveSlots, most_tokens: int, num_positions: int) -> RoundsInput:
-        """Make the cache complete for all requests, each to have up to `most_tokens` a round."""
+    def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
+        """Make the cache complete for all requests, each to have up to `max_tokens` a round."""
         ...
 
     def leave_rounds(self, live: LiveSlots, cache: Any, acceptance_X2: np.ndarray) -> None:
-        """Take the cache back: it has the entries of what the requests have now.
-
-        The acceptance is that of each request in each round: draft tokens that were accepted, and
-        those for which that is known.
-        """
+        """Take the complete cache back, and each request's acceptance in each round."""
         ...
 
     def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
@@ -209,9 +201,9 @@ class RoundsDrafter(Protocol):
 class Drafter(Protocol):
     """Proposes drafts; the engine calls `propose` at most once a round.
 
-    It asks for those requests alone that may have draft tokens: not for those with a cached
-    response that goes on. `skipped` names the drafters that a union of several is not to ask in the
-    next round. With `arrives_later` other workers make its drafts, and no round goes without it.
+    It drafts for requests that may have draft tokens, not for those whose cached response
+    continues. `skipped` names the drafters that a union leaves out of the next round. With
+    `arrives_later` other workers make its drafts, and no round goes without it.
     """
 
     skipped: frozenset[str] = frozenset()
@@ -220,27 +212,21 @@ class Drafter(Protocol):
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft up to `max_nodes_A` (1 or more) tokens for each request, at most `max_nodes`.
 
-        A parent comes before its children, and siblings differ in their tokens: the round fails
-        with ValueError otherwise.
+        A parent comes before its children, and siblings differ in their tokens, or the round fails
+        with ValueError.
         """
         ...
 
     def in_rounds(self) -> RoundsDrafter | None:
-        """Return who drafts the next rounds if it can be done on the device, and nobody else is."""
+        """Return the drafter of the next rounds if only it drafts, and can on the device."""
         return None
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        """Learn what was accepted of the last drafts: the requests are those of `propose`.
-
-        Not called for rounds in which nothing was proposed.
-        """
+        """Learn the acceptance of the last drafts, of the requests of `propose`."""
         return
 
     def committed(self, live: LiveSlots) -> None:
-        """Learn what these requests have now: called in every round, whoever drafted in it.
-
-        The device computes meanwhile, with what was drafted before.
-        """
+        """Learn the requests' present tokens: called in every round, while the device computes."""
         return
 
     def finished(self, live: LiveSlots) -> None:
@@ -248,5 +234,86 @@ class Drafter(Protocol):
         return
 
     def left(self, live: LiveSlots) -> None:
-        """Forget these requests, which may go on later, here or on another worker."""
+        """Forget these requests, which may continue later, here or on another worker."""
         self.finished(live)
+
+
+# what is assumed of draft tokens before any was observed: how many, and their acceptance
+PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
+
+
+def round_acceptance(
+    drafts: Drafts, taken_A: np.ndarray, tokens_AN: np.ndarray, emitted_A: np.ndarray
+) -> Acceptance:
+    """Compare with a round over the first `taken_A`; its last token is never a draft token."""
+    accepted_AN = _accepted(*drafts[:2], taken_A, tokens_AN, emitted_A - 1)
+    return Acceptance(True, accepted_AN, np.arange(drafts.max_nodes) < taken_A[:, None])
+
+
+def plain_acceptance(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Acceptance:
+    """Compare with plain rounds that drew `tokens_AN` instead, the first `emitted_A` valid."""
+    depth_AN = _depths(drafts.parents_AN, drafts.count_A)
+    accepted_AN = _accepted(*drafts[:2], drafts.count_A, tokens_AN, emitted_A)
+    return Acceptance(False, accepted_AN, (depth_AN > 0) & (depth_AN <= emitted_A[:, None]))
+
+
+def longest_paths(drafts: Drafts, observed_AN: np.ndarray) -> np.ndarray:
+    """Return the length of each request's longest observed path, the most that can be accepted."""
+    depth_AN = _depths(drafts.parents_AN, drafts.count_A)
+    return np.where(observed_AN, depth_AN, 0).max(axis=1, initial=0)
+
+
+def by_source(drafts: Drafts, marked_AN: np.ndarray) -> np.ndarray:
+    """Return how many of the marked draft tokens each `Source` gave; int64 [sources]."""
+    return _count(drafts.sources_AN, marked_AN, len(Source))
+
+
+def sums(drafts: Drafts, acceptance: Acceptance) -> tuple[np.ndarray, np.ndarray]:
+    """Return (accepted, expected to be) of each request's observed draft tokens; float64 [A]."""
+    return _sums(drafts.prob_AN, acceptance.accepted_AN, acceptance.observed_AN)
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(sources_AN, marked_AN, num_sources):  # type: ignore[no-untyped-def]
+    count = np.zeros(num_sources, np.int64)
+    for a in range(len(sources_AN)):
+        for n in range(sources_AN.shape[1]):
+            if marked_AN[a, n]:
+                count[sources_AN[a, n]] += 1
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _sums(prob_AN, accepted_AN, observed_AN):  # type: ignore[no-untyped-def]
+    accepted_A, expected_A = np.zeros(len(prob_AN)), np.zeros(len(prob_AN))
+    for a in range(len(prob_AN)):
+        for n in range(prob_AN.shape[1]):
+            accepted_A[a] += accepted_AN[a, n]
+            if observed_AN[a, n]:
+                expected_A[a] += prob_AN[a, n]
+    return accepted_A, expected_A
+
+
+@numba.njit(cache=True, nogil=True)
+def _accepted(draft_AN, parents_AN, verified_A, tokens_AN, known_A):  # type: ignore[no-untyped-def]
+    accepted_AN = np.zeros(draft_AN.shape, np.bool_)
+    for a in range(len(verified_A)):
+        node = -1
+        for j in range(known_A[a]):
+            for i in range(node + 1, verified_A[a]):
+                if parents_AN[a, i] == node and draft_AN[a, i] == tokens_AN[a, j]:
+                    accepted_AN[a, i] = True
+                    node = i
+                    break
+    return accepted_AN
+
+
+@numba.njit(cache=True, nogil=True)
+def _depths(parents_AN, count_A):  # type: ignore[no-untyped-def]
+    """Draft tokens on the way to each one, itself included; 0: none."""
+    depth_AN = np.zeros(parents_AN.shape, np.int32)
+    for a in range(len(count_A)):
+        for i in range(count_A[a]):
+            above = parents_AN[a, i]
+            depth_AN[a, i] = 1 if above < 0 else depth_AN[a, above] + 1
+    return depth_AN

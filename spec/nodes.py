@@ -1,14 +1,13 @@
-"""The nodes of a packed round: what a round computes, of all requests together.
+"""The nodes of a packed round, of all requests together, and their draws.
 
-A node is a token for the position behind its parent. The first node of every slot is its root, the
-last committed token, not a draft token; the others are draft tokens. Nodes are sorted by slot, a
-parent comes before its children, and siblings differ in their tokens. Behind them all come padding
-nodes, of slot B, which nothing equals.
+A node is a token for the position after its parent. The first node of every slot is its root, the
+last committed token; the others are draft tokens. Nodes are sorted by slot, a parent comes before
+its children, and siblings differ in their tokens. Padding nodes, of slot B, come last.
 
-A cached response is a chain of nodes. Where a rule decides how much of it is kept, the token that
-it has behind a node is given there, with the log-probability from which on it is kept.
+A cached response is a chain of nodes. If a rule decides how much of it is kept, the next cached
+token is given at a node, with the least log-probability at which it is kept.
 
-M nodes, B slots, W nodes of a slot.
+M nodes, B slots, W nodes of a slot, N tokens of a slot.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import numba
 import numpy as np
 
 from models.attention import Chunks, Trees
+from models.kv_cache import Entries
 from spec.drafter import PADDING, Drafts
 
 NO_PARENT = -1  # of roots and padding
@@ -32,10 +32,9 @@ NOT_GIVEN = -1
 class Nodes:
     """`tokens_M`, `slots_M` and `parents_M`, int32; the tokens of roots are those of the slots.
 
-    `given_M` is the token that is kept behind a node where the policy gives it a log-probability
-    of `least_logprob_M`, float32, at least: `NOT_GIVEN` for none. None: of no node.
-
-    Nothing is drawn at the tokens of `chunks`, which beside roots alone are computed as well.
+    `given_M` is the token that is kept after a node if the policy gives it a log-probability of at
+    least `least_logprob_M`, float32; `NOT_GIVEN` for none. None: of no node. `chunks` are computed
+    next to roots alone, and nothing is drawn at their tokens.
     """
 
     tokens_M: jax.Array
@@ -56,15 +55,14 @@ def pack(
 ) -> np.ndarray:
     """Return a root for every slot and the first `taken_A` draft tokens of each request; [5, M].
 
-    The rows are those of `Nodes`, float32 as bits; nothing is given. Raises ValueError for what
-    would change tokens: more nodes than `num_nodes` in all or `max_nodes` of a slot, which a budget
-    must not take; a parent that does not come before its child, or siblings with one token, which a
-    drafter must not propose.
+    The rows are those of `Nodes`, float32 as bits; nothing is given. Raises ValueError for drafts
+    that would change tokens: more than `num_nodes` in all or `max_nodes` of a slot (a budget's
+    fault), a parent that does not come before its child, siblings with one token (a drafter's).
     """
-    taken, most = int(taken_A.sum()), int(taken_A.max(initial=0))
-    if num_slots + taken > num_nodes or most >= max_nodes:
+    taken, max_drafts = int(taken_A.sum()), int(taken_A.max(initial=0))
+    if num_slots + taken > num_nodes or max_drafts >= max_nodes:
         raise ValueError(
-            f"the budget took {taken} draft tokens, {most} of one request: expected at most "
+            f"the budget took {taken} draft tokens, {max_drafts} of one request: expected at most "
             f"{num_nodes - num_slots}, and {max_nodes - 1} of one request, in a round of "
             f"{num_nodes} nodes and {num_slots} slots; mend: see spec.budget.budget.DraftDecision"
         )
@@ -72,7 +70,7 @@ def pack(
     table_5M[3:] = NOT_GIVEN
     request_B = np.full(num_slots, -1, np.int32)
     request_B[rows_A] = np.arange(len(rows_A))
-    a, i = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, most, table_5M)
+    a, i = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, max_drafts, table_5M)
     if a >= 0:
         parent, token = int(drafts.parents_AN[a, i]), int(drafts.tokens_AN[a, i])
         raise ValueError(
@@ -91,10 +89,11 @@ def unpack(table_5M: jax.Array) -> Nodes:
 
 
 @numba.njit(cache=True, nogil=True)
-def _pack(tokens_AN, parents_AN, taken_A, request_B, most, table_5M):  # type: ignore[no-untyped-def]
+def _pack(tokens_AN, parents_AN, taken_A, request_B, max_drafts, table_5M):  # type: ignore[no-untyped-def]
     """Return the request and the place of the first draft token that is wrong; −1 if none is."""
     m, num_slots = 0, len(request_B)
-    last_N, before_N = np.empty(most + 1, np.int32), np.empty(most, np.int32)  # siblings
+    # of each parent its last child so far, of each draft token its sibling before
+    last_N, before_N = np.empty(max_drafts + 1, np.int32), np.empty(max_drafts, np.int32)
     for b in range(num_slots):
         root, a = m, request_B[b]
         table_5M[0, m], table_5M[1, m], table_5M[2, m] = 0, b, NO_PARENT
@@ -128,8 +127,8 @@ def of_trees(
 ) -> tuple[Nodes, jax.Array]:
     """Return the first `count_B` nodes of trees, roots included, as the nodes of a round.
 
-    `parents_BN` are places in the slot's own tree, −1 for the root. Returns with them where each
-    tree's nodes are among the round's, int32 [B, N]; `num_nodes` for those that are not.
+    `parents_BN` are places in the slot's tree, −1 for the root. Returns with them the place of each
+    tree's nodes among the round's, int32 [B, N]; `num_nodes` if there is none.
     """
     (B, N), at_N = tokens_BN.shape, jnp.arange(tokens_BN.shape[1], dtype=jnp.int32)
     end_B = jnp.cumsum(count_B)
@@ -153,7 +152,7 @@ def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
 
 
 def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
-    """Return how the nodes lie by slot; no slot has more than `max_nodes`."""
+    """Return the nodes' trees by slot; no slot has more than `max_nodes`."""
     M, W = len(nodes.slots_M), min(max_nodes, len(nodes.slots_M) - num_slots + 1)
     first_B = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots)).astype(jnp.int32)
     place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
@@ -163,10 +162,7 @@ def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
 
 
 def _paths(above_BW: jax.Array) -> jax.Array:
-    """Return mask[b, i, j]: place j is place i or on the way from it to a root; bool [B, W, W].
-
-    One step up for all places at a time, as often as the deepest one needs.
-    """
+    """Return mask[b, i, j]: place j is place i or on the way from it to a root; bool [B, W, W]."""
     places_W = jnp.arange(above_BW.shape[1])
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -179,3 +175,67 @@ def _paths(above_BW: jax.Array) -> jax.Array:
     itself = jnp.broadcast_to(places_W, above_BW.shape)
     start = jnp.broadcast_to(jnp.eye(len(places_W), dtype=bool), (*above_BW.shape, len(places_W)))
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), step, (start, itself))[0]
+
+
+DRAWN, KEPT = 1, 2  # what an emitted token is; 0: none
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Draws of a round at each node; those of `emitted_M` are the slots' next tokens.
+
+    At nodes of `kept_M` the given token was kept. `of_chunks` are the entries of the chunks'
+    tokens.
+    """
+
+    tokens_M: jax.Array
+    logprobs_M: jax.Array
+    emitted_M: jax.Array
+    kept_M: jax.Array
+    of_chunks: Entries | None
+
+
+def pack_draws(drawn: Drawn) -> jax.Array:
+    """Pack for one transfer: tokens, bits of log-probs, `DRAWN` or `KEPT`; int32 [3, M]."""
+    bits_M = jax.lax.bitcast_convert_type(drawn.logprobs_M.astype(jnp.float32), jnp.int32)
+    kind_M = jnp.where(drawn.emitted_M, jnp.where(drawn.kept_M, KEPT, DRAWN), 0)
+    return jnp.stack([drawn.tokens_M, bits_M, kind_M])
+
+
+def unpack_draws(packed: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens, log-probs, kinds) on the host; waits for the device."""
+    tokens, bits, kind = np.asarray(packed)
+    return tokens, bits.view(np.float32), kind
+
+
+def by_slot(
+    tokens_M: np.ndarray,
+    logprobs_M: np.ndarray,
+    kind_M: np.ndarray,
+    slots_M: np.ndarray,
+    num_slots: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens_BN, logprobs_BN, count_B, kept_B): each slot's emitted tokens in their order.
+
+    The first `kept_B` were given and kept. Nodes are sorted by slot, and those on a path by depth.
+    """
+    return _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots)
+
+
+@numba.njit(cache=True, nogil=True)
+def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
+    count_B, kept_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+    for m in range(len(slots_M)):
+        if kind_M[m]:
+            count_B[slots_M[m]] += 1
+    size = num_slots, max(1, count_B.max())
+    tokens_BN, logprobs_BN = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    count_B[:] = 0
+    for m in range(len(slots_M)):
+        if kind_M[m]:
+            b = slots_M[m]
+            tokens_BN[b, count_B[b]], logprobs_BN[b, count_B[b]] = tokens_M[m], logprobs_M[m]
+            count_B[b] += 1
+            kept_B[b] += kind_M[m] == KEPT
+    return tokens_BN, logprobs_BN, count_B, kept_B

@@ -1,11 +1,10 @@
 """Which pages of a paged cache each slot has: reserved, shared by counting, released.
 
-Pure host logic. A page may be in the tables of several slots, whose first tokens are the same;
-nobody writes to it then. Where a slot begins to differ inside a page it has a copy of that page, so
-that what it writes goes to pages of its own.
+Pure host logic. Slots with the same first tokens may share pages, which nobody writes to then; a
+slot that begins to differ inside a page has a copy of it. On a mesh slots and pages are in as many
+parts as the batch axes have ways, and a slot has pages of its part.
 
-On a mesh whose batch axes have several ways the slots and the pages have as many parts, and a slot
-has pages of its own part. B slots, N pages of a slot at most, P pages, T positions of a page.
+B slots, N pages of a slot at most, P pages, T positions of a page.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NO_PAGE = -1
 
 
 def spread(num_slots: int, slot_pages: int, num_pages: int, ways: int) -> np.ndarray:
-    """Return a full table for programs that are timed: pages of the slots' parts, over and over."""
+    """Return a full table for programs that are timed: pages of the slots' parts, repeated."""
     slots, each = num_slots // ways, num_pages // ways
     local_BN = np.arange(slots * slot_pages).reshape(slots, slot_pages) % each
     parts = [local_BN + part * each for part in range(ways)]
@@ -60,7 +59,7 @@ class PageTable:
         return self.pages_BN[slot, :count]
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
-        """Give a slot pages for so many tokens; False, and nothing changes, where they lack."""
+        """Give a slot pages for so many tokens; False, without a change, if there are too few."""
         held = int(self.held_B[slot])
         return self._extend(slot, self.pages_for(num_tokens) - held)
 
@@ -78,8 +77,8 @@ class PageTable:
     def share(self, source: int, slot: int, num_tokens: int) -> list[tuple[int, int]] | None:
         """Give an empty slot the first tokens of another one.
 
-        Returns the pages to copy, (from, to): the last one where it is not full, and all between
-        two parts. None, and nothing changes, where pages lack.
+        Returns the pages to copy, (from, to): the last one unless it is full, and all between two
+        parts. None, without a change, if there are too few pages.
         """
         assert self.held_B[slot] == 0 and source != slot, (source, slot)
         theirs = self.pages_of(source, num_tokens).tolist()
@@ -96,7 +95,7 @@ class PageTable:
         return list(zip(theirs[shared:], own, strict=True))
 
     def release(self, slot: int, kept_tokens: int = 0) -> None:
-        """Take from a slot its pages behind the first tokens."""
+        """Take from a slot its pages after the first tokens."""
         kept = min(self.pages_for(kept_tokens), int(self.held_B[slot]))
         for n in range(int(self.held_B[slot]) - 1, kept - 1, -1):
             page = int(self.pages_BN[slot, n])

@@ -10,17 +10,14 @@ from spec.drafter import LiveSlots
 
 
 class RequestIndex:
-    """A row number below `size` for each request; numbers of forgotten requests are used again.
-
-    The live requests seldom change between two rounds, so the last answer is cached.
-    """
+    """A row number below `size` for each request; numbers of forgotten requests are reused."""
 
     def __init__(self) -> None:
         self.size = 0
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
-        self._asked_A = np.empty(0, np.int64)
-        self._answer_A = np.empty(0, np.int64)
+        self._last_ids_A = np.empty(0, np.int64)
+        self._last_rows_A = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -28,19 +25,19 @@ class RequestIndex:
     def of(self, live: LiveSlots) -> np.ndarray:
         """Return the number of each live request, int64 [A]; new requests are given one."""
         ids_A = live.request_ids_A
-        if ids_A is not self._asked_A:
-            if not np.array_equal(ids_A, self._asked_A):
+        if ids_A is not self._last_ids_A:
+            if not np.array_equal(ids_A, self._last_ids_A):
                 ids = ids_A.tolist()
-                self._answer_A = np.fromiter(map(self._number, ids), np.int64, len(ids))
-            self._asked_A = ids_A
-        return self._answer_A
+                self._last_rows_A = np.fromiter(map(self._number, ids), np.int64, len(ids))
+            self._last_ids_A = ids_A
+        return self._last_rows_A
 
     def forget(self, request_ids: Iterable[int]) -> list[int]:
         """Forget requests that have ended; return the numbers that they had."""
         had = [self._numbers.pop(r) for r in request_ids if r in self._numbers]
         self._free += had
         if had:
-            self._asked_A = np.empty(0, np.int64)
+            self._last_ids_A = np.empty(0, np.int64)
         return had
 
     def _number(self, request_id: int) -> int:

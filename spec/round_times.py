@@ -1,13 +1,16 @@
-"""Measured seconds of rounds by bucket, by which budgets decide how much to draft.
+"""Measured seconds of rounds by bucket, by which budgets decide, and their correction in a run.
 
 The nodes of a round are those of all its slots: as many as there are slots in plain decoding.
+n = rounds, t = seconds of the table, m = measured seconds.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-MOST_SECONDS = 1e5  # of a round
+MAX_SECONDS = 1e5  # of a round
 ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "  # names of tables
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
@@ -15,11 +18,7 @@ Table = Mapping[tuple[int, int, int], float]
 
 
 def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
-    """Return the nearest seconds, by squares, that never fall as a round has more nodes.
-
-    The isotonic regression over the nodes of each (slots, positions): a time that falls is noise,
-    and it and those before it that are larger become their mean.
-    """
+    """Return the isotonic regression of seconds over the nodes of each (slots, positions)."""
     fitted: dict[tuple[int, int, int], float] = {}
     for slots, positions in {(b, s) for b, _, s in seconds}:
         blocks: list[tuple[list[int], float]] = []  # nodes, and their mean
@@ -41,8 +40,8 @@ class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
-    positions). `chunk_seconds` are those of passes that draw behind the tokens of chunks, by
-    (slots, tokens of chunks, positions).
+    positions); `chunk_seconds` those of passes that draw after the tokens of chunks, by (slots,
+    tokens of chunks, positions).
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class RoundTimes:
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
     def put(self, more: RoundTimes) -> None:
-        """Set the seconds of some rounds, in place of those that stood there."""
+        """Replace the seconds of some rounds."""
         self._seconds.update(more._seconds)
         self._chunks.update(more._chunks)
 
@@ -93,12 +92,12 @@ class RoundTimes:
 
             t(tokens of chunks) / (c · tokens of chunks)  <  min over M of t(M nodes) / (n · M)
 
-        c and n are the shares of chunks and of nodes that bring a token: `CHUNKS_USED`,
-        `NODES_USED`. What is not measured is taken for slower; of two such chunks are taken.
+        c and n are `CHUNKS_USED` and `NODES_USED`, the shares of them that bring a token.
+        Unmeasured counts as slower; chunks win if neither is measured.
         """
         chunks_s = self._chunks.get((num_slots, chunk_tokens, num_positions))
         nodes_s = [
-            (self(*bucket) or MOST_SECONDS) / bucket[1]
+            (self(*bucket) or MAX_SECONDS) / bucket[1]
             for bucket in self._seconds
             if bucket[::2] == (num_slots, num_positions) and bucket[1] > num_slots
         ]
@@ -123,7 +122,7 @@ class RoundTimes:
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
-            if type(taken_s) is not float or not 0 < taken_s < MOST_SECONDS:
+            if type(taken_s) is not float or not 0 < taken_s < MAX_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
             if name not in (ROUND, CHUNKS) and not str(name).startswith(DRAFT):
                 raise ValueError(f"expected {ROUND}, {CHUNKS} or {DRAFT}…, got {name!r}")
@@ -131,3 +130,67 @@ class RoundTimes:
         rounds, chunks = tables.pop(ROUND), tables.pop(CHUNKS)
         drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
         return RoundTimes(rounds, drafts, chunks)
+
+
+Bucket = tuple[int, int, int]  # slots, nodes, positions
+PRIOR_ROUNDS = 32.0  # that the table counts as
+DECAY = 0.7  # of the rounds of earlier steps, a step
+LOSS = 0.01  # of the seconds in rounds: a step that loses less does not count
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+    """One step: seconds in rounds and those that drafts saved, and (n, m) of each bucket."""
+
+    rollout_s: float
+    saved_s: float
+    rounds: Mapping[Bucket, tuple[int, float]]
+
+    @property
+    def loses(self) -> bool:
+        return self.saved_s < -LOSS * self.rollout_s
+
+
+class RunSeconds:
+    """Sums up steps of a run; drafts end after `losing_steps` losing ones in a row (0: never)."""
+
+    def __init__(self, losing_steps: int = 0) -> None:
+        self.is_off = False
+        self._lost = collections.deque[StepSeconds](maxlen=losing_steps)  # the last ones
+        self._rounds: dict[Bucket, tuple[float, float]] = {}  # n and m
+
+    def played(self, step: StepSeconds) -> None:
+        """Add the next step."""
+        if step.loses:
+            self._lost.append(step)
+        else:
+            self._lost.clear()
+        self.is_off = self.is_off or 0 < len(self._lost) == self._lost.maxlen
+        self._rounds = {b: (DECAY * n, m) for b, (n, m) in self._rounds.items()}
+        for bucket, (more, mean_s) in step.rounds.items():
+            n, m = self._rounds.get(bucket, (0.0, 0.0))
+            self._rounds[bucket] = n + more, (n * m + more * mean_s) / (n + more)
+
+    @property
+    def lost(self) -> tuple[float, float]:
+        """The seconds that drafts lost in the latest losing steps, and those steps' seconds."""
+        return -sum(s.saved_s for s in self._lost), sum(s.rollout_s for s in self._lost)
+
+    def corrected(self, times: RoundTimes) -> RoundTimes:
+        """Return the table as this run's rounds correct it; of a bucket
+
+            (prior · k · t + n · m) / (prior + n),   k = Σ n m / Σ n t
+
+        so that unmeasured rounds are slower by the same factor, and never cheaper with more nodes.
+        A draft's seconds are times k.
+        """
+        table = times.rounds
+        seen = {b: n_m for b, n_m in self._rounds.items() if b in table}
+        if not seen:
+            return times
+        k = sum(n * m for n, m in seen.values()) / sum(n * table[b] for b, (n, _) in seen.items())
+        seconds = dict[Bucket, float]()
+        for bucket, t in table.items():
+            n, m = seen.get(bucket, (0.0, 0.0))
+            seconds[bucket] = (PRIOR_ROUNDS * k * t + n * m) / (PRIOR_ROUNDS + n)
+        return times.scaled(k, monotone(seconds))

@@ -32,10 +32,7 @@ LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Processing:
-    """Temperature (float32), top-k (int32) and top-p (float32), traced.
-
-    Scalars, or arrays of the first axes of what they are used on.
-    """
+    """Temperature (float32), top-k (int32) and top-p (float32), traced: scalars or leading axes."""
 
     temperature: Any
     top_k: Any
@@ -76,10 +73,7 @@ def step_key(seed: int, step: int) -> jax.Array:
 
 
 def noise_names(request_ids: np.ndarray) -> np.ndarray:
-    """Return what names the noise of requests: their ids modulo 2³¹.
-
-    Requests that share noise, of one example in two epochs, may live at the same time.
-    """
+    """Return the names of requests' noise, ids modulo 2³¹, which live requests may share."""
     return request_ids % NOISE_NAMES
 
 
@@ -101,11 +95,7 @@ def _flipped(bits: jax.Array) -> jax.Array:
 
 
 def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> jax.Array:
-    """Return the largest x with Σ weights[values ≥ x] ≥ enough, without sorting.
-
-    Bisection over the 2³² float32 values in their integer order: 32 reductions
-    instead of a sort of the vocabulary.
-    """
+    """Return the largest x with Σ weights[values ≥ x] ≥ enough, by 32 bisections of float32."""
 
     def ordered(x: jax.Array) -> jax.Array:
         x = jnp.where(x == 0, 0.0, x)  # −0 is 0
@@ -132,10 +122,9 @@ def processed_logits(
 ) -> jax.Array:
     """Return logits after temperature, then top-k, then top-p; float32, −inf where cut.
 
-    `logits_V` is [..., V]; the parameters have the leading shape and are traced,
-    so that changing them compiles nothing. top-p keeps the smallest set of most
-    likely tokens whose mass (after top-k) reaches p. Rows of temperature 0 keep
-    their unscaled logits: the draw takes their argmax.
+    `logits_V` is [..., V]; the parameters have the leading shape and are traced, so that changing
+    them compiles nothing. top-p keeps the smallest set of most likely tokens whose mass (after
+    top-k) reaches p. Rows of temperature 0 keep their unscaled logits.
     """
     greedy = temperature <= 0
     scale = jnp.where(greedy, 1.0, temperature)
@@ -154,9 +143,9 @@ def processed_logits(
 
 
 def _where_any(cuts: jax.Array, least: Callable[[], jax.Array]) -> jax.Array:
-    """Return `least`, a number of each row, in the rows that are cut, and −inf in others.
+    """Return `least` of the rows that are cut, else −inf.
 
-    No logits leave the condition: XLA for GPUs makes what does whole on every device.
+    No logits leave the condition: XLA for GPUs makes them whole on every device.
     """
     nothing = jnp.full(cuts.shape, -jnp.inf)
     return jax.lax.cond(jnp.any(cuts), lambda: jnp.where(cuts, least(), nothing), lambda: nothing)
@@ -213,10 +202,7 @@ def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
 
 
 class Masses(NamedTuple):
-    """e^(logit − top) in blocks, [..., C, W] and [..., C], the top and log Σ of all, [...].
-
-    A log-probability is logit − top − log Σ, whoever computes it.
-    """
+    """e^(logit − top) in blocks, [..., C, W] and [..., C], the top and log Σ of all, [...]."""
 
     of_tokens_CW: jax.Array
     of_blocks_C: jax.Array
@@ -282,11 +268,7 @@ def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
 def rank_draws(
     logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
 ) -> jax.Array:
-    """Return scores [..., V]: highest of the draw, then of what a like distribution may draw.
-
-    With `gumbel` that is what was perturbed to nearly as much, with `cdf` what is likely. Arguments
-    are those of `draw`.
-    """
+    """Return scores [..., V]: highest of the draw, then of what a like distribution may draw."""
     if scheme == "gumbel":
         return jnp.where(temperature[..., None] <= 0, logits_V, _perturbed(logits_V, keys))
     drawn, _ = draw(logits_V, keys, temperature, scheme)
@@ -302,11 +284,8 @@ def draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw tokens from processed logits [..., V], one key per row; return their log-probs too.
 
-    `mass` are the logits' masses, if they are there already.
-
-    Rows of temperature 0 take the argmax (the first of equals). Log-probabilities
-    are those of the processed distribution; at temperature 0, those of the
-    unscaled one.
+    Rows of temperature 0 take the argmax (the first of equals). Log-probabilities are those of the
+    processed distribution; at temperature 0, of the unscaled one. `mass`: the logits' masses.
     """
     mass = mass or masses(logits_V)
     if scheme == "cdf":
@@ -333,10 +312,9 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of given tokens, and the entropy, of the processed distribution.
 
-    Training uses it; of the same logits it has the bits of `draw`'s log-probability. A given token
-    that top-k or top-p would cut now (the policy has changed, or it was at the threshold) is put
-    back into its row, so that its log-probability and gradient stay finite. `logits_V` is
-    [..., V], the rest [...]; `axes` are the logical ones of its first and of V. Returns two [...].
+    For training; it has the bits of `draw`'s log-probability. A given token that top-k or top-p
+    would cut now is put back into its row, so that its log-probability and gradient stay finite.
+    `logits_V` is [..., V], the rest [...]; `axes` are the logical ones of its first and of V.
     """
     raw_V = logits_V.astype(jnp.float32) / jnp.where(temperature <= 0, 1.0, temperature)[..., None]
     cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
@@ -359,9 +337,8 @@ def given_log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of given tokens, as `log_probs`, and if they can be drawn.
 
-    `processed_V` are the processed `logits_V`, both [..., V], with their `mass`. A token that was
-    cut is put back into its row, so that its log-probability is finite. Returns (float32 [...],
-    bool [...]).
+    `processed_V` are the processed `logits_V`, with their `mass`. A token that was cut is put back
+    into its row. Returns (float32 [...], bool [...]).
     """
     scale = jnp.where(temperature <= 0, 1.0, temperature)
     raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]

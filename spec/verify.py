@@ -1,11 +1,10 @@
 """The packed round: one forward pass over the nodes of all requests, the draws, the walk.
 
 A round computes token(r, t) at every node and follows, from each slot's root, the child that
-equals the draw. Where a token is given behind a node (`spec.nodes`) and kept, it stands for the
-draw. The emitted tokens are what plain decoding would have emitted, up to how the pass
-rounds (docs/architecture.md, Exactness); nodes that are roots alone *are* plain decoding. Keys and
-values of accepted nodes are written at the start of the next round. Shape legend in
-docs/architecture.md; E = end tokens.
+equals the draw; a kept given token (`spec.nodes`) replaces the draw. The emitted tokens are those
+of plain decoding, up to rounding (docs/architecture.md, Exactness); nodes that are roots alone
+*are* plain decoding. Keys and values of accepted nodes are written at the start of the next round.
+Shape legend in docs/architecture.md; E = end tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from models.sharding import constrain, replicated, ways_in_use
 from models.transformer import Cached
 from spec import nodes as packed_nodes
 from spec import sampling
-from spec.drawn import Drawn, pack
-from spec.nodes import Nodes
+from spec.nodes import Drawn, Nodes, pack_draws
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +33,8 @@ from spec.nodes import Nodes
 class Slots:
     """The device state of B slots; each array has one entry a slot.
 
-    `length` counts live cache positions, those of waiting entries included, `emitted` the response
-    tokens so far, `limit` is their largest number. `keys` are the requests' noise keys. A slot
-    that is not `active` takes part in the computation but emits nothing.
+    `length` counts live cache positions, waiting entries included, `emitted` the response tokens,
+    up to `limit`. `keys` are the requests' noise keys. Slots that are not `active` emit nothing.
     """
 
     last_token: jax.Array
@@ -62,9 +59,9 @@ def walk(
 ) -> jax.Array:
     """Return whether each node's draw is emitted; bool [M].
 
-    A draft token is right if its parent draws it and that does not end the response. What is drawn
-    is emitted where the node and all of its ancestors but the root are right, for at most `room`
-    tokens of the node's request. So a slot's emitted nodes are a path from its root.
+    A draft token is right if its parent draws it and that does not end the response. A draw is
+    emitted if the node and all of its ancestors but the root are right, for at most `room` tokens
+    of the node's request: a slot's emitted nodes are a path from its root.
     """
     above_M = drawn_M[jnp.maximum(nodes.parents_M, 0)]
     ended_M = jnp.any(above_M[:, None] == stop_E, axis=1)
@@ -98,11 +95,7 @@ def verify(
     scheme: sampling.Draw,
     max_nodes: int,
 ) -> tuple[Cached, Pending, Slots, Drawn]:
-    """Run one round: write what waits, forward over the nodes, draw at every node, walk.
-
-    No slot has more than `max_nodes`.
-    Source: docs/architecture.md, "The round".
-    """
+    """Run one round: write what waits, forward over the nodes, draw at every node, walk."""
     M, B = len(nodes.tokens_M), len(slots.active)
     cache = cache.written(pending)
     trees, depth_M, of_slots = None, jnp.zeros(M, jnp.int32), slots
@@ -125,7 +118,7 @@ def verify(
         emitted_M = room_B > 0
         count_B, last_B = emitted_M.astype(jnp.int32), tokens_M
     else:
-        # behind a given token that is not kept nothing stands, even if the policy draws it
+        # after a given token that is not kept nothing is right, even if the policy draws it
         refused_M = False if nodes.given_M is None else (nodes.given_M >= 0) & ~kept_M
         followed_M = jnp.where(refused_M, NO_TOKEN, tokens_M)
         emitted_M = walk(nodes, trees, followed_M, room_B, stop_E)
@@ -150,11 +143,10 @@ class _Undrawn(NamedTuple):
 def _draw(
     params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the token behind each node, its log-probability, and whether it was given; [M] each.
+    """Return the token after each node, its log-probability, and whether it was given; [M] each.
 
-    A given token is kept if the policy can draw it, with the log-probability that is asked for, or
-    if that is −∞. Logits of many nodes are computed in parts, each of `LOGITS_AT_ONCE` a device at
-    most where the nodes divide.
+    A given token is kept if the policy can draw it with the least log-probability, or if that is
+    −∞. Logits are computed in parts of `LOGITS_AT_ONCE` a device at most, if the nodes divide.
     """
     undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
     parts = _parts(len(undrawn.hidden_MD), len(transformer.head_weight(params)))
@@ -169,8 +161,8 @@ def _draw(
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(parts, ways, -1).swapaxes(0, 1).reshape(-1)
 
-    found = jax.lax.map(lambda part: _draw_part(params, part, scheme), jax.tree.map(cut, undrawn))
-    return jax.tree.map(joined, found)
+    packed = jax.lax.map(lambda part: _draw_part(params, part, scheme), jax.tree.map(cut, undrawn))
+    return jax.tree.map(joined, packed)
 
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
@@ -212,7 +204,7 @@ def decode(
     scheme: sampling.Draw,
     chunks: Chunks | None = None,
 ) -> tuple[Cached, Slots, Drawn]:
-    """Run one round of roots alone where nothing waits to be written.
+    """Run one round of roots alone when nothing waits to be written.
 
     Each layer writes its entry before it reads the row: one softmax instead of two, so that this
     rounds otherwise than `verify`, and alike with `chunks` and without. Rows at rest are not
@@ -259,7 +251,7 @@ def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Ar
 
 @partial(jax.jit, donate_argnames=("cache", "pending"))
 def settle(cache: Cached, pending: Pending) -> tuple[Cached, Pending]:
-    """Write what waits, where no round does."""
+    """Write waiting entries when no round does."""
     return cache.written(pending), dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
 
 
@@ -281,11 +273,11 @@ def verify_round(
     scheme: sampling.Draw,
     max_nodes: int,
 ) -> tuple[Cached, Pending, Slots, jax.Array, Entries | None]:
-    """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] as of `pack`.
+    """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] of `pack_draws`.
 
-    `nodes_5M` are those of `spec.nodes.pack`. With a table for `Chunks.of_table` the round computes
-    chunks too. Their entries are left to a step of their own, `rl.engine.cache_ops.write_chunks`:
-    XLA's CPU copies a cache that is written after it is read.
+    `nodes_5M` are of `spec.nodes.pack`. With a table for `Chunks.of_table` the round computes
+    chunks too, whose entries `rl.engine.cache_ops.write_chunks` writes: XLA's CPU copies a cache
+    that is written after it is read.
     """
     nodes = packed_nodes.unpack(nodes_5M)
     if chunks_TX is not None:
@@ -293,7 +285,7 @@ def verify_round(
     cache, pending, slots, drawn = verify(
         config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
     )
-    return cache, pending, slots.pinned(), replicated(pack(drawn)), drawn.of_chunks
+    return cache, pending, slots.pinned(), replicated(pack_draws(drawn)), drawn.of_chunks
 
 
 @partial(
@@ -317,7 +309,7 @@ def decode_beside_chunks(
     chunks = Chunks.of_table(chunks_TX)
     cache, slots, drawn = decode(config, params, cache, slots, stop_E, scheme, chunks)
     assert drawn.of_chunks is not None
-    return cache, pending, slots.pinned(), replicated(pack(drawn)), drawn.of_chunks
+    return cache, pending, slots.pinned(), replicated(pack_draws(drawn)), drawn.of_chunks
 
 
 @partial(jax.jit, static_argnames=("config", "scheme"))
@@ -331,12 +323,11 @@ def chunks_alone(
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[jax.Array, Entries]:
-    """Compute chunks without nodes, one of a row, where nothing waits to be written.
+    """Compute chunks without nodes, one of a row, when nothing waits to be written.
 
-    A token is drawn behind each of theirs, as a node there would: [3, X] as of `pack`. `given_2X`
-    are tokens and bits of log-probabilities as in the table of `spec.nodes.pack`. The host knows
-    which draws stand: those of a row up to the first that is not the cached one. The entries of the
-    chunks are returned, not written.
+    A token is drawn after each of theirs: [3, X] as of `pack_draws`. `given_2X` are tokens and bits
+    of log-probabilities as of `spec.nodes.pack`. The host keeps a row's draws up to the first that
+    is not the cached one. The chunks' entries are returned.
     """
     chunks = Chunks.of_table(chunks_TX, are_apart=True)
     none_M, tokens_X = jnp.zeros(0, jnp.int32), chunks.tokens_TC.reshape(-1)
@@ -351,8 +342,8 @@ def chunks_alone(
     tokens_X, logprobs_X, kept_X = _draw(
         params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
     )
-    found = pack(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, kept_X, None))
-    return replicated(found), entries
+    packed = pack_draws(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, kept_X, None))
+    return replicated(packed), entries
 
 
 @partial(
@@ -373,10 +364,9 @@ def decode_rounds(
     scheme: sampling.Draw,
     max_rounds: int,
 ) -> tuple[Cached, Pending, Slots, jax.Array]:
-    """Run up to `num_rounds` rounds without drafts on the device, between two fetches.
+    """Run up to `num_rounds` rounds without drafts on the device; [3, rounds, B] of `pack_draws`.
 
-    Ends early once `stop_after` slots have finished (requests wait for them) or none is active.
-    The result is that of `pack`, [3, rounds, B]: a slot emits in each round until it ends.
+    Ends early once `stop_after` slots have finished or none is active.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)
@@ -387,12 +377,12 @@ def decode_rounds(
         return (r < num_rounds) & (left > 0) & (active_before - left < stop_after)
 
     def step(carry: tuple) -> tuple:
-        r, cache, slots, found_3RB = carry
+        r, cache, slots, packed_3RB = carry
         cache, slots, out = decode(config, params, cache, slots, stop_E, scheme)
-        found_3RB = jax.lax.dynamic_update_slice(found_3RB, pack(out)[:, None], (0, r, 0))
-        return r + 1, cache, slots, found_3RB
+        packed_3RB = jax.lax.dynamic_update_slice(packed_3RB, pack_draws(out)[:, None], (0, r, 0))
+        return r + 1, cache, slots, packed_3RB
 
     cache, pending = settle(cache, pending)
     start = jnp.int32(0), cache, slots, jnp.zeros((3, max_rounds, B), jnp.int32)
-    _, cache, slots, found_3RB = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots.pinned(), replicated(found_3RB)
+    _, cache, slots, packed_3RB = jax.lax.while_loop(more, step, start)
+    return cache, pending, slots.pinned(), replicated(packed_3RB)

@@ -328,7 +328,7 @@ PLANTED += [
     (rooms, "rl/trajectory.py", "from rl.engine.engine import Engine"),
     (rooms, "rl/runtime/a.py", "from rl.gin.loader import load"),
     (rooms, "rl/attic/a.py", "from rl.engine import stats"),
-    (rooms, "spec/nodes.py", "from spec.retrieval import ngram"),
+    (rooms, "spec/nodes.py", "from spec.retrieval import group"),
 ]
 INNOCENT = [
     (rooms, "rl/train.py", "from rl import pipeline\nfrom rl import trajectory"),

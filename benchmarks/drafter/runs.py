@@ -31,7 +31,7 @@ from rl.learner.optimizer import TrainState
 from rl.metrics.writer import Timings
 from rl.rollouts import prompts_at
 from rl.run_checkpoint import RunPosition
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.step import train_step
 from rl.system import System
 from rl.trajectory import Request

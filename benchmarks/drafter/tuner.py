@@ -28,17 +28,15 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.inputs import Inputs
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, LearnedDrafter
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets
 from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
-from spec.budget.bandit import BegMab, Strategy
-from spec.budget.bandit_budget import BanditBudget, strategies
-from spec.budget.config import LEARNED, BanditConfig, TunerConfig
+from spec.budget.bandit import BanditBudget, BanditConfig, BegMab, Strategy, strategies
+from spec.budget.config import LEARNED, TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
@@ -176,7 +174,7 @@ def _gap(ground: _Ground) -> dict[str, Any]:
                 ground.run(key, some, drafts=draft_with(union, forced))
             rounds += forced.rounds
         seconds[arm], accepts[arm] = [s for s, _ in rounds], [a for _, a in rounds]
-    bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)
+    bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window)
     found = tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
     arms = dict[str, dict[str, float]]()
     for arm, taken_s in seconds.items():

@@ -18,9 +18,8 @@ from rl.trajectory import Trajectory
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, LiveSlots
 from spec.retrieval.group import GroupDrafter
-from spec.retrieval.history import RULE, HistoryDrafter, build_index
-from spec.retrieval.last_response import LastResponseDrafter
-from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
 BUDGET_NODES, DEPTHS = 16, 8

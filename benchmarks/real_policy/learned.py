@@ -19,7 +19,7 @@ from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext, Drafting
 from rl.packing import Response
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.trajectory import Trajectory
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig

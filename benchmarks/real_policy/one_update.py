@@ -19,8 +19,7 @@ from benchmarks.real_policy.ground import Ground, cached
 from models.transformer import Params
 from rl.trajectory import Trajectory
 from spec.config import Draw
-from spec.reuse.lenience import log
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from spec.reuse.rollout_cache import CachedResponse
 
 RATES = (0.0, 1e-6, 1e-5, 1e-4)

@@ -38,7 +38,8 @@ from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
 from spec.draft_model.config import ChainConfig
-from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, EnumeratingDraftModel
+from spec.draft_model.drafter import DraftModelDrafter
+from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Drafts, LiveSlots
 from spec.sampling import step_key
 

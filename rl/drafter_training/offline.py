@@ -23,13 +23,12 @@ from rl.drafter_training.traces import num_tokens
 from rl.drafter_training.trainer import SUMS, DrafterTrainer
 from rl.engine.model_runner import ModelRunner
 from rl.packing import Response
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import DrafterBatch, HiddenStates
+from spec.eagle.batch import DrafterBatch, HiddenStates, pack
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, EagleWeights, SharedParams
-from spec.eagle.packing import pack
 
 HiddenOf = Callable[[Sequence[Response]], Iterator[HiddenStates]]
 EVALUATED_STEPS = 8  # held-out sequences are packed for this many steps' tokens at a time

@@ -25,15 +25,13 @@ from models.transformer import Params
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.drafter_training.config import DrafterConfig
 from rl.engine.model_runner import ModelRunner
-from rl.speculation.device_drafters import PerRunner
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter, PerRunner
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import DrafterBatch, HiddenStates
+from spec.eagle.batch import DrafterBatch, HiddenStates, pack
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleParams, SharedParams
-from spec.eagle.packing import pack
 from spec.eagle.training import DrafterState
 
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")

@@ -26,8 +26,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext
 from rl.runtime.parallel_compile import keep_programs
 from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import DrafterSource
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DrafterSource, DraftModel
 from sched.simulator.measured_costs import MeasuredCosts
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig

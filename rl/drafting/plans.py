@@ -25,11 +25,10 @@ from sched.policies.specactor import (
     worth_helping,
 )
 from sched.simulator.roofline import Costs
-from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import RequestPlans
 from spec.decoupled.messages import DraftPlan
-from spec.drafter import LiveSlots
+from spec.drafter import PRIOR_PROB, LiveSlots
 from spec.round_times import RoundTimes
 
 DECAY = 0.999  # of the counts of rounds with a draft, a round

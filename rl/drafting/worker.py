@@ -28,12 +28,12 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.worker_record import Span
 from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DraftModel
 from rl.warm_up import compile_buckets
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
-from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
+from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Program
 from spec.sampling import KEY_IMPL, step_key
 
@@ -198,7 +198,7 @@ class DraftingWorker:
         spec = RolloutSpec((), rollout.sampling, rollout.key)  # type: ignore[arg-type]
         context = self.engine.drafter_context(spec)  # it reads no weights of the policy
         kind = EnumeratingDraftModel if enumerates else AheadDraftModel
-        return self._models[rollout.method].made(kind, context, self._max_window)
+        return self._models[rollout.method].make_drafter(kind, context, self._max_window)
 
     def _programs(self, rollout: Rollout) -> list[Program]:
         rows, found = self.engine.config.max_slots, list[Program]()

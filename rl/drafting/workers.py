@@ -16,8 +16,7 @@ from rl.engine.rollout_spec import DrafterContext
 from rl.engine.worker_record import WorkerPart
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.device_drafters import DeviceDrafters, DrafterSource
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DeviceDrafters, DrafterSource, DraftModel
 from spec.buckets import bucket
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig

@@ -24,8 +24,7 @@ from rl.engine.ending import Endings
 from rl.engine.stats import CachedCounts
 from rl.trajectory import PartialRequest, Prefix, Request
 from spec.drafter import Drafts, LiveSlots, Source
-from spec.drawn import KEPT
-from spec.nodes import NOT_GIVEN
+from spec.nodes import KEPT, NOT_GIVEN
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
 

@@ -20,14 +20,13 @@ from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats
 from spec.budget.budget import DraftDecision
-from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
+from spec.draft_cache.rounds import draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots
-from spec.drawn import by_slot, unpack
-from spec.nodes import pack
+from spec.nodes import by_slot, pack, unpack_draws
 from spec.verify import Slots, chunks_alone, decode_beside_chunks, decode_rounds, verify_round
 
 T = TypeVar("T")
-Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `spec.drawn.unpack`
+Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `spec.nodes.unpack_draws`
 
 
 class Limits(NamedTuple):
@@ -91,7 +90,7 @@ class Rounds:
         found = self._round(nodes_5M)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = taken_A > 0
-        drawn = self._fetched(live, unpack, found)
+        drawn = self._fetched(live, unpack_draws, found)
         tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
         count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
         self._count(M, 1)
@@ -256,7 +255,9 @@ class Rounds:
             slots,
             self._stop_E,
             given.cache,
-            Asked(given.constants, given.table_RX, *map(self._runner.argument, made)),
+            given.constants,
+            given.table_RX,
+            *map(self._runner.argument, made),
             **options,
             drafting=given.drafting,
         )
@@ -317,5 +318,6 @@ class Rounds:
 
 
 def _in_turn(found: Sequence[jax.Array]) -> Fetch:
-    """Wait for the results of rounds one after the other; return those of all as `unpack` does."""
-    return unpack(np.concatenate([np.asarray(some).reshape(3, -1) for some in found], axis=1))
+    """Wait for the results of rounds one after the other, unpacked and joined."""
+    packed = [np.asarray(some).reshape(3, -1) for some in found]
+    return unpack_draws(np.concatenate(packed, axis=1))

@@ -11,10 +11,18 @@ from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import Drafting
 from rl.engine.stats import EngineStats
-from spec.acceptance import plain_acceptance, round_acceptance
 from spec.budget.budget import DraftDecision, FixedBudget, PlainSpell, plain
 from spec.draft_cache.rounds import DraftedRound
-from spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source, no_drafts
+from spec.drafter import (
+    Acceptance,
+    Drafts,
+    LiveSlots,
+    RoundsDrafter,
+    Source,
+    no_drafts,
+    plain_acceptance,
+    round_acceptance,
+)
 from spec.per_request import RequestIndex
 
 UNDRAFTED_ROUNDS = 2, 16  # shortest and longest spell after nobody had a draft token
@@ -91,8 +99,8 @@ class Speculator:
         self.in_rounds = self.drafter.in_rounds()
         if self.in_rounds is None:
             return None
-        most = min(self.in_rounds.most_tokens, self._config.max_nodes - 1)
-        decision = self._budget.unseen(live, most, sizes, num_slots)
+        most = min(self.in_rounds.max_tokens, self._config.max_nodes - 1)
+        decision = self._budget.choose_on_device(live, most, sizes, num_slots)
         return None if decision is None else self._cut(decision)
 
     def _cut(self, decision: DraftDecision) -> DraftDecision:

@@ -15,8 +15,7 @@ from models.folder import replace_file
 from rl.engine.worker_record import WorkerEvent, WorkerPart
 from rl.runtime.run_files import TIMELINE_FILE
 from sched.request import copy_of
-from spec.acceptance import by_source
-from spec.drafter import Acceptance, Drafts, Source
+from spec.drafter import Acceptance, Drafts, Source, by_source
 from spec.round_times import RoundTimes
 
 

@@ -22,9 +22,12 @@ from rl.gin.loader import resolve_path
 from rl.learner import critic, trainer
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
 from rl.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, num_bytes
-from rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource
-from rl.speculation.draft_model import DraftModel
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import (
+    DeviceDrafters,
+    DeviceDrafterSource,
+    DraftModel,
+    LearnedDrafter,
+)
 from rl.warm_up import compile_buckets
 from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program
 from spec.budget.config import LEARNED, MODEL

@@ -36,10 +36,8 @@ from rl.ray_workers.messages import (
 )
 from rl.runtime.parallel_compile import keep_programs
 from rl.runtime.waits import ProgramLost
-from rl.speculation.device_drafters import DeviceDrafterSource
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
 from rl.speculation.history_workers import compile_join, history_index
-from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation, history_rule
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.rollout_programs import Reach

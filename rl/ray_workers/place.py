@@ -23,7 +23,7 @@ from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
 from rl.ray_workers.messages import Bounds, Measured, Reply, RolloutMessage
 from rl.runtime.waits import ProgramLost
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.speculation.sources import Speculation, StepDrafts
 from rl.weights.versions import Published
 from rl.workers.pool import DaemonThread, IdleWork

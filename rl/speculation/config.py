@@ -9,28 +9,26 @@ from typing import Literal
 
 from spec.budget.config import LEARNED, MODEL, parse_budget
 from spec.draft_model.config import ChainConfig, Proposal
-from spec.reuse.lenience import parse_schedule
-from spec.reuse.prefix_rule import parse_mode
+from spec.reuse.prefix_rule import parse_mode, parse_schedule
 
 SourceName = Literal["last", "history", "histospec", "group", "own", "learned", "model"]
 SOURCES: tuple[SourceName, ...] = typing.get_args(SourceName)
-MOST_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + sample
+MAX_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + sample
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """The sources of draft tokens, and the budget of a round. Neither changes a token.
 
-    (In bfloat16 only by rounding: docs/architecture.md, Exactness.)
-
-    All `sources` draft in each round, and their drafts are joined: `last` (with Reuse: last epoch's
-    response by the same sample index), `history` (the prompt's responses of the last epoch;
-    `histospec` in its place: the same by RhymeRL's rule), `group` (live siblings, which tell each
-    other every `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter
-    that is trained online, see Drafter), `model` (a draft model, see DraftModel). `budget` is
-    `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`. After `losing_steps` steps in a row
-    in which drafts took more time than they saved, 1% of the rollout's, a budget turns itself off
-    for the rest of the run; `fixed:K` and drafting workers only say so (0: never).
+    (In bfloat16 only by rounding: docs/architecture.md, Exactness.) All `sources` draft in each
+    round, and their drafts are joined: `last` (with Reuse: last epoch's response by the same sample
+    index), `history` (the prompt's responses of the last epoch; `histospec` in its place: the same
+    by RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
+    (the request's own text), `learned` (a drafter that is trained online, see Drafter), `model` (a
+    draft model, see DraftModel). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
+    `goodput`. After `losing_steps` steps in a row in which drafts lost more than 1% of the
+    rollout's time, a budget turns itself off for the rest of the run; `fixed:K` and drafting
+    workers only report it (0: never).
 
     `window_tokens` are the first window of `aimd`, its growth after a round that accepted all of
     it, and the largest; `match_tokens` the longest and the shortest match of `histospec`. The
@@ -88,9 +86,9 @@ class SpeculationConfig:
 
     @property
     def history_source(self) -> str | None:
-        """The source that drafts from the prompts' history; None if there is none."""
-        found = [name for name in ("history", "histospec") if name in self.sources]
-        return found[0] if self.enabled and found else None
+        """The source that drafts from the prompts' history, if there is one."""
+        names = [name for name in ("history", "histospec") if name in self.sources]
+        return names[0] if self.enabled and names else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +96,9 @@ class DraftModelConfig:
     """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
 
     `directory` is its Hugging Face folder or GGUF file, with the policy's tokenizer; `directories`
-    are those of others, by which drafting workers may draft in its place (see Drafting). A round
-    drafts a chain of up to `max_depth` tokens for each request: the `likeliest`, until their
-    probability falls below `min_prob`, or its own draws with the policy's noise (`shared_noise`).
+    are others, by which drafting workers may draft in its place (see Drafting). A round drafts a
+    chain of up to `max_depth` tokens for each request: the `likeliest`, until their probability
+    falls below `min_prob`, or its draws with the policy's noise (`shared_noise`).
     """
 
     directory: str | None = None
@@ -125,16 +123,15 @@ class DraftModelConfig:
 class ReuseConfig:
     """Reuse of last epoch's response to the same prompt by the same sample index.
 
-    `mode`: `off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ ·
-    p_new / p_old), up to the first that is not; λ a number, `e^0.5`, `inf`); its
-    ablations `delayed:λ` (the epoch before the last), `random` and `full`; `coupled`
-    (noise repeats from epoch to epoch, tokens are kept while the policy draws them again).
-    `schedule` changes λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
+    `mode`: `off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ · p_new / p_old),
+    up to the first that is not; λ a number, `e^0.5`, `inf`); its ablations `delayed:λ` (the epoch
+    before the last), `random` and `full`; `coupled` (noise repeats from epoch to epoch, tokens are
+    kept while the policy draws them again). `schedule` changes λ: `constant`, `linear:END:STEPS`,
+    `clip_fraction:TARGET`.
 
     Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
-    bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
-    Training does look: updates learn from responses made with this noise, as with common
-    random numbers elsewhere.
+    bfloat16 up to rounding) for any policy that was chosen without looking at the noise. Training
+    does look: updates learn from responses made with it, as with common random numbers elsewhere.
     Sampling.draw is "gumbel" with it unless set: after an update at 1e-5 81% of SmolLM2-135M's
     tokens stood, and 31% with `cdf`, which is slower than no reuse.
     """
@@ -179,26 +176,22 @@ def check_coupling(
     prompts_per_step: int,
     group_size: int,
     *,
-    most_times: int = 2,
+    max_times: int = 2,
 ) -> None:
-    """Raise ValueError if (example, sample index) cannot key the noise that repeats.
-
-    A step may have an example `most_times`: where it has all its prompts in a row of the data
-    order, two if an epoch ends in it.
-    """
+    """Raise ValueError if (example, sample) cannot key noise, an example `max_times` a step."""
     if not config.couples_noise:
         return
-    most_examples = 2**31 // (2 * MOST_SAMPLES)
-    if group_size > MOST_SAMPLES or num_examples > most_examples:
+    max_examples = 2**31 // (2 * MAX_SAMPLES)
+    if group_size > MAX_SAMPLES or num_examples > max_examples:
         raise ValueError(
-            f'Reuse.mode="coupled" has names for {most_examples} examples with {MOST_SAMPLES} '
+            f'Reuse.mode="coupled" has names for {max_examples} examples with {MAX_SAMPLES} '
             f"samples each, got {num_examples} with {group_size}"
         )
-    if (most_times - 1) * group_size > MOST_SAMPLES:
+    if (max_times - 1) * group_size > MAX_SAMPLES:
         raise ValueError(
-            f'Reuse.mode="coupled" has names for {MOST_SAMPLES} further samples of an example in '
-            f"a step; so few examples that a step may have one {most_times} times need "
-            f"{most_times - 1} × {group_size}: lower Rollout.group_size, or take more examples"
+            f'Reuse.mode="coupled" has names for {MAX_SAMPLES} further samples of an example in '
+            f"a step; so few examples that a step may have one {max_times} times need "
+            f"{max_times - 1} × {group_size}: lower Rollout.group_size, or take more examples"
         )
     if prompts_per_step > num_examples:
         raise ValueError(

@@ -1,15 +1,31 @@
-"""Drafters of a run that draft on the workers' devices, and what they cache per device."""
+"""The draft model and the learned drafter of a run, and their weights on the workers' devices."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import hf, tokenizer, transformer
+from models.config import ModelConfig
+from models.tokenizer import Tokenizer
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
-from spec.budget.device_gate import DeviceDrafter
+from rl.gin.loader import resolve_path
+from rl.speculation.config import DraftModelConfig
+from spec.budget.goodput import DeviceDrafter
+from spec.draft_model.config import ChainConfig
+from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import Drafter
+from spec.eagle import model as eagle
+from spec.eagle.config import TreeConfig
+from spec.eagle.drafter import EagleDrafter
+from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 
 T = TypeVar("T")
 
@@ -45,10 +61,7 @@ NO_DRAFTERS: DeviceDrafters = {}
 
 
 class PerRunner(Generic[T]):
-    """One value per model runner, such as weights on its devices. Any thread may use it.
-
-    Shapes, which a runner makes inside of its `shapes_only`, are not kept.
-    """
+    """One value per model runner, for any thread; shapes (`shapes_only`) are not kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,3 +82,179 @@ class PerRunner(Generic[T]):
     def clear(self) -> None:
         with self._lock:
             self._held.clear()
+
+
+def check_draft_model(
+    config: DraftModelConfig, policy: ModelConfig, words: Tokenizer, max_total_tokens: int
+) -> tuple[Path, ModelConfig]:
+    """Return the model's folder and shape; raise if there is none or it does not fit the policy."""
+    if config.directory is None:
+        raise ValueError(
+            "Speculation.sources names model, and DraftModel.directory is not set: name the folder "
+            "of a draft model with the policy's tokenizer"
+        )
+    folder = resolve_path(config.directory)
+    model = hf.check(folder)
+    if model.vocab_size != policy.vocab_size:
+        raise ValueError(
+            f"{folder}: expected the policy's vocabulary of {policy.vocab_size}, got "
+            f"{model.vocab_size}: take a model of the same tokenizer, its embedding cut or padded"
+        )
+    if tokenizer.load(folder).backend.get_vocab() != words.backend.get_vocab():
+        raise ValueError(
+            f"{folder}: expected the policy's tokenizer, got one of other words: take a model of "
+            "the same family"
+        )
+    if model.max_positions < max_total_tokens:
+        raise ValueError(
+            f"{folder} has {model.max_positions} positions, and Rollout.max_prompt_tokens and "
+            f"Sampling.max_new_tokens make {max_total_tokens}: lower one of them"
+        )
+    return folder, model
+
+
+Kind = TypeVar("Kind", bound=DraftModelDrafter)
+
+
+class DraftModel:
+    """The draft model that all workers of a run share. Any thread may call it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: transformer.Params | None,
+        config: DraftModelConfig,
+        others: Sequence[DraftModel] = (),
+    ) -> None:
+        self.model, self.config = model, config
+        self.models = (self, *others)  # of `config.directories`, by which drafting workers draft
+        self._params = params
+        self._on_devices = PerRunner[transformer.Params]()
+
+    @staticmethod
+    def load(config: DraftModelConfig) -> DraftModel:
+        """Read the models from their folders, after `check_draft_model`."""
+        first, *others = (
+            (*hf.load_pretrained(resolve_path(str(one.directory)), dtype=jnp.float32), one)
+            for one in config.each
+        )
+        return DraftModel(*first, [DraftModel(*other) for other in others])
+
+    @staticmethod
+    def elsewhere(config: DraftModelConfig) -> DraftModel:
+        """Return the model without weights, for a run whose workers read them."""
+        assert config.directory is not None
+        return DraftModel(hf.check(resolve_path(config.directory)), None, config)
+
+    @property
+    def made_for(self) -> str:
+        """A text that changes with its programs and their times."""
+        return repr((self.model, self.config.each[0]))
+
+    @property
+    def max_depth(self) -> int:
+        """The most draft tokens of a chain."""
+        return self.config.max_depth
+
+    def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
+        """Return the drafter of one worker for one rollout."""
+        return self.make_drafter(DraftModelDrafter, context, self.config.max_depth)
+
+    def make_drafter(self, kind: type[Kind], context: DrafterContext, max_depth: int) -> Kind:
+        """Return a drafter of this kind for one worker and rollout, of chains of `max_depth`."""
+        runner, config = context.runner, self.config
+        return kind(
+            self.model,
+            self._params_on(runner),
+            ChainConfig(
+                chunk_tokens=min(ChainConfig.chunk_tokens, runner.config.min_positions),
+                max_draft_tokens=max_depth,
+                min_prob=config.min_prob,
+            ),
+            runner=runner,
+            sampling=context.spec.sampling,
+            key=runner.put(context.spec.key),
+            proposal=config.proposal,
+        )
+
+    def seconds_to_place(self, clock: Callable[[], float]) -> float:
+        """Measure how long the weights take from the host's memory to a device."""
+        host = jax.tree.map(np.asarray, self._params)
+        start_s = clock()
+        jax.block_until_ready(jax.device_put(host))
+        return clock() - start_s
+
+    def _params_on(self, runner: ModelRunner) -> transformer.Params:
+        def placed() -> transformer.Params:
+            assert self._params is not None, "workers of other programs have read them"
+            return runner.place(jax.tree.map(runner.cast, self._params), self.model)
+
+        return self._on_devices.get(runner, placed)
+
+
+class LearnedDrafter:
+    """The drafter that all workers share, in any thread; `swap` replaces its weights."""
+
+    def __init__(self, drafter: EagleWeights, tree: TreeConfig) -> None:
+        self.config, self.draft_ids_U = drafter.config, drafter.draft_ids_U
+        self.tree = tree
+        self._lock = threading.Lock()
+        self._params, self._version = drafter.params, 0
+        self._on_devices = PerRunner[EagleParams]()
+
+    @property
+    def version(self) -> int:
+        """The number of times that weights have been swapped."""
+        return self._version
+
+    @property
+    def newest(self) -> tuple[int, EagleParams]:
+        """The version and the weights that belong together."""
+        with self._lock:
+            return self._version, self._params
+
+    @property
+    def made_for(self) -> str:
+        """A text that changes with its programs and their times."""
+        return repr((self.config, self.tree))
+
+    @property
+    def max_depth(self) -> int:
+        """The most draft tokens on a path."""
+        return self.tree.max_depth
+
+    @property
+    def drafter(self) -> EagleWeights:
+        """The drafter with its newest weights."""
+        return EagleWeights(self.config, self._params, self.draft_ids_U)
+
+    def swap(self, params: EagleParams) -> None:
+        """Replace the weights by arrays that nothing donates."""
+        with self._lock:
+            self._params, self._version = params, self._version + 1
+
+    def drafter_for(self, context: DrafterContext) -> EagleDrafter:
+        """Return the drafter of one worker for one rollout."""
+        runner, spec = context.runner, context.spec
+        ids_U = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
+        shared = eagle.frozen(spec.params, ids_U, runner.made)
+        return EagleDrafter(
+            self.config,
+            lambda: DeviceWeights(self._params_on(runner), shared),
+            self.tree,
+            spec.sampling,
+            runner.put(spec.key),
+            states=context.states,
+            runner=runner,
+            num_draft_tokens=runner.config.max_nodes - 1,
+        )
+
+    def _params_on(self, runner: ModelRunner) -> EagleParams:
+        version, params = self.newest
+
+        def placed() -> EagleParams:
+            if runner.makes_shapes:
+                return jax.tree.map(lambda x: runner.put(runner.cast(x)), params)
+            return jax.tree.map(lambda x: runner.put(runner.cast(np.asarray(x))), params)
+
+        return self._on_devices.get(runner, placed, version)

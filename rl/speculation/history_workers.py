@@ -21,7 +21,7 @@ from rl.runtime.waits import ProgramLost
 from rl.trajectory import Prompt
 from spec.retrieval.history import HistoryIndex, build_index, joined, part_of
 from spec.retrieval.suffix_forest import ProposalRule
-from spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode, of_group
+from spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,11 +51,7 @@ class HistoryActor:
     def build(
         self, blobs: Mapping[str, bytes], tails: Mapping[str, np.ndarray]
     ) -> tuple[int, tuple[str, ...], Any]:
-        """Return the number of tokens, the damaged keys, and a reference to the shard.
-
-        `blobs` are groups as `spec.reuse.rollout_cache.encode` writes them, `tails` the ends of
-        their prompts.
-        """
+        """Return the number of tokens, the damaged keys, and a reference to the shard."""
         groups, damaged = dict[str, CachedGroup](), list[str]()
         for key, blob in blobs.items():
             try:
@@ -99,10 +95,7 @@ class HistoryWorkers:
         return actor.is_there and actor.num_starts == shard.start
 
     def build(self, prompts: Mapping[str, Prompt], cache: RolloutCache) -> tuple[Shard, ...]:
-        """Have the index of these prompts built; shards that are lost or late are left out.
-
-        The cache is read in this thread alone.
-        """
+        """Build the index of these prompts; shards that are lost or late are left out."""
         blobs: list[dict[str, bytes]] = [{} for _ in self.actors]
         for key in prompts:
             if (blob := cache.blob(key)) is not None:
@@ -142,10 +135,7 @@ def history_index(
     limit_s: float,
     say: Callable[[str], None],
 ) -> HistoryIndex:
-    """Return the index of a rollout's prompts: of these groups, and of shards that are fetched.
-
-    Shards that do not come within `limit_s` are left out, with a line to `say`.
-    """
+    """Return the index of these groups and of shards; those late after `limit_s` are reported."""
     own = build_index(groups, {key: prompts[key] for key in groups}, rule)
     if not shards:
         return own
@@ -155,11 +145,9 @@ def history_index(
             say(f"it drafts without a part of the history: {part}")
         else:
             parts.append(part)
-    return joined(parts)
+    return joined(parts, rule)
 
 
 def compile_join(rule: ProposalRule) -> None:
     """Compile the kernel that joins shards."""
-    prompt = np.zeros(1, np.int32)
-    group = of_group([prompt], [0.0])
-    joined([part_of(build_index({"": group}, {"": prompt}, rule))])
+    joined([part_of(build_index({}, {}, rule))], rule)

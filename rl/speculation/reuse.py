@@ -16,12 +16,10 @@ import jax
 import numpy as np
 
 from rl.engine.stats import EngineStats, cached_seconds
-from rl.speculation.config import MOST_SAMPLES, ReuseConfig
+from rl.speculation.config import MAX_SAMPLES, ReuseConfig
 from rl.trajectory import Prompt, Request, Trajectory
 from spec.config import SamplingConfig
-from spec.reuse import lenience
-from spec.reuse.lenience import parse_schedule
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
 from spec.sampling import step_key
 
@@ -34,7 +32,7 @@ class Reuse:
     def __init__(self, config: ReuseConfig, cache: RolloutCache, *, seed: int, greedy: bool):
         self.mode, self._schedule = parse_mode(config.mode), parse_schedule(config.schedule)
         self._cache, self._seed, self._greedy = cache, seed, greedy
-        self._log_lenience = lenience.log(self.mode.lenience)
+        self._log_lenience = log(self.mode.lenience)
         self._problems: list[str] = []
 
     def key(self, step: int) -> jax.Array:
@@ -60,9 +58,8 @@ class Reuse:
         """Return `size` requests to each prompt with what they may reuse, first samples first.
 
         `keys` name the examples, `numbers` count them in the data set; `before` are the keys of
-        earlier sampling passes of the step, `samplings` those of prompts that have their own.
-        The second and the third time that a step has an example, it is answered without reuse,
-        and with noise of its own.
+        earlier sampling passes of the step, `samplings` those of prompts that have their own. If a
+        step has an example again, it is answered without reuse, with other noise.
         """
         seen, again = collections.Counter(before), list[int]()
         for key in keys:
@@ -76,8 +73,8 @@ class Reuse:
         def request(g: int, i: int) -> Request:
             request_id = (len(before) + g) * size + i
             if self.mode.couples_noise:
-                own = MOST_SAMPLES + (again[g] - 1) * size if again[g] else 0
-                request_id = 2 * MOST_SAMPLES * numbers[g] + own + i
+                own = MAX_SAMPLES + (again[g] - 1) * size if again[g] else 0
+                request_id = 2 * MAX_SAMPLES * numbers[g] + own + i
             sampling = samplings[g] if samplings else None
             return Request(request_id, prompts[g], g, i, cached=cached[g].get(i), sampling=sampling)
 
@@ -110,10 +107,7 @@ class Reuse:
     def metrics(
         self, stats: EngineStats, num_tokens: int, step: int, rule: PrefixRule | None = None
     ) -> dict[str, float]:
-        """Return metrics of the reuse in a step with `num_tokens` response tokens.
-
-        `rule` is the step's, where it was not made at its beginning.
-        """
+        """Return metrics of the reuse, by the step's `rule`, in `num_tokens` response tokens."""
         if not self.mode.enabled:
             return {}
         v = stats.cached

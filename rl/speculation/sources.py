@@ -22,31 +22,32 @@ import numpy as np
 from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
+from rl.speculation.device_drafters import (
+    NO_DRAFTERS,
+    DeviceDrafters,
+    DrafterSource,
+    LearnedDrafter,
+)
 from rl.speculation.history_workers import HistoryWorkers, Shard
-from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Prompt
 from sched.request import copy_of
-from spec.budget.bandit import BegMab
-from spec.budget.bandit_budget import BanditBudget, make_bandit
+from spec.budget.bandit import BanditBudget, BegMab, make_bandit
 from spec.budget.budget import Budget
-from spec.budget.by_name import make_budget
 from spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig, parse_budget
-from spec.budget.run_seconds import RunSeconds
+from spec.budget.goodput import make_budget
 from spec.budget.union import DrafterUnion
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Drafter
 from spec.retrieval import history
 from spec.retrieval.group import DraftServer, GroupDrafter
-from spec.retrieval.history import HistoryDrafter, HistoryIndex, build_index
-from spec.retrieval.last_response import LastResponseDrafter
-from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.history import HistoryDrafter, HistoryIndex, LastResponseDrafter, build_index
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.retrieval.suffix_queries import ProposalRule
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
-from spec.round_times import RoundTimes
+from spec.round_times import RoundTimes, RunSeconds
 
 HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # as shipped
-MOST_WORKERS = 2**16
+MAX_WORKERS = 2**16
 
 
 def history_rule(config: SpeculationConfig) -> ProposalRule:
@@ -55,16 +56,13 @@ def history_rule(config: SpeculationConfig) -> ProposalRule:
     rule, (longest, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
     if config.history_source != "histospec":
         return rule
-    most = max(rule.path_tokens, config.window_tokens[2])
-    return dataclasses.replace(rule, longest=longest, shortest=shortest, path_tokens=most)
+    max_tokens = max(rule.path_tokens, config.window_tokens[2])
+    return rule._replace(longest=longest, shortest=shortest, path_tokens=max_tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
-    """The history of a step's prompts: indexed, or as it is (`Speculation.for_others`).
-
-    `Speculation.history_workers` have built the `shards`.
-    """
+    """The history of a step's prompts: indexed here, or its groups and the workers' `shards`."""
 
     index: HistoryIndex | None
     keys: frozenset[str]
@@ -82,11 +80,11 @@ class _Built:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepDrafts:
-    """Makes the drafters and the budget of a rollout, for each worker its own.
+    """Factory for each worker's drafters and budget of a rollout.
 
-    `keys`, `prompts`, `last`, `first_group` and `group_size` are those of
-    `Speculation.drafter_factory`, from which, with the prompts' `history`, references to `shards`
-    of its index and the `methods` of copies, another program can make the same drafters.
+    The other fields are arguments of `Speculation.drafter_factory`; with these, the prompts'
+    `history`, references to `shards` of its index and the `methods` of copies another program makes
+    the same drafters.
     """
 
     make: DrafterFactory
@@ -104,7 +102,7 @@ class StepDrafts:
 
 
 class Speculation:
-    """Drafters of a run's rollouts, and what they keep between them. A context manager."""
+    """Drafters of a run's rollouts, and their state between them. A context manager."""
 
     def __init__(
         self,
@@ -116,8 +114,8 @@ class Speculation:
         seed: int = 0,
         patience: Patience | None = None,
     ) -> None:
-        asked = {LEARNED: config.learns, MODEL: config.asks_model}
-        assert drafters.keys() == {n for n in asked if asked[n]}, "those that the sources name"
+        wanted = {LEARNED: config.learns, MODEL: config.asks_model}
+        assert drafters.keys() == {n for n in wanted if wanted[n]}, "those that the sources name"
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
         self.seconds = RunSeconds(config.losing_steps)  # of the run's steps so far
@@ -147,14 +145,14 @@ class Speculation:
         answers: Callable[[int], bool] = lambda place: True,
         index: HistoryIndex | None = None,
     ) -> DrafterFactory:
-        """Return a maker of drafters and budgets for one rollout: each worker has its own.
+        """Return a factory of drafters and budgets for one rollout: each worker has its own.
 
         Group first_group + g answers `prompts[g]`, whose key is `keys[g]`. `last` are last epoch's
-        responses by request id, if requests may reuse them. The drafters share what is built here:
-        the index of the prompts' history, and the `server` through which siblings tell each other.
-        What a group has said is forgotten once `group_size` responses have ended (0: never).
-        `answers` says of which places among the prompts this process has the requests. With `index`
-        the history is not looked up here.
+        responses by request id, if requests may reuse them. The drafters share the index of the
+        prompts' history, and the `server` through which siblings exchange tokens; it forgets a
+        group once `group_size` responses have ended (0: never). `answers` tells for which places
+        among the prompts this process has the requests. With `index` the history is not looked up
+        here.
         """
         if not self.config.enabled or self.is_off:
             return no_drafts
@@ -180,7 +178,7 @@ class Speculation:
         times: RoundTimes | None,
         context: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
-        def made(source: str) -> Drafter:
+        def make(source: str) -> Drafter:
             if source in HISTORY_RULES:
                 assert index is not None
                 return HistoryDrafter(index, names, history_rule(self.config))
@@ -197,7 +195,7 @@ class Speculation:
             if source in self.apart:
                 parts[source] = self.apart[source].drafter_for(context)
             elif source != "last" or last:
-                parts[source] = made(source)
+                parts[source] = make(source)
         if not parts:
             return None, None
         union = DrafterUnion(list(parts.values()), list(parts))
@@ -211,17 +209,17 @@ class Speculation:
             budget = make_budget(self.config.budget, times, self.config.window_tokens)
         if not self.methods_of_copies:
             return union, budget
-        methods = [made(source) for source in self.methods_of_copies]
+        methods = [make(source) for source in self.methods_of_copies]
         return CopiesDrafter(union, methods, copy_of, progress), budget
 
     @property
     def times_now(self) -> RoundTimes | None:
-        """The table of seconds as the run's rounds have corrected it so far."""
+        """The table of seconds, corrected by the run's rounds so far."""
         return None if self.times is None else self.seconds.corrected(self.times)
 
     @property
     def can_be_off(self) -> bool:
-        """True if drafts that lose are turned off: not those that workers are there for."""
+        """True if drafts that lose are turned off: not if workers draft."""
         return parse_budget(self.config.budget)[0] != "fixed" and not self.apart
 
     @property
@@ -235,7 +233,7 @@ class Speculation:
             if worker not in self._bandits:
                 learned = self.drafters.get(LEARNED)
                 top_k = learned.tree.top_k if isinstance(learned, LearnedDrafter) else 0
-                seed = self._seed * MOST_WORKERS + worker
+                seed = self._seed * MAX_WORKERS + worker
                 self._bandits[worker] = make_bandit(
                     self._tuner, self.config.sources, top_k, self._deepest_here, seed
                 )
@@ -257,7 +255,7 @@ class Speculation:
                 self.bandit(int(worker)).load_state(saved)
 
     def bandit_metrics(self) -> dict[str, float]:
-        """Return what the workers' bandits chose since the last call, and their median rewards."""
+        """Return the bandits' choices since the last call, and their median rewards."""
         chosen, rewards = collections.Counter[str](), dict[str, list[float]]()
         for bandit in self._bandits.values():
             chosen += bandit.take_chosen()
@@ -299,7 +297,7 @@ class Speculation:
 
     @property
     def no_history(self) -> HistoryIndex | None:
-        """The index of no prompt at all; None where nothing drafts from history."""
+        """The index of no prompt; None if nothing drafts from history."""
         source = self.config.history_source
         return None if source is None else build_index({}, {}, history_rule(self.config))
 
@@ -320,8 +318,8 @@ class Speculation:
         return dataclasses.replace(built, groups={**built.groups, **groups}, shards=shards)
 
     def _groups(self, keys: Iterable[str]) -> dict[str, CachedGroup]:
-        found = {key: self._cache.get(key) for key in keys}
-        return {key: group for key, group in found.items() if group is not None}
+        cached = {key: self._cache.get(key) for key in keys}
+        return {key: group for key, group in cached.items() if group is not None}
 
     def _built(self) -> _Built | None:
         if self._building is None:
@@ -333,17 +331,17 @@ class Speculation:
             raise
 
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
-        began_s, source = time.perf_counter(), self.config.history_source
+        start_s, source = time.perf_counter(), self.config.history_source
         assert source is not None
         if self.for_others:
             workers = self.history_workers
             shards = () if workers is None else workers.build(prompts, self._cache)
             there = {key for shard in shards for key in shard.keys if key not in shard.damaged}
-            groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - began_s
+            groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - start_s
             return _Built(None, frozenset(prompts), seconds, groups, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, history_rule(self.config))
-        return _Built(index, frozenset(prompts), time.perf_counter() - began_s)
+        return _Built(index, frozenset(prompts), time.perf_counter() - start_s)
 
 
 def _tag(arm: str) -> str:

@@ -20,9 +20,9 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.device_drafters import DeviceDrafters
 from spec.budget.budget import DraftDecision
-from spec.budget.device_gate import DeviceDrafter
+from spec.budget.goodput import DeviceDrafter
 from spec.config import SamplingConfig
-from spec.draft_cache.rounds import Asked, draft_rounds
+from spec.draft_cache.rounds import draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import NOT_GIVEN, pack
 from spec.sampling import step_key
@@ -246,9 +246,9 @@ class Pool:
     ) -> Arguments:
         rounds, put = drafter.empty_rounds(B, S), self.engine.argument
         numbers = put(np.ones(4, np.int32)), put(np.ones(B, np.float32))
-        request = Asked(rounds.constants, rounds.table_RX, *numbers)
+        drafting = rounds.cache, rounds.constants, rounds.table_RX, *numbers
         options = self.engine.draft_options(self.sampling.scheme, B, decision)
-        args = *self._at_rest(B, S), rounds.cache, request
+        args = *self._at_rest(B, S), *drafting
         return args, options | {"drafting": rounds.drafting}
 
     # -- a cache of pages ----------------------------------------------------------------

@@ -31,10 +31,9 @@ from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
-from spec.drawn import by_slot, unpack
-from spec.nodes import NOT_GIVEN, pack
+from spec.nodes import NOT_GIVEN, by_slot, pack, unpack_draws
 from spec.retrieval.group import GroupDrafter
-from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.round_times import RoundTimes, monotone
 from spec.sampling import step_key
 from spec.verify import Slots, chunks_alone, decode_rounds, verify_round
@@ -249,7 +248,7 @@ class _Rounds:
         )
         self._drafter.committed(live)
         emitted_BN, logprobs_BN, count_B, kept_B = by_slot(
-            *unpack(results), nodes_5M[1], len(table)
+            *unpack_draws(results), nodes_5M[1], len(table)
         )
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
@@ -267,14 +266,14 @@ class _Rounds:
             **engine.prompt_options(self._spec.sampling.scheme),
         )
         self._cache = cache_ops.write_chunks(self._cache, entries, chunks)
-        unpack(results)
+        unpack_draws(results)
 
     def _plain_rounds(self, slots: Slots, rounds: int) -> None:
         state = self._spec.params, self._cache, self._pending, slots, self._stop_E
         options = self._engine.decode_options(self._spec.sampling.scheme)
         counts = np.int32(rounds), np.int32(len(self._table))
         self._cache, self._pending, _, results = decode_rounds(*state, *counts, **options)
-        unpack(results)
+        unpack_draws(results)
 
     def _busy_slots(self) -> Slots:
         B, sampling = len(self._table), self._spec.sampling

@@ -15,9 +15,8 @@ from models.folder import Folder
 from rl.cluster.processes import ALONE, Processes
 from rl.engine.stats import RoundRecord, seconds_saved
 from rl.runtime.run_files import SECONDS_FILE
-from spec.budget.device_gate import DEVICE_SOURCES
-from spec.budget.run_seconds import Bucket, RunSeconds, StepSeconds
-from spec.round_times import RoundTimes
+from spec.budget.goodput import DEVICE_SOURCES
+from spec.round_times import Bucket, RoundTimes, RunSeconds, StepSeconds
 
 if TYPE_CHECKING:  # which loads the engine
     from rl.speculation.sources import Speculation

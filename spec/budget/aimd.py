@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.acceptance import longest_paths
-from spec.budget.budget import Budget, DraftDecision, PlainSpell, all_that_fit
-from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.budget.budget import Budget, DraftDecision, PlainSpell, Sizes, all_that_fit
+from spec.drafter import Acceptance, Drafts, LiveSlots, longest_paths
 from spec.per_request import PerRequest, RequestIndex
 from spec.round_times import RoundTimes
 
-START_TOKENS, STEP_TOKENS, MOST_TOKENS = 2, 2, 32  # of windows
+START_TOKENS, STEP_TOKENS, MAX_TOKENS = 2, 2, 32  # of windows
 DECAY = 0.9  # of the mean tokens a request, a round
 CLOSED_ROUNDS = 32, 256  # shortest and longest time until a closed gate looks again
 
@@ -28,11 +27,10 @@ def next_windows(
 ) -> np.ndarray:
     """Return the windows after a round: one step more if the whole longest path was accepted.
 
-    Otherwise the window starts again. A request without draft tokens keeps its window.
-    `window_tokens` are the first window, the step and the largest; None: the paper's.
+    Otherwise the window starts again. `window_tokens`: first window, step, largest (the paper's).
     """
-    start, step, most = window_tokens or (START_TOKENS, STEP_TOKENS, MOST_TOKENS)
-    grown_A = np.minimum(window_A + step, most)
+    start, step, largest = window_tokens or (START_TOKENS, STEP_TOKENS, MAX_TOKENS)
+    grown_A = np.minimum(window_A + step, largest)
     changed_A = np.where(accepted_A >= longest_A, grown_A, start)
     return np.where(longest_A > 0, changed_A, window_A)
 
@@ -40,11 +38,10 @@ def next_windows(
 class Aimd(Budget):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
-    A window is the most draft tokens of a request. The paper drafts chains; a tree of other
-    drafters counts as accepted if its longest path is. Rounds are plain if the table says that, at
-    the acceptance seen so far, trees of the wanted size bring fewer tokens per second. Nobody is
-    asked for drafts until the gate looks again; what it then refuses is compared with the tokens
-    that are drawn instead, so that the acceptance stays known.
+    A window is the most draft tokens of a request. A tree (the paper has chains) counts as accepted
+    if its longest path is. The gate makes rounds plain if, by the table and the acceptance so far,
+    trees bring fewer tokens per second. While closed it asks for no drafts; when it looks again,
+    refused drafts are compared with the tokens drawn instead.
     """
 
     def __init__(
@@ -62,19 +59,14 @@ class Aimd(Budget):
         return self._windows.get(live).astype(np.int32)
 
     def choose(
-        self,
-        live: LiveSlots,
-        drafts: Drafts,
-        sizes: Sequence[int],
-        num_slots: int,
-        num_positions: int,
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
-        found = all_that_fit(drafts, sizes, num_slots)
-        bucket = num_slots, found.num_nodes, num_positions
-        if found.taken_A is not None and not self._pays(drafts, bucket):
+        decision = all_that_fit(drafts, sizes, num_slots)
+        bucket = num_slots, decision.num_nodes, num_positions
+        if decision.taken_A is not None and not self._pays(drafts, bucket):
             return self._closed.begin(live, num_slots)
         self._closed.end()
-        return found
+        return decision
 
     def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
         """Return whether the round brings more tokens a second than plain ones, as far as known."""

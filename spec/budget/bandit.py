@@ -1,8 +1,10 @@
-"""BEG-MAB: a bandit that chooses how the next round drafts, from the rewards of past rounds.
+"""BEG-MAB: a bandit chooses which drafters draft, how deep, and how much is verified.
 
 Strategies are grouped by the number of draft tokens that they verify; each group serves one range
-of batch sizes, many draft tokens where few requests are left. Within the range, ε-greedy over the
-median reward of a sliding window. Source: TLT, section 5.2, Algorithm 1.
+of batch sizes, many draft tokens for few requests. Within a range the choice is ε-greedy over the
+median reward of a sliding window. A reward is tokens a second. Unlike the paper's, its seconds are
+those of the measured table, not of the clock, so that a resumed run repeats its decisions.
+Source: TLT, sections 5.2 (Algorithm 1) and 5.3.
 """
 
 from __future__ import annotations
@@ -11,22 +13,24 @@ import bisect
 import collections
 import dataclasses
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from spec.budget.config import BanditConfig
+from spec.budget.budget import Budget, DraftDecision, Sizes, best, equal_trees, plain
+from spec.budget.config import LEARNED, TunerConfig
+from spec.budget.goodput import DeviceDrafter
+from spec.budget.union import DrafterUnion
+from spec.drafter import Acceptance, Drafts, LiveSlots, Source
+from spec.round_times import RoundTimes
 
 _WORDS = 2**64  # of the counter between two draws, so that draws never overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One arm: the drafters that are asked, their depth and width, and the tokens to verify.
-
-    Without `sources` nothing is drafted and `verify_tokens` is 0: plain decoding.
-    """
+    """One arm: drafters (none: plain decoding), their depth and width, and tokens to verify."""
 
     name: str
     sources: tuple[str, ...]
@@ -34,30 +38,25 @@ class Strategy:
     top_k: int
     verify_tokens: int
 
-    def __post_init__(self) -> None:
-        assert min(self.depth, self.top_k, self.verify_tokens) >= 0, (
-            f"strategy {self.name!r}: expected depth, top_k and verify_tokens of at least 0, "
-            f"got {self.depth}, {self.top_k} and {self.verify_tokens}"
-        )
-        assert bool(self.sources) == bool(self.verify_tokens), (
-            f"strategy {self.name!r}: expected sources and verify_tokens, or neither for plain "
-            f"decoding, got {self.sources} and {self.verify_tokens}"
-        )
+
+class BanditConfig(NamedTuple):
+    """First batch size of each range, probability to explore, rewards that a median is of."""
+
+    thresholds: tuple[int, ...]
+    epsilon: float = 0.1
+    window: int = 32
 
 
 class BegMab:
     """Algorithm 1, with windows of rewards for each strategy and range.
 
-    Only `everywhere` arms have other windows than in the paper: all others serve one range. The
-    paper does not define the median of an empty window; here a candidate without a reward in this
-    range is taken first, in the order of `strategies`. Decisions are a function of the seed, the
+    The paper does not define the median of an empty window; here a candidate without a reward in
+    this range goes first, in the order of `strategies`. Decisions are a function of the seed, the
     draws so far and the recorded rounds.
     """
 
     def __init__(self, strategies: Sequence[Strategy], config: BanditConfig, seed: int) -> None:
-        """Raises ValueError where thresholds and groups differ in number."""
-        names = [s.name for s in strategies]
-        assert len(set(names)) == len(names), f"expected strategies of different names, got {names}"
+        """Raises ValueError if thresholds and groups differ in number."""
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
         self._seed, self._draws = seed, 0
@@ -102,16 +101,7 @@ class BegMab:
         accept_lens: Sequence[float] | np.ndarray,
         batch_size: int,
     ) -> None:
-        """Record a round: its reward is (Σ accept_lens + batch_size) / elapsed_s, tokens a second.
-
-        `accept_lens` are the accepted draft tokens by request (0 for plain decoding), `batch_size`
-        is that of `select`.
-        """
-        assert strategy in self.candidates(batch_size), (
-            f"expected one of {[s.name for s in self.candidates(batch_size)]} for {batch_size} "
-            f"requests, got {strategy.name!r}: record the batch size that it was selected for"
-        )
-        assert elapsed_s > 0, f"expected elapsed_s above 0, got {elapsed_s}"
+        """Record a round of `accept_lens`, worth (Σ accept_lens + batch_size) / elapsed_s."""
         tokens = float(np.sum(accept_lens)) + batch_size
         rewards = self._rewards[self._bucket(batch_size), strategy.name]
         rewards.append(tokens / float(elapsed_s))
@@ -133,7 +123,7 @@ class BegMab:
         return chosen
 
     def rewards(self) -> dict[str, list[float]]:
-        """Return the rewards in the windows of all ranges, by name, of those that have some."""
+        """Return all rewards in the windows, by name."""
         found = dict[str, list[float]]()
         for (_, name), rewards in self._rewards.items():
             if rewards:
@@ -157,17 +147,20 @@ class BegMab:
             rewards.extend(found.get(key, ()))
 
     def _bucket(self, batch_size: int) -> int:
-        """Return i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""
-        assert batch_size >= 1, f"expected a batch of at least 1 request, got {batch_size}"
+        """Return i with batch_size in [t_i, t_{i+1} − 1], from 0; the last range has no end."""
         return bisect.bisect_right(self.config.thresholds, batch_size) - 1
 
 
 def _by_bucket(
     strategies: Sequence[Strategy], config: BanditConfig
 ) -> tuple[tuple[Strategy, ...], ...]:
-    """Return the candidates of each range: groups by `verify_tokens`, the most first."""
+    """Return the candidates of each range: groups by `verify_tokens`, the most first.
+
+    Plain decoding is a candidate in all of them (ours). One threshold more than there are other
+    groups makes it alone in the last range, as TLT's elastic activation does (section 5.1).
+    """
     sizes = {s.verify_tokens for s in strategies}
-    plain = tuple(s for s in strategies if not s.verify_tokens) if config.everywhere else ()
+    plain = tuple(s for s in strategies if not s.verify_tokens)
     if plain and len(sizes) != len(config.thresholds):
         sizes.discard(0)  # it has no range of its own
     groups = [
@@ -180,3 +173,139 @@ def _by_bucket(
             f"{config.thresholds} and verify_tokens {sorted(sizes, reverse=True)}"
         )
     return tuple(groups)
+
+
+PLAIN = Strategy("plain", (), 0, 0, 0)
+
+
+def strategies(
+    config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int]
+) -> list[Strategy]:
+    """Return the arms; `deepest` has the levels of device drafters, not of drafting workers."""
+    found = tuple(s for s in sources if s not in deepest)
+    together = [found, tuple(sources)] if len(found) > 1 else [tuple(sources)]
+    choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
+    arms = [PLAIN]
+    for tokens in config.verify_tokens:
+        for chosen in choices:
+            width = top_k if LEARNED in chosen else 0
+            reached = [deepest[name] for name in chosen if name in deepest]
+            for depth in [d for d in config.depths if d <= min(reached)] if reached else [0]:
+                name = "+".join(chosen) + (f" depth {depth}" if depth else "") + f" × {tokens}"
+                arms.append(Strategy(name, chosen, depth, width, tokens))
+    return arms
+
+
+def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
+    """Return the nodes of rounds of this many slots, before they are rounded up."""
+    least, most = _batch_size(1, num_slots), num_slots
+    ends = (*config.thresholds[1:], most + 1)
+    ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
+    reached = [tokens for first, end, tokens in ranges if first <= most and least < end]
+    return {num_slots * (tokens + 1) for tokens in reached}
+
+
+def _batch_size(num_requests: int, num_slots: int) -> int:
+    """Return the batch size that a round counts as: its cost is that of its bucket of slots."""
+    return max(num_requests, num_slots // 2 + 1)
+
+
+def make_bandit(
+    config: TunerConfig,
+    sources: Sequence[str],
+    top_k: int,
+    deepest: Mapping[str, int],
+    seed: int,
+) -> BegMab:
+    """Return a worker's bandit, which lives as long as the run."""
+    bandit = BanditConfig(config.thresholds, config.epsilon, config.window)
+    return BegMab(strategies(config, sources, top_k, deepest), bandit, seed)
+
+
+class BanditBudget(Budget):
+    """The budget of one rollout, by a bandit that learns from rollout to rollout.
+
+    It learns nothing from rounds with cached responses, which the measured seconds decide on, nor
+    from requests that `is_copy` names or that draft what another copy has. `on_device` are the
+    drafters that take the device's time, at the arm's depth.
+    """
+
+    def __init__(
+        self,
+        bandit: BegMab,
+        times: RoundTimes,
+        union: DrafterUnion,
+        on_device: Collection[str] = (),
+        is_copy: Callable[[int], bool] = lambda request_id: False,
+    ) -> None:
+        self._bandit, self._times, self._union = bandit, times, union
+        self._on_device, self._is_copy = frozenset(on_device), is_copy
+        self._strategy, self._size, self._is_mixed = PLAIN, 1, False
+        self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
+        self._strategy = strategy = self._bandit.select(self._batch)
+        if strategy == PLAIN:  # its reward is known
+            self._record(np.zeros(len(live)), num_slots)
+        for name in self._on_device & set(strategy.sources):
+            cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
+        return frozenset(self._union.names) - frozenset(strategy.sources)
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        return np.full(len(live), self._strategy.verify_tokens, np.int32)
+
+    def choose_on_device(
+        self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
+    ) -> DraftDecision | None:
+        decision = equal_trees(self._strategy.verify_tokens, sizes, num_slots)
+        self._is_mixed = False
+        if decision is not None:
+            self._size = decision.num_nodes
+        return decision
+
+    def choose(
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
+    ) -> DraftDecision:
+        # as many nodes as the range's strategies may have: one size of each range is compiled
+        self._is_mixed = bool(drafts.cached_A.any())
+        most = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
+        if not self._is_mixed:
+            most = self._strategy.verify_tokens
+        wanted = num_slots * (most + 1)
+        self._size = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
+        taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
+        if not taken_A.any() or (self._is_mixed and not self._pays(drafts, taken_A)):
+            self._size = num_slots
+            return plain(num_slots)
+        return DraftDecision(self._size, taken_A)
+
+    def _pays(self, drafts: Drafts, taken_A: np.ndarray) -> bool:
+        """Return whether a round pays when cached responses continue, which no arm has drafted."""
+        num_slots, num_positions = self._bucket
+        plain_s = self._times(num_slots, num_slots, num_positions)
+        round_s = self._times(num_slots, self._size, num_positions)
+        if plain_s is None or round_s is None:
+            return True
+        taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
+        accepted = float(drafts.prob_AN[taken_AN].sum())  # as expected
+        return (len(taken_A) + accepted) / round_s > len(taken_A) / plain_s
+
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        if self._is_mixed:  # the round was not the arm's choice
+            return
+        copies = [self._is_copy(r) for r in live.request_ids_A.tolist()]
+        own_A = ~np.array(copies, bool) & (drafts.sources_AN[:, 0] != Source.COPY)
+        verified = acceptance.verified
+        accepted_A = acceptance.accepted_AN.sum(axis=1) if verified else np.zeros(len(live))
+        if own_A.any():
+            self._record(accepted_A[own_A], self._size)
+
+    def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
+        (num_slots, num_positions), strategy = self._bucket, self._strategy
+        round_s = self._times(num_slots, num_nodes, num_positions)
+        if round_s is not None:  # nothing is learned from a bucket that was not measured
+            for name in self._on_device & set(strategy.sources):
+                round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)
+            mean_accepted = float(accepted_A.mean())
+            self._bandit.record(strategy, round_s, [mean_accepted] * self._batch, self._batch)

@@ -1,9 +1,8 @@
 """The contract of budgets, which decide which draft tokens a round verifies.
 
-Policies by name: `off`, `fixed:K`, `aimd` (HistoSpec's windows), `goodput` (ours) and `bandit`
-(TLT's). A budget lives for one rollout; it sees counts and a table of seconds only, so that its
-decisions repeat. A = live requests, B = slots, N = draft tokens of a request, M = nodes of a round
-(a root for each slot and the draft tokens), S = cache positions.
+A budget lives for one rollout. It sees counts and a table of seconds only, so that its decisions
+repeat. A = live requests, B = slots, N = draft tokens of a request, M = nodes of a round (a root
+for each slot and the draft tokens), S = cache positions.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from spec.buckets import widest_tree
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
 
+Sizes = Sequence[int]  # of rounds, in nodes, ascending
 MANY_ROUNDS = 2**15  # as many as a fetch may have
 
 
@@ -26,12 +26,11 @@ MANY_ROUNDS = 2**15  # as many as a fetch may have
 class DraftDecision:
     """A round of `num_nodes` with the first `taken_A` draft tokens of each request.
 
-    With the B roots they are at most `num_nodes`, and those of one request with its root at most
-    `spec.buckets.widest_tree(B, num_nodes, Engine.max_nodes)`: the round fails with ValueError
-    otherwise.
-    Without `taken_A` it is plain decoding: `num_rounds` rounds before the next decision. With
-    `tree_tokens` these draft on the device, at most so many draft tokens a request, and verify the
-    best, their probabilities scaled by their request's factor (`scale_A`).
+    With the B roots they are at most `num_nodes`, with its root at most
+    `spec.buckets.widest_tree(…)` of a request, or the round fails with ValueError. Without
+    `taken_A`: plain decoding for `num_rounds` rounds. With `tree_tokens` these rounds draft on the
+    device, at most so many draft tokens a request, and verify the best, by probability times
+    `scale_A`.
     """
 
     num_nodes: int
@@ -45,29 +44,21 @@ class Budget(Protocol):
     """Limits the draft tokens of a round before drafting, and chooses among them after it."""
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
-        """Return the drafters, by name, that are not asked in this round."""
+        """Return the names of the drafters that this round leaves out."""
         return frozenset()
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         """Return the most draft tokens that each live request may get; int [A]."""
         ...
 
-    def unseen(
-        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    def choose_on_device(
+        self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
-        """Decide for rounds whose drafts, at most `most_tokens` a request, nobody sees before.
-
-        None: `choose` is to see them.
-        """
+        """Decide for rounds that draft on the device; None: `choose` decides."""
         return None
 
     def choose(
-        self,
-        live: LiveSlots,
-        drafts: Drafts,
-        sizes: Sequence[int],
-        num_slots: int,
-        num_positions: int,
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
         """Choose for a round of this bucket; `sizes` are the numbers of nodes, ascending."""
         ...
@@ -82,21 +73,21 @@ def plain(num_slots: int, num_rounds: int = 1) -> DraftDecision:
     return DraftDecision(num_slots, num_rounds=num_rounds)
 
 
-def equal_trees(most_tokens: int, sizes: Sequence[int], num_slots: int) -> DraftDecision | None:
-    """Decide for many rounds of trees of so many draft tokens, or what the largest round holds."""
-    wanted = num_slots * (most_tokens + 1)
+def equal_trees(max_tokens: int, sizes: Sizes, num_slots: int) -> DraftDecision | None:
+    """Decide for many rounds of trees of so many draft tokens, or of as many as fit."""
+    wanted = num_slots * (max_tokens + 1)
     num_nodes = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
-    tree_tokens = min(most_tokens, num_nodes // num_slots - 1)
+    tree_tokens = min(max_tokens, num_nodes // num_slots - 1)
     if tree_tokens < 1:
         return None
     return DraftDecision(num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens)
 
 
 def best_trees(
-    num_nodes: int, num_slots: int, most_tokens: int, scale_A: np.ndarray | None = None
+    num_nodes: int, num_slots: int, max_tokens: int, scale_A: np.ndarray | None = None
 ) -> DraftDecision:
-    """Decide for many rounds of the best draft tokens, at most `most_tokens` of a request."""
-    tree_tokens = widest_tree(num_slots, num_nodes, most_tokens + 1) - 1
+    """Decide for many rounds of the best draft tokens, at most `max_tokens` of a request."""
+    tree_tokens = widest_tree(num_slots, num_nodes, max_tokens + 1) - 1
     return DraftDecision(
         num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens, scale_A=scale_A
     )
@@ -105,23 +96,18 @@ def best_trees(
 def best(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
     """Return how many draft tokens of each request are among the best of all; int32 [A].
 
-    As many are chosen as a round of `num_nodes` holds, of one request as many as its tree may, by
-    how much faster they make their request: by p / (1 + w), with its probability p, scaled by the
-    request's factor, and the w tokens that are expected to be accepted of those before it. A
-    rollout ends with its last request, so that one whose drafts are seldom right gets more of them
-    than by p alone. p never exceeds the parent's, so that those chosen are each request's first
-    ones.
+    The best make their request fastest: they are ranked by p / (1 + w), with the probability p,
+    scaled by the request's factor, and w tokens expected to be accepted before it. (A rollout ends
+    with its last request; by p alone those whose drafts are seldom right would get fewer.) p never
+    exceeds the parent's, so those taken are each request's first ones.
     """
     return best_by_size(drafts, scale_A, num_slots, (num_nodes,))[0][0]
 
 
 def best_by_size(
-    drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sequence[int]
+    drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sizes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `best` chooses for a round of each of these numbers of nodes.
-
-    int32 [sizes, A], and how many of those draft tokens are expected to be accepted; [sizes].
-    """
+    """Return `best` for each number of nodes, [sizes, A], and its expected accepted tokens."""
     widest = [widest_tree(num_slots, size, drafts.max_nodes + 1) - 1 for size in sizes]
     widest_S, room_S = np.array(widest, np.int64), np.array(sizes, np.int64) - num_slots
     keys_X = _keys(drafts.prob_AN, drafts.count_A, scale_A, max(widest))
@@ -133,16 +119,13 @@ _LAST = 2**31 - 1
 
 
 @numba.njit(cache=True, nogil=True)
-def _keys(prob_AN, count_A, scale_A, most):  # type: ignore[no-untyped-def]
-    """Return a number for each draft token that ascends with what it is worth.
-
-    Of equals the earlier one has the higher number, a parent before its children.
-    """
+def _keys(prob_AN, count_A, scale_A, max_tokens):  # type: ignore[no-untyped-def]
+    """Return a number for each draft token that ascends with its worth, of equals the earlier's."""
     A, N = prob_AN.shape
     worth_X, place_X, X = np.empty(A * N, np.float32), np.empty(A * N, np.int64), 0
     for a in range(A):
         tokens = 1.0  # expected of the request
-        for n in range(min(count_A[a], most)):
+        for n in range(min(count_A[a], max_tokens)):
             scaled = prob_AN[a, n] * scale_A[a]
             worth_X[X], place_X[X] = scaled / tokens, a * N + n
             tokens += scaled
@@ -170,7 +153,7 @@ def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyp
     return taken_SA, accepted_S
 
 
-def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
+def all_that_fit(drafts: Drafts, sizes: Sizes, num_slots: int) -> DraftDecision:
     """Decide for the smallest round that holds all draft tokens, else for the best of them."""
     if not drafts.count_A.any() or not sizes:
         return plain(num_slots)
@@ -194,19 +177,16 @@ class Backoff:
 
 
 class PlainSpell:
-    """Rounds of plain decoding for which nobody is asked for drafts, more of them each time.
-
-    It is over early if the batch changes its slots, or if all its requests have ended.
-    """
+    """Rounds of plain decoding, more each time, until the batch changes its slots or ends."""
 
     def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
-        self._asked_at = PerRequest(index, np.inf)  # tokens of a request as the spell began
+        self._start_tokens = PerRequest(index, np.inf)  # tokens of a request as the spell began
         self._wait, self._num_slots = Backoff(shortest, longest), 0
 
     def lasts(self, live: LiveSlots, num_slots: int) -> bool:
         if num_slots != self._num_slots:
             return False
-        passed_A = live.total_tokens_A - self._asked_at.get(live)
+        passed_A = live.total_tokens_A - self._start_tokens.get(live)
         return bool(0 <= passed_A.max() < self._wait.rounds)
 
     def begin(self, live: LiveSlots, num_slots: int) -> DraftDecision:
@@ -216,7 +196,7 @@ class PlainSpell:
         if num_slots < self._num_slots:
             self.end()
         self._num_slots = num_slots
-        self._asked_at.set(live, live.total_tokens_A)
+        self._start_tokens.set(live, live.total_tokens_A)
         return plain(num_slots, self._wait.lengthen())
 
     def end(self) -> None:
@@ -225,34 +205,29 @@ class PlainSpell:
 
 
 class FixedBudget(Budget):
-    """Verifies all draft tokens that there are, at most `most` a request."""
+    """Verifies all draft tokens, at most `max_tokens` a request."""
 
-    def __init__(self, most: int = 2**30) -> None:
-        self._most = most
+    def __init__(self, max_tokens: int = 2**30) -> None:
+        self._max_tokens = max_tokens
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        return np.full(len(live), self._most, np.int32)
+        return np.full(len(live), self._max_tokens, np.int32)
 
-    def unseen(
-        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    def choose_on_device(
+        self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
-        return equal_trees(min(most_tokens, self._most), sizes, num_slots)
+        return equal_trees(min(max_tokens, self._max_tokens), sizes, num_slots)
 
     def choose(
-        self,
-        live: LiveSlots,
-        drafts: Drafts,
-        sizes: Sequence[int],
-        num_slots: int,
-        num_positions: int,
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
         return all_that_fit(drafts, sizes, num_slots)
 
 
 class SeeingBudget(FixedBudget):
-    """The same, with drafts that come to the host even where they need not."""
+    """Verifies as `FixedBudget` does, with drafts that always come to the host."""
 
-    def unseen(
-        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    def choose_on_device(
+        self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
         return None

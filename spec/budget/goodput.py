@@ -1,47 +1,120 @@
 """The budget that buys the most tokens per second, by a table of measured round times.
 
 A round of M nodes costs what the table says; it brings each request one token and its accepted
-draft tokens. A = live requests, B = slots, M = nodes of a round, S = cache positions.
+draft tokens. A = live requests, B = slots, N = draft tokens, S = cache positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from spec.acceptance import sums
+from spec.budget.aimd import Aimd
 from spec.budget.budget import (
+    Backoff,
     Budget,
     DraftDecision,
+    FixedBudget,
     PlainSpell,
+    Sizes,
     best_by_size,
     best_trees,
 )
-from spec.budget.device_gate import DeviceDraftGate
-from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.budget.config import LEARNED, MODEL, parse_budget
+from spec.drafter import (
+    Acceptance,
+    Drafter,
+    Drafts,
+    LiveSlots,
+    Program,
+    RoundsDrafter,
+    Source,
+    sums,
+)
 from spec.per_request import PerRequest, RequestIndex
 from spec.round_times import RoundTimes
+
+DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
+
+
+class DeviceDrafter(Drafter, RoundsDrafter, Protocol):
+    """A drafter whose seconds grow with its depth, which may change between rounds."""
+
+    def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
+        """Yield the jitted steps for an engine in this bucket, and makers of their arguments."""
+        ...
+
+
+class DeviceDraftGate:
+    """Compares a round with a device drafter's draft tokens to one without, by tokens a second.
+
+        (A + Σ s_a probability) / (round + drafts)
+        against (A + Σ s_a probability of others) / (round + drafts of others)
+
+    A draft token that others have too, with a lower probability, counts as the drafter's. If it
+    does not pay, the drafter is left out for a `Backoff`.
+    """
+
+    def __init__(self) -> None:
+        self._waits = {name: Backoff() for name in DEVICE_SOURCES}
+        self._left = dict.fromkeys(DEVICE_SOURCES, 0)  # rounds of the present wait
+
+    def skips(self) -> frozenset[str]:
+        """Return the drafters to leave out of the round that begins now."""
+        self._left = {name: max(left - 1, 0) for name, left in self._left.items()}
+        return frozenset(name for name, left in self._left.items() if left)
+
+    def observe(
+        self,
+        times: RoundTimes,
+        live: LiveSlots,
+        drafts: Drafts,
+        taken_A: np.ndarray,
+        scale_A: np.ndarray,
+        bucket: tuple[int, int, int],
+    ) -> None:
+        """Compare for a round of this (slots, nodes, positions), with the draft tokens taken."""
+        num_slots, _, num_positions = bucket
+        depths_of = {name: times.draft_depths(name) for name in DEVICE_SOURCES}
+        round_s = times(*bucket)
+        if round_s is None or not any(depths_of.values()):
+            return
+        taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
+        worth_AN = np.where(taken_AN, drafts.prob_AN, 0.0) * scale_A[:, None]
+        draft_s, own_worth = dict[str, float](), dict[str, float]()
+        for name, source in DEVICE_SOURCES.items():
+            own_AN, depths = drafts.sources_AN == source, depths_of[name]
+            if depths and not self._left[name] and (own_AN & taken_AN).any():
+                draft_s[name] = times.draft(name, num_slots, depths[-1], num_positions)
+                own_worth[name] = float(worth_AN[own_AN].sum())
+        all_s, tokens = round_s + sum(draft_s.values()), len(live) + float(worth_AN.sum())
+        for name in draft_s:
+            if tokens / all_s >= (tokens - own_worth[name]) / (all_s - draft_s[name]):
+                self._waits[name] = Backoff()
+            else:
+                self._left[name] = self._waits[name].lengthen()
+
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
 REFUSED_ROUNDS = 16, 256  # shortest and longest time until refused drafts are asked for again
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
-MOST_OF_THEM = 0.75  # and the share of the requests that have to be there
+MIN_SHARE = 0.75  # and the share of the requests that have to be there
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
 
 
 class Goodput(Budget):
     """Takes the best draft tokens of all requests, as many as bring the most tokens a second.
 
-    tokens(M) = A + Σ s_a probability of the M − B best
-    M = argmax tokens(M) / seconds(B, M, S)
+        tokens(M) = A + Σ s_a probability of the M − B best
+        M = argmax tokens(M) / seconds(B, M, S)
 
     The best are those of `spec.budget.budget.best`. `s_a` is the ratio of accepted to expected
-    draft tokens of a request so far, shrunk towards that of all requests; draft tokens that were
-    not verified are compared with what was then drawn. Cached responses have a factor of 1. A
-    mode is left only for one that promises `BETTER`. Drafts cost the host's time: while plain
-    decoding wins, they are asked for after a `PlainSpell`.
+    draft tokens of a request so far, shrunk towards that of all; 1 for cached responses. A mode is
+    left only for one that promises `BETTER`. While plain decoding wins, drafts are asked for after
+    a `PlainSpell`, since they cost the host's time.
     """
 
     def __init__(self, times: RoundTimes) -> None:
@@ -68,23 +141,18 @@ class Goodput(Budget):
         accepted_A, expected_A = self._accepted.get(live), self._expected.get(live)
         return (accepted_A + PRIOR_NODES * overall) / (expected_A + PRIOR_NODES)
 
-    def unseen(
-        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    def choose_on_device(
+        self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
         """Repeat what was chosen last, some fetches long and while most requests are there."""
         slots, num_nodes, requests = self._chosen
-        if not self._repeats or num_slots != slots or len(live) < MOST_OF_THEM * requests:
+        if not self._repeats or num_slots != slots or len(live) < MIN_SHARE * requests:
             return None
         self._repeats -= 1
-        return best_trees(num_nodes, num_slots, most_tokens, self.scale(live))
+        return best_trees(num_nodes, num_slots, max_tokens, self.scale(live))
 
     def choose(
-        self,
-        live: LiveSlots,
-        drafts: Drafts,
-        sizes: Sequence[int],
-        num_slots: int,
-        num_positions: int,
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
         plain_s = self._times(num_slots, num_slots, num_positions)
         if plain_s is None:
@@ -118,3 +186,17 @@ class Goodput(Budget):
         self._expected.set(live, DECAY * self._expected.get(live) + expected_A)
         self._all_accepted = ALL_DECAY * self._all_accepted + float(accepted_A.sum())
         self._all_expected = ALL_DECAY * self._all_expected + float(expected_A.sum())
+
+
+def make_budget(
+    policy: str, times: RoundTimes | None, window_tokens: Sequence[int] | None = None
+) -> Budget:
+    """Return the budget of that name for one rollout; for `bandit` see `BanditBudget`."""
+    name, size = parse_budget(policy)
+    if name == "aimd":
+        return Aimd(times, window_tokens)
+    if name == "goodput":
+        assert times is not None, "goodput needs the measured seconds of a round"
+        return Goodput(times)
+    assert name in ("off", "fixed"), f"no budget of one rollout is called {policy}"
+    return FixedBudget(size)

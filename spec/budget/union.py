@@ -1,8 +1,8 @@
 """Several drafters as one: the union of their trees, the likeliest draft tokens first.
 
-A draft token that two drafters share counts once, with the higher of their probabilities and the
-source that gave it. So the best of the union is worth at least the best of any one of them.
-K = drafters, A = live requests, N = draft tokens.
+A draft token that two drafters share counts once, with the higher probability and its source. So
+the best of the union is worth at least the best of any one. K = drafters, A = live requests, N =
+draft tokens.
 """
 
 from __future__ import annotations
@@ -12,45 +12,42 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from spec.acceptance import by_source
 from spec.drafter import (
     Acceptance,
     Drafter,
     Drafts,
     LiveSlots,
     RoundsDrafter,
+    by_source,
     no_drafts,
 )
 
 WORTH_ASKING = 0.03  # accepted draft tokens a request and round; with fewer a drafter has to wait
-ASKED_AGAIN = 16  # rounds
+RETRY_ROUNDS = 16  # rounds
 DECAY = 0.95  # of the counts of each drafter, a round
 
 
 class DrafterUnion(Drafter):
-    """Asks all of `drafters`, those that bring next to nothing more rarely.
-
-    `names` are the names that `skipped` may have.
-    """
+    """Asks all `drafters`, rarely accepted ones less often; `skipped` has some of `names`."""
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str] = ()) -> None:
         assert drafters, "a union of nothing"
         self.names = tuple(names)
         self._drafters = tuple(drafters)
         self.arrives_later = any(drafter.arrives_later for drafter in drafters)
-        self._asked = np.zeros(len(self._drafters))
+        self._num_requests = np.zeros(len(self._drafters))
         self._accepted = np.zeros(len(self._drafters))
         self._round = 0
         self._last: dict[int, int] = {}  # the drafters of the last round, and their sources
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self._round += 1
-        worth_K = self._accepted >= WORTH_ASKING * self._asked
-        if self._round % ASKED_AGAIN == 0 or not worth_K.any():
+        worth_K = self._accepted >= WORTH_ASKING * self._num_requests
+        if self._round % RETRY_ROUNDS == 0 or not worth_K.any():
             worth_K[:] = True
         if self.skipped:
-            asked_K = np.array([name not in self.skipped for name in self.names])
-            worth_K = worth_K & asked_K if (worth_K & asked_K).any() else asked_K
+            wanted_K = np.array([name not in self.skipped for name in self.names])
+            worth_K = worth_K & wanted_K if (worth_K & wanted_K).any() else wanted_K
         chosen = np.nonzero(worth_K)[0].tolist()
         if not chosen:
             self._last = {}
@@ -61,12 +58,12 @@ class DrafterUnion(Drafter):
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
 
     def in_rounds(self) -> RoundsDrafter | None:
-        asked = [k for k, name in enumerate(self._all_names()) if name not in self.skipped]
-        if len(asked) != 1:
+        active = [k for k, name in enumerate(self._all_names()) if name not in self.skipped]
+        if len(active) != 1:
             return None
-        drafter = self._drafters[asked[0]].in_rounds()
+        drafter = self._drafters[active[0]].in_rounds()
         if drafter is not None:
-            self._last = {asked[0]: int(drafter.source)}
+            self._last = {active[0]: int(drafter.source)}
         return drafter
 
     def _all_names(self) -> Sequence[str]:
@@ -79,7 +76,7 @@ class DrafterUnion(Drafter):
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         accepted = by_source(drafts, acceptance.accepted_AN)
         for k, source in self._last.items():
-            self._asked[k] = DECAY * self._asked[k] + len(drafts.count_A)
+            self._num_requests[k] = DECAY * self._num_requests[k] + len(drafts.count_A)
             self._accepted[k] = DECAY * self._accepted[k] + accepted[source]
         for k in self._last:
             self._drafters[k].observe(drafts, acceptance)
@@ -100,24 +97,20 @@ class DrafterUnion(Drafter):
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
     """Return the union of each request's trees, cut to its `max_nodes_A` likeliest draft tokens."""
     A, N = drafts[0].tokens_AN.shape
-    most_A = np.minimum(max_nodes_A, N).astype(np.int32)
+    max_A = np.minimum(max_nodes_A, N).astype(np.int32)
     merged, *others = drafts
     for other in others:
-        merged = _merge(merged, other, most_A, no_drafts(A, N))
+        merged = _merge(merged, other, max_A, no_drafts(A, N))
     return merged
 
 
 @numba.njit(cache=True, nogil=True)
-def _merge(one, two, most_A, out):  # type: ignore[no-untyped-def]
-    """Write the union of two drafters' trees, and return it.
-
-    A tree's draft tokens descend in probability: the next of the union is the first of those that
-    are left of one of the trees.
-    """
+def _merge(one, two, max_A, out):  # type: ignore[no-untyped-def]
+    """Write the union of two trees, whose draft tokens descend in probability, and return it."""
     place_2N = np.empty((2, one.tokens_AN.shape[1]), np.int32)  # of their nodes in the union
-    for a in range(len(most_A)):
+    for a in range(len(max_A)):
         i = j = size = 0
-        while size < most_A[a] and (i < one.count_A[a] or j < two.count_A[a]):
+        while size < max_A[a] and (i < one.count_A[a] or j < two.count_A[a]):
             if j >= two.count_A[a] or (
                 i < one.count_A[a] and one.prob_AN[a, i] >= two.prob_AN[a, j]
             ):

@@ -3,30 +3,123 @@
     free_running   a chain continues while its window is verified; rolled back if wrong (SpecActor)
     enumeration    one round ahead: all numbers of accepted tokens, times the likeliest next tokens
 
-A step is one pass over all requests that want drafts. Time is the caller's.
+A step is one pass over all requests that want drafts. Time is the caller's. B = rows, one per
+request, L = tokens of a row.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
 from spec.decoupled.messages import Block, Commit
-from spec.decoupled.texts import DraftedRequest, RequestTexts
-from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
+from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
+from spec.drafter import PRIOR_DRAFTS, PRIOR_PROB, LiveSlots
 
 SECOND = 0.5  # probability of a second choice if the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
 
 
+@dataclasses.dataclass(eq=False)
+class DraftedRequest:
+    """A request: its row, its last commit, and the draft tokens assumed after it, of `prob`."""
+
+    row: int
+    commit: Commit
+    prob: np.ndarray
+    wants: bool = True  # a draft: a commit has come since no more could be drafted
+
+    @property
+    def committed(self) -> int:
+        return self.commit.total_tokens
+
+    @property
+    def num_assumed(self) -> int:
+        return len(self.prob)
+
+
+class RequestTexts:
+    """The requests of one drafting worker, in a table of rows as engines have one."""
+
+    def __init__(self, num_rows: int, max_total_tokens: int) -> None:
+        self._tokens_BL = np.zeros((num_rows, max_total_tokens + 1), np.int32)
+        self._free = list(range(num_rows))[::-1]
+        self.requests: dict[int, DraftedRequest] = {}
+
+    def commit(self, commit: Commit) -> tuple[int, int] | None:
+        """Add a request's tokens; drop the assumed ones from the first difference on.
+
+        Returns how many assumed tokens were right, and how many were decided; None if the commit
+        does not follow from the known tokens, or has no row that is long enough.
+        """
+        request = self.requests.get(commit.request_id)
+        total = commit.total_tokens
+        before = 0 if request is None else request.committed
+        if not commit.first <= before < total <= self._tokens_BL.shape[1]:
+            return None
+        if request is None:
+            if not self._free:
+                return None
+            request = DraftedRequest(self._free.pop(), commit, np.zeros(0, np.float32))
+            self.requests[commit.request_id] = request
+        row_L = self._tokens_BL[request.row]
+        known = min(request.num_assumed, total - before)
+        new_T = commit.tokens[before - commit.first :]
+        differs = np.flatnonzero(row_L[before:][:known] != new_T[:known])
+        right = int(differs[0]) if len(differs) else known
+        row_L[commit.first : total] = commit.tokens
+        left = request.prob[total - before :] if right == known else request.prob[:0]
+        above = request.prob[total - before - 1] if len(left) else 1.0
+        request.prob = (left / max(above, 1e-12)).astype(np.float32)
+        request.commit, request.wants = commit, True
+        return right, min(right + 1, known)
+
+    def assume(self, request: DraftedRequest, tokens_N: np.ndarray, prob_N: np.ndarray) -> None:
+        """Assume more draft tokens of a request, with the probabilities of a chain."""
+        at = request.committed + request.num_assumed
+        self._tokens_BL[request.row, at : at + len(tokens_N)] = tokens_N
+        above = request.prob[-1] if request.num_assumed else 1.0
+        request.prob = np.concatenate([request.prob, above * prob_N]).astype(np.float32)
+
+    def assumed(self, request: DraftedRequest) -> np.ndarray:
+        """Return the assumed draft tokens of a request."""
+        row_L = self._tokens_BL[request.row]
+        return row_L[request.committed : request.committed + request.num_assumed].copy()
+
+    def close(self, request_ids: Sequence[int]) -> LiveSlots:
+        """Free the rows of requests that have left; return them as they were."""
+        gone = [r for r in request_ids if r in self.requests]
+        live = self.live(gone)
+        self._free += [self.requests.pop(r).row for r in gone]
+        return live
+
+    def live(self, request_ids: Sequence[int]) -> LiveSlots:
+        """Return these requests as a drafter reads them, with their assumed tokens."""
+        rows = [self.requests[r] for r in request_ids]
+        commits, ids_A = [r.commit for r in rows], np.array(request_ids, np.int64)
+        assumed_A = np.array([r.num_assumed for r in rows], np.int32)
+        left_A = np.array([c.remaining_tokens for c in commits], np.int32) - assumed_A
+        processing_A3 = np.array([c.processing for c in commits], np.float32).reshape(-1, 3)
+        return LiveSlots(
+            rows_A=np.array([r.row for r in rows], np.int64),
+            request_ids_A=ids_A,
+            group_ids_A=ids_A,
+            prompt_tokens_A=np.array([c.prompt_tokens for c in commits], np.int32),
+            total_tokens_A=np.array([c.total_tokens for c in commits], np.int32) + assumed_A,
+            remaining_tokens_A=left_A,
+            tokens_BL=self._tokens_BL,
+            processing_A3=processing_A3,
+        )
+
+
 class DraftingAhead(abc.ABC):
     """A drafting worker's drafts for one rollout; the last step drafted `depth` tokens deep."""
 
-    def __init__(self, drafter: AheadDraftModel, num_rows: int, longest_tokens: int) -> None:
-        self.texts, self.depth = RequestTexts(num_rows, longest_tokens), 0
+    def __init__(self, drafter: AheadDraftModel, num_rows: int, max_total_tokens: int) -> None:
+        self.texts, self.depth = RequestTexts(num_rows, max_total_tokens), 0
         self._drafter = drafter
 
     def update(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
@@ -34,8 +127,8 @@ class DraftingAhead(abc.ABC):
         gone = self.texts.close(closed)
         if len(gone):
             self._drafter.finished(gone)
-        found = [self.texts.commit(commit) for commit in commits]
-        seen = [pair for pair in found if pair is not None and pair[1]]
+        acceptance = [self.texts.commit(commit) for commit in commits]
+        seen = [pair for pair in acceptance if pair is not None and pair[1]]
         if seen:
             self._observe(np.array(seen))
 
@@ -57,9 +150,9 @@ class FreeRunning(DraftingAhead):
             return []
         requests = [self.texts.requests[r] for r in wanting]
         live = self.texts.live(wanting)
-        most_A = np.array([_window(request) for request in requests], np.int32)
-        self.depth = int(most_A.max())
-        drafts = self._drafter.propose(live, most_A, self.depth)
+        max_A = np.array([_window(request) for request in requests], np.int32)
+        self.depth = int(max_A.max())
+        drafts = self._drafter.propose(live, max_A, self.depth)
         blocks = []
         for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
             n = int(drafts.count_A[a])
@@ -68,7 +161,7 @@ class FreeRunning(DraftingAhead):
                 self.texts.assume(request, drafts.tokens_AN[a, :n], drafts.prob_AN[a, :n])
                 tokens_N = self.texts.assumed(request)
                 parents_N = np.arange(-1, len(tokens_N) - 1, dtype=np.int32)
-                numbers = r, request.round, request.committed
+                numbers = r, request.commit.round, request.committed
                 blocks.append(Block(*numbers, tokens_N, parents_N, request.prob.copy()))
         return blocks
 
@@ -79,10 +172,10 @@ class FreeRunning(DraftingAhead):
         """Decoupled, up to a window ahead of the one that is verified; else, with none ahead."""
         return [
             r
-            for r, request in self.texts.requests.items()
-            if request.ahead <= (request.plan.window if request.plan.decoupled else 0)
-            and request.wants
-            and _window(request) > 0
+            for r, q in self.texts.requests.items()
+            if q.num_assumed <= q.commit.plan.decoupled * q.commit.plan.window
+            and q.wants
+            and _window(q) > 0
         ]
 
 
@@ -99,12 +192,12 @@ class Enumerating(DraftingAhead):
         self,
         drafter: EnumeratingDraftModel,
         num_rows: int,
-        longest_tokens: int,
+        max_total_tokens: int,
         *,
         max_window: int,
         fan_out: int,
     ) -> None:
-        super().__init__(drafter, num_rows, longest_tokens)
+        super().__init__(drafter, num_rows, max_total_tokens)
         self._max_window, self._fan_out = max_window, fan_out
         self._right, self._seen = PRIOR_DRAFTS * PRIOR_PROB, float(PRIOR_DRAFTS)
 
@@ -116,7 +209,7 @@ class Enumerating(DraftingAhead):
         requests = [self.texts.requests[r] for r in wanting]
         chain_AK = np.full((len(requests), self._max_window), -1, np.int32)
         for a, request in enumerate(requests):
-            chain = request.chain[: self._max_window]
+            chain = request.commit.chain[: self._max_window]
             chain_AK[a, : len(chain)] = chain
             request.wants = False
         self.depth = depth = max(_window(request) for request in requests)
@@ -129,7 +222,7 @@ class Enumerating(DraftingAhead):
             n, w = int((chain_AK[a] >= 0).sum()), _window(request)
             branches = tokens_AZFN[a, : n + 1, :, : 1 + w], second_AZFK[a, : n + 1, :, :w]
             tree = cases_tree(chain_AK[a, :n], *branches, prob_AZF[a, : n + 1], p)
-            blocks.append(Block(r, request.round, request.committed, *tree))
+            blocks.append(Block(r, request.commit.round, request.committed, *tree))
         return blocks
 
     def update(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
@@ -142,8 +235,9 @@ class Enumerating(DraftingAhead):
         request = self.texts.requests.get(commit.request_id)
         if request is None or commit.first != request.committed:
             return
-        known = min(len(request.chain), len(commit.tokens))
-        same = np.cumprod(request.chain[:known] == commit.tokens[:known])
+        chain = request.commit.chain
+        known = min(len(chain), len(commit.tokens))
+        same = np.cumprod(chain[:known] == commit.tokens[:known])
         self._right, self._seen = (
             DECAY * x + y
             for x, y in ((self._right, same.sum()), (self._seen, min(same.sum() + 1, known)))
@@ -189,9 +283,10 @@ def cases_tree(
 
 def _may_continue(request: DraftedRequest) -> bool:
     """Return False if a request's plan waits until its chain is verified."""
-    return request.plan.decoupled or not len(request.chain)
+    return request.commit.plan.decoupled or not len(request.commit.chain)
 
 
 def _window(request: DraftedRequest) -> int:
     """Return the draft tokens that may come next; the last token of a response is never one."""
-    return min(request.plan.window, request.remaining - request.ahead - 1)
+    left = request.commit.remaining_tokens - request.num_assumed - 1
+    return min(request.commit.plan.window, left)

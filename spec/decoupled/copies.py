@@ -1,8 +1,8 @@
 """Drafts of a request that several workers answer: by a method for each copy, and of one another.
 
-Copies share their noise, and so their tokens. The verified tokens of one copy are therefore a draft
-that the others accept whole, in one pass: the first verified block of any copy counts for all (in
-SpecActor, section 4.2, the first copy to end counts). A = live requests, N = draft tokens.
+Copies share their noise, and so their tokens: verified tokens of one copy are a draft that the
+others accept whole, so the first verified block of any copy counts for all (in SpecActor, section
+4.2, the first copy to end counts). A = live requests, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Progress:
         self._response: dict[int, np.ndarray] = {}
 
     def watch(self, original: int) -> None:
-        """Keep this request's progress from now on: it has a copy."""
+        """Keep this request's progress from now on, as it has a copy."""
         with self._lock:
             self._response.setdefault(original, np.zeros(0, np.int32))
 
@@ -49,10 +49,7 @@ class Progress:
 
 
 class CopiesDrafter(Drafter):
-    """Drafts for requests by `usual`, for their copies by one method of `methods` each.
-
-    A copy that another one is ahead of drafts the other's tokens.
-    """
+    """Drafts by `usual`, for copy i by method i − 1; a copy behind another drafts its tokens."""
 
     arrives_later = True
 

@@ -2,20 +2,147 @@
 
 In each round: take received blocks → follow them to the requests' present tokens → send these
 tokens to the drafting workers, with the drafts that are verified now. A round never waits, except
-for `patience_s` if most requests lack a block that is due. A = live requests.
+for `patience_s` if most requests lack a block that is due. A = live requests, F = requests with a
+block, N = draft tokens of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numba
 import numpy as np
 
 from spec.config import SamplingConfig
-from spec.decoupled.messages import Commit, DraftLink, DraftPlan
-from spec.decoupled.received import ReceivedBlocks
-from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
+from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
+from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source, no_drafts
+from spec.per_request import RequestIndex, with_room
+
+FIRST_NODES = 64  # draft tokens that there is room for at first
+# Columns of a request's block: the length that it follows, its round, its draft tokens.
+BASE, ROUND, NODES = range(3)
+
+
+class ReceivedBlocks:
+    """The newest block of each request; the draft is its subtree below the committed tokens."""
+
+    def __init__(self) -> None:
+        self._index = RequestIndex()
+        self._block_F3 = np.empty((0, 3), np.int64)
+        # tokens, parents and probabilities of the draft tokens
+        dtypes = np.int32, np.int32, np.float32
+        self._nodes_FN = [np.empty((0, FIRST_NODES), dtype) for dtype in dtypes]
+        self.stale = 0  # blocks without any draft: requests had gone another way
+
+    def put(self, blocks: Iterable[Block], live: LiveSlots) -> None:
+        """Keep these blocks of live requests, unless they are older than the present ones."""
+        blocks = list(blocks)
+        if not blocks:
+            return
+        which = dict(zip(live.request_ids_A.tolist(), self._rows(live).tolist(), strict=True))
+        for block in blocks:
+            f, n = which.get(block.request_id), len(block.tokens_N)
+            if f is None or block.round < self._block_F3[f, ROUND]:
+                continue
+            if n > (width := self._nodes_FN[0].shape[1]):
+                room = (0, 0), (0, max(n, 2 * width) - width)
+                self._nodes_FN = [np.pad(x_FN, room) for x_FN in self._nodes_FN]
+            self._block_F3[f] = block.base_tokens, block.round, n
+            arrays = block.tokens_N, block.parents_N, block.prob_N
+            for x_FN, new_N in zip(self._nodes_FN, arrays, strict=True):
+                x_FN[f, :n] = new_N
+
+    def drafts(
+        self, live: LiveSlots, window_A: np.ndarray, max_A: np.ndarray, max_nodes: int
+    ) -> Drafts:
+        """Return each request's draft: at most `window_A` deep, and `max_A` draft tokens."""
+        drafts = no_drafts(len(live), max_nodes)
+        drafts.sources_AN[:] = Source.MODEL
+        which_A = self._rows(live)  # first: it may make room
+        texts = live.tokens_BL, live.rows_A, live.total_tokens_A
+        limits = window_A, np.minimum(max_A, max_nodes)
+        self.stale += _follow(*texts, which_A, self._block_F3, *self._nodes_FN, *limits, drafts)
+        return drafts
+
+    def rounds(self, live: LiveSlots) -> np.ndarray:
+        """Return the round of each request's newest block; −1 without a block."""
+        which_A = self._rows(live)  # first: it may make room
+        return self._block_F3[which_A, ROUND]
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        for f in self._index.forget(request_ids):
+            self._block_F3[f] = 0, -1, 0
+
+    def _rows(self, live: LiveSlots) -> np.ndarray:
+        which_A, old = self._index.of(live), len(self._block_F3)
+        if self._index.size > old:
+            self._block_F3 = with_room(self._block_F3, self._index.size, 0)
+            self._block_F3[old:, ROUND] = -1
+            size = len(self._block_F3)
+            self._nodes_FN = [with_room(x_FN, size, 0) for x_FN in self._nodes_FN]
+        return which_A
+
+
+@numba.njit(cache=True, nogil=True)
+def _follow(  # type: ignore[no-untyped-def]
+    tokens_BL,
+    rows_A,
+    total_A,
+    which_A,
+    block_F3,
+    tokens_FN,
+    parents_FN,
+    prob_FN,
+    window_A,
+    max_A,
+    out,
+):
+    """Write the drafts that follow from blocks; return how many blocks were given up."""
+    stale = 0
+    place_N = np.empty(tokens_FN.shape[1], np.int32)  # of its draft tokens in the draft
+    depth_N = np.empty(tokens_FN.shape[1], np.int32)
+    for a in range(len(rows_A)):
+        f = which_A[a]
+        text, nodes = tokens_BL[rows_A[a]], block_F3[f, NODES]
+        node, lost = -1, nodes == 0 or block_F3[f, BASE] > total_A[a]
+        for t in range(block_F3[f, BASE], total_A[a]):
+            if lost:
+                break
+            child = node + 1
+            while child < nodes and (
+                parents_FN[f, child] != node or tokens_FN[f, child] != text[t]
+            ):
+                child += 1
+            node, lost = child, child == nodes
+        if lost:
+            stale += nodes > 0
+            block_F3[f, NODES] = 0
+            continue
+        above = np.float32(1.0) if node < 0 else max(prob_FN[f, node], np.float32(1e-12))
+        size = 0
+        for n in range(node + 1, nodes):
+            parent, place_N[n] = parents_FN[f, n], -1
+            if parent != node and (parent < node or place_N[parent] < 0):
+                continue
+            depth_N[n] = 1 if parent == node else depth_N[parent] + 1
+            if depth_N[n] > window_A[a] or size >= max_A[a]:
+                continue
+            at = -1 if parent == node else place_N[parent]
+            same = at + 1  # a block that is wrong may have siblings with one token
+            while same < size and (
+                out.parents_AN[a, same] != at or out.tokens_AN[a, same] != tokens_FN[f, n]
+            ):
+                same += 1
+            place_N[n] = same
+            if same < size:
+                continue
+            out.tokens_AN[a, size], out.parents_AN[a, size] = tokens_FN[f, n], at
+            out.prob_AN[a, size] = min(prob_FN[f, n] / above, np.float32(1.0))
+            size += 1
+        out.count_A[a] = size
+    return stale
+
 
 LACKING_SHARE = 0.5  # share of requests without a draft above which a round waits
 
@@ -47,18 +174,13 @@ class OnePlan(RequestPlans):
 
 
 class DecoupledDrafter(Drafter):
-    """Drafts of one draft model, by drafting workers at the other ends of `links`.
-
-    A request is drafted for by one of them. If the `generation` of a link changes, its requests are
-    sent again from their first token.
-    """
+    """Drafts of one draft model, by drafting workers at the other ends of `links`."""
 
     arrives_later = True
 
     def __init__(
         self, links: Sequence[DraftLink], plans: RequestPlans, sampling: SamplingConfig
     ) -> None:
-        assert links, "one drafting worker or more"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
         self.received = ReceivedBlocks()
         # of each request: generation of its link, number of tokens sent, number of commits
@@ -68,8 +190,8 @@ class DecoupledDrafter(Drafter):
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
         window_A = np.array([plan.window for plan in plans], np.int64)
-        most_A = np.minimum(max_nodes_A, np.array([plan.max_nodes for plan in plans], np.int32))
-        given = live, window_A, most_A, max_nodes
+        max_A = np.minimum(max_nodes_A, np.array([plan.max_nodes for plan in plans], np.int32))
+        given = live, window_A, max_A, max_nodes
         self._take(live)
         drafts = self.received.drafts(*given)
         if self._plans.patience_s and self._worth_waiting(live, drafts):

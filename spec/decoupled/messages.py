@@ -3,9 +3,9 @@
     verifying  ── Commit: a request's tokens, and the chain that is verified next ────→  drafting
     verifying  ←──────── Block: a tree of draft tokens after `base_tokens` ────────────  drafting
 
-A block names its request, committed length and round. So a late, repeated or lost block, or one of
-a replaced drafting worker, costs speed and never a token: draft tokens that do not follow from the
-request's present tokens are not used. Source: SpecActor section 4.1.
+A block names its request, committed length and round. So a late, repeated or lost block costs speed
+and never a token: draft tokens that do not follow from the request's present tokens are not used.
+Source: SpecActor section 4.1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class DraftPlan(NamedTuple):
     """A request's window of draft tokens, and whether the next one is drafted early.
 
     Decoupled drafting continues while a window is verified, up to 2 · window − 1 draft tokens in
-    vain; otherwise the next window waits until the last one is verified (the paper: coupled).
-    A round verifies at most `max_nodes` of a block's draft tokens; only the verifier knows them.
+    vain; otherwise it waits for the verification (the paper: coupled). A round verifies at most
+    `max_nodes` of a block; only the verifier knows them.
     """
 
     window: int
@@ -32,10 +32,9 @@ class DraftPlan(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """A request's tokens from `first` on, of prompt and response.
+    """A request's tokens from `first` on, of prompt and response, and the `chain` verified next.
 
-    `round` counts the request's commits. `chain` are the draft tokens that are verified after them.
-    `processing` is temperature, top-k and top-p.
+    `round` counts the request's commits; `processing` is temperature, top-k and top-p.
     """
 
     request_id: int
@@ -56,9 +55,8 @@ class Commit(NamedTuple):
 class Block(NamedTuple):
     """Draft tokens after the first `base_tokens` of a request, likeliest first: a tree.
 
-    `parents_N` is −1 for a child of the last of them, else the index of an earlier draft token;
-    `prob_N` the estimated probability of a draft token and all above it. `round` is the last
-    commit's that the drafting worker knew.
+    `parents_N` is −1 for a child of the root, else the index of an earlier draft token; `prob_N`
+    the probability of a draft token and all above it. `round` is of the last commit known.
     """
 
     request_id: int

@@ -1,19 +1,17 @@
-"""A drafter's own cache: a row per request, caught up before each draft.
+"""A drafter's cache: a row per request, completed before each draft.
 
 Entries follow from a request's tokens (draft model), or from these and the policy's hidden states
-(EAGLE), so that nothing moves with a request. Before a draft the rows that lack entries, and only
-these, are computed in chunks, several a pass.
-
-B = rows of the cache, S = its positions, A = requests that draft, P = chunks of a pass,
-C = tokens of a chunk, W = tokens of a draft's own window.
+(EAGLE), so that nothing moves with a request. Rows that lack entries are computed in chunks. B =
+rows of the cache, S = its positions, A = requests that draft, P = chunks of a pass, C = tokens of a
+chunk, W = tokens of a draft's window.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,47 +21,19 @@ from models.kv_cache import KVCache
 from models.paged_cache import Cache
 from spec import cache_rows
 from spec.config import SamplingConfig
-from spec.draft_cache.drafting import Drafting, Given, catch_up
-from spec.draft_cache.row_pages import RowPages
-from spec.draft_cache.rows import CachedRows
-from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
+from spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS, Drafting, Inputs, catch_up
+from spec.draft_cache.rows import CachedRows, RowPages
 from spec.drafter import Arguments, LiveSlots, Program
 from spec.sampling import noise_names
 
 KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 
 
-class Runner(Protocol):
-    """A worker's devices: `rl.engine.model_runner.ModelRunner`, as far as drafters use it."""
-
-    dtype: Any
-    model: ModelConfig
-    config: Any  # with its buckets of slots
-
-    @property
-    def is_paged(self) -> bool: ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def batch_ways(self) -> int: ...
-
-    def position_sizes(self, num_slots: int) -> list[int]: ...
-
-    def round_positions(self, num_slots: int) -> list[int]: ...
-
-    def argument(self, x: np.ndarray) -> Any: ...
-
-    def put(self, x: Any) -> Any: ...
-
-    def zero_rows(
-        self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = ...
-    ) -> Any: ...
+Runner = Any  # rl.engine.model_runner.ModelRunner, a worker's devices
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
+class PassSizes:
     """Shapes of the passes over tokens whose entries a row lacks.
 
     A draft computes the last `window_tokens` of each row; earlier ones come in chunks of one of the
@@ -82,18 +52,16 @@ class Passes:
 
 
 class DraftCache:
-    """The rows of one drafter on the host (`rows`) and on the device (`arrays`).
+    """The rows of one drafter on the host (`rows`) and on the device (`arrays`), as many as slots.
 
-    The device has as many rows as the engine has slots, in the engine's buckets. `arrays` are None
-    until the first draft, and where a step that failed has consumed them. They are pages, as many
-    as the engine has, where its own are (`spec.draft_cache.row_pages`), unless it is not
-    `may_be_paged`.
+    `arrays` are None until the first draft, and after a failed step that consumed them. They are
+    pages if the engine's cache is, unless it is not `may_be_paged`.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        passes: Passes,
+        passes: PassSizes,
         drafting: Drafting,
         runner: Runner,
         may_be_paged: bool = True,
@@ -108,13 +76,9 @@ class DraftCache:
         self._model, self.drafting, self._runner = model, drafting, runner
 
     def follow(
-        self, live: LiveSlots, some: LiveSlots, num_positions: int, given: Given
+        self, live: LiveSlots, some: LiveSlots, num_positions: int, given: Inputs
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of some of the live requests, and the acceptance of their last chains.
-
-        The rows have all entries but those of a draft's window, and `num_positions` at least. The
-        acceptance is that of `CachedRows.follow`.
-        """
+        """Return the rows of some requests, complete but for a window, and their acceptance."""
         self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)), num_positions)
         rows_A, acceptance_A2 = self.rows.follow(some)
         if self._pages is not None:
@@ -126,17 +90,17 @@ class DraftCache:
         return rows_A, acceptance_A2
 
     def has_room(self, rows_A: np.ndarray) -> np.ndarray:
-        """Return which rows can hold their requests' entries: pages may lack; bool [A]."""
+        """Return which rows can hold their requests' entries, by their pages; bool [A]."""
         return np.ones(len(rows_A), bool) if self._pages is None else self._pages.has_room_B[rows_A]
 
     def taken(self) -> Cache:
-        """Return the arrays for a step that consumes them; its result is to take their place."""
+        """Return the arrays for a step that consumes them; its result replaces them."""
         taken, self.arrays = self.arrays, None
         assert taken is not None
         return taken
 
     def ends(
-        self, live: LiveSlots, rows_A: np.ndarray, most_A: np.ndarray, sampling: SamplingConfig
+        self, live: LiveSlots, rows_A: np.ndarray, max_A: np.ndarray, sampling: SamplingConfig
     ) -> Any:
         """Return a table for `unpack_ends` to draft for these requests; other rows are at rest."""
         W, first = self.passes.window_tokens, self.drafting.first_token
@@ -147,13 +111,13 @@ class DraftCache:
         table_BX[rows_A, :W] = self.rows.tokens_BS[rows_A[:, None], columns_AW]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         names_A = noise_names(live.request_ids_A)
-        ints = live.rows_A, live.total_tokens_A, emitted_A, names_A, most_A
+        ints = live.rows_A, live.total_tokens_A, emitted_A, names_A, max_A
         table_BX[rows_A, W:-3] = np.stack(ints, axis=1)
         table_BX[rows_A, -3:] = live.processing(sampling).view(np.int32)
         return self._runner.argument(table_BX)
 
     def complete(self, live: LiveSlots, lacking_tokens: int = 0) -> None:
-        """Note that these rows have the entries of what their requests have now, but the last."""
+        """Note that these rows have the entries of all but the last tokens of their requests."""
         rows_A, _ = self.rows.follow(live)
         known_A = np.maximum(live.total_tokens_A - lacking_tokens, 0)
         self.rows.known_B[rows_A] = np.where(self.has_room(rows_A), known_A, 0)
@@ -179,12 +143,9 @@ class DraftCache:
         return self._runner.argument(np.zeros(shape, np.int32))
 
     def programs(
-        self, num_rows: int, num_positions: int, given: Callable[[], Given]
+        self, num_rows: int, num_positions: int, given: Callable[[], Inputs]
     ) -> Iterator[Program]:
-        """Yield the passes over chunks, and the changes to the next buckets.
-
-        Where a layer is like the policy's, the latter are programs that the engine has.
-        """
+        """Yield the passes over chunks, and changes of buckets that the engine does not compile."""
         B, S = num_rows, num_positions
         for P, C in sorted({self.passes.shape(n, B, S) for n in self.passes.chunk_widths}):
 
@@ -254,11 +215,8 @@ class DraftCache:
         assert isinstance(arrays, KVCache)
         self.arrays = cache_rows.resize(arrays, self._runner.put(row_B), num_positions)
 
-    def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Given) -> None:
-        """Compute entries until no row lacks more than its window, the longest first.
-
-        A chunk ends at the row's last token at the latest, so that it stays inside the cache.
-        """
+    def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Inputs) -> None:
+        """Compute entries until no row lacks more than its window, the longest first."""
         held, passes, total_A = self.rows, self.passes, live.total_tokens_A
         while True:
             lacking_A = total_A - held.known_B[rows_A] - passes.window_tokens

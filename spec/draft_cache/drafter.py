@@ -1,7 +1,7 @@
 """Drafters on the device with a cache of their own, as rollouts use them.
 
-What a cache lacks is computed before each draft; a draft is one call, and one fetch where the host
-is to see it. A = live requests, X = draft tokens.
+A draft is one call after the cache is complete, and one fetch if the host is to see it. A = live
+requests, X = draft tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from models.paged_cache import Cache
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import DraftCache
-from spec.draft_cache.drafting import Given, draft, unpack
+from spec.draft_cache.drafting import Inputs, draft, unpack
 from spec.drafter import (
     Arguments,
     Drafter,
@@ -30,25 +30,25 @@ from spec.drafter import (
 
 
 class CachingDrafter(Drafter, Protocol):
-    """The drafter of one worker for one rollout; kinds of it say what their programs are given.
+    """The drafter of one worker for one rollout; its kinds define the inputs of their programs.
 
-    Draft tokens go `depth` deep at most, which may be changed between rounds. Call all methods
-    under the runner's mesh or default device.
+    Drafts are up to `depth` deep, which may change between rounds. Call all methods under the
+    runner's mesh or default device.
     """
 
     source: Source
     depth: int
-    most_tokens: int
+    max_tokens: int
     lacking_tokens: int = 0  # whose entries rows lack after rounds on the device
     _held: DraftCache
     _sampling: SamplingConfig
 
     def constants(self) -> Any:
-        """Return the constants of `Drafting`, as they are now."""
+        """Return the current constants of `Drafting`."""
         ...
 
     def features(self) -> tuple[Any, ...]:
-        """Return the policy's features, if they are read."""
+        """Return the policy's features, if the drafter reads them."""
         return ()
 
     def empty_features(self, num_slots: int, num_positions: int) -> tuple[Any, ...]:
@@ -56,48 +56,48 @@ class CachingDrafter(Drafter, Protocol):
         return ()
 
     def reach(self) -> int:
-        """Return how deep drafts are to go now."""
+        """Return how deep the next drafts go."""
         return self.depth
 
     def note_drafts(
         self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray
     ) -> None:
-        """Note in the rows what the cache has of these requests after a draft."""
+        """Record the entries that the cache has of these requests after a draft."""
         ...
 
     def observe_chains(self, acceptance_A2: np.ndarray) -> None:
-        """Learn of how many draft tokens how many were accepted, as of `CachedRows.follow`."""
+        """Learn the acceptance of chains, as of `CachedRows.follow`."""
         return
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Return a tree for each request that may have draft tokens."""
         drafts, held = no_drafts(len(live), max_nodes), self._held
         drafts.sources_AN[:] = self.source
-        most_A = np.minimum(max_nodes_A, max_nodes).astype(np.int32)
-        asked_A = np.nonzero(most_A > 0)[0]
-        if not len(asked_A):
+        max_A = np.minimum(max_nodes_A, max_nodes).astype(np.int32)
+        chosen_A = np.nonzero(max_A > 0)[0]
+        if not len(chosen_A):
             return drafts
-        some, most_A, features = live.take(asked_A), most_A[asked_A], self.features()
-        depth = min(self.reach(), int(most_A.max()))  # the best n draft tokens are n deep at most
+        some, max_A, features = live.take(chosen_A), max_A[chosen_A], self.features()
+        depth = min(self.reach(), int(max_A.max()))  # the best n draft tokens are n deep at most
         # what reads the policy's cache is as long as that
-        longest = int((some.total_tokens_A + np.minimum(most_A, depth)).max())
+        longest = int((some.total_tokens_A + np.minimum(max_A, depth)).max())
         num_positions = features[0].shape[2] if features else longest
         rows_A, acceptance_A2 = held.follow(live, some, num_positions, (self.constants(), features))
         self.observe_chains(acceptance_A2)
         has_room_A = held.has_room(rows_A)
         if not has_room_A.all():
             some, rows_A = some.take(np.nonzero(has_room_A)[0]), rows_A[has_room_A]
-            asked_A, most_A = asked_A[has_room_A], most_A[has_room_A]
-        if not len(asked_A):
+            chosen_A, max_A = chosen_A[has_room_A], max_A[has_room_A]
+        if not len(chosen_A):
             return drafts
-        table_BX = held.ends(some, rows_A, most_A, self._sampling)
+        table_BX = held.ends(some, rows_A, max_A, self._sampling)
         given = self.constants(), features
         args, options = self._draft_arguments(given, held.taken(), table_BX, depth)
         held.arrays, packed = draft(*args, **options)
         tokens_AX, parents_AX, prob_AX, found_A = (x[rows_A] for x in unpack(packed))
-        count_A = np.minimum(found_A, most_A)
+        count_A = np.minimum(found_A, max_A)
         self.note_drafts(some, rows_A, tokens_AX, count_A)
-        return fill(drafts, asked_A, tokens_AX, parents_AX, prob_AX, count_A)
+        return fill(drafts, chosen_A, tokens_AX, parents_AX, prob_AX, count_A)
 
     def finished(self, live: LiveSlots) -> None:
         rows = self._held.rows
@@ -115,12 +115,12 @@ class CachingDrafter(Drafter, Protocol):
     def num_positions(self) -> int:
         return self._held.num_positions
 
-    def enter_rounds(self, live: LiveSlots, most_tokens: int, num_positions: int) -> RoundsInput:
+    def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
         held, given = self._held, (self.constants(), self.features())
         rows_A, acceptance_A2 = held.follow(live, live, num_positions, given)
         self.observe_chains(acceptance_A2)
-        most_A = np.where(held.has_room(rows_A), most_tokens, 0)
-        return self._rounds_input(held.taken(), held.ends(live, rows_A, most_A, self._sampling))
+        max_A = np.where(held.has_room(rows_A), max_tokens, 0)
+        return self._rounds_input(held.taken(), held.ends(live, rows_A, max_A, self._sampling))
 
     def leave_rounds(self, live: LiveSlots, cache: Cache, acceptance_X2: np.ndarray) -> None:
         self._held.arrays = cache
@@ -137,13 +137,10 @@ class CachingDrafter(Drafter, Protocol):
     # -- programs ------------------------------------------------------------------------
 
     def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
-        """Yield the jitted steps of rollouts in this bucket, and makers of their arguments.
-
-        Later drafters on the same device use the same programs if they have the same settings.
-        """
+        """Yield the jitted steps of rollouts in this bucket, and makers of their arguments."""
         held, size = self._held, (num_slots, num_positions)
 
-        def given() -> Given:
+        def given() -> Inputs:
             return self.constants(), self.empty_features(*size)
 
         def drafting() -> Arguments:
@@ -152,6 +149,6 @@ class CachingDrafter(Drafter, Protocol):
         yield draft, drafting
         yield from held.programs(*size, given)
 
-    def _draft_arguments(self, given: Given, cache: Cache, table_BX: Any, depth: int) -> Arguments:
-        options = {"drafting": self._held.drafting, "most_tokens": self.most_tokens}
+    def _draft_arguments(self, given: Inputs, cache: Cache, table_BX: Any, depth: int) -> Arguments:
+        options = {"drafting": self._held.drafting, "max_tokens": self.max_tokens}
         return (given, cache, table_BX, np.int32(depth)), options

@@ -1,31 +1,36 @@
-"""The host's record of the tokens whose keys and values a drafter's own cache holds.
+"""The rows of a drafter's cache on the host: the tokens whose entries it holds, and their pages.
 
 B = rows of the cache, S = its positions, A = live requests, K = draft tokens of a chain.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numba
 import numpy as np
 
+from models.paged_cache import Cache, PagedCache
 from spec.drafter import LiveSlots
+from spec.page_table import PageTable
 
-NOBODY = -1
+NO_OWNER = -1
 
 
 class CachedRows:
     """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
 
-    The entry of a token depends on it and on those before it, on no later one. A row outlives its
-    request. The next request in it keeps the prefix that the two texts share: a request that
-    returns its own tokens, a sibling the prompt.
+    The entry of a token depends on it and on earlier ones. A row outlives its request; the next one
+    in it keeps the prefix that the two texts share: a returning request its own tokens, a sibling
+    the prompt.
     """
 
     def __init__(self, num_rows: int, num_positions: int) -> None:
         self.tokens_BS = np.zeros((num_rows, num_positions), np.int32)
         self.filled_B = np.zeros(num_rows, np.int32)  # tokens, draft tokens included
         self.known_B = np.zeros(num_rows, np.int32)
-        self.owner_B = np.full(num_rows, NOBODY, np.int64)
+        self.owner_B = np.full(num_rows, NO_OWNER, np.int64)
         # first position and number of the last chain's draft tokens
         self.drafted_at_B = np.zeros(num_rows, np.int32)
         self.drafted_B = np.zeros(num_rows, np.int32)
@@ -35,10 +40,9 @@ class CachedRows:
         return len(self.owner_B)
 
     def follow(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
-        """Write the live requests' tokens to their rows; return the rows, and int [A, 2].
+        """Write the requests' tokens to their rows; return these, and each last chain's acceptance.
 
-        The latter is how many draft tokens of the last chain were accepted, and of how many that is
-        known. There must be as many rows as requests.
+        The latter is int [A, 2]: accepted draft tokens, and those of which it is known.
         """
         rows_A = self._rows(live)
         total_A = np.minimum(live.total_tokens_A, self.tokens_BS.shape[1]).astype(np.int32)
@@ -52,7 +56,7 @@ class CachedRows:
         return rows_A, np.stack([accepted_A, seen_A], axis=1)
 
     def roll_back(self, rows_A: np.ndarray, agreed_A: np.ndarray) -> None:
-        """Forget entries behind the first `agreed_A` tokens: their drafts were rejected."""
+        """Forget entries after the first `agreed_A` tokens."""
         self.known_B[rows_A] = np.minimum(self.known_B[rows_A], agreed_A)
 
     def drafted(self, rows_A: np.ndarray, tokens_AK: np.ndarray, count_A: np.ndarray) -> None:
@@ -67,7 +71,7 @@ class CachedRows:
     def ended(self, live: LiveSlots) -> None:
         """Free the rows of these requests, which each have one."""
         for request_id in live.request_ids_A.tolist():
-            self.owner_B[self._row_of.pop(request_id)] = NOBODY
+            self.owner_B[self._row_of.pop(request_id)] = NO_OWNER
 
     def has(self, live: LiveSlots) -> np.ndarray:
         """Return which of these requests have a row, bool [A]."""
@@ -76,13 +80,9 @@ class CachedRows:
     def resized(
         self, num_rows: int, num_positions: int, live: LiveSlots
     ) -> tuple[CachedRows, np.ndarray]:
-        """Return a table of another size, and which row each of its rows was, int32 [B].
-
-        With fewer rows, those of live requests are kept, then those with the most known entries.
-        New rows know nothing.
-        """
+        """Return another size, with live rows and those that know most, and their old places."""
         is_live_B = np.isin(self.owner_B, live.request_ids_A)
-        order_B = np.lexsort((-self.known_B, self.owner_B == NOBODY, ~is_live_B))[:num_rows]
+        order_B = np.lexsort((-self.known_B, self.owner_B == NO_OWNER, ~is_live_B))[:num_rows]
         if num_rows >= len(self):
             order_B = np.arange(len(self))
         new, n = CachedRows(num_rows, num_positions), len(order_B)
@@ -90,7 +90,7 @@ class CachedRows:
         new.tokens_BS[:n, :S] = self.tokens_BS[order_B, :S]
         for name in ("filled_B", "known_B", "owner_B", "drafted_at_B", "drafted_B"):
             getattr(new, name)[:n] = getattr(self, name)[order_B]
-        owned = np.nonzero(new.owner_B != NOBODY)[0].tolist()
+        owned = np.nonzero(new.owner_B != NO_OWNER)[0].tolist()
         new._row_of = {int(new.owner_B[b]): b for b in owned}
         return new, np.concatenate([order_B, np.zeros(num_rows - n, int)]).astype(np.int32)
 
@@ -105,13 +105,10 @@ class CachedRows:
         return np.array([self._row_of[r] for r in live.request_ids_A.tolist()], np.int64)
 
     def _best_free(self, tokens_T: np.ndarray, live: LiveSlots) -> int:
-        """Return the free row that shares the longest prefix with a text, then knows least.
-
-        Rows of requests that are not live now are taken only if no other is free.
-        """
+        """Return the free row that shares the longest prefix with a text, live requests' last."""
         common_B = np.minimum(_common(self.tokens_BS, self.filled_B, tokens_T), self.known_B)
         is_live_B = np.isin(self.owner_B, live.request_ids_A)
-        order_B = np.lexsort((self.known_B, -common_B, self.owner_B != NOBODY, is_live_B))
+        order_B = np.lexsort((self.known_B, -common_B, self.owner_B != NO_OWNER, is_live_B))
         assert not is_live_B[order_B[0]], "there must be as many rows as requests"
         return int(order_B[0])
 
@@ -140,3 +137,72 @@ def _common(held_BS, filled_B, tokens_T):  # type: ignore[no-untyped-def]
         while out_B[b] < end and held_BS[b, out_B[b]] == tokens_T[out_B[b]]:
             out_B[b] += 1
     return out_B
+
+
+class RowPages:
+    """The pages of the rows: those of a request's tokens and of the next fetch, as far as there are
+    any.
+
+    Siblings share none. If they run out, rows that do not draft now lose theirs; a request that
+    still lacks some drafts nothing for a while.
+    """
+
+    def __init__(self, num_rows: int, num_positions: int, runner: Any) -> None:
+        config, self._num_positions = runner.config, num_positions
+        T, ways = config.page_tokens, runner.batch_ways
+        num_pages = runner.num_pages if num_rows else 0
+        self._table = PageTable(num_rows, num_positions // T, num_pages, T, ways)
+        self._ahead_tokens = max(config.max_nodes, config.rounds_per_fetch)
+        self.has_room_B = np.zeros(num_rows, bool)
+        self._is_stale = False
+
+    def reserve(self, rows: CachedRows, rows_A: np.ndarray, total_A: np.ndarray) -> None:
+        """Give rows pages for so many tokens and those of a fetch, if there are any."""
+        drafts_B = np.isin(np.arange(len(rows)), rows_A)
+        for row, total in zip(rows_A.tolist(), total_A.tolist(), strict=True):
+            tokens = min(total + self._ahead_tokens, self._num_positions)
+            held = self._table.held_B[row]
+            self._table.release(row, tokens)  # of a longer request before it
+            while not (has_room := self._table.reserve(row, tokens)):
+                if not self._take_from(rows, row, ~drafts_B):
+                    self._release(rows, row)
+                    break
+            self.has_room_B[row] = has_room
+            self._is_stale |= self._table.held_B[row] != held
+
+    def _take_from(self, rows: CachedRows, needing: int, may_lose_B: np.ndarray) -> bool:
+        """Release another row of the same part: one without a request, which knows least."""
+        part_of, held_B = self._table.part_of, self._table.held_B
+        others = [
+            row
+            for row in np.nonzero(may_lose_B & (held_B > 0))[0].tolist()
+            if part_of(row) == part_of(needing)
+        ]
+        if not others:
+            return False
+        known_B, owner_B = rows.known_B, rows.owner_B
+        self._release(rows, min(others, key=lambda r: (owner_B[r] != NO_OWNER, known_B[r])))
+        return True
+
+    def _release(self, rows: CachedRows, row: int) -> None:
+        self._table.release(row)
+        rows.known_B[row], self.has_room_B[row], self._is_stale = 0, False, True
+
+    def take_rows(self, rows: CachedRows, row_X: np.ndarray) -> None:
+        """Make row i what row `row_X[i]` was; further rows, and those of other parts, are new."""
+        before, ways = len(self._table), self._table.ways
+        part_B = np.arange(len(rows)) * ways // len(rows)
+        kept_B = np.pad(row_X, (0, len(rows) - len(row_X)), constant_values=-1)
+        kept_B = np.where(kept_B * ways // before == part_B, kept_B, -1)
+        self._table.take_rows(kept_B.tolist())
+        rows.known_B[kept_B < 0] = 0
+        self.has_room_B = np.where(kept_B < 0, False, self.has_room_B[np.maximum(kept_B, 0)])
+        self._is_stale = True
+
+    def on_device(self, cache: Cache | None, runner: Any) -> PagedCache:
+        """Return the cache with this table."""
+        assert isinstance(cache, PagedCache)
+        if self._is_stale:
+            self._is_stale = False
+            return dataclasses.replace(cache, table_BN=runner.put(self._table.pages_BN.copy()))
+        return cache

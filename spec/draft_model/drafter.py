@@ -1,43 +1,187 @@
-"""Drafts from a smaller model with the policy's tokenizer, which has a cache of its own.
+"""Drafts from a smaller model with the policy's tokenizer and a cache of its own.
 
 Each round runs the tokens that the cache lacks through the model, then drafts a chain from every
-request's last token. The entries of accepted draft tokens are in the cache already; those of
-rejected ones are overwritten. So a round costs one short pass, one pass a draft token, and one
-fetch. Source: the draft model of SpecActor and others; draws with shared noise are ours.
+request's last token: one short pass, one pass a draft token, one fetch. Entries of accepted draft
+tokens stay; every pass overwrites the others before it attends to them.
+P = rows of one pass, C = tokens of a chunk, W = tokens of a chain's first pass, K = draft tokens of
+a chain. Source: the draft model of SpecActor and others; draws with shared noise are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from models import transformer
+from models import kv_cache, transformer
 from models.config import ModelConfig
-from spec.acceptance import PRIOR_DRAFTS, PRIOR_PROB
+from models.paged_cache import Cache, PagedCache
+from models.sharding import constrain
+from models.transformer import Cached
+from spec import sampling
 from spec.config import SamplingConfig
-from spec.draft_cache.cache import DraftCache, Passes, Runner
+from spec.draft_cache.cache import DraftCache, PassSizes, Runner
 from spec.draft_cache.drafter import CachingDrafter
-from spec.draft_cache.drafting import Given
+from spec.draft_cache.drafting import DraftTrees, Inputs, RoundResult, RowEnds, unpack_chunks
 from spec.draft_model.config import ChainConfig, Proposal
-from spec.draft_model.drafting import LACKING_TOKENS, ChainDrafting
-from spec.draft_model.enumeration import Enumeration, enumerate_cases, unpack
-from spec.drafter import Arguments, LiveSlots, Program, RoundsDrafter, Source
+from spec.drafter import (
+    PRIOR_DRAFTS,
+    PRIOR_PROB,
+    LiveSlots,
+    RoundsDrafter,
+    Source,
+)
+from spec.sampling import Processing
+
+LACKING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw behind it
+
+# the least probability, the rollout's key, and probabilities of draws with shared noise by depth
+Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
+State = tuple[Any, tuple[()]]  # the cache, rows or pages
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainDrafting:
+    """`Drafting` of chains; in rounds it needs windows of `LACKING_TOKENS`.
+
+    Without a `scheme` draft tokens are the likeliest, with the model's probabilities; else draws
+    with the request's noise at their positions, with the probabilities in the constants.
+    """
+
+    config: ModelConfig
+    scheme: sampling.Draw | None
+    first_token: ClassVar[int] = 0
+    apart: ClassVar[bool] = False
+
+    def catch_up(self, given: Inputs, cache: Cache, table_PX: jax.Array) -> Cache:
+        (params, *_), _ = given
+        row_P, _, start_P, tokens_PC = unpack_chunks(table_PX)
+        if isinstance(cache, PagedCache):
+            table_PN = jnp.take(cache.table_BN, row_P, axis=0, mode="fill", fill_value=-1)
+            some = dataclasses.replace(cache, table_BN=table_PN, anywhere=True)
+            _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
+            return dataclasses.replace(some, table_BN=cache.table_BN, anywhere=False)
+        copies = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
+        _, copies = run_tokens(self.config, params, copies, tokens_PC, start_P)
+        return jax.tree.map(
+            lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, copies
+        )
+
+    def begin(self, given: Inputs, cache: Cache, ends: RowEnds) -> State:
+        return cache, ()
+
+    def draft(
+        self, constants: Constants, state: State, ends: RowEnds, depth: jax.Array, max_tokens: int
+    ) -> tuple[Cache, DraftTrees]:
+        params, min_prob, key, mean_prob_K = constants
+        ends = dataclasses.replace(
+            ends, max_B=jnp.minimum(ends.max_B, jnp.minimum(depth, max_tokens))
+        )
+        given = params, state[0], ends, min_prob, key
+        cache, tokens_RX, prob_RX = _chains(self, *given, max_tokens)
+        parents_RX = jnp.broadcast_to(jnp.arange(max_tokens, dtype=jnp.int32) - 1, tokens_RX.shape)
+        if self.scheme is not None:
+            prob_X = jnp.take(mean_prob_K, jnp.arange(max_tokens), mode="clip")
+            prob_RX = jnp.broadcast_to(prob_X, prob_RX.shape)
+        likely_R = jnp.sum(prob_RX >= min_prob, axis=1, dtype=jnp.int32)
+        count_R = jnp.minimum(ends.max_B, likely_R)
+        return cache, DraftTrees(tokens_RX, parents_RX, prob_RX, count_R)
+
+    def absorb(self, constants: Constants, state: State, result: RoundResult) -> State:
+        return state
+
+
+def _chains(
+    drafting: ChainDrafting,
+    params: transformer.Params,
+    cache: Cached,
+    ends: RowEnds,
+    min_prob: jax.Array,
+    key: jax.Array,
+    max_tokens: int,
+) -> tuple[Cached, jax.Array, jax.Array]:
+    """Return the cache, and tokens and probabilities [B, K] of chains of up to `max_tokens`.
+
+    The first pass computes the last W of a row's `total` tokens: entries before these must be
+    known. Each further pass computes the last draft token. Chains end together, once each has its
+    `max_tokens` draft tokens or a probability below `min_prob`; the rest is 0. Rows are not written
+    beyond their `max_tokens`. Requires `total + max_tokens <= S`.
+    """
+    config, scheme = drafting.config, drafting.scheme
+    K, S, total_B, max_B = max_tokens, cache.num_positions, ends.total_B, ends.max_B
+    B = len(total_B)
+    keys_B, first_B = sampling.request_keys(key, ends.request_id_B), ends.starts(0, S)
+    hidden_BWD, cache = run_tokens(config, params, cache, ends.tokens_BW, first_B)
+    last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
+    hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
+
+    def draft_token(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
+        tokens_BK, prob_BK, prob_B = drawn
+        logits_B1V = constrain(transformer.head(params, hidden_B1D), "batch", None, "vocab")
+        keys_B1 = sampling.position_keys(keys_B, (ends.emitted_B + k)[:, None])
+        token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, ends.processing, scheme)
+        prob_B = prob_B * jnp.exp(logprob_B1[:, 0])
+        tokens_BK = jax.lax.dynamic_update_slice(tokens_BK, token_B1, (0, k))
+        prob_BK = jax.lax.dynamic_update_slice(prob_BK, prob_B[:, None], (0, k))
+        return tokens_BK, prob_BK, prob_B
+
+    def more(carry: tuple) -> jax.Array:
+        k, _, (_, _, prob_B) = carry
+        return jnp.any((k < max_B) & (prob_B >= min_prob))
+
+    def step(carry: tuple) -> tuple:
+        k, cache, drawn = carry
+        token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
+        at_B = jnp.where(k < max_B, total_B + k - 1, S)  # not written
+        hidden_B1D, cache = run_tokens(config, params, cache, token_B1, at_B)
+        return k + 1, cache, draft_token(k, hidden_B1D, drawn)
+
+    none = jnp.zeros((B, K), jnp.int32), jnp.zeros((B, K)), jnp.ones(B)
+    start = jnp.int32(1), cache, draft_token(jnp.int32(0), hidden_B1D, none)
+    _, cache, (tokens_BK, prob_BK, _) = jax.lax.while_loop(more, step, start)
+    return cache, tokens_BK, prob_BK
+
+
+def run_tokens(
+    config: ModelConfig,
+    params: transformer.Params,
+    cache: Cached,
+    tokens_BC: jax.Array,
+    start_B: jax.Array,
+) -> tuple[jax.Array, Cached]:
+    """Run tokens at positions `start …` of their rows with causal attention."""
+    positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
+    mask_BCS = cache.seen_from(start_B, tokens_BC.shape[1])
+    return transformer.hidden_with_cache(
+        config, params, cache, tokens_BC, positions_BC, start_B, mask_BCS
+    )[:2]
+
+
+def _draw(
+    logits_B1V: jax.Array, keys_B1: jax.Array, processing: Processing, scheme: sampling.Draw | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return tokens and their log-probabilities, both [B, 1]."""
+    temperature_B1, top_k_B1, top_p_B1 = processing.broadcast(keys_B1.shape)
+    if scheme is not None:
+        cut_B1V = sampling.processed_logits(logits_B1V, temperature_B1, top_k_B1, top_p_B1)
+        return sampling.draw(cut_B1V, keys_B1, temperature_B1, scheme)
+    scale_B1 = jnp.where(temperature_B1 <= 0, 1.0, temperature_B1)
+    logits_B1V = logits_B1V.astype(jnp.float32) / scale_B1[:, :, None]
+    token_B1 = jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32)
+    total_B1 = jax.nn.logsumexp(logits_B1V, axis=-1)
+    return token_B1, jnp.max(logits_B1V, axis=-1) - total_B1
 
 
 class DraftModelDrafter(CachingDrafter):
     """Chains of a draft model: its `likeliest` tokens, or its own draws (`shared_noise`).
 
-    Shared noise is the noise that the policy will draw with (by position), so that a draft is
-    accepted if both distributions map that noise to the same token. The probability of a
-    `likeliest` draft token is the product of the model's probabilities at the sampling's
-    temperature; with shared noise it is the product of the mean acceptances observed at each depth.
-    Chains have at most `depth` draft tokens, which may be changed between rounds.
-
-    `model` must have the vocabulary of the runner's, otherwise ValueError; `params` are on its
-    devices.
+    Shared noise is the policy's noise by position: a draft is accepted if both distributions map it
+    to the same token. A `likeliest` draft token has the product of the model's probabilities at the
+    sampling's temperature, one with shared noise the mean acceptances observed at each depth.
+    `model` has the vocabulary of the runner's; `params` are on its devices.
     """
 
     source, lacking_tokens = Source.MODEL, LACKING_TOKENS
@@ -54,16 +198,8 @@ class DraftModelDrafter(CachingDrafter):
         key: jax.Array,
         proposal: Proposal = "likeliest",
     ) -> None:
-        if model.vocab_size != runner.model.vocab_size:
-            raise ValueError(
-                "expected a draft model with the policy's vocabulary of "
-                f"{runner.model.vocab_size}, got "
-                f"{model.vocab_size}: take one of the same tokenizer, its embedding cut or padded"
-            )
-        if proposal not in ("likeliest", "shared_noise"):
-            raise ValueError(f"proposal must be 'likeliest' or 'shared_noise', got {proposal!r}")
         self.config = config or ChainConfig()
-        self.depth = self.most_tokens = self.config.max_draft_tokens
+        self.depth = self.max_tokens = self.config.max_draft_tokens
         self._params, self._sampling, self._key = params, sampling, key
         self._proposal = proposal
         # `reach` cuts chains of shared noise: the model does not know their probabilities
@@ -106,70 +242,10 @@ class DraftModelDrafter(CachingDrafter):
         return max(1, int((self._mean_prob()[: self.depth] >= self.config.min_prob).sum()))
 
 
-def _passes(config: ChainConfig) -> Passes:
+def _passes(config: ChainConfig) -> PassSizes:
     """Return passes of chunks whose widths are each a quarter of the next, all above the window."""
     widths, width = [config.chunk_tokens], config.chunk_tokens // 4
     while width > config.window_tokens:
         widths.append(width)
         width //= 4
-    return Passes(config.window_tokens, tuple(widths[::-1]), config.pass_tokens)
-
-
-class AheadDraftModel(DraftModelDrafter):
-    """A draft model of a drafting worker: texts end with draft tokens that nobody has verified.
-
-    So what follows a chain says nothing about its acceptance; whoever knows tells `observe_chains`.
-    """
-
-    def note_drafts(
-        self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray
-    ) -> None:
-        super().note_drafts(live, rows_A, tokens_AX, count_A)
-        self._held.rows.drafted_B[rows_A] = 0
-
-
-class EnumeratingDraftModel(AheadDraftModel):
-    """A draft model that drafts for each case of the chains that are being verified."""
-
-    may_be_paged = False  # nodes of a row see different numbers of its positions
-
-    def outcomes(
-        self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (tokens_AZFN, second_AZFK, prob_AZF) of what may come of each request's chain.
-
-        Behind i accepted tokens of it there are F guesses with their probability, each with a chain
-        of `depth` tokens and a second choice for each of them; what lies behind that is 0.
-        `chain_AK` is −1 behind a chain.
-        """
-        held, given = self._held, (self.constants(), self.features())
-        A, K = chain_AK.shape
-        count_A = (chain_AK >= 0).sum(axis=1)
-        longest = int(live.total_tokens_A.max()) + K
-        rows_A, _ = held.follow(live, live, longest, given)
-        table_RX = held.ends(live, rows_A, np.ones(A, np.int32), self._sampling)
-        chain_RK = np.full((len(held.rows), K), -1, np.int32)
-        chain_RK[rows_A] = chain_AK
-        enumeration = Enumeration(self._drafting, K, fan_out)
-        args = given, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
-        held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
-        self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
-        tokens_RZFN, second_RZFK, prob_RZF = unpack(packed)
-        return tokens_RZFN[rows_A], second_RZFK[rows_A], prob_RZF[rows_A]
-
-    def enumerating(
-        self, num_slots: int, num_positions: int, window: int, fan_out: int
-    ) -> Iterator[Program]:
-        """Yield the steps of `outcomes` in this bucket, and makers of their arguments."""
-        held, size = self._held, (num_slots, num_positions)
-
-        def given() -> Given:
-            return self.constants(), ()
-
-        def cases() -> Arguments:
-            chain_RK = self._argument(np.full((num_slots, window), -1, np.int32))
-            args = given(), held.empty(*size), held.empty_ends(num_slots), chain_RK, np.int32(1)
-            return args, {"enumeration": Enumeration(self._drafting, window, fan_out)}
-
-        yield enumerate_cases, cases
-        yield from held.programs(*size, given)
+    return PassSizes(config.window_tokens, tuple(widths[::-1]), config.pass_tokens)

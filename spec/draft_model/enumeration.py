@@ -1,18 +1,18 @@
-"""A draft model one round ahead of verification: what may come of a chain, and what comes then.
+"""A draft model one round ahead of verification: it drafts for each outcome of a chain.
 
 While a chain of k draft tokens is verified, its first 0 … k may be accepted, and a token of the
-policy's own follows. The `fan_out` likeliest of these and a chain behind each are drafted for every
-case, so that whatever the round brings is likely to be among them (one round ahead of verification,
-as SGLang's decoupled drafts and SSD, arXiv 2603.03251, have it). With the noise of the position the
-draft model's own draw is the first guess, unless it has just been rejected.
+policy follows. For each case the `fan_out` likeliest of these tokens and a chain after each are
+drafted (as in SGLang's decoupled drafts and SSD, arXiv 2603.03251). With the position's noise the
+model's own draw is the first guess, unless it has just been rejected.
 
-B = rows of the cache, K = draft tokens of a chain, Z = K + 1 cases, F = guesses of a case,
-E = Z · F branches, W = tokens of the first pass, X = columns of the branches' nodes.
+B = rows of the cache, K = draft tokens of a chain, Z = K + 1 cases, F = guesses of a case, E = Z ·
+F branches, W = tokens of the first pass, X = columns of the branches' nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,9 @@ from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
 from models.layers import rope_turns
 from models.sharding import replicated
 from spec import sampling
-from spec.draft_cache.drafting import Given
-from spec.draft_cache.tables import Ends, unpack_ends
-from spec.draft_model.drafting import ChainDrafting, run_tokens
+from spec.draft_cache.drafting import Inputs, RowEnds, unpack_ends
+from spec.draft_model.drafter import ChainDrafting, DraftModelDrafter, run_tokens
+from spec.drafter import Arguments, LiveSlots, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Enumeration:
 
 @partial(jax.jit, static_argnames="enumeration", donate_argnames="cache")
 def enumerate_cases(
-    given: Given,
+    given: Inputs,
     cache: KVCache,
     table_RX: jax.Array,
     chain_RK: jax.Array,
@@ -54,11 +54,10 @@ def enumerate_cases(
     *,
     enumeration: Enumeration,
 ) -> tuple[KVCache, jax.Array]:
-    """Draft behind every case of each row's chain; return the cache, and int32 [R, Z, F, 2 + 2 K].
+    """Draft after every case of each row's chain; return the cache, and int32 [R, Z, F, 2 + 2 K].
 
-    A chain has its draft tokens, then −1. Of each branch there is the guess, a chain of `depth`
-    tokens behind it, a second choice for each of these, and the bits of the guess's probability.
-    Rows at rest have no meaning.
+    A chain has its draft tokens, then −1. A branch has its guess, a chain of `depth` tokens after
+    it, a second choice for each, and the bits of the guess's probability.
     """
     (params, _, key, _), _ = given
     ends, K = unpack_ends(table_RX), enumeration.window
@@ -73,13 +72,10 @@ def enumerate_cases(
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_RZFN, second_RZFK, prob_RZF).
-
-    Of each branch there are its guess and the chain behind it, and that chain's second choices.
-    """
-    found = np.asarray(packed)
-    N = found.shape[-1] // 2
-    tokens_RZFN, second_RZFK, bits_RZF1 = np.split(found, (N, 2 * N - 1), axis=-1)
+    """Return (tokens_RZFN, second_RZFK, prob_RZF): guesses and their chains, second choices."""
+    array = np.asarray(packed)
+    N = array.shape[-1] // 2
+    tokens_RZFN, second_RZFK, bits_RZF1 = np.split(array, (N, 2 * N - 1), axis=-1)
     return tokens_RZFN, second_RZFK, np.ascontiguousarray(bits_RZF1[..., 0]).view(np.float32)
 
 
@@ -89,12 +85,12 @@ class _Cases:
 
     enumeration: Enumeration
     params: Any
-    ends: Ends
+    ends: RowEnds
     chain_RK: jax.Array
     key: jax.Array
 
     def first_pass(self, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Run what rows lack and their chains; return hidden states from the root on, [R, Z, D]."""
+        """Run lacking tokens and chains; return hidden states from the root on, [R, Z, D]."""
         ends, W, K = self.ends, self.ends.tokens_BW.shape[1], self.enumeration.window
         start_R = ends.starts(0, cache.num_positions)
         own_R1 = jnp.minimum(ends.total_B, W)[:, None]  # tokens before the chain
@@ -108,10 +104,7 @@ class _Cases:
         return jnp.take_along_axis(hidden_RXD, of_case_RZ1, axis=1), cache
 
     def guesses(self, hidden_RZD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return each case's likeliest tokens and their probabilities, [R, Z, F].
-
-        Of a case in which a draft token was rejected that token is none of them.
-        """
+        """Return each case's likeliest tokens, and their probabilities; [R, Z, F]."""
         F, scheme = self.enumeration.fan_out, self.enumeration.drafting.scheme
         logits_RZV = transformer.head(self.params, hidden_RZD)
         processing = self.ends.processing
@@ -130,11 +123,7 @@ class _Cases:
         return guess_RZF.astype(jnp.int32), prob_RZF
 
     def chains(self, cache: KVCache, guess_RE: jax.Array, depth: jax.Array) -> jax.Array:
-        """Return chains of `depth` tokens behind each branch's guess, and second choices; 0 behind
-        them; [R, E, 2, K].
-
-        The nodes of a level are one pass; their keys and values lie in columns beside the cache.
-        """
+        """Return `depth` tokens after each guess, and second choices, then 0; [R, E, 2, K]."""
         R, E = guess_RE.shape
         K, X = self.enumeration.window, self.enumeration.window * E
         model = self.enumeration.drafting.config
@@ -211,3 +200,59 @@ class _Cases:
         """Return the keys of the positions that lie `ahead` of the rows' responses, [R, N]."""
         keys_R = sampling.request_keys(self.key, self.ends.request_id_B)
         return sampling.position_keys(keys_R, self.ends.emitted_B[:, None] + ahead_1N)
+
+
+class AheadDraftModel(DraftModelDrafter):
+    """A draft model of a drafting worker, whose texts end with unverified draft tokens."""
+
+    def note_drafts(
+        self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray
+    ) -> None:
+        super().note_drafts(live, rows_A, tokens_AX, count_A)
+        self._held.rows.drafted_B[rows_A] = 0
+
+
+class EnumeratingDraftModel(AheadDraftModel):
+    """A draft model that drafts for each case of the chains that are being verified."""
+
+    may_be_paged = False  # nodes of a row see different numbers of its positions
+
+    def outcomes(
+        self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (tokens_AZFN, second_AZFK, prob_AZF): drafts for each outcome of each chain.
+
+        After i accepted tokens there are F guesses with their probability, each with a chain of
+        `depth` tokens and second choices; the rest is 0. `chain_AK` is padded with −1.
+        """
+        held, given = self._held, (self.constants(), self.features())
+        A, K = chain_AK.shape
+        count_A = (chain_AK >= 0).sum(axis=1)
+        longest = int(live.total_tokens_A.max()) + K
+        rows_A, _ = held.follow(live, live, longest, given)
+        table_RX = held.ends(live, rows_A, np.ones(A, np.int32), self._sampling)
+        chain_RK = np.full((len(held.rows), K), -1, np.int32)
+        chain_RK[rows_A] = chain_AK
+        enumeration = Enumeration(self._drafting, K, fan_out)
+        args = given, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
+        held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
+        self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
+        tokens_RZFN, second_RZFK, prob_RZF = unpack(packed)
+        return tokens_RZFN[rows_A], second_RZFK[rows_A], prob_RZF[rows_A]
+
+    def enumerating(
+        self, num_slots: int, num_positions: int, window: int, fan_out: int
+    ) -> Iterator[Program]:
+        """Yield the steps of `outcomes` in this bucket, and makers of their arguments."""
+        held, size = self._held, (num_slots, num_positions)
+
+        def given() -> Inputs:
+            return self.constants(), ()
+
+        def cases() -> Arguments:
+            chain_RK = self._argument(np.full((num_slots, window), -1, np.int32))
+            args = given(), held.empty(*size), held.empty_ends(num_slots), chain_RK, np.int32(1)
+            return args, {"enumeration": Enumeration(self._drafting, window, fan_out)}
+
+        yield enumerate_cases, cases
+        yield from held.programs(*size, given)

@@ -18,11 +18,11 @@ Variant = Literal["eagle", "hass", "eagle3"]
 class EagleConfig:
     """Shape of a drafter for one policy.
 
-    `layer` is its decoder layer, in the llama layout whatever the policy is, since serving engines
-    read no other. `feature_layers` are the layers of the policy whose outputs `eagle3` joins;
-    `eagle` reads only the last hidden states, after the final norm. A `draft_vocab_size` below the
-    policy's restricts drafts to the tokens of a map (`EagleWeights.draft_ids_U`). With
-    `own_head` the head is trained, else it is the policy's.
+    `layer` is its decoder layer, in the llama layout, the only one that serving engines read.
+    `feature_layers` are the policy's layers whose outputs `eagle3` joins; `eagle` reads the last
+    hidden states, after the final norm. A `draft_vocab_size` below the policy's restricts drafts to
+    the tokens of a map (`EagleWeights.draft_ids_U`). With `own_head` the head is trained, else it
+    is the policy's.
     """
 
     design: Design
@@ -52,7 +52,7 @@ class EagleConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Width of a position's hidden states: those of `feature_layers`, then the last ones."""
+        """Width of a position's hidden states: of `feature_layers`, then the last ones."""
         return self.layer.d_model * (len(self.feature_layers) + 1)
 
 
@@ -104,8 +104,8 @@ VARIANTS: dict[str, LossTerms] = {
 class DrafterTrainingConfig:
     """The variant that is trained, and AdamW's learning rate.
 
-    `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate
-    rises over `warmup_steps` and is constant then, as training lasts as long as the policy's.
+    `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate rises
+    over `warmup_steps` and is constant then, as training lasts as long as the policy's.
     """
 
     variant: Variant = "eagle"
@@ -136,11 +136,11 @@ class DrafterTrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataBufferConfig:
-    """Bytes held at most, the share of samples from earlier steps, and how old these may be.
+    """Bytes held at most, the share of samples from earlier steps, and their age at most.
 
-    Hidden states of `collected_share` of a step's requests are collected; which ones is drawn by
-    request, before it runs. None: as many as the step's part of `max_bytes` holds, if they are as
-    long as the step before's, or the longest possible in the first step.
+    Hidden states of `collected_share` of a step's requests are collected, drawn by request before
+    it runs. None: as many as the step's part of `max_bytes` holds, if they are as long as the step
+    before's, or the longest possible in the first step.
     """
 
     max_bytes: int = 2**30

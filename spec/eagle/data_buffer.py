@@ -1,9 +1,9 @@
 """The DataBuffer: sequences with the policy's hidden states, kept on the host across RL steps.
 
-While a step's long responses are still being generated, only short ones have finished. So drafters
-learn from these and from long sequences of the step before, which are slightly stale: one-step
-offset sampling (TLT, section 4.2). The buffer never holds more than `max_bytes`; for `undo` it
-keeps sequences evicted since `mark`, at most as many bytes again.
+While a step's long responses are being generated, only short ones have finished. So drafters learn
+from these and from long sequences of the step before: one-step offset sampling (TLT, section 4.2).
+The buffer never holds more than `max_bytes`; for `undo` it keeps sequences evicted since `mark`, at
+most as many bytes again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAMPLE_STREAM = 1  # of random numbers; training draws from another
 
 @dataclasses.dataclass(frozen=True)
 class RequestSample:
-    """A share of a step's requests, the same whoever asks and when."""
+    """A share of a step's requests, the same for all callers."""
 
     seed: int
     step: int
@@ -40,8 +40,7 @@ class DataBuffer:
 
     The newest step with a sequence is the current one. Sequences of the oldest step are evicted
     first: of an earlier step the shortest, since the current step lacks long ones; of the current
-    step the oldest. A new sequence that would be evicted first is dropped, and evicts nothing.
-    Arrays are read-only; a caller that holds a sequence keeps its memory, evicted or not.
+    step the oldest. A new sequence that would be first is dropped. Arrays are read-only.
     """
 
     def __init__(self, config: DataBufferConfig) -> None:
@@ -66,29 +65,25 @@ class DataBuffer:
             return sum(map(len, self._steps.values()))
 
     def share_for(
-        self, step: int, num_requests: int, longest_tokens: int, token_bytes: int
+        self, step: int, num_requests: int, max_total_tokens: int, token_bytes: int
     ) -> float:
         """Return the share of a step's requests to collect: `DataBufferConfig.collected_share`.
 
-        If it is not set: each step that may be held has an equal part of `max_bytes`, and requests
-        are expected to be as long as those held of the newest step before, or all
-        `longest_tokens`, with `token_bytes` a token.
+        If it is not set: each step has an equal part of `max_bytes`, and requests are expected to
+        be as long as those held of the newest step before, or all `max_total_tokens`.
         """
         config = self.config
         if config.collected_share is not None:
             return config.collected_share
         with self._lock:
             newest = max((s for s in self._steps if s < step), default=None)
-            lengths = [longest_tokens] if newest is None else map(_length, self._steps[newest])
+            lengths = [max_total_tokens] if newest is None else map(_length, self._steps[newest])
             expected_tokens = num_requests * float(np.mean([*lengths]))
         room_bytes = config.max_bytes / (1 + config.max_age_steps)
         return min(1.0, room_bytes / (expected_tokens * token_bytes))
 
     def wants(self, num_tokens: int, step: int) -> bool:
-        """Return whether a sequence of `num_tokens` tokens of RL step `step` would be kept now.
-
-        Its size is estimated with the newest sequence's width and dtype.
-        """
+        """Return whether a sequence of `num_tokens` tokens of this step would be kept now."""
         with self._lock:
             num_bytes = _num_bytes(num_tokens, self._width, self._dtype)
             return self._evicted_for(num_tokens, num_bytes, step) is not None
@@ -96,10 +91,9 @@ class DataBuffer:
     def add(self, sequence: HiddenStates, step: int) -> None:
         """Copy a sequence of RL step `step` into the buffer, or count it in `dropped`.
 
-        Raises ValueError if its arrays do not fit one another, or the sequences that are held.
+        Raises ValueError if its states do not fit those that are held.
         """
-        _check(sequence)
-        step = int(step)
+        step = int(step)  # a checkpoint refuses numpy's
         num_tokens, width = len(sequence.tokens_T), sequence.hidden_TW.shape[1]
         dtype = sequence.hidden_TW.dtype
         num_bytes = _num_bytes(num_tokens, width, dtype)
@@ -137,7 +131,7 @@ class DataBuffer:
             self._marked = self._books()
 
     def drop_before(self, step: int) -> None:
-        """Evicts all sequences of steps before `step`."""
+        """Evict all sequences of steps before `step`."""
         with self._lock:
             self._drop_before(step)
 
@@ -145,12 +139,10 @@ class DataBuffer:
         """Draw sequences of `num_tokens` tokens or a little more, for a drafter trained in `step`.
 
         1. `long_share` of the tokens: sequences of earlier steps, without replacement, with
-           probabilities proportional to their lengths, among those longer than the longest of
-           `step`, or among all if none is. 2. The rest: of `step`, uniformly. 3. If these are too
-           few: more of 1, then the others of earlier steps. Each part ends with the sequence that
-           completes it.
-        A function of the contents and of `rng`. Source: TLT, section 4.2; the paper says that
-        long ones have priority, shares and weights are ours.
+        probabilities proportional to their lengths, among those longer than the longest of `step`,
+        or among all if none is. 2. The rest: of `step`, uniformly. 3. If these are too few: more of
+        1, then the others of earlier steps. A function of the contents and of `rng`. Source: TLT,
+        section 4.2, which gives long ones priority; shares and weights are ours.
         """
         with self._lock:
             now = list(self._steps.get(step, ()))
@@ -161,9 +153,9 @@ class DataBuffer:
         # in the order of log(weight) + Gumbel noise: draws proportional to weight, without
         # replacement
         order = np.argsort(-(np.log(lengths) + rng.gumbel(size=len(before))), kind="stable")
-        least = longest if (lengths > longest).any() else 0
-        long = [before[i] for i in order if lengths[i] > least]
-        others = [before[i] for i in order if lengths[i] <= least]
+        min_length = longest if (lengths > longest).any() else 0
+        long = [before[i] for i in order if lengths[i] > min_length]
+        others = [before[i] for i in order if lengths[i] <= min_length]
         now = [now[i] for i in rng.permutation(len(now))]
         chosen = _first(long, self.config.long_share * num_tokens)
         long = long[len(chosen) :]
@@ -189,10 +181,7 @@ class DataBuffer:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Replace the contents by those that `state` returned.
-
-        With a tighter bound or age than it was saved with, sequences are evicted.
-        """
+        """Replace the contents by a `state`; a tighter bound or age evicts some."""
         dtype = np.dtype(state["dtype"])
         with self._lock:
             self._steps.clear()
@@ -268,26 +257,11 @@ def _first(sequences: Sequence[HiddenStates], num_tokens: float) -> list[HiddenS
     return list(sequences[:count])
 
 
-def _check(sequence: HiddenStates) -> None:
-    tokens, states = sequence.tokens_T.shape, sequence.hidden_TW.shape
-    fits = len(tokens) == 1 and len(states) == 2 and states[0] == tokens[0] - 1 >= 0
-    if not fits or states[1] < 1:
-        raise ValueError(
-            f"expected tokens [T] and states [T − 1, W], T and W at least 1, got {tokens} and "
-            f"{states}"
-        )
-    if not 0 <= sequence.prompt_tokens <= tokens[0]:
-        raise ValueError(
-            f"expected prompt_tokens among 0 … {tokens[0]}, got {sequence.prompt_tokens}"
-        )
-
-
 def _owned(sequence: HiddenStates) -> HiddenStates:
     """Return a read-only copy."""
     tokens_T = np.array(sequence.tokens_T, np.int32, order="C")
     hidden_TW = np.array(sequence.hidden_TW, order="C")
     tokens_T.setflags(write=False)
     hidden_TW.setflags(write=False)
-    # plain ints: a checkpoint refuses numpy's
     prompt_tokens, version = int(sequence.prompt_tokens), int(sequence.policy_version)
     return HiddenStates(tokens_T, prompt_tokens, hidden_TW, version)

@@ -1,35 +1,177 @@
-"""An EAGLE drafter as rollouts use it: LiveSlots in, Drafts out.
+"""EAGLE drafters in rollouts: entries of the cache, and searches from the last ones.
 
-Its keys and values follow from the hidden states that the engine keeps in each slot.
+An entry depends on the policy's hidden state at a token and on the next token, on no other entry.
+P = chunks or nodes, C = tokens of a chunk or window, R = rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from models import kv_cache
+from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, Pending
+from models.paged_cache import Cache, PagedCache, places_of_windows
 from spec.config import SamplingConfig
-from spec.draft_cache.cache import DraftCache, Passes, Runner
+from spec.draft_cache.cache import DraftCache, PassSizes, Runner
 from spec.draft_cache.drafter import CachingDrafter
-from spec.draft_cache.drafting import StateSource
+from spec.draft_cache.drafting import (
+    DraftTrees,
+    Inputs,
+    RoundResult,
+    RowEnds,
+    StateSource,
+    unpack_chunks,
+)
 from spec.drafter import LiveSlots, Source
+from spec.eagle import model as eagle
+from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig
-from spec.eagle.drafting import TreeDrafting
 from spec.eagle.model import DeviceWeights
-from spec.eagle.tree_search import Search
+from spec.eagle.tree_search import FIRST_TOKEN, Search
+
+Constants = tuple[DeviceWeights, jax.Array]  # and the rollout's key
+State = tuple[Cache, jax.Array]  # the features of each row's last entry, [R, D]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeDrafting:
+    """`Drafting` by a search."""
+
+    search: Search
+    first_token: ClassVar[int] = FIRST_TOKEN
+    apart: ClassVar[bool] = True
+
+    def catch_up(self, given: Inputs, cache: Cache, table_PX: jax.Array) -> Cache:
+        (weights, _), [states] = given
+        row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
+        at_P = first_P - FIRST_TOKEN
+        windows = states, slot_P, at_P, tokens_PC
+        k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, *windows)
+        if isinstance(cache, PagedCache):
+            return _in_pages(cache, row_P, at_P, k_PCKh, v_PCKh)
+        places_P2 = jnp.stack([row_P, at_P], axis=1)
+
+        def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+            dims = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, axis))
+            dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # windows of padding
+            new = new.astype(rows.dtype)
+            return kv_cache.pin(jax.lax.scatter(rows, places_P2, new, dims, mode=dropped))
+
+        [keys], [values] = cache.keys, cache.values
+        keys = put(keys, k_PCKh.transpose(0, 2, 3, 1), KEY_AXIS)
+        values = put(values, v_PCKh.transpose(0, 2, 1, 3), VALUE_AXIS)
+        return KVCache((keys,), (values,))
+
+    def begin(self, given: Inputs, cache: Cache, ends: RowEnds) -> State:
+        (weights, _), [states] = given
+        at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
+        at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
+        windows = states, ends.slot_B, at_B, ends.tokens_BW
+        k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
+        query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: a row at rest
+        if isinstance(cache, PagedCache):
+            cache = _in_pages(cache, jnp.arange(len(at_B)), at_B, k_BCKh, v_BCKh)
+        else:
+            [keys], [values] = cache.keys, cache.values
+            keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
+            values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
+            cache = KVCache((keys,), (values,))
+        return cache, jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
+
+    def draft(
+        self, constants: Constants, state: State, ends: RowEnds, depth: jax.Array, max_tokens: int
+    ) -> tuple[Cache, DraftTrees]:
+        (weights, key), (cache, g_RD) = constants, state
+        where = weights, cache, g_RD, ends, depth, key, max_tokens
+        return cache, tree_search.search_from(*where, search=self.search)
+
+    def absorb(self, constants: Constants, state: State, result: RoundResult) -> State:
+        """Absorb the emitted nodes, as many at a time as there are slots."""
+        (weights, _), config = constants, self.search.config
+        pending, drawn, slots, row_B = result
+        B, [hidden_PW] = len(row_B), pending.features
+
+        def some(carry: tuple) -> tuple:
+            done, cache, g_RD = carry
+            nth_B = jnp.arange(B)
+            at_B = jnp.take(pending.order_P, done + nth_B, mode="clip")
+            slot_B, position_B = pending.row_P[at_B], pending.position_P[at_B]
+            of_row_B, num_left = row_B[slot_B], jnp.minimum(pending.count - done, B)
+            windows = hidden_PW[at_B][:, None], drawn.tokens_M[at_B][:, None], position_B[:, None]
+            k_B1Kh, v_B1Kh, g_B1D = _entries_of(config, weights, *windows)
+            dtype = cache.keys[0].dtype
+            entries = (k_B1Kh[:, 0].astype(dtype),), (v_B1Kh[:, 0].astype(dtype),), ()
+            cache = cache.written(Pending(*entries, of_row_B, position_B, nth_B, num_left))
+            is_last_B = (nth_B < num_left) & (position_B == slots.length[slot_B] - 1)
+            written_B = jnp.where(is_last_B, of_row_B, len(g_RD))
+            return done + B, cache, g_RD.at[written_B].set(g_B1D[:, 0], mode="drop")
+
+        def more(carry: tuple) -> jax.Array:
+            return carry[0] < pending.count
+
+        return jax.lax.while_loop(more, some, (jnp.int32(0), *state))[1:]
+
+
+def _in_pages(
+    cache: PagedCache, row_P: jax.Array, at_P: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array
+) -> PagedCache:
+    """Write windows of entries from `at` on; entries without a page are dropped."""
+    P, C = k_PCKh.shape[:2]
+    nth_X, position_X = places_of_windows(at_P, C)
+    keys, values = (x.reshape(P * C, *x.shape[2:]) for x in (k_PCKh, v_PCKh))
+    return cache.put((keys,), (values,), (), row_P[nth_X], position_X)
+
+
+def _entries(
+    config: EagleConfig,
+    weights: DeviceWeights,
+    states: Any,
+    slot_P: jax.Array,
+    at_P: jax.Array,
+    tokens_PC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, [P, C, K, h], and features [P, C, D] of windows of entries."""
+    C = tokens_PC.shape[1]
+    hidden_PCW = kv_cache.state_windows(states, slot_P, at_P, C)
+    positions_PC = at_P[:, None] + jnp.arange(C)
+    return _entries_of(config, weights, hidden_PCW, tokens_PC, positions_PC)
+
+
+def _entries_of(
+    config: EagleConfig,
+    weights: DeviceWeights,
+    hidden_PCW: jax.Array,
+    tokens_PC: jax.Array,
+    positions_PC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, [P, C, K, h], and features, [P, C, D], of entries."""
+    g_PCD = eagle.features(config, weights.params, hidden_PCW)
+    entries = list[jax.Array]()
+
+    def look(q_PCHh: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array) -> jax.Array:
+        entries.extend((k_PCKh, v_PCKh))
+        return q_PCHh  # the outputs are not used
+
+    embedding_VD = weights.frozen.embedding_VD
+    eagle.layer_outputs(config, weights.params, embedding_VD, tokens_PC, g_PCD, positions_PC, look)
+    k_PCKh, v_PCKh = entries
+    return k_PCKh, v_PCKh, g_PCD
+
 
 CHUNK_TOKENS = 32
 
 
 class EagleDrafter(CachingDrafter):
-    """Trees of an EAGLE drafter, of the best draft tokens that `depth` levels find.
+    """Trees of an EAGLE drafter, of the best draft tokens in `depth` levels (`tree.max_depth`).
 
-    `states` has the current hidden states of the engine's slots. `weights`
-    returns the newest weights; entries computed with older ones stay. `depth` is `tree.max_depth`
-    at most.
+    `states` has the current hidden states of the engine's slots. `weights` returns the newest
+    weights; entries computed with older ones stay.
     """
 
     source = Source.LEARNED
@@ -46,12 +188,12 @@ class EagleDrafter(CachingDrafter):
         runner: Runner,
         num_draft_tokens: int,
     ) -> None:
-        self.depth, self.most_tokens = tree.max_depth, num_draft_tokens
+        self.depth, self.max_tokens = tree.max_depth, num_draft_tokens
         self._weights, self._states = weights, states
         self._sampling, self._key = sampling, key
         shared_noise = tree.proposal == "shared_noise" and sampling.temperature > 0
         search = Search(config, tree.top_k, tree.max_depth, sampling.scheme, shared_noise)
-        passes = Passes(search.window_tokens, (CHUNK_TOKENS,))
+        passes = PassSizes(search.window_tokens, (CHUNK_TOKENS,))
         self._held = DraftCache(config.layer, passes, TreeDrafting(search), runner)
 
     def constants(self) -> Any:

@@ -1,8 +1,7 @@
 """Save and load drafters in folders that serving engines read (spec/eagle/hf_layout.py).
 
 A folder holds a drafter's own weights and, for engines that need them, copies of the policy's
-embedding and, in `eagle3`, of its head's rows of the draft tokens. `check` reads only headers.
-No pickle, no hub.
+embedding and, in `eagle3`, of its head's rows of the draft tokens. No pickle, no hub.
 """
 
 from __future__ import annotations
@@ -38,29 +37,21 @@ def save(
     """Write a drafter that `load` returns bit for bit, and that SGLang and vLLM read.
 
     With `policy` its embedding and (eagle3) its head's rows are written too: engines need them,
-    `load` does not. `variant` notes how it was trained; empty: the design. Every tensor keeps its
-    type. The folder is written under another name and renamed, so that a killed process never
-    leaves half a drafter. Raises ValueError if parameters, draft tokens, config or policy do not
-    fit each other, and if the folder holds another model.
+    `load` does not. `variant` notes how it was trained; empty: the design. The folder is written
+    under another name and renamed, so that a killed process never leaves half a drafter. Raises
+    ValueError if parameters do not fit the config, and if the folder holds another model.
     """
-    where, config = str(directory), drafter.config
-    entries, tree = eagle_layout.entries(config), _tree(config)
+    config = drafter.config
+    entries, tree = eagle_layout.entries(config), jax.tree.structure(eagle.param_specs(config))
     leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, entries, tree))
-    extra = _companions(drafter, policy, where)
+    extra = _companions(drafter, policy)
     beside = [eagle_layout.companions(config)[name] for name in extra]
     leaves += hf_files.fitting_leaves(list(extra.values()), beside, jax.tree.structure([*extra]))
-    entries = [*entries, *beside]
     dtype = jnp.dtype(drafter.params.fc_DE.dtype).name
     content = eagle_layout.render(config, policy_config, dtype, variant or config.design)
-    back = eagle_layout.parse(content, policy_config, {e.name for e in entries}, where)
-    if back != config:
-        raise ValueError(
-            f"{where}: expected a drafter that its config.json can describe, got {config}, which "
-            f"would be read as {back}; make it with eagle.config_for"
-        )
     _refuse_other_model(Path(directory))
     with hf_files.replacing(directory) as folder:
-        hf_files.write_tensors(folder, entries, leaves, max_shard_bytes)
+        hf_files.write_tensors(folder, [*entries, *beside], leaves, max_shard_bytes)
         hf_files.write_json(folder / hf_files.CONFIG, content)
 
 
@@ -71,31 +62,29 @@ def load(
 ) -> EagleWeights:
     """Read a drafter of a policy; each tensor keeps its type.
 
-    A folder that `save` wrote says whether the head is the drafter's own. In other folders a head
-    is the drafter's own unless it equals the rows of `policy`'s. Raises FileNotFoundError or
-    ValueError as `check` does, and ValueError for a vocabulary map that leaves the policy's
-    vocabulary, does not ascend or contradicts t2d.
+    A folder that `save` wrote says whether the head is the drafter's own. In other folders it is,
+    unless it equals the rows of `policy`'s, compared in its type. Raises FileNotFoundError or
+    ValueError as `check` does, and ValueError for an invalid vocabulary map.
     """
     folder = Path(directory)
-    config, stored, foreign = _checked(folder, policy_config)
+    config, stored, is_foreign = _checked(folder, policy_config)
     ids_U = _draft_ids(folder, stored, policy_config.vocab_size)
-    if config.own_head and foreign and policy is not None:
-        head_UD = hf_files.read_tensor(stored[HEAD])
-        config = dataclasses.replace(config, own_head=not _is_policys(head_UD, policy, ids_U))
+    if config.own_head and is_foreign and policy is not None:
+        shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
+        head_UD, policy_UD = hf_files.read_tensor(stored[HEAD]), jax.device_get(shared.head_UD)
+        is_own = not np.array_equal(np.asarray(policy_UD).astype(head_UD.dtype), head_UD)
+        config = dataclasses.replace(config, own_head=is_own)
     arrays = hf_files.read_tensors(eagle_layout.entries(config), stored)
-    return EagleWeights(config, _tree(config).unflatten(arrays), ids_U)
-
-
-def _tree(config: EagleConfig) -> Any:
-    return jax.tree.structure(eagle.param_specs(config))
+    tree = jax.tree.structure(eagle.param_specs(config))
+    return EagleWeights(config, tree.unflatten(arrays), ids_U)
 
 
 def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> EagleConfig:
     """Return the shape of a folder's drafter, from config.json and the headers of its tensors.
 
-    A head in a folder that `save` did not write counts as the drafter's own. Raises
-    FileNotFoundError for a missing folder or file, ValueError for a drafter of another policy
-    and for anything unknown, unsupported, missing, surplus or of the wrong shape or type.
+    A head in a foreign folder counts as the drafter's own. Raises FileNotFoundError for a missing
+    folder or file, ValueError for a drafter of another policy and for anything unknown,
+    unsupported, missing, surplus or of the wrong shape or type.
     """
     return _checked(Path(directory), policy_config)[0]
 
@@ -114,35 +103,28 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
             )
         stored[short] = at
     config = eagle_layout.parse(content, policy, stored.keys(), str(folder))
-    entries = eagle_layout.entries(config)
-    for name, entry in eagle_layout.companions(config).items():
-        if name in stored or name == OFFSETS:
-            entries.append(entry)
+    companions = eagle_layout.companions(config).items()
+    present = [entry for name, entry in companions if name in stored or name == OFFSETS]
     hint = f"config.json and the weights must be of one {config.design} drafter"
-    hf_files.refuse_mismatch(folder, entries, stored, hint)
+    hf_files.refuse_mismatch(folder, [*eagle_layout.entries(config), *present], stored, hint)
     return config, stored, not content.get(eagle_layout.OURS)
 
 
 def _companions(
-    drafter: EagleWeights, policy: transformer.Params | None, where: str
+    drafter: EagleWeights, policy: transformer.Params | None
 ) -> dict[str, np.ndarray | jax.Array]:
     """Return the tensors to write beside the drafter's own weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U
-    if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
-        raise ValueError(
-            f"{where}: expected draft_ids_U of draft_vocab_size={config.draft_vocab_size} tokens "
-            f"(None for 0), got {'None' if ids_U is None else len(ids_U)}"
-        )
-    found: dict[str, np.ndarray | jax.Array] = {}
+    tensors: dict[str, np.ndarray | jax.Array] = {}
     if ids_U is not None:
-        found[OFFSETS], found[MEMBERS] = eagle_layout.map_of(ids_U, config.layer.vocab_size)
-        eagle_layout.ids_of(found[OFFSETS], config.layer.vocab_size, where)
+        tensors[OFFSETS] = ids_U.astype(np.int64) - np.arange(len(ids_U))
+        tensors[MEMBERS] = np.isin(np.arange(config.layer.vocab_size), ids_U)
     if policy is not None:
         shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
-        found[EMBEDDING] = shared.embedding_VD
+        tensors[EMBEDDING] = shared.embedding_VD
         if config.design == "eagle3" and not config.own_head:  # elsewhere vLLM refuses a head
-            found[HEAD] = shared.head_UD
-    return found
+            tensors[HEAD] = shared.head_UD
+    return tensors
 
 
 def _draft_ids(folder: Path, stored: dict[str, Stored], vocab_size: int) -> np.ndarray | None:
@@ -158,12 +140,6 @@ def _draft_ids(folder: Path, stored: dict[str, Stored], vocab_size: int) -> np.n
                 "copy both from one export"
             )
     return ids_U
-
-
-def _is_policys(head_UD: np.ndarray, policy: transformer.Params, ids_U: np.ndarray | None) -> bool:
-    """Return whether a head is the policy's, compared in its own type."""
-    shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
-    return np.array_equal(np.asarray(jax.device_get(shared.head_UD)).astype(head_UD.dtype), head_UD)
 
 
 def _refuse_other_model(folder: Path) -> None:

@@ -1,18 +1,16 @@
 """Names of tensors and entries of config.json by which serving engines know drafters.
 
-Layout `LlamaForCausalLMEagle` (design `eagle`; fc reads the embedding, then the hidden state) and
-`LlamaForCausalLMEagle3` (design `eagle3`), as SGLang and vLLM read them. A draft token i is the
-policy's token i + d2t[i]; t2d marks the policy's tokens that are draft tokens.
+Layouts `LlamaForCausalLMEagle` (design `eagle`; fc reads the embedding, then the hidden state) and
+`LlamaForCausalLMEagle3` (`eagle3`), as SGLang and vLLM read them. Draft token i is the policy's
+token i + d2t[i]; t2d marks these.
 
-`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is the input of layer j, the
-output of layer j − 1. So ids are our `feature_layers` + 1; the engines' default is 2, n/2, n − 3.
-Some published folders count outputs, and their first id is 1; SGLang tells the two apart by that,
-and so does `parse` for folders that are not ours. Facts for which the engines have no entry are
-under `reprise`; folders without it can be read too.
+`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is the output of layer j − 1,
+so that ids are our `feature_layers` + 1; the engines' default is 2, n/2, n − 3. Some published
+folders count outputs, and their first id is 1, by which SGLang and `parse` tell the two apart.
+Facts without an entry in the engines are under `reprise`, which may be missing.
 
-Both engines take the head of `eagle` from the policy and map no draft tokens there: own heads and
-smaller vocabularies are for `eagle3`. vLLM's `eagle` has no fc bias and refuses a folder with one;
-SGLang's always has one, random if the folder does not give it.
+Both engines take the head of `eagle` from the policy and map no draft tokens there. vLLM's `eagle`
+refuses an fc bias; SGLang's always has one, random if the folder has none.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ _FIXED_OPTIONS: dict[str, Any] = {
 
 
 def entries(config: EagleConfig) -> list[Entry]:
-    """Return the tensors of a drafter's own weights in the order of `EagleParams`' leaves.
-
-    Linear layers are stored as [out, in].
-    """
+    """Return the tensors of a drafter's own weights in the order of `EagleParams`' leaves."""
     specs = eagle.param_specs(config)
     prefix = _LAYER_PREFIX[config.design]
     names = {
@@ -82,28 +77,19 @@ def entries(config: EagleConfig) -> list[Entry]:
 
 
 def companions(config: EagleConfig) -> dict[str, Entry]:
-    """Return tensors beside the drafter's weights: copies of the policy's, the vocabulary map."""
+    """Return tensors next to the drafter's weights: copies of the policy's, the vocabulary map."""
     V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
-    found = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
+    tensors = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
     if not config.own_head:
-        found[HEAD] = Entry(HEAD, (U, D), ("vocab", "embed"))
+        tensors[HEAD] = Entry(HEAD, (U, D), ("vocab", "embed"))
     if config.draft_vocab_size:
-        found[OFFSETS] = Entry(OFFSETS, (U,), (None,), dtypes=("I64", "I32"))
-        found[MEMBERS] = Entry(MEMBERS, (V,), (None,), dtypes=("BOOL",))
-    return found
-
-
-def map_of(draft_ids_U: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return d2t, int64 [U], and t2d, bool [V], of draft tokens."""
-    offsets_U = draft_ids_U.astype(np.int64) - np.arange(len(draft_ids_U))
-    return offsets_U, np.isin(np.arange(vocab_size), draft_ids_U)
+        tensors[OFFSETS] = Entry(OFFSETS, (U,), (None,), dtypes=("I64", "I32"))
+        tensors[MEMBERS] = Entry(MEMBERS, (V,), (None,), dtypes=("BOOL",))
+    return tensors
 
 
 def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
-    """Return the draft tokens of d2t, i + d2t[i], int32 [U].
-
-    Raises ValueError if they leave the vocabulary or do not ascend.
-    """
+    """Return the draft tokens of d2t, i + d2t[i], int32 [U]; ascending, or ValueError."""
     ids_U = np.arange(len(offsets_U)) + offsets_U.astype(np.int64)
     outside_U = (ids_U < 0) | (ids_U >= vocab_size)
     if outside_U.any():
@@ -150,14 +136,19 @@ def parse(
 ) -> EagleConfig:
     """Return the `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
 
-    If config.json does not say so, tensors tell whether the fc has a bias, the drafter a head of
-    its own and the vocabulary a map. `where` names the folder in errors. Raises ValueError for
-    an unknown architecture, an unsupported option, a missing or malformed entry, and a drafter
-    of another policy.
+    Tensors tell what config.json leaves out: the fc's bias, an own head, a map. `where` names the
+    folder in errors. Raises ValueError for an unknown architecture, an unsupported option, a
+    missing or malformed entry, and a drafter of another policy.
     """
-    design, ours = design_of(content, where), _ours(content, where)
-    wide = design == "eagle3"
-    aux = _object(content.get("eagle_config"), "eagle_config", where)
+    design, ours = design_of(content, where), _object(content, OURS, where)
+    if ours:
+        own_head = ours.get("own_head")
+        if not isinstance(own_head, bool):
+            raise ValueError(
+                f"{where}: expected {OURS}.own_head as true or false, got {shown(own_head)}: "
+                f"write it, or leave {OURS} out whole"
+            )
+    wide, aux = design == "eagle3", _object(content, "eagle_config", where)
     options = {
         **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), wide),
         "use_last_layernorm": wide,
@@ -202,21 +193,11 @@ def design_of(content: Mapping[str, Any], where: str) -> Design:
     return design
 
 
-def _object(value: Any, name: str, where: str) -> Mapping[str, Any]:
+def _object(content: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    value = content.get(name)
     if not isinstance(value, Mapping | None):
         raise ValueError(f"{where}: expected {name} as an object, got {shown(value)}")
     return value or {}
-
-
-def _ours(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    ours = _object(content.get(OURS), OURS, where)
-    if ours and not isinstance(ours.get("own_head"), bool):
-        raise ValueError(
-            f"{where}: expected {OURS}.own_head as true or false, got "
-            f"{shown(ours.get('own_head'))}: "
-            f"write it, or leave {OURS} out whole"
-        )
-    return ours
 
 
 def _refuse_other_policy(
@@ -255,7 +236,7 @@ def _feature_layers(
     policy: ModelConfig,
     where: str,
 ) -> tuple[int, ...]:
-    """Return the policy's layers of ids; with `inputs` these are known to count inputs."""
+    """Return the policy's layers of ids, which are known to count inputs, or may not."""
     n = policy.num_layers
     ids = aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
     if ids is None:

@@ -48,11 +48,7 @@ class EagleParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedParams:
-    """The policy's parts that a drafter uses: its embedding, and its head over the draft tokens.
-
-    `draft_ids_U` is the vocabulary map (`EagleWeights.draft_ids_U`), by which training finds a
-    token's row.
-    """
+    """The policy's embedding, its head over the draft tokens, and the map of these."""
 
     embedding_VD: Any
     head_UD: Any
@@ -70,10 +66,7 @@ class DeviceWeights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EagleWeights:
-    """A drafter as it is stored and exported: shape, trainable weights, vocabulary map.
-
-    `draft_ids_U` maps the drafter's tokens to the policy's, int32; None: they are the same.
-    """
+    """A drafter as it is stored; `draft_ids_U` maps its tokens to the policy's, None: the same."""
 
     config: EagleConfig
     params: EagleParams
@@ -86,7 +79,7 @@ def config_for(
     *,
     draft_vocab_size: int = 0,
 ) -> EagleConfig:
-    """Return the shape of a drafter with the policy's own proportions.
+    """Return the shape of a drafter with the policy's proportions.
 
     `eagle3` joins the outputs of layers 1, n/2 − 1 and n − 4 of n, as its authors do; for policies
     with fewer than eight layers the first, the middle and the last but one.
@@ -141,12 +134,12 @@ def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Eagle
 def frozen(
     policy: transformer.Params,
     draft_ids_U: jax.Array | None,
-    made: Callable[..., jax.Array] = lambda make, *args: make(*args),
+    call: Callable[..., jax.Array] = lambda make, *args: make(*args),
 ) -> SharedParams:
-    """Return the parts shared with a policy; `made` calls what makes new arrays of them."""
+    """Return the parts shared with a policy; `call` wraps the calls that make new arrays."""
     head_UD = policy.embedding_VD if policy.head_VD is None else policy.head_VD
     if draft_ids_U is not None:
-        head_UD = made(_rows, head_UD, draft_ids_U)
+        head_UD = call(_rows, head_UD, draft_ids_U)
     return SharedParams(policy.embedding_VD, head_UD, draft_ids_U)
 
 
@@ -172,11 +165,7 @@ def layer_outputs(
     positions_BT: jax.Array,
     look: Attend,
 ) -> jax.Array:
-    """Return o_t of entries (x_{t+1}, g_t) at rotary position t.
-
-    `features_BTD` are `features` of hidden states, or earlier outputs; `look` is the attention, as
-    in `transformer.block`.
-    """
+    """Return o_t of entries (x_{t+1}, g_t) at rotary position t; `look` is the attention."""
     e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_DE.dtype)
     g_BTD, eps = features_BTD.astype(e_BTD.dtype), config.layer.norm_eps
     if config.design == "eagle":

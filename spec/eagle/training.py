@@ -2,13 +2,26 @@
 
     loss = Σ_j decay^j (feature_weight · feature_j + token_weight · token_j)
 
-over the steps j of the unroll (spec.eagle.unroll), each term the mean over the entries that
-count at j (spec.eagle.losses). Entry t joins f_t with x_{t+1}; its output is compared with
-f_{t+1} and the policy's distribution of x_{t+2}. The variants differ in these numbers only, and
-`eagle3` in the drafter's design. The policy's embedding and head are frozen.
+over the steps j of an unroll in which the drafter reads its own outputs, as a draft of several
+tokens does (EAGLE-3's training-time test; HASS's harmonised contexts):
 
-The jitted steps are here. The mesh is the caller's (`jax.set_mesh`): the batch is split by rows,
-the parameters are replicated or laid out by `eagle.param_specs`.
+    step 0     entry t reads (g_t, x_{t+1}) and attends to the entries ≤ t
+    step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and attends to the entries ≤ t − j of step 0,
+               and to entry t − j + i of each step i = 1 … j, its own the last
+
+all within a sequence and at rotary position t. If t − j lies before the sequence or its window,
+the output is finite and no entry that counts attends to it. Gradients flow through the outputs fed
+back, as in EAGLE-3's code; HASS's stops them there.
+
+Output o_t is compared with the policy's last hidden state f_{t+1}, over the entries that count:
+
+    feature    mean over D of SmoothL1(o_t − f_{t+1})
+    token      −Σ_u p(u) log q(u),  p = softmax(head(f_{t+1}) / T),  q = softmax(head'(o_t) / T)
+
+over the draft tokens; head is the policy's, frozen, head' the drafter's own if it has one.
+The mesh is the caller's (`jax.set_mesh`): batches are split by rows, parameters are replicated or
+laid out by `eagle.param_specs`. J = steps, `step` or index j, U = draft tokens.
+Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840.
 """
 
 from __future__ import annotations
@@ -22,12 +35,181 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.attention import NEGATIVE
+from models.layers import linear
+from models.layout import causal_block_tokens
 from models.training import clipped_adamw
-from spec.eagle import losses
+from spec.eagle import model as eagle
 from spec.eagle.batch import DrafterBatch
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
-from spec.eagle.unroll import unrolled_outputs
+
+Entries = list[tuple[jax.Array, jax.Array]]  # each step's rotated keys and values [B, T, K, h]
+
+
+def unrolled_outputs(
+    config: EagleConfig,
+    params: EagleParams,
+    embedding_VD: jax.Array,
+    batch: DrafterBatch,
+    num_steps: int,
+) -> jax.Array:
+    """Return o^j_t of steps j < `num_steps`, [J, B, T, D] in the parameters' dtype."""
+    next_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
+    features_BTD = eagle.features(config, params, batch.hidden_BTW)
+    entries: Entries = []
+    outputs = []
+    for _ in range(num_steps):
+
+        def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
+            entries.append((k_BTKh, v_BTKh))
+            return _look(q_BTHh, entries, batch.sequence_BT)
+
+        outputs_BTD = eagle.layer_outputs(
+            config, params, embedding_VD, next_BT, features_BTD, batch.positions_BT, look
+        )
+        outputs.append(outputs_BTD)
+        features_BTD = jnp.roll(outputs_BTD, 1, axis=1)
+    return jnp.stack(outputs)
+
+
+def _look(q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array) -> jax.Array:
+    """Attend from the last step, one block of entries at a time, as `attend_causally` does."""
+    T = q_BTHh.shape[1]
+    size = causal_block_tokens(T)
+    blocks = [
+        _attend(end - size, end, q_BTHh, entries, sequence_BT) for end in range(size, T + 1, size)
+    ]
+    return jnp.concatenate(blocks, axis=1)
+
+
+# The scores are most of a step's memory: the backward pass recomputes them, block by block.
+@partial(jax.checkpoint, static_argnums=(0, 1))
+def _attend(
+    start: int, end: int, q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array
+) -> jax.Array:
+    """Attend from the entries start … end − 1 of the last step; [B, C, H, h]."""
+    here, step = slice(start, end), len(entries) - 1
+    (keys_BSKh, values_BSKh), *later = [(k[:, :end], v[:, :end]) for k, v in entries]
+    # entry t attends to entry t − step + i of step i
+    own = [
+        tuple(jnp.roll(x, step - i, axis=1)[:, here] for x in entry)
+        for i, entry in enumerate(later, start=1)
+    ]
+    B, _, H, h = q_BTHh.shape
+    K = keys_BSKh.shape[2]
+    q_BCKGh = q_BTHh[:, here].reshape(B, end - start, K, H // K, h)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    seen_CS = jnp.arange(end) <= jnp.arange(start, end)[:, None] - step
+    seen_BCS = seen_CS & (sequence_BT[:, here, None] == sequence_BT[:, None, :end])
+    scores_BKGCS = product("bckgh,bskh->bkgcs", q_BCKGh, keys_BSKh)
+    scores = [jnp.where(seen_BCS[:, None, None], scores_BKGCS, NEGATIVE)]
+    scores += [product("bckgh,bckh->bkgc", q_BCKGh, k_BCKh)[..., None] for k_BCKh, _ in own]
+
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * h**-0.5, axis=-1)
+    weights = weights.astype(values_BSKh.dtype)
+    out_BCKGh = product("bkgcs,bskh->bckgh", weights[..., :end], values_BSKh)
+    for i, (_, v_BCKh) in enumerate(own):
+        out_BCKGh += product("bkgc,bckh->bckgh", weights[..., end + i], v_BCKh)
+    return out_BCKGh.astype(values_BSKh.dtype).reshape(B, end - start, H, h)
+
+
+def feature_sums(
+    outputs_JBTD: jax.Array, targets_BTD: jax.Array, counts_JBT: jax.Array
+) -> jax.Array:
+    """Return Σ mean_D SmoothL1(o − f), float32 [J]; SmoothL1(x) = x²/2 if |x| < 1, else |x| − ½."""
+    x = jnp.abs(outputs_JBTD.astype(jnp.float32) - targets_BTD.astype(jnp.float32))
+    loss_JBT = jnp.mean(jnp.where(x < 1, 0.5 * x * x, x - 0.5), axis=-1)
+    return _sum_counted(loss_JBT, counts_JBT)
+
+
+def token_sums(
+    config: EagleConfig,
+    params: EagleParams,
+    frozen: SharedParams,
+    outputs_JBTD: jax.Array,
+    targets_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    counts_JBT: jax.Array,
+    temperature: jax.Array,
+    *,
+    chunk_tokens: int,
+) -> dict[str, jax.Array]:
+    """Return sums over the entries that count, each float32 [J].
+
+    `tokens_BT` are the tokens that entries draft. `loss` is the token loss; `top1` and `top3` count
+    entries whose token is among the first draft tokens (never one outside the draft vocabulary);
+    `agreement` is Σ_u min(p, q), the agreement of a maximal coupling. Temperature 0 counts as 1. At
+    most `chunk_tokens` entries have their logits in memory, in the backward pass too.
+    """
+    scale = 1 / jnp.where(temperature > 0, temperature, 1.0).astype(jnp.float32)
+    own_head_UD = frozen.head_UD if params.head_UD is None else params.head_UD
+
+    def chunk(part: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+        outputs_JBCD, targets_BCD, drafted_BC, counts_JBC = part
+        log_p_BCU = jax.nn.log_softmax(_policy_logits(frozen, targets_BCD) * scale)
+
+        def one(step: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+            outputs_BCD, counts_BC = step
+            logits_BCU = eagle.logits(config, params, own_head_UD, outputs_BCD)
+            log_q_BCU = jax.nn.log_softmax(logits_BCU * scale)
+            each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, drafted_BC)
+            each["loss"] = -jnp.sum(jnp.exp(log_p_BCU) * log_q_BCU, axis=-1)
+            return {name: _sum_counted(x_BC, counts_BC) for name, x_BC in each.items()}
+
+        return jax.lax.map(jax.checkpoint(one), (outputs_JBCD, counts_JBC))
+
+    B, T = tokens_BT.shape
+    num_chunks = -(-T // max(1, chunk_tokens // B))
+    parts = (outputs_JBTD, targets_BTD, draft_ids_of(frozen, tokens_BT), counts_JBT)
+    parts = tuple(_sliced(x, axis, num_chunks) for x, axis in zip(parts, (2, 1, 1, 2), strict=True))
+    sums = jax.lax.map(jax.checkpoint(chunk), parts)
+    return {name: jnp.sum(x, axis=0) for name, x in sums.items()}
+
+
+def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
+    """Return the rows of the policy's tokens in the draft vocabulary, −1 for tokens outside."""
+    if frozen.draft_ids_U is None:
+        return tokens_BT
+    V, U = frozen.embedding_VD.shape[0], frozen.head_UD.shape[0]
+    ids_V = jnp.full(V, -1, jnp.int32).at[frozen.draft_ids_U].set(jnp.arange(U, dtype=jnp.int32))
+    return jnp.take(ids_V, jnp.maximum(tokens_BT, 0), mode="clip")
+
+
+def _policy_logits(frozen: SharedParams, last_hidden_BTD: jax.Array) -> jax.Array:
+    head_UD = frozen.head_UD
+    x_BTD = last_hidden_BTD.astype(head_UD.dtype)
+    return linear(x_BTD, head_UD, jnp.float32)
+
+
+def _hits(
+    log_q_BTU: jax.Array, log_p_BTU: jax.Array, drafted_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """Return metrics of each entry; of equally likely tokens the first ranks higher."""
+    here = jnp.maximum(drafted_BT, 0)[..., None]
+    prob_BT1 = jnp.take_along_axis(log_q_BTU, here, axis=-1)
+    first_BTU = jnp.arange(log_q_BTU.shape[-1]) < here
+    better_BTU = (log_q_BTU > prob_BT1) | ((log_q_BTU == prob_BT1) & first_BTU)
+    rank_BT = jnp.where(drafted_BT < 0, jnp.iinfo(jnp.int32).max, jnp.sum(better_BTU, axis=-1))
+    return {
+        "top1": (rank_BT < 1).astype(jnp.float32),
+        "top3": (rank_BT < 3).astype(jnp.float32),
+        "agreement": jnp.sum(jnp.exp(jnp.minimum(log_q_BTU, log_p_BTU)), axis=-1),
+    }
+
+
+def _sum_counted(x_BT: jax.Array, counts_BT: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(counts_BT, x_BT, 0.0), axis=(-2, -1))
+
+
+def _sliced(x: jax.Array, axis: int, num_chunks: int) -> jax.Array:
+    """Cut an axis in equal slices, padded with zeros; rows stay whole, on their devices."""
+    size = -(-x.shape[axis] // num_chunks)
+    over = [(0, num_chunks * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    shape = (*x.shape[:axis], num_chunks, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(jnp.pad(x, over).reshape(shape), axis, 0)
+
 
 Metrics = dict[str, jax.Array]
 MAX_GRAD_NORM, B1, B2 = 0.5, 0.9, 0.95  # of AdamW
@@ -53,19 +235,17 @@ def loss(
 ) -> tuple[jax.Array, Metrics]:
     """Return the loss and its metrics.
 
-    loss = feature_weight · `feature_loss` + token_weight · `token_loss`, both summed over the
-    steps with their decay. `accuracy_top1`, `accuracy_top3` and `agreement` (spec.eagle.losses)
-    are those of step 0; `num_entries` that count at step 0 weight means over several batches.
-    `frozen` holds the policy's head, which is the teacher, even if the drafter has its own.
-
-    Raises ValueError where drafter and variant do not fit.
+    `feature_loss` and `token_loss` are summed over the steps with their decay. `accuracy_top1`,
+    `accuracy_top3` and `agreement` are those of step 0; `num_entries` that count at step 0 weight
+    means over several batches. `frozen` holds the policy's head, the teacher. Raises ValueError if
+    drafter and variant do not fit.
     """
     _check_fit(config, training, frozen)
     terms, J = training.terms, training.terms.unroll_steps
     outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, J)
     counts_JBT = _counts(batch, J)
     next_states_BTD = jnp.roll(batch.hidden_BTW[..., -config.layer.d_model :], -1, axis=1)
-    sums = losses.token_sums(
+    sums = token_sums(
         config,
         params,
         frozen,
@@ -81,7 +261,7 @@ def loss(
     share_J = decay_J / jnp.maximum(num_J, 1)
     token_loss, feature_loss = share_J @ sums["loss"], jnp.zeros((), jnp.float32)
     if config.design == "eagle":
-        feature_loss = share_J @ losses.feature_sums(outputs_JBTD, next_states_BTD, counts_JBT)
+        feature_loss = share_J @ feature_sums(outputs_JBTD, next_states_BTD, counts_JBT)
     total = terms.feature_weight * feature_loss + terms.token_weight * token_loss
     names = {"accuracy_top1": "top1", "accuracy_top3": "top3", "agreement": "agreement"}
     metrics = {name: sums[key][0] / jnp.maximum(num_J[0], 1) for name, key in names.items()}
@@ -90,19 +270,15 @@ def loss(
 
 
 def _counts(batch: DrafterBatch, num_steps: int) -> jax.Array:
-    """Return which entries count at each step, bool [J, B, T].
-
-    Entry t of step j began as entry t − j of step 0, which must be of the same sequence: before a
-    window of a long sequence the row holds another sequence, or nothing.
-    """
+    """Return which entries count at each step, those of one sequence with t − j; [J, B, T]."""
     column_T = jnp.arange(batch.tokens_BT.shape[1])
     sequence_BT = jnp.asarray(batch.sequence_BT)
 
-    def began_BT(j: int) -> jax.Array:
+    def same_BT(j: int) -> jax.Array:
         return (column_T >= j) & (jnp.roll(sequence_BT, j, axis=1) == sequence_BT)
 
     counts_BT = jnp.asarray(batch.counts_BT).astype(bool)
-    return jnp.stack([counts_BT & began_BT(j) for j in range(num_steps)])
+    return jnp.stack([counts_BT & same_BT(j) for j in range(num_steps)])
 
 
 @functools.cache
@@ -115,7 +291,7 @@ def make_optimizer(training: DrafterTrainingConfig) -> optax.GradientTransformat
 
 
 def state_of(training: DrafterTrainingConfig, params: EagleParams) -> DrafterState:
-    """Return the state before the first step; it takes `params` over, since steps donate them."""
+    """Return the state before the first step; later steps donate `params`."""
     return DrafterState(params, make_optimizer(training).init(params), jnp.zeros((), jnp.int32))
 
 
@@ -131,9 +307,8 @@ def gradients(
 ) -> tuple[EagleParams, Metrics]:
     """Return the loss's gradient and its metrics, with the norm before clipping as `grad_norm`.
 
-    Gradients of several batches, averaged with the weights `num_entries`, are the gradient of all
-    of them if every entry counts at all steps: prompts have more tokens than there are steps, and
-    rows hold whole sequences (the first entries of a later window do not count at later steps).
+    Gradients of batches, averaged by `num_entries`, are the gradient of all of them if every entry
+    counts at all steps: if prompts have more tokens than steps, and rows hold whole sequences.
     """
 
     def loss_of(params: EagleParams) -> tuple[jax.Array, Metrics]:
@@ -147,10 +322,7 @@ def gradients(
 def apply(
     state: DrafterState, grads: EagleParams, *, training: DrafterTrainingConfig
 ) -> tuple[DrafterState, jax.Array]:
-    """Take one optimizer step, and return int32 1 if it was skipped; `state` is donated.
-
-    A step is skipped, and the state stays as it was, if the norm of the gradient is not finite.
-    """
+    """Take one step (`state` is donated), or return int32 1 if the gradient is not finite."""
     changes, optimizer = make_optimizer(training).update(grads, state.optimizer, state.params)
     after = DrafterState(optax.apply_updates(state.params, changes), optimizer, state.step + 1)
     finite = jnp.isfinite(_norm(grads))

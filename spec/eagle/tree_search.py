@@ -1,13 +1,11 @@
 """Trees of draft tokens by an EAGLE drafter, on the device.
 
 From the last entry of a row, level by level, the `top_k` best nodes of a level are expanded by
-`top_k` children each. The best of all nodes are kept.
-
-Nodes are ranked by cumulative log-probability, so that the first n draft tokens are the best tree
-of n. Keys and values of expanded nodes lie in X = top_k · (max_depth − 1) columns beside the cache,
-which has one layer: B rows of S positions, entry t at t.
-P = candidates, M = draft tokens kept, U = draft vocabulary.
-Sources: EAGLE-2 arXiv 2406.16858; TLT section 5.1 and its Figure 9.
+`top_k` children each. The best of all nodes by cumulative log-probability are kept, so that the
+first n draft tokens are the best tree of n. Keys and values of expanded nodes are in X = top_k ·
+(max_depth − 1) columns next to the cache, which has one layer: B rows of S positions, entry t at t.
+P = candidates, M = draft tokens kept, U = draft vocabulary. Sources: EAGLE-2 arXiv 2406.16858; TLT
+section 5.1 and its Figure 9.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from models.kv_cache import KEY_AXIS, VALUE_AXIS
 from models.paged_cache import Cache
 from models.transformer import Attend
 from spec import sampling
-from spec.draft_cache.drafting import Found
-from spec.draft_cache.tables import Ends
+from spec.draft_cache.drafting import DraftTrees, RowEnds
 from spec.drafter import PADDING
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
@@ -38,10 +35,10 @@ SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise,
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The static arguments of a search; `max_depth` bounds the depth that calls ask for.
+    """The static arguments of a search; `max_depth` bounds the depth of calls.
 
-    With `shared_noise` each node's first child is what the drafter draws with the noise of that
-    position, and has `SHARED_NOISE_PROB`; the others share the rest.
+    With `shared_noise` each node's first child is the drafter's draw with the noise of that
+    position, with `SHARED_NOISE_PROB`; the others share the rest.
     """
 
     config: EagleConfig
@@ -57,7 +54,7 @@ class Search:
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that a call absorbs itself: those of a whole path, and one behind it."""
+        """Tokens that a call absorbs: those of a whole path, and one more."""
         return self.max_depth + 1
 
     @property
@@ -69,13 +66,13 @@ def search_from(
     weights: DeviceWeights,
     cache: Cache,
     g_BD: jax.Array,
-    ends: Ends,
+    ends: RowEnds,
     depth: jax.Array,
     key: jax.Array,
-    most_tokens: int,
+    max_tokens: int,
     *,
     search: Search,
-) -> Found:
+) -> DraftTrees:
     """Draft `depth` levels from the rows' last entries, which the cache has, with features `g_BD`.
 
     Log-probabilities are those at the rows' temperatures (0: at 1); `key` is the rollout's.
@@ -91,16 +88,13 @@ def search_from(
         lambda carry: (carry[0] + 1, *drafter.expand(*carry)),
         (level, columns, *drafter.first(o_B1D)),
     )
-    return pool.best(most_tokens, weights.frozen.draft_ids_U)
+    return pool.best(max_tokens, weights.frozen.draft_ids_U)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Beams:
-    """The nodes that are expanded next: draft token, sum of log-probs, feature, index in the pool.
-
-    `above_BKX` are the columns of their ancestors.
-    """
+    """The nodes to expand next; `above_BKX` are the columns of their ancestors."""
 
     at_BK: jax.Array
     sum_BK: jax.Array
@@ -132,10 +126,10 @@ class _Pool:
             put(self.at_BP, at_BN), put(self.parents_BP, parents_BN), put(self.sum_BP, sum_BN)
         )
 
-    def best(self, most_tokens: int, draft_ids_U: jax.Array | None) -> Found:
+    def best(self, max_tokens: int, draft_ids_U: jax.Array | None) -> DraftTrees:
         """Return the best candidates; a parent never ranks behind its child."""
         B, P = self.at_BP.shape
-        M = min(most_tokens, P)
+        M = min(max_tokens, P)
         sum_BM, chosen_BM = jax.lax.top_k(self.sum_BP, M)
         rank_BP = jnp.zeros((B, P), jnp.int32)
         rank_BP = jax.vmap(lambda rank, at: rank.at[at].set(jnp.arange(M)))(rank_BP, chosen_BM)
@@ -143,8 +137,8 @@ class _Pool:
         ranked_BM = jnp.take_along_axis(rank_BP, jnp.maximum(parents_BM, 0), axis=1)
         tokens_BM = _policy_ids(jnp.take_along_axis(self.at_BP, chosen_BM, axis=1), draft_ids_U)
         real_BM = sum_BM > -jnp.inf
-        pad = partial(jnp.pad, pad_width=((0, 0), (0, most_tokens - M)), constant_values=-1)
-        return Found(
+        pad = partial(jnp.pad, pad_width=((0, 0), (0, max_tokens - M)), constant_values=-1)
+        return DraftTrees(
             tokens_RX=pad(jnp.where(real_BM, tokens_BM, PADDING)),
             parents_RX=pad(jnp.where(real_BM & (parents_BM >= 0), ranked_BM, -1)),
             prob_RX=pad(jnp.exp(sum_BM)),
@@ -158,7 +152,7 @@ class _Drafting:
 
     search: Search
     weights: DeviceWeights
-    ends: Ends
+    ends: RowEnds
     key: jax.Array
     cached: CachedLayer
     dtype: Any
@@ -177,7 +171,7 @@ class _Drafting:
 
     def of_cache(self, q_BNHh: jax.Array) -> PartialSoftmax:
         """Attend to all entries of the rows, of those at rest to none."""
-        return self.cached.of_prefix(q_BNHh, jnp.where(self.ends.most_B > 0, self.last_B + 1, 0))
+        return self.cached.of_prefix(q_BNHh, jnp.where(self.ends.max_B > 0, self.last_B + 1, 0))
 
     def outputs(
         self, tokens_BN: jax.Array, g_BND: jax.Array, position_B: jax.Array, look: Attend
@@ -191,8 +185,8 @@ class _Drafting:
         """Return the outputs of the last entries, whose keys and values the cache has."""
 
         def look(q_B1Hh: jax.Array, _k: jax.Array, _v: jax.Array) -> jax.Array:
-            found = self.of_cache(q_B1Hh)
-            return (found.out / jnp.maximum(found.total, 1)).astype(self.dtype)
+            attended = self.of_cache(q_B1Hh)
+            return (attended.out / jnp.maximum(attended.total, 1)).astype(self.dtype)
 
         return self.outputs(tokens_B1, g_B1D, self.last_B, look)
 
@@ -259,11 +253,7 @@ class _Drafting:
         return written[0], beams, pool
 
     def _shared_noise_logprobs(self, logits_BNU: jax.Array, level: jax.Array) -> jax.Array:
-        """Return log `SHARED_NOISE_PROB` for the token that the position's noise draws.
-
-        The others share the rest. Noise goes by the policy's tokens; the drafter's are in the same
-        order.
-        """
+        """Return log `SHARED_NOISE_PROB` for the noise's draw; the others share the rest."""
         (B, N, U), ids_U = logits_BNU.shape, self.weights.frozen.draft_ids_U
         ends = self.ends
         temperature_BN, top_k_BN, top_p_BN = ends.processing.broadcast((B, N))

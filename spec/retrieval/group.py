@@ -1,12 +1,9 @@
 """Seer's grouped drafts: siblings' tokens as they are generated (Seer, section 4.4).
 
-A server keeps the tokens of each group's requests; a client beside an engine fetches what is new in
-the groups that it has registered, and drafts from an index of its own. What a round brought is
-sent whoever drafted in it, and sent, fetched and indexed by a thread, while the next round runs:
-the rollout thread has Python to itself where the device waits for it.
-Messages are plain data, so that the server could move to another process and serve many workers;
-here both are in one process. A = live requests, F = rows of requests, U = those that send
-something, T = their tokens.
+A server keeps the tokens of each group's requests; the drafter of each engine fetches new tokens of
+its groups and drafts from an index of them. A thread sends, fetches and indexes while the next
+round runs. A = live requests, F = rows of requests, U = those that send something, T = their
+tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ Piece = tuple[int, int, int, np.ndarray]
 
 
 class DraftServer:
-    """The tokens of all groups; threads of several workers may share it.
-
-    A group is forgotten once `group_size` of its requests have ended (0: never).
-    """
+    """The tokens of all groups, each until `group_size` requests have ended (0: for ever)."""
 
     def __init__(self, group_size: int = 0) -> None:
         self._lock, self._group_size = threading.Lock(), group_size
@@ -45,11 +39,7 @@ class DraftServer:
         self._over: set[int] = set()
 
     def update(self, pieces: Iterable[Piece]) -> None:
-        """Append requests' new tokens.
-
-        Known tokens are left out, so that a message may come twice, and so are those of groups
-        that are forgotten. Raises ValueError if tokens before a piece are missing.
-        """
+        """Append requests' tokens, known ones or not; ValueError if earlier ones are missing."""
         with self._lock:
             for group, request, previous, tokens_T in pieces:
                 if group in self._over:
@@ -64,7 +54,7 @@ class DraftServer:
                 text.frombytes(tokens_T[len(text) - previous :].tobytes())
 
     def end(self, group_ids: Iterable[int], request_ids: Iterable[int]) -> None:
-        """Hear of requests that have ended for good; each may be told of more than once."""
+        """Record requests that have ended for good; each may come more than once."""
         with self._lock:
             for group, request in zip(group_ids, request_ids, strict=True):
                 if not self._group_size or group in self._over:
@@ -76,10 +66,7 @@ class DraftServer:
                     self._texts.pop(group, None)
 
     def fetch(self, seen: Mapping[int, Mapping[int, int]]) -> tuple[list[Piece], list[int]]:
-        """Return what is new in the groups of `seen`, and those of them that are forgotten.
-
-        `seen[group]` has the number of tokens that are known of its requests.
-        """
+        """Return new pieces of the groups of `seen`, by known tokens, and ended groups."""
         pieces = []
         with self._lock:
             over = list(self._over.intersection(seen))
@@ -92,7 +79,7 @@ class DraftServer:
         return pieces, over
 
     def seen(self) -> dict[int, dict[int, int]]:
-        """Return how many tokens of each request are here, by group: `fetch` of another server."""
+        """Return how many tokens of each request are here, by group, for another's `fetch`."""
         with self._lock:
             return {
                 group: {request: len(text) for request, text in texts.items()}
@@ -100,7 +87,7 @@ class DraftServer:
             }
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Forget groups that are known to be over."""
+        """Forget groups that are over."""
         with self._lock:
             for group in group_ids:
                 self._over.add(group)
@@ -108,66 +95,24 @@ class DraftServer:
                 self._texts.pop(group, None)
 
 
-class DraftClient:
-    """The index of the registered groups, and drafts from it."""
-
-    def __init__(self, rule: ProposalRule = RULE) -> None:
-        self._forest = SuffixForest(rule.context_tokens)
-        self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
-        self._trees: dict[int, int] = {}
-        self._sequences: dict[int, dict[int, int]] = {}  # of each group, by request
-        self.seen: dict[int, dict[int, int]] = {}  # indexed tokens, for `DraftServer.fetch`
-
-    def register_groups(self, group_ids: Iterable[int]) -> None:
-        """Follow these groups from now on."""
-        for group in set(group_ids) - self.seen.keys():
-            self._trees[group] = self._forest.plant()
-            self._sequences[group], self.seen[group] = {}, {}
-
-    def forget_groups(self, group_ids: Iterable[int]) -> None:
-        """Uproot these groups' trees, whose memory serves others."""
-        for group in group_ids:
-            self._forest.uproot(self._trees.pop(group))
-            del self._sequences[group], self.seen[group]
-
-    def apply(self, pieces: Sequence[Piece]) -> None:
-        """Add fetched pieces to the index; each request's tokens go to its own sequence."""
-        if not pieces:
-            return
-        sequences = []
-        for group, request, previous, tokens_T in pieces:
-            known = self._sequences[group]
-            if request not in known:
-                known[request] = self._forest.add(self._trees[group])
-            sequences.append(known[request])
-            self.seen[group][request] = previous + len(tokens_T)
-        texts = [tokens_T for *_, tokens_T in pieces]
-        offsets = np.cumsum([0, *map(len, texts)])
-        self._forest.append_batch(sequences, np.concatenate(texts), offsets)
-
-    def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        """Draft for all live requests at once."""
-        return self._followers.propose_by_group(live, self._trees, max_nodes_A, max_nodes)
-
-    def forget_requests(self, request_ids: Iterable[int]) -> None:
-        """Stop drafting for these requests; their tokens stay in the index."""
-        self._followers.forget(request_ids)
-
-
 class GroupDrafter(Drafter):
-    """Sends what its worker's requests have said to a server, and drafts from what all have said.
+    """Sends its worker's tokens to a server, and drafts from an index of all siblings' tokens.
 
-    A request's tokens are sent once there are `update_tokens` new ones, or it leaves. A draft is
-    made from all rounds of this worker but the last one, which the thread indexes while the device
-    verifies: whatever the thread's pace, one worker's drafts repeat. `server` is shared by the
-    drafters of several workers; None makes a server.
+    Tokens are sent once a request has `update_tokens` new ones, or leaves. A draft knows all rounds
+    of this worker but the last one, which the thread indexes while the device verifies, so that one
+    worker's drafts repeat. Drafters of several workers share a `server`; None makes one.
     """
 
     def __init__(
         self, rule: ProposalRule = RULE, update_tokens: int = 4, server: DraftServer | None = None
     ) -> None:
-        self._server, self._client = server or DraftServer(), DraftClient(rule)
-        self._update_tokens, self._tail = update_tokens, rule.longest
+        self._server, self._update_tokens = server or DraftServer(), update_tokens
+        self._tail = rule.longest
+        self._forest = SuffixForest(rule.context_tokens)
+        self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
+        self._trees: dict[int, int] = {}  # by group
+        self._sequences: dict[int, dict[int, int]] = {}  # of each group, by request
+        self._seen: dict[int, dict[int, int]] = {}  # indexed tokens, for `DraftServer.fetch`
         self._index = RequestIndex()
         self._sent_F = np.empty(0, np.int64)  # tokens on their way to the server
         self._messages: list[Callable[[], None]] = []  # since the thread was last given some
@@ -176,10 +121,10 @@ class GroupDrafter(Drafter):
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self.wait()
-        return self._client.batch_speculate(live, max_nodes_A, max_nodes)
+        return self._followers.propose_by_group(live, self._trees, max_nodes_A, max_nodes)
 
     def committed(self, live: LiveSlots) -> None:
-        self._messages.append(partial(self._client.register_groups, live.group_ids_A.tolist()))
+        self._messages.append(partial(self._register, live.group_ids_A.tolist()))
         self._send(live, self._update_tokens)
         self._hand_over()
 
@@ -194,12 +139,12 @@ class GroupDrafter(Drafter):
         self._forget(live)
 
     def wait(self) -> None:
-        """Return once all that was handed to the thread is in the index; raise what it raised."""
+        """Return once the thread has indexed everything; raise its exception."""
         if self._work is not None:
             self._work.result()
 
     def _send(self, live: LiveSlots, at_least: int) -> None:
-        """Send tokens of requests with `at_least` new ones, beginning with the prompt's tail."""
+        """Send tokens of requests with `at_least` new ones, from the prompt's tail on."""
         first_A = np.maximum(live.prompt_tokens_A - self._tail, 0)
         which_A = self._index.of(live)
         self._sent_F = with_room(self._sent_F, self._index.size, 0)
@@ -216,21 +161,46 @@ class GroupDrafter(Drafter):
 
     def _forget(self, live: LiveSlots) -> None:
         ids = live.request_ids_A.tolist()
-        self._client.forget_requests(ids)
+        self._followers.forget(ids)
         self._sent_F[self._index.forget(ids)] = 0
         if not len(self._index):
             self._hand_over()  # there may be no further round
 
     def _hand_over(self) -> None:
-        """Let the thread send what has gathered, and index what siblings have said since."""
+        """Have the thread send the gathered messages, and index siblings' new tokens."""
         if self._messages:
             self.wait()
             messages, self._messages = self._messages, []
             self._work = self._thread.submit(self._exchange, messages)
 
+    # -- in the thread -----------------------------------------------------------------
+
     def _exchange(self, messages: Iterable[Callable[[], None]]) -> None:
         for send in messages:
             send()
-        pieces, over = self._server.fetch(self._client.seen)
-        self._client.apply(pieces)
-        self._client.forget_groups(over)
+        pieces, over = self._server.fetch(self._seen)
+        self._add(pieces)
+        for group in over:
+            self._forest.uproot(self._trees.pop(group))
+            del self._sequences[group], self._seen[group]
+
+    def _register(self, group_ids: Iterable[int]) -> None:
+        """Follow these groups from now on."""
+        for group in set(group_ids) - self._seen.keys():
+            self._trees[group] = self._forest.plant()
+            self._sequences[group], self._seen[group] = {}, {}
+
+    def _add(self, pieces: Sequence[Piece]) -> None:
+        """Add fetched pieces to the index; each request's tokens go to its own sequence."""
+        if not pieces:
+            return
+        sequences = []
+        for group, request, previous, tokens_T in pieces:
+            known = self._sequences[group]
+            if request not in known:
+                known[request] = self._forest.add(self._trees[group])
+            sequences.append(known[request])
+            self._seen[group][request] = previous + len(tokens_T)
+        texts = [tokens_T for *_, tokens_T in pieces]
+        offsets = np.cumsum([0, *map(len, texts)])
+        self._forest.append_batch(sequences, np.concatenate(texts), offsets)

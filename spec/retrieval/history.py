@@ -1,33 +1,39 @@
-"""HistoSpec: drafts from the prompt's own responses of the last epoch (RhymeRL, section 5).
+"""Drafts from last epoch's responses: of the same prompt, and of the same sample.
 
-The index of the next step's prompts is built while training runs (`build_index`, in a thread:
-its kernels do not hold the interpreter lock), then given to the drafter of that step. The weight
-of a branch is the sum of the rewards of its responses.
+`HistoryDrafter` is HistoSpec (RhymeRL, section 5). The index of the next step's prompts is built
+while training runs (`build_index`, in a thread: its kernels release the interpreter lock). The
+weight of a branch is the sum of the rewards of its responses.
+
+`LastResponseDrafter` continues a request's own last response. If noise repeats (`coupled`), or a
+prefix was cut (`lenient`), it stays a good draft after a token that differs: at the same position
+if a token was replaced, a few further if some were inserted or left out.
+A = live requests, F = known requests, L = tokens of a response.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
+import numba
 import numpy as np
 
-from spec.drafter import Drafter, Drafts, LiveSlots, Source
-from spec.retrieval.suffix_arrays import TreeArrays
+from spec.drafter import PADDING, Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
-from spec.reuse.rollout_cache import CachedGroup
+from spec.retrieval.suffix_kernels import Arena
+from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 
 # Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found; one branch, along which
 # the context grows by up to the 32 draft tokens of the longest window.
-PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
+PAPER_RULE = ProposalRule(longest=7, shortest=3, by_weight=True, max_children=1)
 # Trees grow by probability, which the last 16 tokens estimate as well as the whole branch does:
 # counts of longer contexts are smaller (benchmarks/results/drafts_contexts.json).
 RULE = ProposalRule(
     longest=16,
     shortest=1,
-    rank_by="weight",
+    by_weight=True,
     max_children=2,
     prior=0.3,
     min_prob=0.05,
@@ -37,7 +43,7 @@ RULE = ProposalRule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HistoryIndex:
-    """The trees of some prompts by key, in one forest; prompts without history have none."""
+    """The trees of some prompts by key, in one forest; none of prompts without history."""
 
     forest: SuffixForest
     trees: Mapping[str, int]
@@ -47,27 +53,20 @@ class HistoryIndex:
         return self.forest.num_tokens
 
 
-class Groups(Protocol):
-    """Cached groups by prompt key: a RolloutCache, or a mapping."""
-
-    def get(self, key: str, /) -> CachedGroup | None: ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexPart:
-    """The trees of some prompts as arrays, for other programs; tree t is that of `keys[t]`."""
+    """The trees of some prompts as arrays, for other programs."""
 
-    keys: tuple[str, ...]
-    trees: TreeArrays
+    arena: Arena
+    trees: Mapping[str, int]
 
 
 def build_index(
-    cache: Groups, prompts: Mapping[str, np.ndarray], rule: ProposalRule = RULE
+    cache: RolloutCache | Mapping[str, CachedGroup],
+    prompts: Mapping[str, np.ndarray],
+    rule: ProposalRule = RULE,
 ) -> HistoryIndex:
-    """Index the cached responses to `prompts` (prompt ids by key), for drafters of this rule.
-
-    Of `prompts` only the last `rule.longest` tokens are read.
-    """
+    """Index the cached responses to `prompts`, of which `rule.longest` tokens are read."""
     forest = SuffixForest(rule.context_tokens)
     trees = {}
     for key, prompt in prompts.items():
@@ -81,15 +80,15 @@ def build_index(
 
 
 def part_of(index: HistoryIndex) -> IndexPart:
-    """Return an index that `build_index` has made, as arrays."""
-    return IndexPart(tuple(index.trees), index.forest.arrays())
+    """Return an index of `build_index` as arrays."""
+    return IndexPart(index.forest.arrays(), index.trees)
 
 
-def joined(parts: Sequence[IndexPart]) -> HistoryIndex:
-    """Return one index of parts of the same rule."""
-    forest, ids = SuffixForest.of([part.trees for part in parts])
-    pairs = zip(parts, ids, strict=True)
-    trees = {key: tree for part, of in pairs for key, tree in zip(part.keys, of, strict=True)}
+def joined(parts: Sequence[IndexPart], rule: ProposalRule) -> HistoryIndex:
+    """Return one index of parts for drafters of this rule."""
+    forest, firsts = SuffixForest.joined([part.arena for part in parts], rule.context_tokens)
+    pairs = zip(parts, firsts, strict=True)
+    trees = {key: first + tree for part, first in pairs for key, tree in part.trees.items()}
     return HistoryIndex(forest, trees)
 
 
@@ -107,3 +106,85 @@ class HistoryDrafter(Drafter):
 
     def finished(self, live: LiveSlots) -> None:
         self._followers.forget(live.request_ids_A.tolist())
+
+
+REACH = 16  # how far the old response is searched for the last two tokens, to either side
+FOUND, LOST = 0.95, 0.5  # probability of the first draft token, after a match and without one
+NEXT = 0.98  # the factor of each further one
+
+
+class _Texts(NamedTuple):
+    """The old responses, and how far each is shifted against the request's position."""
+
+    tokens_FL: np.ndarray
+    length_F: np.ndarray
+    shift_F: np.ndarray
+
+
+class LastResponseDrafter(Drafter):
+    """Drafts a chain a request from `cached`, last epoch's responses by request id."""
+
+    def __init__(self, cached: Mapping[int, np.ndarray]) -> None:
+        longest = max(map(len, cached.values()), default=0)
+        self._index = {request_id: f for f, request_id in enumerate(cached)}
+        tokens_FL = np.full((len(cached), longest), PADDING, np.int32)
+        for row_L, tokens in zip(tokens_FL, cached.values(), strict=True):
+            row_L[: len(tokens)] = tokens
+        length_F = np.array([len(t) for t in cached.values()], np.int32)
+        self._texts = _Texts(tokens_FL, length_F, np.zeros(len(cached), np.int32))
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        drafts = no_drafts(len(live), max_nodes)
+        which_A = np.array([self._index.get(r, -1) for r in live.request_ids_A.tolist()], np.int32)
+        _continue(
+            live.tokens_BL,
+            live.rows_A,
+            live.prompt_tokens_A,
+            live.total_tokens_A,
+            which_A,
+            np.asarray(max_nodes_A, np.int32),
+            self._texts,
+            drafts,
+        )
+        drafts.sources_AN[:] = Source.LAST
+        return drafts
+
+
+@numba.njit(cache=True, nogil=True)
+def _continue(  # type: ignore[no-untyped-def]
+    tokens_BL, rows_A, prompt_tokens_A, total_tokens_A, which_A, max_A, texts, out
+):
+    for a in range(len(rows_A)):
+        f = which_A[a]
+        if f < 0:
+            continue
+        row, end = tokens_BL[rows_A[a]], total_tokens_A[a]
+        emitted = end - prompt_tokens_A[a]
+        is_match = emitted == 0 or _matches(row, end, emitted, texts, f, texts.shift_F[f], 1)
+        if not is_match:
+            for step in range(1, 2 * REACH + 1):  # +1, −1, +2, −2, …
+                shift = texts.shift_F[f] + ((step + 1) // 2 if step % 2 else -(step // 2))
+                if _matches(row, end, emitted, texts, f, shift, 2):
+                    texts.shift_F[f], is_match = shift, True
+                    break
+        at = emitted + texts.shift_F[f]
+        prob = FOUND if is_match else LOST
+        for n in range(min(max_A[a], out.tokens_AN.shape[1])):
+            if at + n < 0 or at + n >= texts.length_F[f]:
+                break
+            out.tokens_AN[a, n], out.parents_AN[a, n] = texts.tokens_FL[f, at + n], n - 1
+            out.prob_AN[a, n] = prob
+            prob *= NEXT
+            out.count_A[a] = n + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _matches(row, end, emitted, texts, f, shift, num_tokens):  # type: ignore[no-untyped-def]
+    """True if the response's last `num_tokens` are those of text f, `shift` positions further."""
+    at = emitted + shift  # of the next token
+    if num_tokens > emitted or at - num_tokens < 0 or at > texts.length_F[f]:
+        return False
+    for k in range(1, num_tokens + 1):
+        if row[end - k] != texts.tokens_FL[f, at - k]:
+            return False
+    return True

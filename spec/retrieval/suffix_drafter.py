@@ -1,4 +1,4 @@
-"""Drafts of live requests from a suffix forest, for the history, group and n-gram drafters."""
+"""Drafts of live requests from a suffix forest, and from their own texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numba
 import numpy as np
 
-from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.per_request import RequestIndex, with_room
 from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
@@ -26,7 +26,7 @@ class RequestFollowers:
     def propose(
         self, live: LiveSlots, trees_A: np.ndarray, max_nodes_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        """Draft for each request from its tree; nothing where the tree is `NO_TREE`."""
+        """Draft for each request from its tree, if it is not `NO_TREE`."""
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A
@@ -80,3 +80,40 @@ def _gather(tokens_BL, rows_A, known_A, offsets):  # type: ignore[no-untyped-def
         for i in range(offsets[a + 1] - offsets[a]):
             out_T[offsets[a] + i] = tokens_BL[rows_A[a], known_A[a] + i]
     return out_T
+
+
+NGRAM_RULE = ProposalRule(
+    longest=8, shortest=2, max_children=2, prior=0.5, min_prob=0.1, path_tokens=0
+)
+# Columns of the state of a request. KNOWN: tokens in its sequence.
+TREE, SEQUENCE, KNOWN = range(3)
+
+
+class NgramDrafter(Drafter):
+    """Drafts from a tree of each live request's own text."""
+
+    def __init__(self, rule: ProposalRule = NGRAM_RULE) -> None:
+        self._forest = SuffixForest(rule.context_tokens)
+        self._followers = RequestFollowers(self._forest, rule, Source.OWN)
+        self._index = RequestIndex()
+        self._texts_F3 = np.empty((0, 3), np.int64)
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        which_A = self._index.of(live)
+        self._texts_F3 = with_room(self._texts_F3, self._index.size, NO_TREE)
+        for f in which_A[self._texts_F3[which_A, TREE] == NO_TREE].tolist():
+            tree = self._forest.plant()
+            self._texts_F3[f] = tree, self._forest.add(tree), 0
+        text_A3 = self._texts_F3[which_A]
+        tokens_T, offsets = new_tokens(live, text_A3[:, KNOWN])
+        self._forest.append_batch(text_A3[:, SEQUENCE], tokens_T, offsets)
+        self._texts_F3[which_A, KNOWN] = live.total_tokens_A
+        return self._followers.propose(live, text_A3[:, TREE], max_nodes_A, max_nodes)
+
+    def finished(self, live: LiveSlots) -> None:
+        ids = live.request_ids_A.tolist()
+        self._followers.forget(ids)
+        for f in self._index.forget(ids):
+            if self._texts_F3[f, TREE] != NO_TREE:
+                self._forest.uproot(int(self._texts_F3[f, TREE]))
+                self._texts_F3[f] = NO_TREE

@@ -16,7 +16,7 @@ runs without the interpreter lock, serves many contexts of many trees.
 
 from __future__ import annotations
 
-import math
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,25 +24,19 @@ from typing import Any
 import numpy as np
 
 from spec.drafter import Drafts
-from spec.retrieval import suffix_arrays
 from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval import suffix_queries as queries
-from spec.retrieval.suffix_arrays import TreeArrays
 from spec.retrieval.suffix_kernels import Arena
 from spec.retrieval.suffix_queries import Followers, ProposalRule
 
 __all__ = ["Followers", "ProposalRule", "SuffixForest"]
 
 _GROWTH = 1.5  # of an array that is full
-_MOST = 2**31 - 1  # rows are numbered, and tokens counted, in int32
+_MAX = 2**31 - 1  # rows are numbered, and tokens counted, in int32
 
 
 class SuffixForest:
-    """A set of growing automata that count contexts of up to `max_context` tokens.
-
-    Ids of trees and sequences are never reused. Calls from several threads take turns. Freed
-    memory serves later growth and is not returned.
-    """
+    """A set of growing automata that count contexts of up to `max_context` tokens; thread-safe."""
 
     def __init__(self, max_context: int = 32) -> None:
         assert max_context >= 1, max_context
@@ -71,33 +65,40 @@ class SuffixForest:
         """The number of tokens of all sequences."""
         return self._num_tokens
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all arrays, free room included."""
-        return sum(x.nbytes for name, x in self._arena._asdict().items() if name != "weights")
-
-    def arrays(self) -> TreeArrays:
-        """Return all trees, in the order in which they were planted.
-
-        Each must have been grown before the next was planted, and none uprooted.
-        """
-        with self._lock:
-            return suffix_arrays.take(self._arena, list(self._members), self.max_context)
+    def arrays(self) -> Arena:
+        """Return the part of the arena that is in use, for `joined`; no tree has been uprooted."""
+        (num_states, _, num_free), (num_edges, *_) = self._arena.pools.tolist()
+        assert num_free == 0, "a tree was uprooted"
+        states, edges = self._arena.states[:num_states], self._arena.edges[:num_edges]
+        names = ("weights", "table", "sequences", "rates")  # `weights` are in `states`
+        unused = {name: getattr(self._arena, name)[:0] for name in names}
+        return self._arena._replace(states=states, edges=edges, **unused)
 
     @classmethod
-    def of(cls, parts: Sequence[TreeArrays]) -> tuple[SuffixForest, list[list[int]]]:
-        """Return a forest of the trees of all parts, which cannot grow, and their ids by part.
-
-        The parts have one `max_context`.
-        """
-        contexts = {x.max_context for x in parts}
-        assert len(contexts) == 1, contexts
-        forest = cls(contexts.pop())
-        forest._arena, rows = suffix_arrays.join(parts)
-        forest._free = {"trees": [], "sequences": []}
-        forest._num_tokens = sum(int(x.grown_T.sum()) for x in parts)
-        forest._grows = False
-        return forest, [[_id(row, 0) for row in of_part] for of_part in rows]
+    def joined(cls, arenas: Sequence[Arena], max_context: int) -> tuple[SuffixForest, list[int]]:
+        """Return one forest that cannot grow, and what to add to the ids of each forest's trees."""
+        forest = cls(max_context)
+        sizes = [[len(x.states), len(x.edges), len(x.trees)] for x in arenas]
+        firsts = np.cumsum([[0, 0, 0], *sizes], axis=0).tolist()
+        _refuse_overflow(*firsts[-1][:2])
+        columns = ("states", "edges", "trees")
+        states, edges, trees = (np.concatenate([getattr(x, n) for x in arenas]) for n in columns)
+        for (s, e, t), (s_end, e_end, t_end) in itertools.pairwise(firsts):
+            for column, first in ((kernels.LINK, s), (kernels.TARGET, s), (kernels.MORE, e)):
+                _shift(states[s:s_end, column], first)
+            for column, first in ((kernels.SOURCE, s), (kernels.GOAL, s), (kernels.NEXT_EDGE, e)):
+                _shift(edges[e:e_end, column], first)
+            _shift(trees[t:t_end, kernels.ROOT], s)
+        forest._arena = forest._arena._replace(
+            states=states,
+            weights=states.view(np.float32),
+            edges=edges,
+            table=np.zeros(1 << max(4, (len(edges) * 3 // 2).bit_length()), np.int64),
+            trees=trees,
+        )
+        kernels.index_edges(forest._arena)
+        forest._num_tokens, forest._grows = int(trees[:, kernels.GROWN].sum()), False
+        return forest, [t for _, _, t in firsts[:-1]]
 
     # --- trees and sequences --------------------------------------------------------------
 
@@ -122,13 +123,8 @@ class SuffixForest:
             self._free["trees"].append(row)
 
     def add(self, tree: int, tokens: Any = (), weight: float = 1.0) -> int:
-        """Make a sequence of a tree, to which `append` may add, and return its id.
-
-        Each occurrence of a context in it adds `weight` (float32, finite) to the
-        context's weight.
-        """
-        assert math.isfinite(weight), weight
-        tokens_T = _tokens(tokens)
+        """Make a sequence of a tree; each occurrence of a context in it weighs `weight`."""
+        tokens_T = _writable(np.asarray(tokens, np.int32))
         with self._lock:
             tree_row = self._tree_row(tree)
             row = self._free_row("sequences")
@@ -148,16 +144,12 @@ class SuffixForest:
 
     def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
         """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s in turn."""
-        tokens_T, offsets_S = _tokens(tokens_T), _integers(offsets_S)
-        ids_S = _integers(sequences_S)
-        fits = len(offsets_S) == len(ids_S) + 1 and offsets_S[-1] <= len(tokens_T)
-        fits = fits and bool((np.diff(offsets_S, prepend=0) >= 0).all())
-        assert fits, f"offsets {offsets_S} of {len(ids_S)} sequences, {len(tokens_T)} tokens"
+        ids_S, offsets_S = _integers(sequences_S), _integers(offsets_S)
         with self._lock:
             rows_S = ids_S & kernels.SLOT_MASK
             generations_S = self._arena.sequences[rows_S, kernels.SEQUENCE_GENERATION]
             assert (generations_S == ids_S >> 32).all(), f"a sequence that is not there: {ids_S}"
-            self._append(rows_S, tokens_T, offsets_S)
+            self._append(rows_S, _writable(np.asarray(tokens_T, np.int32)), offsets_S)
 
     # --- queries --------------------------------------------------------------------------
 
@@ -172,28 +164,18 @@ class SuffixForest:
     ) -> None:
         """Bring followers up to date with their contexts and with their trees.
 
-        Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`,
-        int32. Its match is then the longest suffix of that, of at most `longest` tokens
-        (always the same for a follower; default: `max_context`), that occurs in the
-        sequences of its tree. What it has read before must not have changed; otherwise
-        `restart` it. Costs O(1) a token, amortised, and `longest` if the match has occurred
-        again.
+        Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`, int32;
+        tokens that it has read before must not have changed, unless it is restarted. Its match is
+        the longest suffix, of at most `longest` tokens (constant for a follower; default:
+        `max_context`), that occurs in its tree. O(1) a token, amortised, and `longest` if the match
+        has occurred again.
         """
-        most = self.max_context if longest is None else longest
-        assert 1 <= most <= self.max_context, (longest, self.max_context)
+        longest = self.max_context if longest is None else longest
         which_F = _which(followers, which_F)
-        rows_F, lengths_F = _integers(rows_F), _integers(lengths_F)
-        assert tokens_BL.dtype == np.int32 and tokens_BL.ndim == 2, (
-            tokens_BL.dtype,
-            tokens_BL.shape,
-        )
-        assert len(rows_F) == len(lengths_F) == len(which_F), "a row and a length each"
-        tokens_BL = _writable(tokens_BL)
+        texts = _writable(tokens_BL), _integers(rows_F), _integers(lengths_F)
+        trees_F, state_FX = followers.trees_F, followers.state_FX
         with self._lock:
-            bad = queries.follow(
-                self._arena, most, which_F, followers.trees_F, followers.state_FX,
-                tokens_BL, rows_F, lengths_F,
-            )  # fmt: skip
+            bad = queries.follow(self._arena, longest, which_F, trees_F, state_FX, *texts)
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
 
     def propose(
@@ -204,19 +186,12 @@ class SuffixForest:
         out: Drafts,
         which_F: Any = None,
     ) -> None:
-        """Write at most `max_nodes_F[f]` draft tokens of follower `which_F[f]` into row f of `out`.
-
-        Only the first `count_A[f]` entries of tokens, parents and probabilities are written, by
-        descending probability, parents first. A follower that has not followed yet gets
-        none.
-        """
+        """Write draft tokens of follower `which_F[f]`, likeliest first, into row f of `out`."""
         which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
-        assert len(max_nodes_F) == len(which_F) <= len(out.count_A), "a limit and a row each"
-        assert rule.longest <= self.max_context, (rule.longest, self.max_context)
-        limits = rule.limits(self.max_context)
-        trees_F, state_FX = followers.trees_F, followers.state_FX
+        limits = tuple(rule), min(rule.context_tokens, self.max_context)
+        which = which_F, followers.trees_F, followers.state_FX, max_nodes_F
         with self._lock:
-            bad = queries.propose(self._arena, limits, which_F, trees_F, state_FX, max_nodes_F, out)
+            bad = queries.propose(self._arena, *limits, *which, out)
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it or its tree is missing"
 
     # --- inside; the lock is held ---------------------------------------------------------
@@ -236,23 +211,18 @@ class SuffixForest:
     def _make_room(self, tokens: int) -> None:
         """Make room for this many tokens, at worst.
 
-        An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q
-        edges that are not the first of their state: an edge outside the tree of longest
-        paths belongs to a suffix of its own, and at most 2q states have no edge.
+        An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q edges
+        besides the first of each state: an edge outside the tree of longest paths belongs to a
+        suffix of its own, and at most 2q states have no edge.
         """
-        assert self._grows, "a forest that was made of arrays cannot grow"
+        assert self._grows, "a joined forest cannot grow"
         live_sequences = len(self._arena.sequences) - len(self._free["sequences"])
         taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
         need = {
             "states": taken - num_free + 2 * tokens,
             "edges": self._num_tokens + tokens + 2 * live_sequences,
         }
-        if max(need.values()) > _MOST:
-            raise OverflowError(
-                f"a suffix forest numbers at most {_MOST:,} states and edges, got "
-                f"{self._num_tokens:,} tokens and {tokens:,} more: use several forests, or "
-                "index fewer responses"
-            )
+        _refuse_overflow(**need)
         for name, rows in need.items():
             self._grow_rows(name, rows)
         slots = len(self._arena.edges) * 3 // 2  # the table is never more than two thirds full
@@ -282,6 +252,19 @@ class SuffixForest:
             self._arena = self._arena._replace(weights=new.view(np.float32))
 
 
+def _refuse_overflow(states: int, edges: int) -> None:
+    if max(states, edges) > _MAX:
+        raise OverflowError(
+            f"a suffix forest numbers at most {_MAX:,} states and edges, got {states:,} and "
+            f"{edges:,}: use several forests, or index fewer responses"
+        )
+
+
+def _shift(numbers: np.ndarray, first: int) -> None:
+    """Add `first` to all numbers but `NONE`."""
+    numbers += np.where(numbers >= 0, first, 0).astype(numbers.dtype)
+
+
 def _id(row: int, generation: Any) -> int:
     return int(generation) << 32 | int(row)
 
@@ -294,15 +277,6 @@ def _writable(x: np.ndarray) -> np.ndarray:
 
 def _integers(values: Any) -> np.ndarray:
     return _writable(np.asarray(values, np.int64).reshape(-1))
-
-
-def _tokens(tokens: Any) -> np.ndarray:
-    tokens_T = np.asarray(tokens)
-    if tokens_T.size == 0:
-        return np.empty(0, np.int32)
-    assert tokens_T.ndim == 1 and tokens_T.dtype.kind in "iu", (tokens_T.dtype, tokens_T.shape)
-    assert 0 <= tokens_T.min() <= tokens_T.max() <= _MOST, "tokens are numbered from 0, in int32"
-    return _writable(tokens_T.astype(np.int32, copy=False))
 
 
 def _which(followers: Followers, which_F: Any) -> np.ndarray:

@@ -187,9 +187,9 @@ def rehash(old, new):
 
 
 @kernel
-def index_edges(a, num_edges):
-    """Fill the empty table of an arena with its first edges."""
-    for edge in range(num_edges):
+def index_edges(a):
+    """Fill the empty table of an arena with its edges, all of which are in use."""
+    for edge in range(len(a.edges)):
         _insert(a.table, _hash(a.edges[edge, SOURCE], a.edges[edge, LABEL]), edge)
 
 
@@ -258,11 +258,11 @@ def _extend(a, tree, last, token):
 
 
 @inlined
-def trim(states, node, matched, most):
-    """Return (state, tokens) of the context cut to its last `most` tokens."""
-    if matched > most:
-        matched = most
-        while states[states[node, LINK], LENGTH] >= most:
+def trim(states, node, matched, max_length):
+    """Return (state, tokens) of the context cut to its last `max_length` tokens."""
+    if matched > max_length:
+        matched = max_length
+        while states[states[node, LINK], LENGTH] >= max_length:
             node = np.int64(states[node, LINK])
     return node, matched
 

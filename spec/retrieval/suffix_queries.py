@@ -6,9 +6,8 @@ F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,69 +19,37 @@ from spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
 _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
 
 
-class Limits(NamedTuple):
-    """A `ProposalRule` as kernels read it; `most` is the longest context of a draft token."""
-
-    longest: int
-    shortest: int
-    max_children: int
-    by_weight: bool
-    prior: float
-    min_prob: float
-    most: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ProposalRule:
+class ProposalRule(NamedTuple):
     """A rule by which draft tokens are chosen.
 
-    The context is the match, cut to its last `longest` tokens, or the longest shorter
-    one that has a continuation, of at least `shortest` tokens. Each context's
-    `max_children` best children are candidates: by `rank_by`, then by count, then by
-    smaller token. Candidates are taken in the order of their probability, the product of
-    count(child) / (count(context) + prior) along the path, at least `min_prob`;
-    equals in the order in which they became candidates. `max_children` of 1 gives a
-    chain.
+    The context is the match, cut to its last `longest` tokens, or the longest shorter one that has
+    a continuation, of at least `shortest` tokens. Each context's `max_children` best children, by
+    weight or count, then count, then smaller token, are candidates. They are taken by probability,
+    the product of count(child) / (count(context) + prior) along the path, if it is at least
+    `min_prob`; of equals the earlier candidate. One child makes chains.
 
-    Below the first draft token the context is the match and all draft tokens above it: a draft goes
-    down one branch. Beyond `context_tokens`, the match and `path_tokens` draft tokens (or beyond
-    the forest's `max_context`), it loses its first tokens. `path_tokens` of 0 chooses every
-    draft token by its last `longest` tokens.
-
-    HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, "weight")`.
+    Below the first draft token the context is the match and the draft tokens above it, cut to its
+    last `context_tokens`: the match and `path_tokens`. `path_tokens` of 0 chooses every draft token
+    by its last `longest` tokens. HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, True)`.
     """
 
     longest: int = 32
     shortest: int = 1
     max_children: int = 1
-    rank_by: Literal["count", "weight"] = "count"
+    by_weight: bool = False
     prior: float = 0.0
     min_prob: float = 0.0
     path_tokens: int = 32
 
-    def __post_init__(self) -> None:
-        assert 0 <= self.shortest <= self.longest >= 1, (self.shortest, self.longest)
-        assert self.path_tokens >= 0 and self.max_children >= 1 and self.min_prob <= 1, self
-        assert self.rank_by in ("count", "weight") and 0 <= self.prior < math.inf, self
-
     @property
     def context_tokens(self) -> int:
-        """The longest context of a draft token, which the forest's `max_context` should allow."""
+        """The longest context of a draft token; the forest's `max_context` should allow it."""
         return self.longest + self.path_tokens
-
-    def limits(self, max_context: int) -> tuple[int, int, int, bool, float, float, int]:
-        """Return the `Limits` for a forest of that `max_context`, as a plain tuple."""
-        most, by_weight = min(self.context_tokens, max_context), self.rank_by == "weight"
-        counts = self.longest, self.shortest, self.max_children
-        return *counts, by_weight, float(self.prior), float(self.min_prob), most
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Followers:
-    """The states of F live contexts, each in one tree; the caller owns the arrays.
-
-    `trees_F` are tree ids, −1 for none; `state_FX` is the forest's own.
-    """
+    """The states of F live contexts, each in one tree (−1: none); the caller owns the arrays."""
 
     trees_F: np.ndarray
     state_FX: np.ndarray
@@ -132,14 +99,14 @@ def _settle(states, node, matched):
 
 
 @inlined
-def _step(a, root, node, matched, token, most):
+def _step(a, root, node, matched, token, max_length):
     """Return the longest match after one more token, from that before; O(1) amortised."""
     if token < 0:
         return root, np.int64(0)
     while True:
         target = child_of(a, node, token)
         if target != k.NONE and a.states[target, k.COUNT] > 0:
-            return trim(a.states, target, matched + 1, most)
+            return trim(a.states, target, matched + 1, max_length)
         if node == root:
             return root, np.int64(0)
         node = np.int64(a.states[node, k.LINK])
@@ -148,9 +115,7 @@ def _step(a, root, node, matched, token, most):
 
 @part
 def _outgrown(a, root, node, matched, follower, last_token):
-    """True if a tree's growth can have given this context a longer match: its present match has
-    occurred once more.
-    """
+    """True if a context's match has occurred once more, so that it may be longer now."""
     if matched > 0:
         return a.states[node, k.COUNT] != follower[k.SEEN]
     if last_token < 0:
@@ -159,11 +124,12 @@ def _outgrown(a, root, node, matched, follower, last_token):
 
 
 @kernel
-def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, stamp=k.STAMP):
-    """Bring followers up to `tokens_BL[rows_F[f], :lengths_F[f]]`.
+def follow(
+    a, max_length, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, stamp=k.STAMP
+):
+    """Bring followers up to `tokens_BL[rows_F[f], :lengths_F[f]]`; ids of NONE follow nothing.
 
-    Returns NONE, or the first f whose tree is gone or whose index is out of range. An id of NONE
-    follows nothing.
+    Returns NONE, or the first f whose tree is gone or whose index is out of range.
     """
     B, L = tokens_BL.shape
     for f in range(len(which_F)):
@@ -177,15 +143,17 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
             return f
         root, text_L, length = a.trees[row, k.ROOT], tokens_BL[rows_F[f]], lengths_F[f]
         node, matched, start = follower[k.AT], follower[k.MATCH], follower[k.POSITION]
-        restart = start < 0 or start > length or length - start >= most
+        restart = start < 0 or start > length or length - start >= max_length
         if not restart and follower[k.SEEN_GROWN] != a.trees[row, k.GROWN]:
             node = _settle(a.states, node, matched)
             last_token = text_L[start - 1] if start > 0 else k.NONE
-            restart = matched < most and _outgrown(a, root, node, matched, follower, last_token)
+            restart = matched < max_length and _outgrown(
+                a, root, node, matched, follower, last_token
+            )
         if restart:
-            node, matched, start = root, np.int64(0), max(0, length - most)
+            node, matched, start = root, np.int64(0), max(0, length - max_length)
         for i in range(start, length):
-            node, matched = _step(a, root, node, matched, text_L[i], most)
+            node, matched = _step(a, root, node, matched, text_L[i], max_length)
         follower[k.AT], follower[k.MATCH], follower[k.POSITION] = node, matched, length
         follower[k.SEEN_GROWN] = a.trees[row, k.GROWN]
         follower[k.SEEN] = a.states[node, k.COUNT]
@@ -225,10 +193,7 @@ def _next_child(a, by_weight, node, after_value, after_count, after_token):
 
 @part
 def _enqueue(pool, size, room, prob):
-    """Queue a draft token of this probability: (its entry of the pool or NONE, the new size).
-
-    No more than `room` are kept.
-    """
+    """Queue a draft token among the best `room`: (its entry or NONE, the new size)."""
     order_N, prob_N = pool.order_N, pool.prob_N
     if size == room:
         if prob <= prob_N[order_N[0]]:
@@ -248,17 +213,17 @@ def _enqueue(pool, size, room, prob):
 
 
 @part
-def _expand(a, rule, node, matched, prob, parent, pool, size, room):
+def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
     """Queue the best children of a context: (the number of counted ones, the new size)."""
     total = a.states[node, k.COUNT] + rule.prior
-    value, count, token, found = np.inf, np.int64(0), np.int64(0), 0
+    value, count, token, num_found = np.inf, np.int64(0), np.int64(0), 0
     # By count, probabilities fall in the order of the children, so that the first `room` are
     # enough.
-    while found < rule.max_children and (rule.by_weight or found < room):
+    while num_found < rule.max_children and (rule.by_weight or num_found < room):
         state, value, token = _next_child(a, rule.by_weight, node, value, count, token)
         if state == k.NONE:
             break
-        found += 1
+        num_found += 1
         count = np.int64(a.states[state, k.COUNT])
         of_child = prob * (count / total)
         if of_child < rule.min_prob:
@@ -266,20 +231,22 @@ def _expand(a, rule, node, matched, prob, parent, pool, size, room):
         entry, size = _enqueue(pool, size, room, of_child)
         if entry != k.NONE:
             draft = pool.draft_NX[entry]
-            draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, rule.most)
+            draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, max_length)
             draft[_TOKEN], draft[_PARENT] = token, parent
-    return found, size
+    return num_found, size
 
 
 @part
-def _draft(a, rule, root, node, matched, pool, room, out, f):
+def _draft(a, rule, max_length, root, node, matched, pool, room, out, f):
     """Write row f of `out` best first, from a context or a shorter one that has children."""
     tokens_N, parents_N, prob_N = out.tokens_AN[f], out.parents_AN[f], out.prob_AN[f]
     node, matched = trim(a.states, node, matched, rule.longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
     while room > 0 and matched >= rule.shortest:
-        found, size = _expand(a, rule, node, matched, 1.0, no_parent, pool, size, room)
-        if found > 0 or node == root:
+        num_found, size = _expand(
+            a, rule, max_length, node, matched, 1.0, no_parent, pool, size, room
+        )
+        if num_found > 0 or node == root:
             break
         node = np.int64(a.states[node, k.LINK])
         matched = np.int64(a.states[node, k.LENGTH])
@@ -294,19 +261,18 @@ def _draft(a, rule, root, node, matched, pool, room, out, f):
         drafted += 1
         if drafted < room:
             parent, left = drafted - 1, room - drafted
-            _, size = _expand(a, rule, node, matched, prob, parent, pool, size, left)
+            _, size = _expand(a, rule, max_length, node, matched, prob, parent, pool, size, left)
     out.count_A[f] = drafted
 
 
 @kernel
-def propose(a, rule, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STAMP):
-    """Write each follower's draft tokens.
+def propose(a, rule, max_length, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STAMP):
+    """Write each follower's draft tokens; none before it has followed.
 
-    Returns NONE, or the first f whose tree is gone or whose index is out of range. `rule` and
-    `out` are `Limits` and `Drafts` as plain tuples, which are faster to pass. A follower that
-    has not followed yet gets no draft token.
+    Returns NONE, or the first f whose tree is gone or whose index is out of range. `rule` and `out`
+    are plain tuples, which are faster to pass.
     """
-    limits, drafts = Limits(*rule), Drafts(*out)
+    rule, drafts = ProposalRule(*rule), Drafts(*out)
     N = drafts.tokens_AN.shape[1]
     pool = _Pool(np.arange(N), np.empty(N), np.empty((N, 4), np.int64))
     for f in range(len(which_F)):
@@ -323,5 +289,5 @@ def propose(a, rule, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STA
             continue
         matched, room = follower[k.MATCH], min(np.int64(max_nodes_F[f]), N)
         node = _settle(a.states, follower[k.AT], matched)
-        _draft(a, limits, a.trees[row, k.ROOT], node, matched, pool, room, drafts, f)
+        _draft(a, rule, max_length, a.trees[row, k.ROOT], node, matched, pool, room, drafts, f)
     return k.NONE

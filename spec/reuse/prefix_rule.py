@@ -2,8 +2,8 @@
 
 Rounds verify a cached response as a chain of nodes, until its first token that is not kept; the
 draw in its place comes from the same node. The mode says from which log-probability on, under the
-policy at hand, each token is kept. Modes by name: `off`, `lenient:λ`, `delayed:λ`, `random`,
-`full`, `coupled`.
+present policy, each token is kept. The schedule moves the lenience over a run: the paper keeps it
+constant, the other two are ours.
 """
 
 from __future__ import annotations
@@ -16,6 +16,64 @@ import numpy as np
 
 from spec.reuse.rollout_cache import CachedResponse
 
+SCHEDULES = "constant, linear:END:STEPS, clip_fraction:TARGET"
+GAIN = 0.1  # the largest change of log λ a step
+LARGEST_LOG = 2.0  # log λ of `clip_fraction`; the smallest is its negative
+
+
+@dataclasses.dataclass(frozen=True)
+class LenienceSchedule:
+    """The course of the lenience λ.
+
+    `linear` moves from the first lenience to `end` in `steps`. `clip_fraction` changes log λ by
+    `GAIN` · (target − fraction) / max(target, fraction) of the policy's clip fraction.
+    """
+
+    name: Literal["constant", "linear", "clip_fraction"]
+    end: float = 1.0
+    steps: int = 1
+    target: float = 0.0
+
+    def at(self, first: float, log_lenience: float, step: int) -> float:
+        """Return log λ of a step (from 1 on); `log_lenience` is that of `after`, or log first."""
+        if self.name != "linear":
+            return log_lenience
+        part = min(1.0, (step - 1) / self.steps)
+        return log(first + (self.end - first) * part)
+
+    def after(self, log_lenience: float, clip_fraction: float) -> float:
+        """Return log λ after a step whose updates clipped this fraction of the tokens."""
+        if self.name != "clip_fraction":
+            return log_lenience
+        error = (self.target - clip_fraction) / max(self.target, clip_fraction)
+        return min(max(log_lenience + GAIN * error, -LARGEST_LOG), LARGEST_LOG)
+
+
+def log(lenience: float) -> float:
+    """Return log λ; −∞ at 0."""
+    return math.log(lenience) if lenience else -math.inf
+
+
+def parse_schedule(text: str) -> LenienceSchedule:
+    """Return the schedule of that name; raises ValueError for an unknown name or a bad number."""
+    name, *values = text.split(":")
+    try:
+        if text == "constant":
+            return LenienceSchedule("constant")
+        if name == "linear" and len(values) == 2:
+            end, steps = float(values[0]), int(values[1])
+            if 0 <= end < math.inf and steps >= 1:
+                return LenienceSchedule("linear", end=end, steps=steps)
+        if name == "clip_fraction" and len(values) == 1 and 0 < float(values[0]) < 1:
+            return LenienceSchedule("clip_fraction", target=float(values[0]))
+    except ValueError:
+        pass
+    raise ValueError(
+        f"schedule must be one of {SCHEDULES} (END a finite lenience, TARGET between 0 and 1), "
+        f"got {text!r}"
+    )
+
+
 MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled"
 ACCEPTANCE = 0x5BEC  # separates the acceptance draws from all other streams of a seed
 
@@ -27,13 +85,12 @@ NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
 class ReuseMode:
     """The response that is verified, and the rule; `lenience` is that of the first step.
 
-    `lenient` and `delayed` keep a token with probability min(1, λ · p_new / p_old), up to the
-    first that is not kept; `delayed` takes the response of the epoch before the last. λ is a
-    number, `e^X`, or `inf`: 0 keeps nothing, 1 is the rule of speculative sampling (except for
-    the token behind the prefix, which is drawn from the whole new policy), `inf` keeps all.
-    `random` keeps a uniformly drawn number of tokens, `full` keeps all of them.
-    `coupled` keeps tokens while they equal the current policy's own draws: noise repeats from
-    epoch to epoch (`rl.speculation.reuse`), so that most do.
+    `lenient` and `delayed` keep a token with probability min(1, λ · p_new / p_old), up to the first
+    that is not kept; `delayed` takes the response of the epoch before the last. λ is a number,
+    `e^X`, or `inf`: 0 keeps nothing, 1 is the rule of speculative sampling (except for the token
+    after the prefix, which is drawn from the whole new policy), `inf` keeps all. `random` keeps a
+    uniformly drawn number of tokens, `full` all of them. `coupled` keeps tokens that equal the
+    current policy's draws: noise repeats from epoch to epoch (`rl.speculation.reuse`).
 
     Source: SPEC-RL, sections 3.1 and 4.3; `coupled` is ours (docs/architecture.md).
     """
@@ -56,10 +113,7 @@ class ReuseMode:
 
 
 def parse_mode(text: str) -> ReuseMode:
-    """Return the mode of that name.
-
-    Raises ValueError for an unknown name or a lenience below 0.
-    """
+    """Return the mode of that name, or raise ValueError."""
     first, colon, value = text.partition(":")
     name = NAMES.get(first)
     if name in ("lenient", "delayed") and colon:
@@ -79,11 +133,7 @@ def parse_mode(text: str) -> ReuseMode:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixRule:
-    """The rule of one mode at one step; its draws are a function of (seed, step, request).
-
-    `log_lenience` is that of the step; `greedy`: the policy takes the most likely token, so that
-    p_new and p_old are 0 or 1.
-    """
+    """The rule of one mode at one step; its draws are a function of (seed, step, request)."""
 
     mode: ReuseMode
     log_lenience: float
@@ -98,9 +148,7 @@ class PrefixRule:
 
             log u + log p_old − log λ,   u uniform: kept with probability min(1, λ · p_new / p_old)
 
-        Up to the first token that is not kept. At −∞ a token is kept whatever the policy says of
-        it, else only if the policy can draw it; at +∞ it is not. With `coupled`, whose tokens are
-        compared with draws, this is of no use.
+        At −∞ a token is kept in any case, else only if the policy can draw it; at +∞ it is not.
         """
         assert not self.mode.couples_noise
         if self.mode.name == "full" or self.log_lenience == math.inf:
@@ -114,7 +162,7 @@ class PrefixRule:
         assert cached.scores is not None, "lenience compares with log-probs that were kept"
         with np.errstate(divide="ignore"):  # u may be 0
             least = np.log(draws.random(num_tokens)) - self.log_lenience
-        if self.greedy:  # p_new and p_old are 1 where the policy can draw the token
+        if self.greedy:  # p_new and p_old are 1 if the policy can draw the token
             least = np.where(least < 0, -np.inf, np.inf)
         else:
             least += cached.scores.logprobs[:num_tokens]

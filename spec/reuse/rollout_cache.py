@@ -1,10 +1,9 @@
 """The rollout cache: each prompt's responses of its last epoch, within a memory cap.
 
-History drafts (RhymeRL, section 5.3) and prefix reuse (SPEC-RL, section 3.2) read from
-it; every epoch refreshes it. Groups are kept as compressed blobs. Beyond `memory_bytes`
-the least recently used ones are spilled to files of a folder, one each, which never change: a
-checkpoint links them instead of reading them. A file that is damaged or not ours is named in
-`problems`, and its prompt is answered from scratch.
+History drafts (RhymeRL, section 5.3) and prefix reuse (SPEC-RL, section 3.2) read from it. Beyond
+`memory_bytes` the least recently used groups are spilled to files that never change, one each: a
+checkpoint links them. Damaged or foreign files are named in `problems`, and their prompts are
+answered from scratch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from models.folder import Folder
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
 _ENDING = ".rollouts"  # of files
-_MOST_PROMPT_TOKENS = 2**22  # what a damaged header may not make us allocate
+_MAX_PROMPT_TOKENS = 2**22  # what a damaged header may not make us allocate
 
 
 class CacheFileError(ValueError):
@@ -38,9 +37,9 @@ class CacheFileError(ValueError):
 class Scores:
     """The log-probabilities and policy versions of a response's tokens; [num_tokens] each.
 
-    `logprobs` (float32) are under the policy of the epoch that the response is cached from,
-    `emission_logprobs` and `policy_versions` (int32) those of the policy that drew the token,
-    which is older if the token was reused.
+    `logprobs` (float32) are under the policy of the cached epoch, `emission_logprobs` and
+    `policy_versions` (int32) of the policy that drew the token, which is older if the token was
+    reused.
     """
 
     logprobs: np.ndarray
@@ -50,7 +49,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedResponse:
-    """One response (int32 tokens), its reward, and its scores where reuse is on."""
+    """One response (int32 tokens), its reward, and its scores if reuse is on."""
 
     sample_index: int
     tokens: np.ndarray
@@ -102,14 +101,11 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
 
 
 def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> CachedGroup:
-    """Return what `encode` was given.
-
-    Raises CacheFileError if the blob is damaged, or of another prompt, policy or vocabulary.
-    """
+    """Return the group, or raise CacheFileError: damaged, another prompt, policy, vocabulary."""
     if len(blob) < _HEADER or blob[:4] != MAGIC:
         raise CacheFileError("expected a blob of the rollout cache, got something else")
     body = blob[8:]
-    if zlib.crc32(body) != checksum(blob):
+    if zlib.crc32(body) != int.from_bytes(blob[4:8], "little"):
         raise CacheFileError("expected the checksum that it was written with: it is damaged")
     size = int.from_bytes(body[:4], "little")
     try:
@@ -140,11 +136,6 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
     return CachedGroup(prompt_ids, tuple(CachedResponse(*row) for row in rows))
 
 
-def checksum(blob: bytes) -> int:
-    """Return the checksum that a blob was written with."""
-    return int.from_bytes(blob[4:8], "little")
-
-
 @dataclasses.dataclass(frozen=True)
 class _Header:
     key: str
@@ -171,15 +162,15 @@ class _Header:
         return header
 
 
-def _inflated(packed: bytes, least: int) -> np.ndarray:
-    """Inflate to int32 [`least` … `least` + the longest prompt]; raises CacheFileError."""
-    most_bytes = 4 * (least + _MOST_PROMPT_TOKENS)
+def _inflated(packed: bytes, min_numbers: int) -> np.ndarray:
+    """Inflate at least `min_numbers` int32, at most a prompt more; raises CacheFileError."""
+    max_bytes = 4 * (min_numbers + _MAX_PROMPT_TOKENS)
     try:
-        raw = zlib.decompressobj().decompress(packed, most_bytes + 1)
+        raw = zlib.decompressobj().decompress(packed, max_bytes + 1)
     except zlib.error as error:
         raise CacheFileError(f"expected deflated arrays ({error})") from error
-    if len(raw) % 4 or not 4 * least <= len(raw) <= most_bytes:
-        raise CacheFileError(f"expected {least} numbers and a prompt, got {len(raw)} bytes")
+    if len(raw) % 4 or not 4 * min_numbers <= len(raw) <= max_bytes:
+        raise CacheFileError(f"expected {min_numbers} numbers and a prompt, got {len(raw)} bytes")
     return np.frombuffer(raw, "<i4").astype(np.int32)
 
 
@@ -195,9 +186,8 @@ class SpilledFile:
 class RolloutCache:
     """Groups by prompt key: `replace` after each epoch, `get` before the next.
 
-    With `epochs` 2 the group that was replaced last is kept too (`back=1`). `policy` names the
-    shape of policy and tokenizer: groups of another one are problems. Without a `folder` nothing
-    is spilled, whatever the cap.
+    With `epochs` 2 the group before the last is kept too (`back=1`). `policy` names the shape of
+    policy and tokenizer: groups of another one are problems. Without a `folder` nothing is spilled.
     """
 
     def __init__(
@@ -226,7 +216,7 @@ class RolloutCache:
         self._renew(key, encode(key, group, self.policy))
 
     def take_over(self, other: RolloutCache) -> None:
-        """Replace groups by those of another cache, of the same policy, which is then empty."""
+        """Replace groups by those of another cache of the same policy, and empty that."""
         assert other.policy == self.policy and other.epochs == 1 and other.folder is None
         for key, blob in other._blobs.items():
             self._renew(key, blob)
@@ -272,7 +262,7 @@ class RolloutCache:
             return None
 
     def blob(self, key: str) -> bytes | None:
-        """Return the prompt's group of the last epoch as `decode` reads it, unread."""
+        """Return the prompt's group of the last epoch, encoded."""
         return self._blob(_entry_name(key, 0))
 
     def new_problems(self) -> list[str]:
@@ -281,10 +271,7 @@ class RolloutCache:
         return new
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside `spilled`: entries, least recently used first.
-
-        Spilled blobs are not read: `files` names them.
-        """
+        """Return a checkpoint's part besides `spilled`: entries, least recently used first."""
         joined = b"".join(self._blobs.values())
         files = self.spilled()
         return {
@@ -309,11 +296,7 @@ class RolloutCache:
         source: Folder | None = None,
         damaged: Collection[str] = (),
     ) -> None:
-        """Replace everything by what `state` returned.
-
-        Spilled files are linked from `source`, except for those named in `damaged`, which are
-        problems.
-        """
+        """Replace everything by a `state`, linking files of `source` but the `damaged` ones."""
         self._clear()
         for entry, name, num_bytes, sha256 in state["files"]:
             if name in damaged or source is None or not source.is_file(name):

@@ -20,8 +20,8 @@ from models import hf, tokenizer, transformer
 from policies.make.characters import save_character_tokenizer
 from rl import evaluate, export, memory, report, train
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
-from rl.speculation import draft_model
 from rl.speculation.config import DraftModelConfig
+from rl.speculation.device_drafters import check_draft_model
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from tests.support import tiny_run
@@ -146,7 +146,7 @@ def test_a_gguf_file_and_a_folder_made_of_it_give_the_same_run(tiny, tmp_path, c
     chat = tokenizer.load(runs[file] / "policy").apply_chat_template([{"content": "1+1="}])
     assert chat == [4, 13, 4, 14]
     drafts = DraftModelConfig(directory=str(file))
-    assert draft_model.check(drafts, model, tokenizer.load(folder), 16) == (file, model)
+    assert check_draft_model(drafts, model, tokenizer.load(folder), 16) == (file, model)
     capsys.readouterr()
     asked = [f"--gin_file={tiny}", "--gin.Eval.num_prompts=2", "--json"]
     assert evaluate.main([*asked, "--policy", str(file)]) == 0

@@ -21,8 +21,7 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from spec import sampling, verify
 from spec.drafter import PADDING
-from spec.drawn import by_slot
-from spec.nodes import Nodes
+from spec.nodes import Nodes, by_slot
 from spec.verify import Slots
 
 pytestmark = [pytest.mark.parity, pytest.mark.statistical]

@@ -18,12 +18,11 @@ from stepped_links import (
     wrong_tokens,
 )
 
-from spec.decoupled.ahead import Enumerating, FreeRunning
+from spec.decoupled.ahead import Enumerating, FreeRunning, RequestTexts
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
-from spec.decoupled.texts import RequestTexts
 from spec.draft_model.config import ChainConfig
-from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
+from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Source
 
 pytestmark = pytest.mark.parity

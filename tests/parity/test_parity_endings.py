@@ -14,7 +14,7 @@ from models.tokenizer import TokenBytes
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason
 from spec.budget.budget import FixedBudget
-from spec.budget.by_name import make_budget
+from spec.budget.goodput import make_budget
 
 pytestmark = pytest.mark.parity
 

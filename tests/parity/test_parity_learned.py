@@ -23,7 +23,7 @@ from models.config import MeshConfig
 from models.sharding import make_mesh
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.trajectory import Origin
 from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.union import DrafterUnion
@@ -31,7 +31,7 @@ from spec.drafter import Drafter
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
-from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

@@ -25,12 +25,11 @@ from rl.engine import cached_prefixes
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
 from spec.budget.budget import SeeingBudget
-from spec.budget.by_name import make_budget
+from spec.budget.goodput import make_budget
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Source
-from spec.retrieval.ngram import NgramDrafter
-from spec.reuse.lenience import log
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.retrieval.suffix_drafter import NgramDrafter
+from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.round_times import RoundTimes
 from spec.sampling import given_log_probs, masses, processed_logits

@@ -17,7 +17,7 @@ from rl.engine.config import EngineConfig
 from rl.gin.loader import ConfigError, load
 from rl.inputs import open_inputs, remarks
 from rl.learner.algorithms import ALGORITHMS
-from spec.budget.bandit_budget import node_counts
+from spec.budget.bandit import node_counts
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle import files as eagle_files

@@ -11,7 +11,7 @@ from rl.engine.engine import Engine
 from rl.gin.loader import load
 from rl.inputs import open_inputs
 from rl.rollout import RolloutSpec
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.speculation.sources import Speculation
 from rl.workers.config import SchedConfig
 from rl.workers.multi_engine import MultiEngine

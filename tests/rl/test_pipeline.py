@@ -33,7 +33,7 @@ from rl.workers.multi_engine import MultiEngine, split_devices
 from rl.workers.results import WorkerError
 from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
-from spec.retrieval.last_response import LastResponseDrafter
+from spec.retrieval.history import LastResponseDrafter
 from spec.sampling import step_key
 from tests.support import tiny_run
 

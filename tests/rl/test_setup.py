@@ -62,7 +62,7 @@ def test_rounds_on_the_device_are_compiled_in_the_shapes_that_budgets_ask_for(bu
             reached = {8: (15,), 64: ()}  # half full at least, and none beyond 32 requests
             wanted = [equal_trees(n, sizes, B) for n in reached[B]]
         else:
-            wanted = [FixedBudget(int(budget[6:])).unseen(live_slots(2), most, sizes, B)]
+            wanted = [FixedBudget(int(budget[6:])).choose_on_device(live_slots(2), most, sizes, B)]
         assert shapes(runner, B, found["learned"](B)) == shapes(runner, B, wanted)
 
 

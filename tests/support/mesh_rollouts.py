@@ -23,7 +23,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.rollout import draft_with
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request
 from rl.warm_up import compile_buckets, round_times

@@ -50,8 +50,8 @@ class NotedGoodput(Goodput):
 
     num_unseen = 0
 
-    def unseen(self, live, most_tokens, sizes, num_slots):
-        decision = super().unseen(live, most_tokens, sizes, num_slots)
+    def choose_on_device(self, live, max_tokens, sizes, num_slots):
+        decision = super().choose_on_device(live, max_tokens, sizes, num_slots)
         self.num_unseen += decision is not None
         return decision
 

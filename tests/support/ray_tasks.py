@@ -34,7 +34,7 @@ from rl.rewards.pool import RewardPool
 from rl.rewards.scorers import Scorers
 from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DraftModel
 from rl.speculation.history_workers import HistoryWorkers
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers

@@ -9,7 +9,7 @@ from tiny_team import CONFIG, MODEL, PARAMS
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.trainer import DrafterTrainer
 from rl.engine.engine import Engine
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig

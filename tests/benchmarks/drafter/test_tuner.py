@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.drafter.tuner import tuner_gap
-from spec.budget.bandit import Strategy
-from spec.budget.config import BanditConfig
+from spec.budget.bandit import BanditConfig, Strategy
 
 
 def strategy(name, verify_tokens=4):

@@ -124,7 +124,7 @@ def test_windows_at_the_ends(monkeypatch):
     whole = window_mean(0.9)
     assert half.tokens - 1 == pytest.approx((whole.tokens - 1) / 2)
     monkeypatch.setattr(aimd, "STEP_TOKENS", 3)
-    monkeypatch.setattr(aimd, "MOST_TOKENS", 9)
+    monkeypatch.setattr(aimd, "MAX_TOKENS", 9)
     assert window_mean(1.0).drafts == pytest.approx(9)  # 2, 5, 8, and 9
 
 

@@ -22,7 +22,7 @@ from benchmarks.simulator.reproduction import (
 )
 from benchmarks.simulator.specactor_devices import DevicePlan
 from sched.simulator.roofline import MODELS
-from spec.budget.aimd import MOST_TOKENS
+from spec.budget.aimd import MAX_TOKENS
 
 SHIPPED = {name: experiment for name, (_, experiment) in EXPERIMENTS.items()}
 FIGURES = {name: figures_of(name) for name in EXPERIMENTS}
@@ -183,7 +183,7 @@ def test_two_calibrated_rows_predict_tlts_other_devices_and_drafters():
 def test_windows_of_history_have_the_published_acceptance_and_share():
     whole = rhymerl.history_windows(1.0)
     assert (whole.tokens - 1) / whole.drafts == pytest.approx(0.72, abs=1e-4)
-    assert whole.drafts < MOST_TOKENS
+    assert whole.drafts < MAX_TOKENS
     for share in (0.75, 0.93):
         some = rhymerl.history_windows(share)
         rounds = some.drafts / whole.drafts  # of all, those with drafts

@@ -14,8 +14,8 @@ from rl.drafter_training.hidden_states import hidden_of, num_bytes
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.packing import Response
 from spec.eagle import training as drafter_training
+from spec.eagle.batch import pack
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
-from spec.eagle.packing import pad
 from tests.support import tiny_run
 
 MODEL = tiny_run.MODEL
@@ -115,7 +115,8 @@ def test_judging_weighs_entries_alike_however_they_are_packed(params):
     training = offline(params)
     drafter = training.drafter
     caught = list(hidden_of(responses(), params, MODEL, drafter.config, np.float32))
-    [batch] = pad(caught, 16, 32)
+    rows = [pack([sequence], 1, 32)[0] for sequence in caught]
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     _, wanted = drafter_training.loss(
         drafter.config, TRAINING, drafter.params, training._context.frozen, batch, np.float32(1)
     )

@@ -17,7 +17,7 @@ from rl.drafting.actors import RemoteDrafts
 from rl.engine.engine import Engine
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DraftModel
 from rl.speculation.sources import Speculation
 from spec.budget.config import MODEL as DRAFT
 from spec.decoupled.ahead import Enumerating

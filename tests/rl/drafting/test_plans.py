@@ -17,10 +17,9 @@ from rl.drafting.plans import (
     Planner,
 )
 from sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
-from spec.acceptance import PRIOR_PROB
 from spec.budget.config import MODEL
 from spec.decoupled.messages import DraftPlan
-from spec.drafter import LiveSlots
+from spec.drafter import PRIOR_PROB, LiveSlots
 from spec.round_times import RoundTimes
 
 

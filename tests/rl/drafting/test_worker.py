@@ -26,7 +26,7 @@ from rl.drafting.worker import (
 from rl.drafting.workers import DraftingWorkers, share
 from rl.engine.worker_record import WorkerPart
 from rl.speculation.config import DraftModelConfig
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DraftModel
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.messages import Block

@@ -10,10 +10,8 @@ from rl.engine.stats import CachedCounts
 from rl.trajectory import Origin, PartialRequest, Request
 from spec.config import SamplingConfig
 from spec.drafter import Source, no_drafts
-from spec.drawn import DRAWN, KEPT, by_slot
-from spec.nodes import NOT_GIVEN, pack
-from spec.reuse.lenience import log
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.nodes import DRAWN, KEPT, NOT_GIVEN, by_slot, pack
+from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
 
 PROMPT, TOKENS, STOP = (1, 2), [5, 6, 7, 8, 9], 9

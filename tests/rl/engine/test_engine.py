@@ -17,10 +17,10 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
-from spec.budget.bandit_budget import BanditBudget, make_bandit
+from spec.budget.bandit import BanditBudget, make_bandit
 from spec.budget.budget import DraftDecision, FixedBudget
-from spec.budget.by_name import make_budget
 from spec.budget.config import TunerConfig
+from spec.budget.goodput import make_budget
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter

@@ -16,7 +16,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import LearnedDrafter
 from rl.warm_up.rollout_programs import Pool, Reach
 from spec import cache_rows
 from spec.config import SamplingConfig

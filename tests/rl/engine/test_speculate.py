@@ -9,7 +9,7 @@ from shapes import PLAIN
 
 from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats
-from spec.budget.by_name import make_budget
+from spec.budget.goodput import make_budget
 from spec.drafter import Drafter
 from spec.round_times import RoundTimes
 

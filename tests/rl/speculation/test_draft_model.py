@@ -16,7 +16,7 @@ from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import open_inputs
 from rl.speculation.config import DraftModelConfig
-from rl.speculation.draft_model import DraftModel
+from rl.speculation.device_drafters import DraftModel
 from tests.support import tiny_run
 
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")

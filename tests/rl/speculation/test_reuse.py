@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.engine.stats import EngineStats
-from rl.speculation.config import MOST_SAMPLES, ReuseConfig, check_coupling
+from rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from rl.speculation.reuse import Reuse, remember
 from rl.trajectory import FinishReason, Trajectory
 from spec.reuse.rollout_cache import RolloutCache
@@ -148,12 +148,12 @@ def test_noise_without_a_key_is_refused():
     coupled = ReuseConfig("coupled")
     check_coupling(coupled, 100, 50, 8)
     check_coupling(ReuseConfig("full"), 10, 50, 9999)
-    for arguments in ((2**22, 5, 8), (100, 5, MOST_SAMPLES + 1)):
+    for arguments in ((2**22, 5, 8), (100, 5, MAX_SAMPLES + 1)):
         with pytest.raises(ValueError, match="has names for 2097152 examples with 512 samples"):
             check_coupling(coupled, *arguments)
-    check_coupling(coupled, 10, 6, 256, most_times=3)
+    check_coupling(coupled, 10, 6, 256, max_times=3)
     with pytest.raises(ValueError, match="may have one 3 times need 2 × 257"):
-        check_coupling(coupled, 10, 6, 257, most_times=3)
+        check_coupling(coupled, 10, 6, 257, max_times=3)
     with pytest.raises(ValueError, match="at most twice in a step"):
         check_coupling(coupled, 10, 11, 8)
 

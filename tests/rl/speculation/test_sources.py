@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from live_by_hand import live_texts
 
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.reuse import remember
@@ -10,7 +11,7 @@ from rl.trajectory import FinishReason, Trajectory
 from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput
-from spec.drafter import LiveSlots, Source
+from spec.drafter import Source
 from spec.retrieval.history import PAPER_RULE
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
@@ -32,17 +33,8 @@ def answer(group, response, reward=1.0, sample=0):
 def live(group, response):
     """One live request that has answered so far."""
     prompt = list(PROMPTS.values())[group]
-    tokens = np.asarray([[*prompt, *response]], np.int32)
-    one = np.ones(1, np.int32)
-    return LiveSlots(
-        rows_A=0 * one,
-        request_ids_A=np.array([group]),
-        group_ids_A=np.array([group]),
-        prompt_tokens_A=len(prompt) * one,
-        total_tokens_A=tokens.shape[1] * one,
-        remaining_tokens_A=99 * one,
-        tokens_BL=tokens,
-    )
+    text = [*prompt, *response]
+    return live_texts(text, groups=[group], prompt=len(prompt), first_id=group)
 
 
 def open_speculation(cache=None, **settings):

@@ -15,9 +15,7 @@ from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import PerRunner
-from rl.speculation.draft_model import DraftModel
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import DraftModel, LearnedDrafter, PerRunner
 from rl.warm_up.compile_buckets import lowered
 from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Reach
 from spec.budget.budget import equal_trees

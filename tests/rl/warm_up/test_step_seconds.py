@@ -11,9 +11,8 @@ from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on, step_seconds
-from spec.budget.run_seconds import StepSeconds
 from spec.reuse.rollout_cache import RolloutCache
-from spec.round_times import RoundTimes
+from spec.round_times import RoundTimes, StepSeconds
 
 PLAIN, DRAFTED = (4, 4, 64), (4, 16, 64)
 TIMES = RoundTimes({PLAIN: 7.0, DRAFTED: 1.0})

@@ -31,7 +31,7 @@ from sched.request import COPIES, Kv, copy_of
 from spec.budget.budget import FixedBudget
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Source
-from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 
 LIMIT_S = 60.0  # of a wait for another worker: rounds take milliseconds

@@ -5,7 +5,7 @@ import pytest
 from drafts_by_hand import NO_DRAFT, chain, stack
 from live_by_hand import live_slots
 
-from spec.budget.bandit_budget import PLAIN, BanditBudget, make_bandit, node_counts, strategies
+from spec.budget.bandit import PLAIN, BanditBudget, make_bandit, node_counts, strategies
 from spec.budget.config import TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafter, Source, no_drafts
@@ -58,6 +58,9 @@ def test_arms_are_as_deep_as_their_drafters_get():
     "wrong",
     [
         {"thresholds": (2, 5)},
+        {"thresholds": (1, 1)},
+        {"thresholds": (1, 9, 5)},
+        {"window": 0},
         {"thresholds": (1, 5, 9, 20)},
         {"verify_tokens": (3, 7)},
         {"verify_tokens": ()},

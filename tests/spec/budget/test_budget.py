@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.acceptance import Acceptance, round_acceptance
 from spec.budget.aimd import Aimd, next_windows
 from spec.budget.budget import FixedBudget, best_by_size
-from spec.budget.by_name import make_budget
-from spec.budget.goodput import Goodput
-from spec.drafter import LiveSlots, Source, no_drafts
+from spec.budget.goodput import Goodput, make_budget
+from spec.drafter import Acceptance, LiveSlots, Source, no_drafts, round_acceptance
 from spec.round_times import RoundTimes
 
 

@@ -5,7 +5,7 @@ import pytest
 from live_by_hand import live_slots
 
 from spec.budget.config import LEARNED, MODEL
-from spec.budget.device_gate import DeviceDraftGate
+from spec.budget.goodput import DeviceDraftGate
 from spec.drafter import Source, no_drafts
 from spec.round_times import RoundTimes
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.acceptance import plain_acceptance
-from spec.budget.union import ASKED_AGAIN, DrafterUnion, merge
-from spec.drafter import Drafter, Drafts, LiveSlots, Source
+from spec.budget.union import RETRY_ROUNDS, DrafterUnion, merge
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, plain_acceptance
 
 
 def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
@@ -90,12 +89,12 @@ def test_a_source_that_brings_nothing_is_asked_more_rarely():
     good, bad = One([(-1, 4, 0.5)], Source.GROUP), One([(-1, 9, 0.75)], Source.OWN)
     union, ids = DrafterUnion([good, bad]), np.array([1])
     live = LiveSlots(ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
-    for _ in range(2 * ASKED_AGAIN):
+    for _ in range(2 * RETRY_ROUNDS):
         drafts = union.propose(live, np.array([5]), 6)
         union.observe(drafts, plain_acceptance(drafts, np.array([[4]]), np.array([1])))
-    assert good.asked == 2 * ASKED_AGAIN
+    assert good.asked == 2 * RETRY_ROUNDS
     assert bad.asked == 3  # the first time, and whenever all are asked
-    for _ in range(6 * ASKED_AGAIN):  # none brings anything: all are asked
+    for _ in range(6 * RETRY_ROUNDS):  # none brings anything: all are asked
         drafts = union.propose(live, np.array([5]), 6)
         union.observe(drafts, plain_acceptance(drafts, np.array([[7]]), np.array([1])))
     before = good.asked, bad.asked

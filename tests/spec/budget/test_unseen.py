@@ -6,7 +6,7 @@ from drafts_by_hand import chain, stack
 from live_by_hand import live_slots
 
 from spec.budget.aimd import Aimd
-from spec.budget.bandit_budget import BanditBudget, make_bandit
+from spec.budget.bandit import BanditBudget, make_bandit
 from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.config import TunerConfig
 from spec.budget.goodput import REPEATS, Goodput
@@ -38,32 +38,32 @@ class OnHost(OnDevice):
     [(3, 31, (16, 3)), (4, 31, (32, 4)), (40, 31, (32, 7)), (40, 3, (16, 3)), (1, 31, (8, 1))],
 )
 def test_fixed_trees_are_of_the_smallest_size_that_holds_them(most, longest, want):
-    got = FixedBudget(most).unseen(live_slots(3), longest, SIZES, B)
+    got = FixedBudget(most).choose_on_device(live_slots(3), longest, SIZES, B)
     assert (got.num_nodes, got.tree_tokens) == want and got.num_rounds > 1
-    assert SeeingBudget(most).unseen(live_slots(3), longest, SIZES, B) is None
-    assert FixedBudget(most).unseen(live_slots(3), longest, [], B) is None
+    assert SeeingBudget(most).choose_on_device(live_slots(3), longest, SIZES, B) is None
+    assert FixedBudget(most).choose_on_device(live_slots(3), longest, [], B) is None
 
 
 def test_windows_are_of_drafts_that_are_seen():
-    assert Aimd(TIMES).unseen(live_slots(3), 31, SIZES, B) is None
+    assert Aimd(TIMES).choose_on_device(live_slots(3), 31, SIZES, B) is None
 
 
 def test_goodput_repeats_its_choice_and_looks_again():
     budget, live, found = Goodput(TIMES), live_slots(3), stack([chain([1, 2, 3])] * 3, 7)
-    assert budget.unseen(live, 31, SIZES, B) is None  # nothing was chosen yet
+    assert budget.choose_on_device(live, 31, SIZES, B) is None  # nothing was chosen yet
     for _ in range(2):
         chosen = budget.choose(live, found, SIZES, B, 64)
         budget.observe(live, found, Acceptance(True, np.zeros((3, 7), bool), found.prob_AN > 0))
         for _ in range(REPEATS):
-            got = budget.unseen(live, 31, SIZES, B)
+            got = budget.choose_on_device(live, 31, SIZES, B)
             assert got.num_nodes == chosen.num_nodes == 16
             assert got.tree_tokens == 7  # as many as a tree may have, not 3 of each
             assert (got.scale_A < 1).all()
-        assert budget.unseen(live, 31, SIZES, B) is None
+        assert budget.choose_on_device(live, 31, SIZES, B) is None
     budget.choose(live, found, SIZES, B, 64)
-    assert budget.unseen(live, 31, [4, 8], 2) is None  # another number of slots
-    assert budget.unseen(live_slots(2), 31, SIZES, B) is None  # a third of the requests has ended
-    assert budget.unseen(live, 31, SIZES, B) is not None
+    assert budget.choose_on_device(live, 31, [4, 8], 2) is None  # another number of slots
+    assert budget.choose_on_device(live_slots(2), 31, SIZES, B) is None  # too few
+    assert budget.choose_on_device(live, 31, SIZES, B) is not None
 
 
 def test_a_bandit_has_its_arm_s_nodes_and_learns_of_each_round():
@@ -73,7 +73,7 @@ def test_a_bandit_has_its_arm_s_nodes_and_learns_of_each_round():
     budget, live = BanditBudget(bandit, TIMES, union), live_slots(3)
     budget.skips(live, B, 64)  # plain decoding first
     budget.skips(live, B, 64)
-    got = budget.unseen(live, 31, SIZES, B)
+    got = budget.choose_on_device(live, 31, SIZES, B)
     assert (got.num_nodes, got.tree_tokens) == (16, 3)
     found, (_, arm) = stack([chain([1, 2, 3])] * 3, 3), bandit.candidates(3)
     accepted_AN = np.ones((3, 3), bool)

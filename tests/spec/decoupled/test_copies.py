@@ -154,14 +154,6 @@ def test_what_a_copy_has_is_cut_to_what_is_asked():
     assert tokens(drafts) == [60]
 
 
-def test_copies_of_one_worker_help_one_another():
-    drafter, *_ = made()
-    both = texts(a0=[1, 2, 5], b0=[1, 2, 5, 6])
-    # the copy comes second: its original is behind from the next round on
-    proposed(drafter, both)
-    assert tokens(proposed(drafter, both)) == [6]
-
-
 def test_skipped_drafters_are_skipped_by_the_usual_one_only():
     drafter, usual, own, _ = made()
     drafter.skipped = frozenset({"model"})

@@ -182,39 +182,6 @@ def test_who_leaves_is_told_of_once():
 # --- what is sent ---------------------------------------------------------------------------
 
 
-def test_blocks_of_unknown_requests_and_late_ones_change_nothing():
-    drafter, link = made()
-    for n in (3, 4, 5):
-        proposed(drafter, live_texts([1, 2, 3, 4, 5][:n]))
-    link.sent = [chain(4, 5, 6, 7, round=2), chain(5, 8, request=9, round=3)]
-    assert proposed(drafter, live_texts([1, 2, 3, 4, 5])) == [[6, 7]]
-    link.sent = [chain(3, 4, 9, round=1)]
-    assert proposed(drafter, live_texts([1, 2, 3, 4, 5])) == [[6, 7]]
-    assert drafter.received.stale == 0
-
-
-def test_a_block_of_a_request_that_has_left_is_not_its_next_ones():
-    drafter, link = made()
-    live = live_texts([1, 2, 3])
-    proposed(drafter, live)
-    link.sent = [chain(3, 4)]
-    assert proposed(drafter, live) == [[4]]
-    drafter.finished(live)
-    assert proposed(drafter, live) == [[]], "nor its own, where it comes back"
-    drafter.finished(live)
-    link.sent = [chain(3, 4)]
-    assert proposed(drafter, live_texts([1, 2, 3], first_id=1)) == [[]]
-
-
-def test_the_window_of_a_plan_limits_the_depth():
-    drafter, link = made()
-    drafter._plans.own[0] = DraftPlan(2)
-    live = live_texts([1, 2, 3])
-    proposed(drafter, live)
-    link.sent = [chain(3, 4, 5, 6)]
-    assert proposed(drafter, live) == [[4, 5]]
-
-
 # --- waiting --------------------------------------------------------------------------------
 
 
@@ -227,12 +194,6 @@ def test_a_plan_limits_the_draft_tokens_of_a_round():
     prob = np.array([0.5, 0.25, 0.125], np.float32)
     link.sent = [Block(r, 1, 3, tokens, parents, prob) for r in range(3)]
     assert proposed(drafter, live) == [[7, 8, 9], [7, 8], []]
-
-
-def test_no_patience_no_wait():
-    drafter, link = made()
-    proposed(drafter, live_texts([1, 2, 3])), proposed(drafter, live_texts([1, 2, 3, 4]))
-    assert link.waits == []
 
 
 def test_a_round_waits_where_most_requests_lack_what_is_on_its_way():
@@ -299,8 +260,3 @@ def test_only_its_own_part_of_a_union_counts():
     merged.sources_AN[0] = [Source.MODEL, Source.OWN, Source.MODEL, Source.MODEL]
     drafter.observe(merged, Acceptance(True, masks("xx.."), masks("xxx.")))
     assert drafter._plans.heard == [[(0, 1, 2)]]
-
-
-def test_decoupled_from_somebody():
-    with pytest.raises(AssertionError, match="one drafting worker or more"):
-        DecoupledDrafter([], OnePlan(PLAN), SamplingConfig())

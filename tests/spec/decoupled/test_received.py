@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_by_hand import live_texts
 
-from spec.decoupled import received
+from spec.decoupled import drafter as received
+from spec.decoupled.drafter import FIRST_NODES, ReceivedBlocks
 from spec.decoupled.messages import Block
-from spec.decoupled.received import FIRST_NODES, ReceivedBlocks
 from spec.drafter import Source
 
 
@@ -57,56 +57,6 @@ def test_a_chain_as_it_is_and_partly_committed():
     assert drafts.tokens_AN[1, 1:].tolist() == [-1] * 8, "no more than its draft is written"
 
 
-def test_a_block_that_is_used_up_is_not_stale():
-    live = live_texts([1, 2, 5, 6])
-    blocks = having(chain(2, 5, 6), live=live)
-    assert nodes(follow(blocks, live)) == [] and blocks.stale == 0
-    # one token further it has gone another way
-    live = live_texts([1, 2, 5, 6, 4])
-    assert nodes(follow(blocks, live)) == [] and blocks.stale == 1
-
-
-def test_branches():
-    live = live_texts([1, 2], [1, 2, 5], [1, 2, 6], [1, 2, 5, 8], [1, 2, 9])
-    sent = [TREE._replace(request_id=r) for r in range(5)]
-    blocks = having(*sent, live=live)
-    drafts = follow(blocks, live)
-    assert nodes(drafts, 0) == [
-        *((-1, 5, 0.5), (-1, 6, 0.25), (0, 7, 0.25), (0, 8, 0.125), (1, 7, 0.0625)),
-    ]
-    assert nodes(drafts, 1) == [(-1, 7, 0.5), (-1, 8, 0.25)]
-    assert nodes(drafts, 2) == [(-1, 7, 0.25)]
-    assert nodes(drafts, 3) == nodes(drafts, 4) == []
-    assert blocks.stale == 1, "one that ends in a leaf has been of use"
-
-
-def test_a_window_limits_the_depth_and_a_number_the_draft_tokens():
-    live = live_texts([1, 2])
-    blocks = having(TREE, live=live)
-    assert nodes(follow(blocks, live, window=1)) == [(-1, 5, 0.5), (-1, 6, 0.25)]
-    assert nodes(follow(blocks, live, most=3)) == [(-1, 5, 0.5), (-1, 6, 0.25), (0, 7, 0.25)]
-    assert nodes(follow(blocks, live, max_nodes=1)) == [(-1, 5, 0.5)]
-    assert nodes(follow(blocks, live, most=0)) == nodes(follow(blocks, live, window=0)) == []
-    assert len(nodes(follow(blocks, live))) == 5, "the block is there still"
-    # depth counts from where the request is
-    live = live_texts([1, 2, 5])
-    assert nodes(follow(blocks, live, window=1)) == [(-1, 7, 0.5), (-1, 8, 0.25)]
-
-
-def test_what_is_left_out_leaves_its_children_out():
-    live = live_texts([1, 2])
-    tree = block(2, (-1, 5, 0.5), (0, 6, 0.25), (1, 7, 0.25), (-1, 8, 0.125), (2, 9, 0.1))
-    drafts = follow(having(tree, live=live), live, window=2)
-    assert nodes(drafts) == [(-1, 5, 0.5), (0, 6, 0.25), (-1, 8, 0.125)]
-
-
-def test_limits_are_those_of_each_request():
-    live = live_texts([1, 2], [1, 2])
-    blocks = having(TREE, TREE._replace(request_id=1), live=live)
-    drafts = blocks.drafts(live, np.array([1, 2]), np.array([5, 3]), 9)
-    assert drafts.count_A.tolist() == [2, 3]
-
-
 def test_a_stale_block_is_given_up_and_counted_once():
     blocks, live = ReceivedBlocks(), live_texts([1, 2, 9])
     blocks.put([TREE], live)
@@ -126,18 +76,6 @@ def test_an_older_round_is_ignored_and_the_same_one_taken():
     assert nodes(follow(blocks, live)) == [(-1, 7, 0.5)]
     blocks.put([chain(2, 8, round=4)], live)
     assert nodes(follow(blocks, live)) == [(-1, 8, 0.5)] and blocks.rounds(live).tolist() == [4]
-
-
-def test_a_block_whose_base_lies_beyond_is_not_followed():
-    live = live_texts([1, 2])
-    blocks = having(chain(3, 5, 6), live=live)
-    assert nodes(follow(blocks, live)) == [] and blocks.stale == 1
-
-
-def test_a_block_of_nothing():
-    live = live_texts([1, 2])
-    blocks = having(block(2), live=live)
-    assert nodes(follow(blocks, live)) == [] and blocks.stale == 0
 
 
 def test_blocks_of_requests_that_are_not_there_change_nothing():

@@ -12,8 +12,8 @@ from draft_model_reference import LONGEST, MODEL, POLICY, Host
 from rl.engine.config import EngineConfig
 from spec.config import SamplingConfig
 from spec.draft_cache import cache as draft_cache
-from spec.draft_cache.cache import DraftCache, Passes
-from spec.draft_cache.tables import END_COLUMNS
+from spec.draft_cache.cache import DraftCache, PassSizes
+from spec.draft_cache.drafting import END_COLUMNS
 
 BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
 GIVEN = "weights", ()
@@ -44,7 +44,7 @@ def _make(monkeypatch, first_token=0, apart=False):
         put=lambda x: x,
         zero_rows=jnp.zeros,
     )
-    passes = Passes(window_tokens=2, chunk_widths=(4,), pass_tokens=12)
+    passes = PassSizes(window_tokens=2, chunk_widths=(4,), pass_tokens=12)
     drafting = types.SimpleNamespace(first_token=first_token, apart=apart)
     tables = []
 

@@ -1,28 +1,21 @@
-"""Tokens of the rows of a drafter's cache, by hand."""
+"""Rows of a drafter's cache, and their pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
 
 import numpy as np
 import pytest
+from live_by_hand import live_texts
 
-from spec.draft_cache.rows import CachedRows
-from spec.drafter import LiveSlots
+from spec.draft_cache.rows import NO_OWNER, CachedRows, RowPages
 
 
 def live(texts, prompt_tokens=1):
     """Live requests by id."""
-    A = len(texts)
-    tokens_BL = np.zeros((A, 16), np.int32)
-    for row, text in zip(tokens_BL, texts.values(), strict=True):
-        row[: len(text)] = text
-    total_A = np.array([len(t) for t in texts.values()], np.int32)
-    return LiveSlots(
-        rows_A=np.arange(A),
-        request_ids_A=np.array(list(texts), np.int64),
-        group_ids_A=np.zeros(A, np.int64),
-        prompt_tokens_A=np.full(A, prompt_tokens, np.int32),
-        total_tokens_A=total_A,
-        remaining_tokens_A=16 - total_A,
-        tokens_BL=tokens_BL,
-    )
+    view = live_texts(*texts.values(), prompt=prompt_tokens)
+    return dataclasses.replace(view, request_ids_A=np.array(list(texts), np.int64))
 
 
 def drafted(held, texts, *chains):
@@ -99,3 +92,58 @@ def test_rows_of_requests_that_are_away_are_taken_last():
     assert held.has(live({1: [1], 2: [4], 8: [4]})).tolist() == [True, False, True]
     with pytest.raises(AssertionError, match="as many rows as requests"):
         held.follow(live({9: [1], 8: [1], 7: [1], 6: [1]}))
+
+
+T, AHEAD, POSITIONS = 4, 3, 40
+
+
+def make(num_rows, num_pages, ways=1):
+    config = types.SimpleNamespace(page_tokens=T, max_nodes=AHEAD, rounds_per_fetch=2)
+    runner = types.SimpleNamespace(config=config, num_pages=num_pages, batch_ways=ways)
+    rows = CachedRows(num_rows, POSITIONS)
+    rows.owner_B[:] = np.arange(num_rows)
+    return rows, RowPages(num_rows, POSITIONS, runner)
+
+
+def reserve(rows, pages, wanted):
+    """Reserve for {row: tokens}, which are known then; return the pages that rows hold."""
+    pages.reserve(rows, np.array([*wanted]), np.array([*wanted.values()]))
+    for row, tokens in wanted.items():
+        rows.known_B[row] = tokens if pages.has_room_B[row] else 0
+    return pages._table.held_B.tolist()
+
+
+def test_rows_hold_pages_for_their_tokens_and_a_fetch():
+    rows, pages = make(3, 30)
+    assert reserve(rows, pages, {0: 5, 2: 6}) == [2, 0, 3]
+    assert pages.has_room_B.tolist() == [True, False, True]
+    assert reserve(rows, pages, {0: 39, 2: 1}) == [10, 0, 1], "no more than a row has positions"
+
+
+def test_where_pages_lack_rows_without_a_request_lose_theirs_first():
+    rows, pages = make(4, 8)
+    reserve(rows, pages, {0: 5, 1: 5, 2: 9})
+    rows.owner_B[1] = NO_OWNER
+    assert reserve(rows, pages, {3: 9}) == [2, 0, 3, 3]
+    assert rows.known_B.tolist() == [5, 0, 9, 9]
+    assert reserve(rows, pages, {3: 13}) == [0, 0, 3, 4], "then those that do not draft"
+
+
+def test_a_request_that_finds_too_few_pages_drafts_nothing():
+    rows, pages = make(2, 4)
+    assert reserve(rows, pages, {0: 9, 1: 9}) == [3, 0]
+    assert pages.has_room_B.tolist() == [True, False]
+    assert rows.known_B.tolist() == [9, 0]
+    assert reserve(rows, pages, {1: 9}) == [0, 3] and pages.has_room_B[1]
+
+
+@pytest.mark.parametrize(("row_X", "known"), [([1, 3], [7, 9]), ([3, 1], [0, 0])])
+def test_rows_that_change_their_part_of_the_devices_know_nothing(row_X, known):
+    rows, pages = make(4, 16, ways=2)
+    reserve(rows, pages, {0: 6, 1: 7, 2: 8, 3: 9})
+    taken = CachedRows(2, POSITIONS)
+    taken.known_B[:] = rows.known_B[row_X]
+    pages.take_rows(taken, np.array(row_X))
+    assert taken.known_B.tolist() == known
+    assert pages._table.held_B.tolist() == [-(-(k + AHEAD) // T) if k else 0 for k in known]
+    assert pages._table.num_free(0) + pages._table.num_free(1) == 16 - pages._table.held_B.sum()

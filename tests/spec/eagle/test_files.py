@@ -27,8 +27,7 @@ from eagle_folders import (
 )
 from safetensors.numpy import load_file
 
-from models import hf, hf_files, transformer
-from models.folder import Folder
+from models import hf, transformer
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from spec.eagle.model import EagleWeights
@@ -154,13 +153,6 @@ def test_layer_ids_of_foreign_folders(ids, layers, tmp_path):
     assert eagle_files.check(tmp_path, POLICY).feature_layers == layers
 
 
-def test_rotary_buffers_of_old_exports_are_ignored(tmp_path):
-    eagle_files.save(tmp_path, drafter_of(), POLICY, None)
-    name = "layers.0.self_attn.rotary_emb.inv_freq"
-    edit_weights(tmp_path, lambda t: t.update({name: np.zeros(3, np.float32)}))
-    eagle_files.load(tmp_path, POLICY)
-
-
 @pytest.mark.parametrize(
     ("d2t", "message"),
     [
@@ -183,23 +175,6 @@ def test_maps_that_lead_nowhere(d2t, message, tmp_path):
     assert str(caught.value).startswith(str(tmp_path))
 
 
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="not downloaded"):
-        eagle_files.check(tmp_path / "nowhere", POLICY)
-    with pytest.raises(FileNotFoundError, match="no config.json"):
-        eagle_files.check(tmp_path, POLICY)
-    eagle_files.save(tmp_path / "out", drafter_of(), POLICY, None)
-    (tmp_path / "out/model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="expected model.safetensors or"):
-        eagle_files.load(tmp_path / "out", POLICY)
-    (tmp_path / "out/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match="git-lfs"):
-        eagle_files.load(tmp_path / "out", POLICY)
-    (tmp_path / "out/config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not JSON"):
-        eagle_files.check(tmp_path / "out", POLICY)
-
-
 def test_no_pickle_is_opened(tmp_path, monkeypatch):
     drafter, opened = drafter_of(), []
     eagle_files.save(tmp_path, drafter, POLICY, None)
@@ -220,23 +195,6 @@ def test_no_pickle_is_opened(tmp_path, monkeypatch):
 
 
 # Saving.
-
-
-@pytest.mark.parametrize(
-    ("owner", "step"), [(hf_files, "write_json"), (hf_files, "write_tensors"), (Folder, "rename")]
-)
-def test_a_save_that_fails_leaves_the_old_drafter(owner, step, tmp_path, monkeypatch):
-    old = drafter_of(seed=1)
-    eagle_files.save(tmp_path / "out", old, POLICY, None)
-
-    def full(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(owner, step, full)
-    with pytest.raises(OSError, match="disk full"):
-        eagle_files.save(tmp_path / "out", drafter_of(seed=2), POLICY, policy_params())
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert_same(eagle_files.load(tmp_path / "out", POLICY), old)
 
 
 def test_a_drafter_replaces_a_drafter(tmp_path):
@@ -266,10 +224,6 @@ def test_a_policy_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: dataclasses.replace(d, draft_ids_U=None), "draft_vocab_size=5 tokens.*got None"),
-        (lambda d: dataclasses.replace(d, draft_ids_U=IDS[:4]), "draft_vocab_size=5 tokens.*got 4"),
-        (lambda d: dataclasses.replace(d, draft_ids_U=IDS[::-1]), "ascending draft tokens"),
-        (lambda d: dataclasses.replace(d, draft_ids_U=IDS + 1), "0 … 19, got 4 .* = 20"),
         (
             lambda d: dataclasses.replace(
                 d, params=dataclasses.replace(d.params, fc_bias_D=jnp.zeros(8))
@@ -282,26 +236,9 @@ def test_a_policy_is_not_overwritten(tmp_path):
             ),
             r"norm.weight has shape \[9\], expected \[8\]",
         ),
-        (
-            lambda d: dataclasses.replace(
-                d, config=dataclasses.replace(d.config, feature_layers=(6, 4, 1))
-            ),
-            "expected ascending",
-        ),
-        (
-            lambda d: dataclasses.replace(
-                d,
-                config=dataclasses.replace(
-                    d.config, layer=dataclasses.replace(d.config.layer, tied_embeddings=True)
-                ),
-            ),
-            "expected a drafter that its config.json can describe",
-        ),
     ],
 )
 def test_parts_that_do_not_fit_are_not_saved(change, message, tmp_path):
-    drafter = change(drafter_of("eagle3", IDS))
-    tied = dataclasses.replace(POLICY, tied_embeddings=True)
     with pytest.raises(ValueError, match=message):
-        eagle_files.save(tmp_path / "out", drafter, tied, None)
+        eagle_files.save(tmp_path / "out", change(drafter_of("eagle3", IDS)), POLICY, None)
     assert not list(tmp_path.iterdir())

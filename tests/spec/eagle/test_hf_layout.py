@@ -165,20 +165,14 @@ def test_the_halves_of_the_inputs_matter(design, tmp_path):
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, r"unknown architecture.*LlamaForC"),
         ("eagle", {"architectures": "absent"}, "unknown architecture.*None"),
         ("eagle", {"model_type": "qwen2"}, "model_type='qwen2'"),
-        ("eagle", {"attention_bias": True}, "attention_bias=True"),
-        ("eagle", {"mlp_bias": True}, "mlp_bias=True"),
-        ("eagle", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("eagle", {"add_para_norm": True}, "add_para_norm=True"),
         ("eagle", {"logit_scale": 0.5}, "logit_scale=0.5"),
-        ("eagle", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "unknown rope type"),
         ("eagle", {"eagle_config": {"use_last_layernorm": True}}, "use_last_layernorm=True"),
         ("eagle3", {"norm_before_residual": True}, "norm_before_residual=True"),
         ("eagle3", {"norm_before_fc": True}, "norm_before_fc=True"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
         ("eagle3", {"eagle_config": [1]}, r"eagle_config as an object, got \[1\]"),
         ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers=1, got 2.*single layer"),
-        ("eagle", {"hidden_size": "absent"}, "hidden_size.*None"),
-        ("eagle", {"num_key_value_heads": 3}, "multiple of num_kv_heads=3"),
         ("eagle", {"vocab_size": 21}, r"another policy: vocab_size=21 \(expected 20\).*train one"),
         ("eagle", {"hidden_size": 10}, r"another policy: hidden_size=10 \(expected 8\)"),
         ("eagle3", {"target_hidden_size": 16}, r"another policy: target_hidden_size=16"),
@@ -192,20 +186,12 @@ def test_the_halves_of_the_inputs_matter(design, tmp_path):
         ("eagle3", {"draft_vocab_size": 6}, r"d2t has shape \[5\], expected \[6\]"),
         ("eagle", {"reprise": [1]}, r"reprise as an object, got \[1\]"),
         ("eagle", {"reprise": {"own_head": 1}}, "own_head as true or false, got 1"),
-        ("eagle", {"eos_token_id": 20}, "eos token 20 is outside"),
-        ("eagle", {"architectures": [{}]}, r"unknown architecture.*\[\{\}\]"),
-        (
-            "eagle",
-            {"layer_types": [{}]},
-            r"layer_types=\[\{\}\] \(expected 'full_attention'",
-        ),
         ("eagle", {"bias": "false"}, "bias as true or false, without quotes, got 'false'"),
         (
             "eagle3",
             {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": []},
             "as a list of numbers, got \\[\\]",
         ),
-        ("eagle", {"num_hidden_layers": 10**9}, "num_hidden_layers=1, got 1000000000"),
     ],
 )
 def test_unsupported_configs_are_named(design, changes, message, tmp_path):
@@ -231,9 +217,6 @@ def test_a_drafter_of_another_policy_is_refused(design, policy, message, tmp_pat
     other = dataclasses.replace(POLICY, **policy)
     with pytest.raises(ValueError, match=f"a drafter of another policy: .*{message}"):
         eagle_files.check(tmp_path, other)
-    if "num_layers" not in policy:  # which nothing in a drafter knows before it is saved
-        with pytest.raises(ValueError, match="a drafter of another policy"):
-            eagle_files.save(tmp_path / "new", drafter_of(design), other, None)
 
 
 @pytest.mark.parametrize(

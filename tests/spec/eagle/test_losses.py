@@ -1,4 +1,4 @@
-"""Token and feature losses by hand, the first draft tokens, vocabularies, temperatures, chunks."""
+"""The unrolled pass against drafting entry by entry; losses by hand, vocabularies, chunks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafters_by_hand import drafter
+from drafters_by_hand import DESIGNS, as_float64, drafted, drafter, hidden_states, packed
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import largest_array
 
 from models.config import ModelConfig
-from spec.eagle import losses as drafter_losses
 from spec.eagle import model as eagle
+from spec.eagle import training
 from spec.eagle.model import SharedParams
+from spec.eagle.training import unrolled_outputs
 
 # D = V = 2 with the identity as head: states are logits. Norm eps 0.
 TINY = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=0.0)
@@ -32,7 +33,7 @@ def sums(config, params, frozen, *arrays, temperature=1.0, **settings):
     settings = {"chunk_tokens": 64} | settings
     arrays = [jnp.asarray(x) for x in arrays]
     got = jax.jit(
-        lambda *arrays: drafter_losses.token_sums(
+        lambda *arrays: training.token_sums(
             config, params, frozen, *arrays, jnp.float32(temperature), **settings
         )
     )(*arrays)
@@ -49,11 +50,6 @@ def tiny(outputs, targets, tokens, counts=None, frozen=None, **settings):
     params = eagle.init(config, jax.random.key(0))
     arrays = outputs, targets, tokens, counts[:, None]
     return sums(config, params, frozen or identity(), *arrays, **settings)
-
-
-def test_agreement_by_hand():
-    got = tiny([[[LOG3, 0]]], [[0, 0]], [0])
-    assert got["agreement"] == pytest.approx([1 / 2 + 1 / 4])
 
 
 def test_only_what_counts_is_summed_of_each_step():
@@ -79,7 +75,7 @@ ranks = st.lists(st.integers(0, 4), min_size=5, max_size=5)  # ties are likely
 @given(ranks, st.integers(0, 4))
 def test_hits_are_those_of_a_stable_sort(logits, token):
     log_q = np.asarray(logits, np.float32)
-    got = drafter_losses._hits(jnp.array(log_q), jnp.array(log_q), jnp.array(token))
+    got = training._hits(jnp.array(log_q), jnp.array(log_q), jnp.array(token))
     order = np.argsort(-log_q, kind="stable").tolist()
     assert got["top1"] == (order[0] == token)
     assert got["top3"] == (token in order[:3])
@@ -124,7 +120,7 @@ def test_chunks_change_neither_sums_nor_gradients(design):
     tokens, counts = rng.integers(0, 13, (B, T)), rng.random((J, B, T)) < 0.7
 
     def of(outputs, chunk_tokens):
-        got = drafter_losses.token_sums(
+        got = training.token_sums(
             config,
             params,
             frozen,
@@ -154,12 +150,138 @@ def test_logits_of_all_entries_are_never_in_memory_at_once():
     def largest(chunk_tokens):
         def loss(outputs):
             arrays = outputs, *rest, jnp.float32(1)
-            got = drafter_losses.token_sums(
-                config, params, frozen, *arrays, chunk_tokens=chunk_tokens
-            )
+            got = training.token_sums(config, params, frozen, *arrays, chunk_tokens=chunk_tokens)
             return got["loss"].sum()
 
         return largest_array(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((2, 1, T, 4))).jaxpr)
 
     assert largest(64) == 64 * V
     assert largest(128) == 128 * V  # the check can fail
+
+
+STEPS = 4
+OUTPUTS = jax.jit(unrolled_outputs, static_argnames=("config", "num_steps"))
+
+
+def unrolled(config, params, frozen, batch, num_steps=STEPS):
+    return np.asarray(OUTPUTS(config, params, frozen.embedding_VD, batch, num_steps))
+
+
+def differences(got_JT, start, sequence, wanted, num_steps=STEPS):
+    """The largest distance from the reference of each step, of a sequence that starts there."""
+    far = np.zeros(num_steps)
+    for (j, t), o in wanted.items():
+        far[j] = max(far[j], np.abs(got_JT[j, start + t] - o).max())
+    per_step = [len(sequence.tokens_T) - 1 - j for j in range(num_steps)]
+    assert len(wanted) == sum(per_step)  # every draft of every entry was compared
+    return far
+
+
+@pytest.mark.parametrize(("design", "bias"), [("eagle", True), ("eagle3", False)])
+def test_every_step_is_what_drafting_gives(design, bias):
+    config, params, frozen = drafter(design, fc_bias=bias)
+    rows = [
+        [hidden_states(config, 9), hidden_states(config, 6)],
+        [hidden_states(config, 11, seed=1)],
+    ]
+    got = unrolled(config, params, frozen, packed(rows, 17))
+    exact, embedding = as_float64(params), np.asarray(frozen.embedding_VD, np.float64)
+    for b, row in enumerate(rows):
+        start = 0
+        for sequence in row:
+            wanted = drafted(config, exact, embedding, sequence, STEPS)
+            assert differences(got[:, b], start, sequence, wanted).max() < 2e-5
+            start += len(sequence.tokens_T)
+
+
+def same_token(batch):
+    """Planted: f_t with x_t."""
+    return dataclasses.replace(batch, tokens_BT=np.roll(batch.tokens_BT, 1, axis=1))
+
+
+def next_state(batch):
+    """Planted: f_{t+1} with x_{t+1}."""
+    return dataclasses.replace(batch, hidden_BTW=np.roll(batch.hidden_BTW, -1, axis=1))
+
+
+def later_position(batch):
+    """Planted: keys turned by one position too many for the tokens behind the third."""
+    return dataclasses.replace(batch, positions_BT=batch.positions_BT + (batch.positions_BT > 2))
+
+
+@pytest.mark.parametrize("fault", [same_token, next_state, later_position])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_wrong_pairing_is_seen_at_every_step(design, fault):
+    config, params, frozen = drafter(design)
+    sequence = hidden_states(config, 9)
+    got = unrolled(config, params, frozen, fault(packed([[sequence]], 9)))
+    embedding = np.asarray(frozen.embedding_VD, np.float64)
+    wanted = drafted(config, as_float64(params), embedding, sequence, STEPS)
+    assert differences(got[:, 0], 0, sequence, wanted).min() > 1e-2
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_blocks_of_a_long_row_change_nothing(design):
+    config, params, frozen = drafter(design)
+    rows = [
+        [hidden_states(config, 150), hidden_states(config, 100)],
+        [hidden_states(config, 255, seed=3)],
+    ]
+    in_blocks = unrolled(config, params, frozen, packed(rows, 256))
+    at_once = unrolled(config, params, frozen, packed(rows, 257))  # is not a multiple of 4
+    real = packed(rows, 256)
+    drafts_JBT = (real.sequence_BT > 0) & (real.positions_BT >= np.arange(STEPS)[:, None, None])
+    np.testing.assert_allclose(in_blocks[drafts_JBT], at_once[:, :, :256][drafts_JBT], atol=2e-5)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_later_entries_are_not_seen(design):
+    """Entry t of step j depends on all states up to t − j and on no other."""
+    config, params, frozen = drafter(design)
+    s = hidden_states(config, 9)
+    batch = packed([[s]], 9)
+
+    def of_states(states):
+        changed = dataclasses.replace(batch, hidden_BTW=states)
+        return unrolled_outputs(config, params, frozen.embedding_VD, changed, STEPS)[:, 0].sum(-1)
+
+    slope = jax.jit(jax.jacrev(of_states))(batch.hidden_BTW)
+    slope_JTS = np.abs(slope[:, :, 0]).sum(-1)
+    t, state = np.arange(8)[:, None], np.arange(9)[None]
+    for j in range(STEPS):
+        seen = (state <= t - j) & (t >= j)
+        drafts = np.broadcast_to(t >= j, seen.shape)
+        assert (slope_JTS[j, :8][seen] > 1e-6).all()
+        assert (slope_JTS[j, :8][drafts & ~seen] == 0).all()
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_half_precision_stays_near(design):
+    config, params, frozen = drafter(design)
+    batch = packed([[hidden_states(config, 9)]], 9)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    got = OUTPUTS(config, half, frozen.embedding_VD, batch, 2)
+    assert got.dtype == jnp.bfloat16
+    whole = unrolled(config, params, frozen, batch, 2)
+    far = np.abs(np.asarray(got, np.float32) - whole)[:, :, 1:8].max()
+    assert 0 < far < 0.05 * np.abs(whole).max()
+
+
+def largest_kept(num_tokens):
+    """Elements of the largest array that the forward pass keeps for the backward one."""
+    config, params, frozen = drafter("eagle3")
+    batch = packed([[hidden_states(config, 60)]], num_tokens)
+
+    def backward(params):
+        def forward(params):
+            return unrolled_outputs(config, params, frozen.embedding_VD, batch, 3)
+
+        return jax.vjp(forward, params)[1]
+
+    return max(x.size for x in jax.tree.leaves(jax.eval_shape(backward, params)))
+
+
+def test_scores_are_not_kept_for_the_backward_pass(monkeypatch):
+    assert largest_kept(512) == 2 * largest_kept(256)
+    monkeypatch.setattr(training, "_attend", training._attend.__wrapped__)
+    assert largest_kept(512) > 3 * largest_kept(256)  # planted: all of them

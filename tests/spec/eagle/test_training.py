@@ -1,9 +1,10 @@
-"""Training of drafters: the loss and its gradient against drafting, steps, refusals, devices."""
+"""Training of drafters: loss, gradients, steps and settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from functools import partial
 
 import jax
@@ -19,8 +20,8 @@ from models.layout import RULES
 from models.sharding import make_mesh, param_shardings
 from spec.eagle import model as eagle
 from spec.eagle import training as training_module
-from spec.eagle.config import VARIANTS, DrafterTrainingConfig
-from spec.eagle.packing import pack
+from spec.eagle.batch import pack
+from spec.eagle.config import VARIANTS, DrafterTrainingConfig, Variant
 from spec.eagle.training import apply, gradients, state_of
 
 ONE = np.float32(1)
@@ -299,3 +300,29 @@ def test_several_devices_give_what_one_gives(variant, mesh_config):
         np.testing.assert_allclose(found[name], x, rtol=1e-5, err_msg=name)
     for a, b in zip(leaves(got), leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_variants_have_their_papers_numbers():
+    numbers = {
+        v: dataclasses.astuple(DrafterTrainingConfig(v).terms)[1:] for v in typing.get_args(Variant)
+    }
+    assert numbers == {
+        "eagle": ("eagle", 1.0, 0.1, 1, 1.0),
+        "hass": ("eagle", 1.0, 0.1, 3, 1.0),
+        "eagle3": ("eagle3", 0.0, 1.0, 7, 0.8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"variant": "medusa"}, "variant must be one of"),
+        ({"chunk_tokens": 0}, "chunk_tokens >= 1"),
+        ({"warmup_steps": -1}, "warmup_steps >= 0"),
+        ({"learning_rate": -1e-3}, "learning_rate of 0 or above"),
+        ({"learning_rate": math.nan}, "learning_rate of 0 or above"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DrafterTrainingConfig(**settings)

@@ -14,10 +14,10 @@ from models.attention import attend, causal_mask
 from models.config import ModelConfig
 from spec import sampling
 from spec.draft_cache import drafting
-from spec.draft_cache.tables import END_COLUMNS
+from spec.draft_cache.drafting import END_COLUMNS
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
-from spec.eagle.drafting import TreeDrafting
+from spec.eagle.drafter import TreeDrafting
 from spec.eagle.model import DeviceWeights
 from spec.eagle.tree_search import Search
 
@@ -133,7 +133,7 @@ def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, tempera
         cache = drafting.catch_up(given, cache, chunks(tokens, first_P, C), drafting=search)
     table_BX = ends(tokens, LENGTH_B, W, temperature, emitted_B=np.arange(B))
     args = given, cache, table_BX, jnp.int32(depth)
-    return drafting.unpack(drafting.draft(*args, drafting=search, most_tokens=M)[1])
+    return drafting.unpack(drafting.draft(*args, drafting=search, max_tokens=M)[1])
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_rows_at_rest_are_written_nowhere() -> None:
     def draft(most_B):
         table_BX = ends(tokens, np.where(most_B, LENGTH_B, -1), C, most_B=most_B)
         state = given, jax.tree.map(jnp.asarray, held), table_BX, jnp.int32(depth)
-        return drafting.draft(*state, drafting=search, most_tokens=5)
+        return drafting.draft(*state, drafting=search, max_tokens=5)
 
     rest = 0  # the first row's angles choose a branch for all
     cache, packed = draft(np.arange(B) != rest)

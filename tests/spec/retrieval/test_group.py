@@ -3,12 +3,11 @@
 import threading
 import time
 
-import numpy as np
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.retrieval.group import DraftClient, DraftServer, GroupDrafter
-from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.group import DraftServer, GroupDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.retrieval.suffix_forest import ProposalRule
 
 CHAIN = ProposalRule(longest=4, shortest=1)
@@ -55,21 +54,6 @@ def test_a_server_forgets_a_group_once_all_of_its_requests_have_ended():
     server.update(pieces((7, 2, 8, [4])))  # too late: another worker was slower
     assert told(server.fetch({7: {}})[0]) == []
     assert not any(7 in held for held in (server._texts, server._ended))
-
-
-def test_a_client_follows_registered_groups_until_it_is_to_forget_them():
-    server, client = DraftServer(), DraftClient(CHAIN)
-    server.update(pieces((0, 9, 0, [1, 2, 3, 4, 5])))
-    client.register_groups([0, 0])
-    for _ in range(2):  # the second time there is nothing new
-        client.apply(server.fetch(client.seen)[0])
-    assert client.seen == {0: {9: 5}}
-    view = live_texts([8, 1, 2], [8, 1, 2], groups=[0, 1])
-    found = client.batch_speculate(view, np.array([2, 2]), 4)
-    assert found.tokens_AN[0, :2].tolist() == [3, 4] and found.count_A.tolist() == [2, 0]
-    client.forget_groups([0])
-    assert client.seen == {} and client._forest.num_tokens == 0
-    assert client.batch_speculate(view, np.array([2, 2]), 4).count_A.tolist() == [0, 0]
 
 
 def test_a_sibling_behind_is_given_what_the_one_ahead_said():
@@ -158,7 +142,7 @@ def test_a_group_is_uprooted_once_its_last_member_has_ended():
     other = live_texts([8, 9, 7], groups=[1], first_id=9)
     for drafter in (here, there):
         heard(drafter, other)
-        assert drafter._client.seen.keys() == {1} and drafter._client._forest.num_tokens == 3
+        assert drafter._seen.keys() == {1} and drafter._forest.num_tokens == 3
     assert server._texts.keys() == {1}
 
 
@@ -168,7 +152,7 @@ def test_a_request_that_comes_back_is_not_counted_twice():
     heard(drafter, text)
     drafter.left(text)
     heard(drafter, live_texts([50, 51, 1, 2, 3, 4]))
-    assert drafter._client.seen == {0: {0: 6}} and drafter._client._forest.num_tokens == 6
+    assert drafter._seen == {0: {0: 6}} and drafter._forest.num_tokens == 6
 
 
 def test_own_text_repeats_itself():

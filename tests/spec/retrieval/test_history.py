@@ -1,11 +1,22 @@
-"""HistoSpec by hand: branches by reward, and drafts that stay on theirs."""
+"""Drafts from the responses of the last epoch, by hand."""
 
-import dataclasses
+from __future__ import annotations
 
+import numpy as np
+import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.budget.aimd import MOST_TOKENS
-from spec.retrieval.history import PAPER_RULE, HistoryDrafter, build_index
+from spec.budget.aimd import MAX_TOKENS
+from spec.drafter import Source
+from spec.retrieval.history import (
+    FOUND,
+    LOST,
+    NEXT,
+    PAPER_RULE,
+    HistoryDrafter,
+    LastResponseDrafter,
+    build_index,
+)
 from spec.retrieval.suffix_forest import ProposalRule
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
@@ -14,7 +25,7 @@ def test_history_prefers_the_branch_of_the_largest_reward_sum():
     store = RolloutCache()
     tokens = [ids(1, 2, 7), ids(1, 2, 8), ids(1, 2, 8)]
     store.replace("p", of_group(tokens, [1.0, 0.25, 0.5]))
-    rule = ProposalRule(longest=4, shortest=1, rank_by="weight")
+    rule = ProposalRule(longest=4, shortest=1, by_weight=True)
     index = build_index(store, {"p": ids(50, 51), "q": ids(60)}, rule)
     assert set(index.trees) == {"p"} and index.num_tokens == 3 * 5
 
@@ -39,10 +50,60 @@ def test_a_draft_stays_with_the_response_that_it_began_in():
         return drafts(drafter, live_texts([50, 1, 2, 3], prompt=1), most=22)
 
     assert after(PAPER_RULE) == [mine[3:].tolist()]
-    forgetful = dataclasses.replace(PAPER_RULE, path_tokens=0)
+    forgetful = PAPER_RULE._replace(path_tokens=0)
     assert after(forgetful) == [others[3:].tolist()]
 
 
 def test_the_paper_rule_holds_its_longest_window():
     assert (PAPER_RULE.longest, PAPER_RULE.shortest) == (7, 3)
-    assert PAPER_RULE.path_tokens >= MOST_TOKENS
+    assert PAPER_RULE.path_tokens >= MAX_TOKENS
+
+
+OLD = [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def propose(drafter, response, most=3, request_id=5):
+    view = live_texts([1, 2, *response], first_id=request_id)
+    drafts = drafter.propose(view, np.array([most]), 4)
+    n = int(drafts.count_A[0])
+    assert drafts.parents_AN[0, :n].tolist() == list(range(-1, n - 1))
+    return drafts.tokens_AN[0, :n].tolist(), drafts.prob_AN[0, :n].tolist(), drafts
+
+
+@pytest.fixture
+def drafter():
+    return LastResponseDrafter({5: np.asarray(OLD, np.int32), 6: np.asarray([7], np.int32)})
+
+
+def test_it_continues_at_the_same_position(drafter):
+    tokens, probs, drafts = propose(drafter, [])
+    assert tokens == [10, 11, 12]
+    assert probs == pytest.approx([FOUND, FOUND * NEXT, FOUND * NEXT**2])
+    assert set(drafts.sources_AN[0].tolist()) == {Source.LAST}
+    assert propose(drafter, OLD[:6])[0] == [16, 17]
+    assert propose(drafter, OLD)[0] == []
+    assert propose(drafter, OLD[:2], most=9)[0] == [12, 13, 14, 15]  # room for four
+    assert propose(drafter, OLD[:2], most=0)[0] == []
+
+
+def test_behind_a_replaced_token_it_continues_at_the_same_position(drafter):
+    tokens, probs, _ = propose(drafter, [10, 11, 99])
+    assert tokens == [13, 14, 15] and probs[0] == pytest.approx(LOST)
+    tokens, probs, _ = propose(drafter, [10, 11, 99, 13])
+    assert tokens == [14, 15, 16] and probs[0] == pytest.approx(FOUND)
+
+
+def test_behind_inserted_or_omitted_tokens_the_text_is_found_again(drafter):
+    put_in = [10, 11, 98, 99, 12]
+    assert propose(drafter, put_in)[0] == [15, 16, 17]  # one token is not enough
+    tokens, probs, _ = propose(drafter, [*put_in, 13])
+    assert tokens == [14, 15, 16] and probs[0] == pytest.approx(FOUND)
+    left_out = LastResponseDrafter({5: np.asarray(OLD, np.int32)})
+    assert propose(left_out, [10, 13, 14])[0] == [15, 16, 17]
+    assert propose(left_out, [10, 13, 14, 15])[0] == [16, 17]  # and it stays found
+
+
+def test_a_request_without_an_old_response_gets_nothing(drafter):
+    assert propose(drafter, [10], request_id=9)[0] == []
+    assert propose(drafter, [8], request_id=6)[0] == []
+    assert propose(LastResponseDrafter({}), [])[0] == []

@@ -1,4 +1,6 @@
-"""The suffix forest by hand: counts, matches, draft tokens, growth, errors."""
+"""The suffix forest by hand: counts, growth, joined forests, errors."""
+
+from __future__ import annotations
 
 import collections
 import itertools
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 from suffix_contexts import count, follower_of
 
-from spec.drafter import PADDING, no_drafts
+from spec.drafter import no_drafts
 from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval import suffix_queries as queries
+from spec.retrieval.history import PAPER_RULE, RULE
 from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
 
 LARGEST = 2**31 - 1
@@ -24,28 +27,6 @@ def grown(*texts, max_context=32, weights=None):
     return forest, tree, [forest.add(tree, t, w) for t, w in zip(texts, weights, strict=True)]
 
 
-def proposed(forest, tree, context, rule, max_nodes=8):
-    """[(token, parent, probability)] and the match."""
-    followers, out = follower_of(forest, tree, context), no_drafts(1, max_nodes)
-    forest.propose(followers, rule, [max_nodes], out)
-    n = out.count_A[0]
-    assert (out.tokens_AN[0, n:] == PADDING).all()  # what is not proposed is not written
-    columns = out.tokens_AN[0, :n], out.parents_AN[0, :n], out.prob_AN[0, :n]
-    return list(zip(*(c.tolist() for c in columns), strict=True)), followers.matched_F[0]
-
-
-def test_a_best_first_tree():
-    #  1 → 2 (3 of 4) → 3 (2 of 3), 4 (1 of 3);  1 → 5 (1 of 4) → 6
-    texts = [[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6]]
-    forest, tree, _ = grown(*texts)
-    want = [(2, -1, 0.75), (3, 0, 0.5), (4, 0, 0.25), (5, -1, 0.25), (6, 3, 0.25)]
-    got, _ = proposed(forest, tree, [1], ProposalRule(7, 1, 2))
-    assert [(t, p) for t, p, _ in got] == [(2, -1), (3, 0), (5, -1), (4, 0), (6, 2)]
-    assert sorted(got) == sorted([want[0], want[1], want[2], (5, -1, 0.25), (6, 2, 0.25)])
-    assert proposed(forest, tree, [1], ProposalRule(7, 1, 2), 3)[0] == got[:3]
-    assert len(proposed(forest, tree, [1], ProposalRule(7, 1, 2, min_prob=0.5))[0]) == 2
-
-
 def test_freed_memory_serves_again_and_old_ids_are_void():
     forest = SuffixForest()
     rng = np.random.default_rng(0)
@@ -56,7 +37,7 @@ def test_freed_memory_serves_again_and_old_ids_are_void():
         followers = follower_of(forest, tree, [1, 2])
         forest.uproot(tree)
         trees.append(tree)
-        sizes.append(forest.num_bytes)
+        sizes.append(num_bytes(forest))
         forest.plant()
         for call in (
             lambda tree=tree: forest.add(tree, [1]),
@@ -113,31 +94,11 @@ def test_threads_take_turns():
     ("call", "message"),
     [
         (lambda f, t, s: SuffixForest(0), "^0$"),
-        (lambda f, t, s: ProposalRule(2, 3), "3, 2"),
-        (lambda f, t, s: ProposalRule(max_children=0), "max_children=0"),
-        (lambda f, t, s: ProposalRule(rank_by="reward"), "rank_by='reward'"),
-        (lambda f, t, s: ProposalRule(prior=-1.0), "prior=-1.0"),
-        (lambda f, t, s: ProposalRule(path_tokens=-1), "path_tokens=-1"),
-        (lambda f, t, s: f.add(t, [1], float("nan")), "nan"),
-        (lambda f, t, s: f.append(s, [1, -1]), "from 0"),
-        (lambda f, t, s: f.append(s, [2**31]), "int32"),
-        (lambda f, t, s: f.append(s, [0.5]), "float64"),
-        (lambda f, t, s: f.append_batch([s, s], [1, 2], [0, 2]), "of 2 sequences"),
-        (lambda f, t, s: f.append_batch([s], [1, 2], [0, 3]), "0 3.*2 tokens"),
-        (lambda f, t, s: f.append_batch([s, s], [1, 2], [0, 2, 1]), "offsets"),
         (lambda f, t, s: f.append(s - 1, [1]), "is not there"),
         (lambda f, t, s: f.add(-1, [1]), "no tree"),
-        (lambda f, t, s: f.follow(Followers.of([t]), np.zeros((1, 2)), [0], [1]), "float64"),
         (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [1], [1]), "text is missing"),
         (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0], [3]), "text is missing"),
         (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0], [1], [1]), "follower 1"),
-        (
-            lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0, 0], [1]),
-            "a row and a length",
-        ),
-        (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0], [1], longest=33), "33, 32"),
-        (lambda f, t, s: f.propose(Followers.of([t]), ProposalRule(40), [1], OUT), "40, 32"),
-        (lambda f, t, s: f.propose(Followers.of([t]), ProposalRule(), [1, 1], OUT), "a limit"),
     ],
 )
 def test_faults_of_callers_are_noticed(call, message):
@@ -147,7 +108,11 @@ def test_faults_of_callers_are_noticed(call, message):
     assert count(forest, tree, [1, 2]) == 1
 
 
-ZEROS, OUT = np.zeros((1, 2), np.int32), no_drafts(1, 1)
+def num_bytes(forest):
+    return sum(x.nbytes for x in forest._arena)
+
+
+ZEROS = np.zeros((1, 2), np.int32)
 
 
 @pytest.mark.parametrize("held", ["states", "tokens"])
@@ -157,10 +122,10 @@ def test_what_int32_cannot_number_is_refused_before_anything_grows(held):
         forest._arena.pools[kernels.STATE_POOL, kernels.TAKEN] = LARGEST - 5
     else:
         forest._num_tokens = LARGEST - 4
-    size = forest.num_bytes
-    with pytest.raises(OverflowError, match=r"2,147,483,647 states.*3 more: use several forests"):
+    size = num_bytes(forest)
+    with pytest.raises(OverflowError, match=r"2,147,483,647 states.*: use several forests"):
         forest.append(sequence, [1, 2, 3])
-    assert forest.num_bytes == size and count(forest, tree, [1, 2]) == 1
+    assert num_bytes(forest) == size and count(forest, tree, [1, 2]) == 1
 
 
 def test_read_only_and_strided_arrays_serve():
@@ -178,7 +143,59 @@ def test_read_only_and_strided_arrays_serve():
 def test_cached_queries_know_the_code_they_were_compiled_with():
     """numba's cache must not serve queries compiled with other parts: see `STAMP`."""
     forest, tree, _ = grown([1, 2])
-    proposed(forest, tree, [1], ProposalRule())
+    forest.propose(follower_of(forest, tree, [1]), ProposalRule(), [1], no_drafts(1, 1))
     for query in (queries.follow, queries.propose):
         assert query.signatures
         assert all(f"omitted(default={kernels.STAMP})" in str(s[-1]) for s in query.signatures)
+
+
+VOCAB = 5
+
+
+def texts(seed, trees=4):
+    rng = np.random.default_rng(seed)
+    return [
+        [(rng.integers(0, VOCAB, rng.integers(0, 60)), float(rng.normal())) for _ in range(3)]
+        for _ in range(trees)
+    ]
+
+
+def planted(groups, max_context=RULE.context_tokens):
+    forest, trees = SuffixForest(max_context), []
+    for group in groups:
+        trees.append(forest.plant())
+        for tokens, weight in group:
+            forest.add(trees[-1], tokens, weight)
+    return forest, trees
+
+
+def drafts(forest, trees, tokens_BL, rule):
+    followers, out = Followers.of(trees), no_drafts(len(trees), 8)
+    F = len(trees)
+    rows = np.arange(F) % len(tokens_BL)
+    found = []
+    for length in range(1, tokens_BL.shape[1] + 1):
+        forest.follow(followers, tokens_BL, rows, [length] * F, longest=rule.longest)
+        forest.propose(followers, rule, [8] * F, out)
+        for f, n in enumerate(out.count_A):
+            row = out.tokens_AN[f, :n], out.parents_AN[f, :n], out.prob_AN[f, :n]
+            found.append([x.tolist() for x in row])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", [RULE, PAPER_RULE], ids=["own", "paper"])
+def test_joined_parts_draft_as_one_forest(seed, rule):
+    groups = texts(seed)
+    whole, trees = planted(groups, rule.context_tokens)
+    parts = [planted(g, rule.context_tokens) for g in (groups[:1], [], groups[1:])]
+    context = rule.context_tokens
+    joined, firsts = SuffixForest.joined([forest.arrays() for forest, _ in parts], context)
+    tokens_BL = np.random.default_rng(seed).integers(0, VOCAB, (4, 30)).astype(np.int32)
+    wanted = drafts(whole, trees, tokens_BL, rule)
+    assert any(tokens for tokens, *_ in wanted)
+    ids = [n + t for n, (_, trees) in zip(firsts, parts, strict=True) for t in trees]
+    assert drafts(joined, ids, tokens_BL, rule) == wanted
+    assert joined.num_tokens == whole.num_tokens
+    with pytest.raises(AssertionError, match="cannot grow"):
+        joined.plant()

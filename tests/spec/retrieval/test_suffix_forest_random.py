@@ -58,7 +58,7 @@ class Brute:
         nexts = [
             (t, *found[context + bytes([t])]) for t in range(4) if context + bytes([t]) in found
         ]
-        nexts.sort(key=lambda c: (-c[2] if rule.rank_by == "weight" else 0, -c[1], c[0]))
+        nexts.sort(key=lambda c: (-c[2] if rule.by_weight else 0, -c[1], c[0]))
         return [(t, count) for t, count, _ in nexts[: rule.max_children]]
 
     def propose(self, found, context, rule, max_nodes):
@@ -98,13 +98,13 @@ class Brute:
 WEIGHTS = (1.0, 0.5, -2.0, 0.25)  # sums of these are exact
 RULES = (
     ProposalRule(7, 1),
-    ProposalRule(7, 2, 1, "weight"),
-    ProposalRule(2, 1, 2, "count", 0.5),
-    ProposalRule(7, 0, 4, "count", 0.0, 0.2),
-    ProposalRule(7, 1, 4, "weight", 1.0),
-    ProposalRule(1, 0, 2, "weight", 0.0, 0.4),
-    ProposalRule(1, 1, 2, "count", 0.5, path_tokens=0),
-    ProposalRule(2, 1, 1, "weight", path_tokens=1),
+    ProposalRule(7, 2, 1, True),
+    ProposalRule(2, 1, 2, False, 0.5),
+    ProposalRule(7, 0, 4, False, 0.0, 0.2),
+    ProposalRule(7, 1, 4, True, 1.0),
+    ProposalRule(1, 0, 2, True, 0.0, 0.4),
+    ProposalRule(1, 1, 2, False, 0.5, path_tokens=0),
+    ProposalRule(2, 1, 1, True, path_tokens=1),
 )
 MAX_NODES = 7
 CASES = 10_000
@@ -204,8 +204,8 @@ class Program:
         contexts = [bytes(self.context_BL[r, : self.lengths[r]].tolist()) for r in rows]
         which = [f for f in range(4) if self.next(8) != 7]  # some stay behind
         rule, limits = RULES[self.next(len(RULES))], [self.next(MAX_NODES + 1) for _ in which]
-        rule = dataclasses.replace(
-            rule, longest=min(rule.longest, self.most), shortest=min(rule.shortest, self.most)
+        rule = rule._replace(
+            longest=min(rule.longest, self.most), shortest=min(rule.shortest, self.most)
         )
         out = no_drafts(4, MAX_NODES)
         self.forest.follow(

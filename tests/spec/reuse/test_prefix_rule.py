@@ -1,4 +1,6 @@
-"""How much of a cached response stands: by hand, and by the law of the acceptance draws."""
+"""Rules and lenience of cached prefixes."""
+
+from __future__ import annotations
 
 import math
 
@@ -6,8 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from spec.reuse.lenience import log
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.prefix_rule import GAIN, LARGEST_LOG, PrefixRule, log, parse_mode, parse_schedule
 from spec.reuse.rollout_cache import CachedResponse, Scores
 
 FALSE_ALARM = 1e-6
@@ -111,3 +112,37 @@ def test_random_reuse_rejects_at_a_uniform_place():
     low, high = binom.interval(1 - FALSE_ALARM, n, 0.25)
     counts = np.bincount(found, minlength=4)
     assert len(counts) == 4 and (counts >= low).all() and (counts <= high).all()
+
+
+def test_constant():
+    schedule = parse_schedule("constant")
+    assert schedule.at(2.0, 0.7, 9) == 0.7 and schedule.after(0.7, 0.9) == 0.7
+
+
+def test_linear_in_the_lenience():
+    schedule = parse_schedule("linear:3:4")
+    got = [math.exp(schedule.at(1.0, 0.0, step)) for step in (1, 2, 3, 5, 99)]
+    assert got == pytest.approx([1.0, 1.5, 2.0, 3.0, 3.0])
+    assert parse_schedule("linear:0:2").at(1.0, 0.0, 3) == -math.inf
+    assert schedule.after(0.7, 0.9) == 0.7
+
+
+def test_a_clip_fraction_is_steered_to_its_target():
+    schedule = parse_schedule("clip_fraction:0.02")
+    assert schedule.after(0.5, 0.02) == 0.5
+    assert schedule.after(0.5, 0.0) == pytest.approx(0.5 + GAIN)
+    assert schedule.after(0.5, 0.04) == pytest.approx(0.5 - GAIN / 2)
+    assert schedule.after(LARGEST_LOG, 0.0) == LARGEST_LOG
+    assert schedule.at(1.0, 0.3, 7) == 0.3
+    log = 1.0
+    for _ in range(200):  # a policy that clips in proportion to the lenience
+        log = schedule.after(log, 0.01 * math.exp(log))
+    assert 0.01 * math.exp(log) == pytest.approx(0.02, rel=0.01)
+
+
+def test_names():
+    assert log(0) == -math.inf and log(1.0) == 0
+    bad_ones = ("linear", "linear:1", "linear:x:3", "linear:1:0", "linear:inf:3", "linear:-1:3")
+    for bad in (*bad_ones, "clip_fraction", "clip_fraction:0", "clip_fraction:1", "cosine"):
+        with pytest.raises(ValueError, match="schedule must be one of constant, linear:END:STEPS"):
+            parse_schedule(bad)
