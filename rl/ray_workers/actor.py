@@ -46,7 +46,8 @@ from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.weights.versions import Offer, WeightCopy
 from rl.workers.group_drafts import SharedDrafts
-from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
+from rl.workers.messages import Command, Report, WorkerLimits
+from rl.workers.worker import RolloutWorker
 from spec.budget.budget import MANY_ROUNDS, DraftDecision
 from spec.budget.config import BANDIT, LEARNED, MODEL
 from spec.config import SamplingConfig

@@ -15,7 +15,7 @@ from rl.engine.config import EngineConfig
 from rl.speculation.config import DraftModelConfig, SpeculationConfig
 from rl.speculation.sources import StepDrafts
 from rl.weights.versions import Offer
-from rl.workers.worker import Report
+from rl.workers.messages import Report
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStates

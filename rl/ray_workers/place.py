@@ -26,8 +26,8 @@ from rl.runtime.waits import ProgramLost
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.sources import Speculation, StepDrafts
 from rl.weights.versions import Published
+from rl.workers.messages import Command, Prepare, Report, WorkerLimits
 from rl.workers.pool import DaemonThread, IdleWork
-from rl.workers.worker import Command, Prepare, Report, WorkerLimits
 from spec.budget.config import BANDIT, LEARNED
 from spec.eagle.batch import DrafterBatch, HiddenStateSink
 from spec.eagle.model import EagleParams

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
+from rl.workers.messages import Command, Report, WorkerLimits
+from rl.workers.worker import RolloutWorker
 
 T = TypeVar("T")
 ROUNDS_S = 0.1  # a call without an event returns after as long

@@ -21,9 +21,8 @@ from rl.engine.worker_record import WorkerEvent
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
 from rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
-from rl.workers.results import Deferred, Result, Returned
+from rl.workers.messages import Deferred, Result, Returned
 from sched import protocol
-from sched.protocol import SchedulerDecision
 from sched.request import RequestSpec
 from spec.config import SamplingConfig
 
@@ -31,9 +30,8 @@ from spec.config import SamplingConfig
 class Session:
     """A driver and its thread; a context manager, which starts and ends them.
 
-    `make_driver` returns the driver from where it is to `deliver` results and to send `later` mail.
-    Any thread may call its methods. `deliver` receives results in the thread instead of
-    `next_result`. The thread hangs if it shows no sign of life for `hang_limit_s`.
+    Any thread may call its methods. `deliver` receives results in the driver's thread, in place of
+    `next_result`. That hangs if it shows no sign of life for `hang_limit_s`.
     """
 
     def __init__(
@@ -159,10 +157,6 @@ class Session:
         """Return which workers joined and were lost since the last call."""
         events = self._driver.events
         return [events.popleft() for _ in range(len(events))]
-
-    @property
-    def decisions(self) -> list[SchedulerDecision]:
-        return self._driver.decisions
 
     # -- the thread --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import jax
 import pytest
 import rollouts
 from ray_workers_in_threads import TUNER, Store, make_team, settings_of
+from replay import RecordedAhead
 from thread_actors import SETTINGS, ThreadRoom
 from tiny_team import (
     CONFIG,
@@ -31,9 +32,9 @@ from rl.ray_workers.place import Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
-from rl.workers.ahead_engine import AheadEngine, ComingStep
+from rl.workers.ahead_engine import ComingStep
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import Helpers
-from rl.workers.results import WorkerError
 from sched.protocol import Copy, WorkerLost
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.sampling import step_key
@@ -168,7 +169,7 @@ def test_an_error_of_an_engine_names_its_requests(store, alone, monkeypatch):
 def test_the_next_step_is_answered_as_if_nothing_had_been_begun(store, alone, is_helping):
     coming = step_key(0, 1)
     expected = alone_with(coming)
-    team, _ = make_team(store, 2, kind=AheadEngine, mode="ahead", kv_tokens=None)
+    team, _ = make_team(store, 2, kind=RecordedAhead, mode="ahead", kv_tokens=None)
     if is_helping:
         team.helpers = Helpers(2, 4, lambda held, left: True, dict)
     longest = max(len(r.prompt_ids) for r in REQUESTS) + SAMPLING.max_new_tokens
@@ -179,7 +180,7 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(store, alone, is
         begun = engine.recall()
         spec = dataclasses.replace(first, key=coming)
         assert_same_tokens(engine.run(spec, begun.resumed(REQUESTS)), expected)
-        actions = [a for d in engine._session.decisions for a in d.actions]
+        actions = [a for d in engine.decisions for a in d.actions]
     assert any(isinstance(a, Copy) for a in actions) == is_helping
 
 

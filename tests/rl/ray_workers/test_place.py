@@ -15,7 +15,7 @@ from rl.ray_workers.place import RayPlace, Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation, StepDrafts
-from rl.workers.worker import Prepare, Remove, Report, WorkerLimits
+from rl.workers.messages import Prepare, Remove, Report, WorkerLimits
 from spec.eagle.batch import HiddenStates
 from spec.eagle.data_buffer import RequestSample
 from spec.reuse.rollout_cache import RolloutCache

@@ -8,6 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from replay import RecordedTeam, replay
 from tiny_team import (
     CONFIG,
     MODEL,
@@ -19,12 +20,11 @@ from tiny_team import (
 
 from rl.engine.engine import Engine
 from rl.workers.config import SchedConfig
-from rl.workers.multi_engine import MultiEngine, make_engines
-from rl.workers.results import WorkerError
+from rl.workers.messages import WorkerError
+from rl.workers.multi_engine import make_engines
 from sched.policies.divided import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
-from tests.support.replay import replay
 
 
 @pytest.mark.parity
@@ -104,7 +104,7 @@ def test_the_simulator_decides_as_the_workers_did_given_their_durations(engines,
     # a start that takes longer is reported later: the comparison can fail
     late = list(team.decisions)
     first = next(i for i, d in enumerate(late) if isinstance(d.event, Finished | ChunkDone))
-    late[first] = dataclasses.replace(late[first], now_s=late[first].now_s + 10)
+    late[first] = late[first]._replace(now_s=late[first].now_s + 10)
     try:
         later = [d.event for d in replay(scheduler(), late)]
     except KeyError:  # a start that the workers did not make
@@ -197,7 +197,7 @@ def team_with(first, engines, on_error):
     config = SchedConfig(
         policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40, on_error=on_error
     )
-    return MultiEngine([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S, keeps_decisions=True)
+    return RecordedTeam([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S)
 
 
 @pytest.mark.fault
@@ -249,7 +249,7 @@ def test_workers_on_eight_devices(alone, count, size):
     engines = make_engines(MODEL, CONFIG, config, dtype=np.float32)
     devices = [e.mesh.devices.flat if size > 1 else [e.device or jax.devices()[0]] for e in engines]
     assert len({d for mine in devices for d in mine}) == 8
-    team = MultiEngine(engines, config, keeps_decisions=True)
+    team = RecordedTeam(engines, config)
     assert_same_tokens(play(team), alone)
     found = replay(make_scheduler("seer", seed=0, chunk_tokens=3), team.decisions)
     assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]

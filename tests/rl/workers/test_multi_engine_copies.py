@@ -24,8 +24,8 @@ from tiny_team import play as play_all
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import Helpers
-from rl.workers.results import WorkerError
 from sched.protocol import Copy, Drop, Finished, WorkerLost
 from sched.request import COPIES, Kv, copy_of
 from spec.budget.budget import FixedBudget
