@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -126,7 +127,8 @@ def drafting_actors(
 
     def start(number: int) -> Actor:
         given = f"drafting worker {number}", "rl.drafting.actors:DraftingActor", (settings,)
-        return Actor(*given, of_actors, room, number, concurrency=CONCURRENCY)
+        options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
+        options["concurrency"] = CONCURRENCY
+        return Actor(*given, of_actors, room, number, **options)
 
-    limits = {"compile_s": config.run.compile_limit_s, "hang_limit_s": deadline_s}
-    return DraftingActors(planner, count, start, **limits)
+    return DraftingActors(planner, count, start, hang_limit_s=deadline_s)

@@ -62,8 +62,8 @@ def _translated() -> Any:
 def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Processes:
     """Return the processes of this run, once all of them are there.
 
-    `identify` says what must be equal everywhere, by name (`identity_of`). Raises ValueError where
-    it is not, or where processes cannot find one another within `Cluster.deadline_s`.
+    Raises ValueError if their identities (`identity_of`) differ, or if they cannot find one another
+    within `Cluster.deadline_s`.
     """
     if config.kind != "spmd":
         return ALONE
@@ -98,10 +98,7 @@ def leave() -> None:
 
 
 def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ()) -> str | None:
-    """Return a sentence on the first program that is not like the first one; None if all are.
-
-    `names` are those of the programs, if they are not the processes of a run.
-    """
+    """Return a sentence on the first program, by its name, that differs from the first one."""
     names = names or [f"process {i}" for i in range(len(identities))]
     first = identities[0]
     for program, other in zip(names, identities, strict=True):
@@ -121,10 +118,7 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
 
 
 def identity_of(config_text: str, policy: Path, draft_model: Path | None = None) -> dict[str, str]:
-    """Return what the processes of a run must have in common, by name.
-
-    `draft_model` is the folder or file of a draft model, if one drafts.
-    """
+    """Return what the processes of a run must have in common, by name."""
     files = {POLICY: str(policy)}
     if draft_model is not None:
         files[DRAFT_MODEL] = str(draft_model)
@@ -190,9 +184,7 @@ def _initialize(config: ClusterConfig) -> None:
         # by default it would listen on every interface
         options |= {"coordinator_address": address, "coordinator_bind_address": address}
     if "cpu" in (jax.config.jax_platforms or ""):
-        # What one process loads from the cache hangs in its collectives with what others compile:
-        # only process 0 writes it, and on a CPU the others find nothing. Accelerators are not
-        # concerned.
+        # a program that one process loads hangs in collectives with those that others compile
         jax.config.update("jax_enable_compilation_cache", False)
     try:
         jax.distributed.initialize(**options)

@@ -1,7 +1,7 @@
 """Processes of a run find one another at process 0's address, before jax does.
 
-Jax aborts the process, with pages of stack, if one is missing or starts twice. Here that is a
-sentence: each process sends its number to process 0, which answers all once all are there.
+Jax aborts the process, with pages of stack, if one is missing or starts twice; here that is a
+sentence of process 0 to all.
 """
 
 from __future__ import annotations

@@ -3,17 +3,16 @@
     the run's program   DraftingActors: starts them, watches them, starts lost ones again
     a verifying worker  RemoteDrafts.use(DraftsApart) at the start of each rollout → links
 
-A lost worker's calls fail: its links are lost until the rollout ends, and the next one has links to
-the actor in its place.
+A lost worker's links are lost until the rollout ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import NamedTuple, cast
+from typing import cast
 
 from models.config import ModelConfig
 from rl.cluster.actors import Actor, Handle
@@ -56,7 +55,7 @@ class DraftingSettings:
 
 
 class DraftingActor(DraftingWorker):
-    """A drafting worker in a program of its own, which reads the draft model from its folder."""
+    """A drafting worker in a program of its own, compiled, with the draft model of its folder."""
 
     def __init__(self, settings: DraftingSettings) -> None:
         keep_programs()
@@ -65,12 +64,12 @@ class DraftingActor(DraftingWorker):
         engine = drafting_engine(engine, settings.num_rows, settings.longest_tokens, window)
         models = DraftModel.load(settings.model).models
         super().__init__(engine, models, settings.drafting, window)
-        self._sampling = settings.sampling
+        self.prepare(settings.sampling)
+        self._draft_s = self.draft_seconds(settings.sampling)[MODEL]
 
-    def get_ready(self) -> float:
-        """Compile all programs; return the seconds of a draft token for all requests."""
-        self.prepare(self._sampling)
-        return self.draft_seconds(self._sampling)[MODEL]
+    def get_draft_s(self) -> float:
+        """Return the measured seconds of a draft token for all requests."""
+        return self._draft_s
 
     def count_steps(self) -> int:
         """Return how many steps there were, once the present one has ended."""
@@ -78,22 +77,14 @@ class DraftingActor(DraftingWorker):
             return self.num_steps
 
 
-class Place(NamedTuple):
-    """The program of drafting worker `number` after so many starts; None while it starts."""
-
-    number: int
-    num_starts: int
-    handle: Handle | None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftsApart:
     """The drafting workers of one verifying worker, and the sizes that its `Planner` needs.
 
-    `draft_s` is that of `MeasuredSeconds`.
+    `places` are their programs by number, `draft_s` is that of `MeasuredSeconds`.
     """
 
-    places: tuple[Place, ...]
+    places: Mapping[int, Handle]
     config: DraftingConfig
     num_workers: int
     num_requests: int
@@ -108,25 +99,15 @@ class DraftingActors:
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        count: int,
-        start: Callable[[int], Actor],
-        *,
-        compile_s: float,
-        hang_limit_s: float,
+        self, planner: Planner, count: int, start: Callable[[int], Actor], *, hang_limit_s: float
     ) -> None:
         self.planner, self.draft_s = planner, 0.0
-        self._count, self._start, self._over = count, start, threading.Event()
-        self._compile_s, self._hang_limit_s = compile_s, hang_limit_s
-        self.actors = list[Actor]()
-        self._beats = list[Future[float]]()  # the present call of each
-        self._is_ready = [False] * count
+        self._count, self._start, self._hang_limit_s = count, start, hang_limit_s
+        self.actors, self._over = list[Actor](), threading.Event()
 
     def __enter__(self) -> DraftingActors:
         """Start all; they compile, and nothing waits for them."""
         self.actors = [self._start(number) for number in range(self._count)]
-        self._beats = [self._get_ready(actor) for actor in self.actors]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,40 +117,31 @@ class DraftingActors:
 
     def wait_ready(self) -> None:
         """Return once all have compiled. Raises ProgramLost if one cannot draft."""
-        self.draft_s = max(beat.result() for beat in self._beats)
-        self.look()
+        answers = [actor.call("get_draft_s", is_work=False) for actor in self.actors]
+        self.draft_s = max(answer.result() for answer in answers)
         threading.Thread(target=self._watch, name="drafting workers", daemon=True).start()
 
     def apart(self, verifying: int) -> DraftsApart:
         """Return the present drafting workers of a verifying worker, by its number."""
-        planner, places = self.planner, list[Place]()
-        for number, (actor, is_ready) in enumerate(zip(self.actors, self._is_ready, strict=True)):
-            places.append(Place(number, actor.num_starts, actor.handle if is_ready else None))
+        planner = self.planner
         count = planner.num_workers - planner.drafting_workers
-        mine = tuple(share(places, verifying % count, count))
+        numbers = share(range(self._count), verifying % count, count)
+        handles = {k: self.actors[k].handle for k in numbers if self.actors[k].is_there}
+        places = {k: handle for k, handle in handles.items() if handle is not None}
         sizes = planner.num_workers, planner.num_requests, planner.max_window
-        return DraftsApart(mine, planner.config, *sizes, self.draft_s)
-
-    def look(self) -> None:
-        """Call those that have answered again: one that hangs or has ended is lost, and starts
-        again, and compiles before it drafts.
-        """
-        for k, (actor, beat) in enumerate(zip(self.actors, self._beats, strict=True)):
-            if not beat.done():
-                continue
-            if beat.exception() is not None:
-                self._is_ready[k], self._beats[k] = False, self._get_ready(actor)
-                continue
-            has_worked = self._is_ready[k] and beat.result() > 0
-            limit_s, self._is_ready[k] = self._hang_limit_s, True
-            self._beats[k] = actor.call("count_steps", limit_s=limit_s, is_work=has_worked)
-
-    def _get_ready(self, actor: Actor) -> Future[float]:
-        return actor.call("get_ready", limit_s=self._compile_s, is_work=False)
+        return DraftsApart(places, planner.config, *sizes, self.draft_s)
 
     def _watch(self) -> None:
+        """Call all in turn, so that one whose step hangs is lost, and starts again."""
+        beats = [Future[int]() for _ in self.actors]
+        for beat in beats:
+            beat.set_result(0)
         while not self._over.wait(BEAT_S):
-            self.look()
+            for k, actor in enumerate(self.actors):
+                if beats[k].done():
+                    has_worked = beats[k].exception() is None and beats[k].result() > 0
+                    limit_s = self._hang_limit_s
+                    beats[k] = actor.call("count_steps", limit_s=limit_s, is_work=has_worked)
 
 
 class RemoteDrafts(DrafterSource):
@@ -183,7 +155,7 @@ class RemoteDrafts(DrafterSource):
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._planner: Planner | None = None
-        self._peers = dict[tuple[int, int], Peer]()
+        self._peers = list[Peer]()
 
     def use(self, apart: DraftsApart, times: RoundTimes | None) -> None:
         """Begin a rollout; `times` are the seconds of this worker's rounds, if it has any."""
@@ -194,16 +166,15 @@ class RemoteDrafts(DrafterSource):
         if times is not None:
             costs = MeasuredCosts(times.rounds, NO_MOVES)
             self._planner.seconds = MeasuredSeconds.of(costs, times, draft_s=apart.draft_s)
-        before, self._peers = self._peers, {}
-        for number, num_starts, handle in apart.places:
-            if handle is not None:
-                new = Peer(f"drafting worker {number}", _calls(handle), self._report)
-                self._peers[number, num_starts] = before.get((number, num_starts), new)
+        self._peers = [
+            Peer(f"drafting worker {number}", _calls(handle), self._report)
+            for number, handle in apart.places.items()
+        ]
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
         spec = context.spec
         rollout = Rollout.of(MODEL, spec.key, spec.sampling)
-        peers = list(self._peers.values()) or [Peer("no drafting worker", None, self._report)]
+        peers = self._peers or [Peer("no drafting worker", None, self._report)]
         links = [DraftingLink(peer, rollout) for peer in peers]
         plans = OnePlan(DraftPlan(1)) if self._planner is None else self._planner.plans()
         return DecoupledDrafter(links, plans, spec.sampling)

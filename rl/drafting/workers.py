@@ -27,10 +27,9 @@ T = TypeVar("T")
 
 
 class DraftingWorkers(DrafterSource):
-    """Drafting workers on engines of a run, which share the requests of all verifying workers.
+    """Drafting workers on engines of a run, from `take` on; a context manager, which ends them.
 
-    There are none until `take`. A context manager, which ends them. `report` is called with a line
-    about each failure. `longest_tokens` are those of prompt and response.
+    `report` is called with a line about each failure.
     """
 
     def __init__(
@@ -86,10 +85,7 @@ class DraftingWorkers(DrafterSource):
             worker.close()
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
-        """Return the drafter of one verifying worker for one rollout.
-
-        The first call of a rollout chooses its draft model.
-        """
+        """Return a verifying worker's drafter; a rollout's first call chooses its draft model."""
         rollout = Rollout.of("", context.spec.key, context.spec.sampling)
         with self._choosing:  # workers begin in threads of their own
             if rollout != self._last:
@@ -107,10 +103,7 @@ class DraftingWorkers(DrafterSource):
         return self.workers[0].draft_seconds(sampling)
 
     def model_seconds(self) -> float:
-        """Measure the seconds of putting the draft model on another worker (model scale).
-
-        0 if no copy is drafted for by it.
-        """
+        """Measure the seconds of putting the draft model on another worker; 0 if none copies."""
         if self._model is None or MODEL not in self.planner.config.methods:
             return 0.0
         return self._model.seconds_to_place(self._clock)
@@ -153,11 +146,7 @@ class DraftingWorkers(DrafterSource):
 
 
 def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_window: int) -> Engine:
-    """Return an engine on the same device with a row for every request that is drafted for.
-
-    One bucket of rows, so that nothing compiles as requests come and go. `longest_tokens` are those
-    of prompt and response.
-    """
+    """Return an engine on the same device with one bucket of rows, for all requests at once."""
     rows = bucket(num_rows, 1)
     config = dataclasses.replace(engine.config, slots=rows, min_slots=rows)
     drafting = dataclasses.replace(engine, config=config, feature_layers=None)
@@ -166,10 +155,7 @@ def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_wind
 
 
 def share(drafting: Sequence[T], index: int, count: int) -> Sequence[T]:
-    """Return the drafters of verifying worker `index` of `count`.
-
-    Some of its own, or one that it shares with others.
-    """
+    """Return verifying worker `index`'s own drafters, or one that it shares with others."""
     return drafting[index::count] or [drafting[index % len(drafting)]]
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from models.config import ModelConfig
-from models.tokenizer import TokenBytes
 from rl.drafting.actors import DraftsApart
 from rl.engine.config import EngineConfig
+from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.config import DraftModelConfig, SpeculationConfig
-from rl.speculation.sources import StepDrafts
+from rl.warm_up.rollout_programs import Reach
 from rl.weights.versions import Offer
 from rl.workers.messages import Report
 from spec.budget.config import TunerConfig
@@ -21,7 +20,6 @@ from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 from spec.eagle.data_buffer import RequestSample
-from spec.reuse.prefix_rule import PrefixRule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,20 +57,13 @@ class WorkerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The bounds of the rollouts to come (`rl.warm_up.rollout_programs.Reach`).
+    """The bounds of the rollouts to come, in functions that can be sent.
 
-    `nodes` are the sizes of rounds by slots (None: all), `alone` (nodes, draft tokens of a tree) of
-    rounds in which one drafter on the device drafts, by its name and slots. `batch` are the rows
-    and tokens of micro-batches of drafter training, if the worker may train.
+    `batch` are the rows and tokens of micro-batches of drafter training, if the worker may train.
     """
 
     sampling: SamplingConfig
-    max_requests: int
-    max_prompt_tokens: int
-    speculative: bool
-    reuse: bool
-    nodes: Mapping[int, tuple[int, ...]] | None
-    alone: Mapping[str, Mapping[int, tuple[tuple[int, int], ...]]]
+    reach: Reach
     batch: tuple[int, int] | None
 
 
@@ -87,23 +78,17 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RolloutMessage:
-    """A `RolloutSpec` for a worker in another program.
+    """A rollout for a worker in another program; `spec` has no sink, nor its `weights` and `key`.
 
     `name` is the same for all workers of a rollout, `sample` the requests whose hidden states the
     sink of number `sink` wants, `apart` the worker's drafting workers, `bandit` the state of its
     tuner for a program that has just started.
     """
 
-    name: str
+    spec: RolloutSpec
     weights: Offer
-    sampling: SamplingConfig
     key: np.ndarray
-    stop_token_ids: tuple[int, ...]
-    policy_version: int
-    drafts: StepDrafts | None
-    rule: PrefixRule | None
-    words: TokenBytes | None
-    is_begun: bool
+    name: str
     sink: int
     sample: RequestSample | None
     apart: DraftsApart | None

@@ -62,17 +62,14 @@ class Shared:
         """Return a rollout as it is sent to a worker; its sink has that number."""
         drafts = spec.drafts if isinstance(spec.drafts, StepDrafts) else None
         assert drafts is not None or spec.drafts is no_drafts, "other drafters cannot be sent"
+        sent: dict[str, Any] = {"params": None, "key": None, "sink": None, "times": None}
+        if drafts is not None:
+            sent["drafts"] = dataclasses.replace(drafts, make=no_drafts)
         return RolloutMessage(
-            self._name(spec.drafts),
+            dataclasses.replace(spec, **sent),
             self.weights.publish(spec.params),
-            spec.sampling,
             np.asarray(jax.random.key_data(spec.key)),
-            tuple(int(i) for i in spec.stop_token_ids),
-            spec.policy_version,
-            None if drafts is None else dataclasses.replace(drafts, make=no_drafts),
-            spec.rule,
-            spec.words,
-            spec.begun,
+            self._name(spec.drafts),
             sink,
             getattr(spec.sink, "sample", None),
             None if self._apart is None or drafts is None else self._apart(worker),

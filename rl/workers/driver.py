@@ -304,9 +304,8 @@ class Driver:
         self._note(worker, "joined")
         sizes = self._limits.kv_tokens, self._limits.max_requests
         self.handle(protocol.WorkerJoined(worker_id, *sizes))
-        early, self._early = self._early, []
-        for submit in early:
-            submit()
+        while self._early:
+            self._early.pop(0)()
 
     def _call(self, worker_id: int, worker: _Worker) -> None:
         """Send a worker its commands, have it run on, or have it do idle work."""

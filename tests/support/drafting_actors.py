@@ -37,7 +37,7 @@ def drafting_actors(model, verifying=2, workers=1, room=None, lines=None, **sett
     def start(number):
         target = "rl.drafting.actors:DraftingActor"
         named = f"drafting worker {number}", target, (given,)
-        return Actor(*named, of_actors, room, number, concurrency=CONCURRENCY)
+        options = {"make_s": 300.0, "concurrency": CONCURRENCY}
+        return Actor(*named, of_actors, room, number, **options)
 
-    limits = {"compile_s": 300.0, "hang_limit_s": hang_limit_s}
-    return DraftingActors(planner, workers, start, **limits)
+    return DraftingActors(planner, workers, start, hang_limit_s=hang_limit_s)
