@@ -96,7 +96,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
             return super()._retire_ended()
 
     class OneByOne(RequestSource):
-        most_requests, longest_tokens, kv_tokens, lets_go = 4, 32, 30, False
+        kv_tokens = 30
 
         def __init__(self):
             self.waiting = [PartialRequest(Request(i, (1, 2, 3))) for i in range(4)]
@@ -128,8 +128,6 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
             lacked.extend(before[~self._table.busy_B].tolist())
 
     class Source(RequestSource):
-        most_requests, longest_tokens, lets_go = 4, 32, False
-
         def __init__(self, kv_tokens):
             self.kv_tokens = kv_tokens
             self.waiting = [PartialRequest(Request(i, p)) for i, p in enumerate(prompts)]

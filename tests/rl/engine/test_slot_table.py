@@ -28,7 +28,7 @@ def test_two_requests_may_have_the_same_noise():
 class Whole(RequestSource):
     """Sends all requests at once; responses come in chunks that are extended or end."""
 
-    most_requests, longest_tokens, kv_tokens, lets_go = 4, 40, 10**6, False
+    longest_tokens = 40
 
     def __init__(self, waiting):
         self.waiting, self.num_chunks = waiting, 0
