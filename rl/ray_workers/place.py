@@ -55,8 +55,7 @@ class Shared:
         self._learned = learned if isinstance(learned, LearnedDrafter) else None
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
-        self._drafts: tuple[int, Any] | None = None
-        self._training: tuple[int, Any] | None = None
+        self._references: dict[str, tuple[int, Any]] = {}  # of the learned drafter's weights
 
     def message(self, spec: RolloutSpec, worker: int, sink: int) -> RolloutMessage:
         """Return a rollout as it is sent to a worker; its sink has that number."""
@@ -92,18 +91,17 @@ class Shared:
         """Return the newest (version, weights) of the learned drafter, unless they are there."""
         if self._learned is None or self._learned.version == have:
             return None
-        with self._lock:
-            version, params = self._learned.newest
-            if self._drafts is None or self._drafts[0] != version:
-                self._drafts = version, self._share(jax.device_get(params))
-            return self._drafts
+        return self._shared_once("drafting", *self._learned.newest)
 
     def training(self, step: int, params: EagleParams) -> tuple[int, Any]:
         """Return (step, weights) of the learned drafter before a step of its training."""
+        return self._shared_once("training", step, params)
+
+    def _shared_once(self, use: str, version: int, params: EagleParams) -> tuple[int, Any]:
         with self._lock:
-            if self._training is None or self._training[0] != step:
-                self._training = step, self._share(jax.device_get(params))
-            return self._training
+            if self._references.get(use, (None,))[0] != version:
+                self._references[use] = version, self._share(jax.device_get(params))
+            return self._references[use]
 
 
 class RayPlace:
@@ -217,8 +215,8 @@ class RayPlace:
     def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
         return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
 
-    def leave(self, *, abort: bool) -> Future[None]:
-        return then(self._ask("leave", abort, is_work=False), self._left)
+    def leave(self, *, abort: bool) -> Future[Report]:
+        return then(self._ask("leave", abort, is_work=False), self._settle)
 
     def abandon(self) -> None:
         """The actor ends by itself."""
@@ -232,9 +230,6 @@ class RayPlace:
             self._sinks = dict([*self._sinks.items()][-2:]) | {self._num_sinks: spec.sink}
         message = self._shared.message(spec, self.number, self._num_sinks)
         return command._replace(spec=message)
-
-    def _left(self, reply: Reply) -> None:
-        self._settle(reply)
 
     def _settle(self, reply: Reply) -> Report:
         """Add what is new to the counts here, by this program's clock."""

@@ -78,15 +78,11 @@ class AheadEngine(MultiEngine):
         self._spec: RolloutSpec | None = None  # of the last rollout
         self._coming: ComingStep | None = None
         self._begun_parts: list[WorkerPart] = []
-        self._forget_begun()
+        self._begun_place: int | None = None
+        self._begun = Prefetched()
+        self._open = set[int]()  # numbers of requests that are begun and not given back
         with self._session.aborted_at_end():
             yield self
-
-    def _forget_begun(self) -> None:
-        self._begun_place: int | None = None
-        self._begun_requests: Sequence[Request] = ()
-        self._begun_tokens: dict[int, tuple[int, ...]] = {}
-        self._open: set[int] = set()  # numbers of what is begun and not given back
 
     def run(
         self,
@@ -125,8 +121,7 @@ class AheadEngine(MultiEngine):
         if coming is None or spec is None or not coming.requests:
             return
         ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
-        self._begun_place = self._place + 1
-        self._begun_requests = coming.requests
+        self._begun, self._begun_place = Prefetched(coming.requests), self._place + 1
         self._open = {r.request_id for r in ahead}
         own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
         self._session.submit(
@@ -149,9 +144,8 @@ class AheadEngine(MultiEngine):
             assert finished is None, "the step's own requests are all answered"
         # what was begun of a step is a part of it, with older weights
         self._begun_parts += self._session.stats(self._begun_place).parts
-        begun = Prefetched(self._begun_requests, self._begun_tokens)
-        self._forget_begun()
-        return begun
+        self._begun_place = None
+        return self._begun
 
     def _next(self) -> Trajectory | None:
         """Return the next response of a step; what was begun of the next one is kept here."""
@@ -168,4 +162,4 @@ class AheadEngine(MultiEngine):
     def _keep(self, request_id: int, tokens: np.ndarray | None) -> None:
         self._open.discard(request_id)
         if tokens is not None and len(tokens):
-            self._begun_tokens[request_id - AHEAD] = tuple(tokens.tolist())
+            self._begun.tokens[request_id - AHEAD] = tuple(tokens.tolist())

@@ -23,7 +23,6 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
-from rl.workers.driver import Driver
 from rl.workers.messages import Result, WorkerLimits
 from rl.workers.pool import IdleWork, Place, ThreadPlace
 from rl.workers.session import Session
@@ -154,18 +153,18 @@ class MultiEngine:
         if self._in_threads:
             numbers = range(len(self.engines))
             self.places = [ThreadPlace(self.engines, i, limit_s) for i in numbers]
-        make_driver = partial(
-            Driver,
+        return Session(
             self.places,
             scheduler,
             WorkerLimits(config.kv_tokens or held, slots, max_tokens, has_steps_apart),
-            self._clock,
+            clock=self._clock,
+            hang_limit_s=limit_s,
+            deliver=deliver,
             pool_bytes=config.pool_bytes,
             can_restart=config.on_error == "restart",
             idle_work=spot,
             acceptance=None if self.helpers is None else self.helpers.acceptance,
         )
-        return Session(make_driver, self._clock, hang_limit_s=limit_s, deliver=deliver)
 
 
 def collected(

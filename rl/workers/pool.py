@@ -73,7 +73,7 @@ class Place(Protocol):
         """Do a unit of idle work on the worker's devices."""
         ...
 
-    def leave(self, *, abort: bool) -> Future[None]:
+    def leave(self, *, abort: bool) -> Future[Any]:
         """End a session's worker."""
         ...
 

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from concurrent.futures import Future
@@ -15,7 +14,6 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import ChunkEnd
 from rl.engine.stats import EngineStats
 from rl.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Trajectory
-from rl.workers.driver import Driver
 from rl.workers.messages import WorkerLimits
 from rl.workers.session import Session
 from rl.workers.worker import RolloutWorker
@@ -181,7 +179,7 @@ def manual_driver(scheduler, lengths, count, slots=4, pool_bytes=2**30, **limits
     own = WorkerLimits(**{"kv_tokens": 10**6, "max_requests": slots, "max_tokens": 10**4} | limits)
     options = {"pool_bytes": pool_bytes, "can_restart": True}
     recorded = Recorded(scheduler)
-    made = functools.partial(Driver, places, recorded, own, lambda: 0.0, **options)
-    session = Session(made, lambda: 0.0, hang_limit_s=math.inf)
+    limits = {"clock": lambda: 0.0, "hang_limit_s": math.inf}
+    session = Session(places, recorded, own, **limits, **options)
     session.decisions = recorded.decisions
     return session, places
