@@ -14,10 +14,9 @@ from models.config import ModelConfig
 from rl.cluster.actors import Actor, ActorSettings, Starts
 from rl.cluster.join import DRAFT_MODEL
 from rl.config import TrainConfig
-from rl.drafting.actors import CONCURRENCY, DraftingActors, DraftingSettings
 from rl.drafting.config import methods_of
 from rl.drafting.plans import Planner
-from rl.drafting.workers import DraftingWorkers
+from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings, DraftingWorkers
 from rl.engine.engine import RolloutEngine
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers, MultiEngine
@@ -126,7 +125,7 @@ def drafting_actors(
     of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
 
     def start(number: int) -> Actor:
-        given = f"drafting worker {number}", "rl.drafting.actors:DraftingActor", (settings,)
+        given = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", (settings,)
         options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
         options["concurrency"] = CONCURRENCY
         return Actor(*given, of_actors, room, number, **options)

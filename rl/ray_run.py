@@ -21,8 +21,8 @@ from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from rl.cluster.join import DRAFT_MODEL, POLICY
 from rl.config import TrainConfig, drafter_shape, recipe
 from rl.drafter_run import AnyDrafter
-from rl.drafting.actors import DraftingActors
 from rl.drafting.plans import MeasuredSeconds, Planner
+from rl.drafting.workers import DraftingActors
 from rl.drafting_run import have_idle_help, make_planner, open_actors
 from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs

@@ -3,8 +3,8 @@
     DecoupledDrafter ─ send: commits → DraftingLink ─ a thread → DraftingWorker.draft
     DecoupledDrafter ← take: blocks ── DraftingLink ←── Answer ──┘
 
-The worker is one class, in this process or as a Ray actor (rl.drafting.actors). Links make calls
-beside the rounds of their verifying workers: if one fails or hangs, drafts are missing meanwhile.
+The worker is one class, in a thread or a Ray actor (rl.drafting.workers). Links make calls beside
+the rounds of their verifying workers: if one fails or hangs, drafts are missing meanwhile.
 """
 
 from __future__ import annotations

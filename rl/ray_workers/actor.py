@@ -23,7 +23,7 @@ from models.sharding import rollout_mesh
 from rl.cluster import ray_session
 from rl.cluster.actors import ActorDied, Handle
 from rl.drafter_training.trainer import empty_batch
-from rl.drafting.actors import RemoteDrafts
+from rl.drafting.workers import RemoteDrafts
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.stats import EngineStats

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from models.config import ModelConfig
-from rl.drafting.actors import DraftsApart
+from rl.drafting.workers import DraftsApart
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.config import DraftModelConfig, SpeculationConfig

@@ -18,7 +18,7 @@ import numpy as np
 
 from models.transformer import Params
 from rl.cluster.actors import Actor
-from rl.drafting.actors import DraftsApart
+from rl.drafting.workers import DraftsApart
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
 from rl.ray_workers.messages import Bounds, Measured, Reply, RolloutMessage

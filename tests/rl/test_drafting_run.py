@@ -95,7 +95,7 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
         while len(room.started) < 4 or not all(h.calls[1:] for (h,) in room.started.values()):
             threading.Event().wait(0.01)
         member, target, told = room.started[0][0].calls[1]
-        assert (member, target) == ("make", "rl.drafting.actors:DraftingActor")
+        assert (member, target) == ("make", "rl.drafting.workers:DraftingActor")
         planner = make_planner(config)
         assert told.num_rows * 2 >= planner.num_requests > 0 and told.max_window == 3
         assert told.longest_tokens == config.longest_tokens

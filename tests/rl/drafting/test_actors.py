@@ -11,9 +11,9 @@ from drafting_actors import WINDOW, drafting_actors, save_policy
 from thread_actors import ThreadRoom
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, PROMPTS, REQUESTS, SAMPLING, STOP
 
-from rl.drafting import actors as drafting
 from rl.drafting import worker
-from rl.drafting.actors import RemoteDrafts
+from rl.drafting import workers as drafting
+from rl.drafting.workers import RemoteDrafts
 from rl.engine.engine import Engine
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
