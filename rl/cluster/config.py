@@ -25,10 +25,10 @@ class ClusterConfig:
 
     `rollouts`: `local` (each process answers its share of the requests on its own devices) or
     `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
-    With `ray` as many `scorers` (0: none), each with `Reward.workers` processes, score on the
-    cluster's CPUs, and as many `history_workers` (0: none) keep the responses that history drafts
-    from and build the next step's index. Signs of life of a process may be `deadline_s` apart; so
-    long may joining take.
+    With `ray` as many `scorers`, each with `Reward.workers` processes, score on the cluster's CPUs
+    (0: processes of this host), and as many `history_workers` keep the responses that history
+    drafts from and build the next step's index (0: each rollout worker builds its own). Signs of
+    life of a process may be `deadline_s` apart; so long may joining take.
     """
 
     kind: Kind = "local"
