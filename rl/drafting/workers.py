@@ -229,16 +229,13 @@ class DraftingActor(DraftingWorker):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftsApart:
-    """The drafting workers of one verifying worker, and the sizes that its `Planner` needs.
+    """The drafting workers of one verifying worker: programs by number, and what plans need.
 
-    `places` are their programs by number, `draft_s` is that of `MeasuredSeconds`.
+    `planned` are arguments of its `Planner`, `draft_s` is that of `MeasuredSeconds`.
     """
 
     places: Mapping[int, Handle]
-    config: DraftingConfig
-    num_workers: int
-    num_requests: int
-    max_window: int
+    planned: tuple[DraftingConfig, int, int, int]
     draft_s: float
 
 
@@ -279,7 +276,7 @@ class DraftingActors:
         handles = {k: self.actors[k].handle for k in numbers if self.actors[k].is_there}
         places = {k: handle for k, handle in handles.items() if handle is not None}
         sizes = planner.num_workers, planner.num_requests, planner.max_window
-        return DraftsApart(places, planner.config, *sizes, self.draft_s)
+        return DraftsApart(places, (planner.config, *sizes), self.draft_s)
 
     def _watch(self) -> None:
         """Call all in turn, so that one whose step hangs is lost, and starts again."""
@@ -310,9 +307,8 @@ class RemoteDrafts(DrafterSource):
     def use(self, apart: DraftsApart, times: RoundTimes | None) -> None:
         """Begin a rollout; `times` are the seconds of this worker's rounds, if it has any."""
         if self._planner is None:
-            sizes = apart.num_workers, apart.num_requests, apart.max_window
-            self._planner = Planner(apart.config, *sizes)
-            self._planner.drafting_workers = apart.config.workers or 0
+            self._planner = Planner(*apart.planned)
+            self._planner.drafting_workers = self._planner.config.workers or 0
         if times is not None:
             costs = MeasuredCosts(times.rounds, NO_MOVES)
             self._planner.seconds = MeasuredSeconds.of(costs, times, draft_s=apart.draft_s)

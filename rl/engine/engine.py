@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,6 +40,7 @@ from sched.request import copy_of
 from spec.budget.budget import plain
 
 T = TypeVar("T")
+UNLIMITED = 2**62  # cache positions
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
@@ -133,7 +133,8 @@ class Engine(ModelRunner):
         At most `max_requests` run at once, none with more than `max_tokens` of prompt and response
         together; all hold at most `kv_tokens` cache positions (None: as many as fit).
         """
-        self.stats, self._spec, self._kv_tokens = stats or EngineStats(), spec, kv_tokens
+        self.stats, self._spec = stats or EngineStats(), spec
+        self._kv_tokens = UNLIMITED if kv_tokens is None else kv_tokens
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
         self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
@@ -248,26 +249,20 @@ class Engine(ModelRunner):
         """Fill the free rows, as far as the cache has room."""
         rows, waiting = self._rows, self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
-            first = waiting.first(self._num_fitting(free) if waiting.partial else free)
+            first = waiting.first(free)
+            if waiting.partial:
+                limits = self._fetch_tokens, self._kv_tokens
+                first = first[: admission.num_fitting(first, self._table, *limits)]
             places = rows.places(first, self._fetch_tokens, waiting.prompts)
             if not places:
                 break
             rows.enter(waiting.take(len(places)), places)
             rows.changed()
 
-    def _num_fitting(self, free_rows: int) -> int:
-        """Return how many of the queued requests can have a row within `kv_tokens`."""
-        if self._kv_tokens is None:
-            return free_rows
-        first = itertools.islice(self._waiting.partial, free_rows)
-        return admission.num_fitting(first, self._table, self._fetch_tokens, self._kv_tokens)
-
     def _preempt(self) -> None:
         """Free rows that do not fit any more; their requests wait to be recomputed."""
-        table, rows = self._table, list[int]()
-        if self._kv_tokens is not None:
-            rows = admission.rows_to_preempt(table, self._fetch_tokens, self._kv_tokens)
-            self._leave(rows)
+        limits = self._fetch_tokens, self._kv_tokens
+        self._leave(rows := admission.rows_to_preempt(self._table, *limits))
         short = self._rows.make_room(self._fetch_tokens, self._waiting.prompts)
         self._leave(short)
         self.stats.preemptions += len(rows) + len(short)

@@ -64,7 +64,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
         if self.mesh is not None:
-            self.config = self.config.over(layout.axis_ways(self.mesh.shape, "batch"))
+            self.config = self.config.over(self.batch_ways)
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE)
@@ -89,7 +89,6 @@ class ModelRunner:
 
     @property
     def batch_ways(self) -> int:
-        """The parts of the devices that slots are split over."""
         return 1 if self.mesh is None else layout.axis_ways(self.mesh.shape, "batch")
 
     @property
@@ -281,7 +280,7 @@ class ModelRunner:
         return {"config": self.model, "scheme": scheme}
 
     def verify_options(self, scheme: Draw, num_slots: int, num_nodes: int) -> dict[str, Any]:
-        """Return the static arguments of `verify_round` for a round of so many slots and nodes."""
+        """Return the static arguments of `verify_round`."""
         max_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
         return {"config": self.model, "scheme": scheme, "max_nodes": max_nodes}
 

@@ -100,7 +100,7 @@ def test_verifying_workers_share_drafting_workers(model):
         assert actors.apart(0).places == {}, "they compile"
         actors.wait_ready()
         assert [list(actors.apart(k).places) for k in range(3)] == [[0], [1], [0]]
-        assert actors.apart(0).max_window == WINDOW
+        assert actors.apart(0).planned[-1] == WINDOW
 
 
 def test_before_a_rollout_drafters_get_no_drafts(engine, plain, model):
