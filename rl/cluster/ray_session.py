@@ -204,10 +204,8 @@ def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
 
     if not ray.is_initialized():  # else Ray would start by itself
         return [ProgramLost("Ray is closed") for _ in references]
-    values, (come, _) = (
-        list[Any](),
-        ray.wait(list(references), num_returns=len(references), timeout=limit_s, fetch_local=True),
-    )
+    values, all_of = list[Any](), len(references)
+    come, _ = ray.wait(list(references), num_returns=all_of, timeout=limit_s, fetch_local=True)
     for reference in references:
         try:
             values.append(ray.get(reference, timeout=limit_s if reference in come else 0))

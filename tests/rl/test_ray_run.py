@@ -1,6 +1,5 @@
 """Workers in other programs are compiled and measured once, also those that come late."""
 
-import pickle
 from types import SimpleNamespace
 
 import rollouts
@@ -43,7 +42,7 @@ def test_workers_compile_for_drafters_on_their_devices_and_for_what_idle_ones_le
     inputs, reach = SimpleNamespace(evals=SimpleNamespace(num_questions=0)), rollout_reach(config)
     drafter = SimpleNamespace(spot=object())
     found = ray_workers.bounds(config, inputs, reach, drafter)
-    slots, sent = config.engine.slots, pickle.loads(pickle.dumps(found.reach))
+    slots, sent = config.engine.slots, found.reach
     decisions = [d("learned")(slots) for d in (sent.alone.get, reach.alone.get)]
     there, here = ([(d.num_nodes, d.tree_tokens) for d in some] for some in decisions)
     assert there == here != [] and sent.alone["learned"](slots + 1) == ()
