@@ -27,8 +27,7 @@ from rl.drafting_run import have_idle_help, make_planner, open_actors
 from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs
 from rl.learner.optimizer import TrainState
-from rl.ray_workers.messages import Bounds, LearnedSettings, Measured, WorkerSettings
-from rl.ray_workers.place import RayPlace, Shared
+from rl.ray_workers.place import Bounds, LearnedSettings, Measured, RayPlace, Shared, WorkerSettings
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Rewards
 from rl.runtime.parallel_compile import OnCompiled

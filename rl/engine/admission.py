@@ -172,12 +172,12 @@ def num_fitting(
 def rows_to_preempt(table: SlotTable, fetch_tokens: int, budget: int) -> list[int]:
     """Return the newest rows, without which the others fit; the oldest row always stays."""
     needed = needed_B(table, fetch_tokens)
-    excess, rows = int(needed.sum()) - budget, []
-    for row in reversed(table.oldest_first()[1:]):
-        if excess <= 0:
-            break
-        rows.append(row)
-        excess -= int(needed[row])
+    excess, rows = int(needed.sum()) - budget, list[int]()
+    newest_first = reversed(table.oldest_first()[1:]) if excess > 0 else ()
+    for row in newest_first:
+        if excess > 0:
+            rows.append(row)
+            excess -= int(needed[row])
     return rows
 
 

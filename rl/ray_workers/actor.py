@@ -27,7 +27,7 @@ from rl.drafting.workers import RemoteDrafts
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.stats import EngineStats
-from rl.ray_workers.messages import (
+from rl.ray_workers.place import (
     Bounds,
     LearnedSettings,
     Measured,

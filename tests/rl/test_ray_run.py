@@ -26,7 +26,7 @@ from rl.engine.engine import Engine
 from rl.first_programs import rollout_reach
 from rl.gin.loader import load
 from rl.ray_run import RayWorkers
-from rl.ray_workers.messages import Bounds
+from rl.ray_workers.place import Bounds
 from rl.runtime.run_files import ROUNDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation

@@ -8,8 +8,7 @@ from tiny_team import CONFIG, MODEL, PARAMS
 
 from rl.cluster.actors import Actor
 from rl.engine.engine import Engine
-from rl.ray_workers.messages import WorkerSettings
-from rl.ray_workers.place import RayPlace, Shared
+from rl.ray_workers.place import RayPlace, Shared, WorkerSettings
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.config import SchedConfig

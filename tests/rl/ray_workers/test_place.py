@@ -10,8 +10,7 @@ from tiny_team import KEY, PARAMS, SAMPLING
 
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
-from rl.ray_workers.messages import Measured, Reply
-from rl.ray_workers.place import RayPlace, Shared
+from rl.ray_workers.place import Measured, RayPlace, Reply, Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation, StepDrafts
