@@ -25,7 +25,7 @@ from rl.runtime.waits import POLL_S
 from rl.speculation import reuse
 from rl.system import System
 from rl.trajectory import FinishReason, Request, Trajectory
-from rl.workers.results import Deferred, Result
+from rl.workers.messages import Deferred, Result
 from spec.reuse.rollout_cache import RolloutCache
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +14,9 @@ from models.config import ModelConfig
 from rl.cluster.actors import Actor, ActorSettings, Starts
 from rl.cluster.join import DRAFT_MODEL
 from rl.config import TrainConfig
-from rl.drafting.actors import CONCURRENCY, DraftingActors, DraftingSettings
 from rl.drafting.config import methods_of
 from rl.drafting.plans import Planner
-from rl.drafting.workers import DraftingWorkers
+from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings, DraftingWorkers
 from rl.engine.engine import RolloutEngine
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers, MultiEngine
@@ -125,8 +125,9 @@ def drafting_actors(
     of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
 
     def start(number: int) -> Actor:
-        given = f"drafting worker {number}", "rl.drafting.actors:DraftingActor", (settings,)
-        return Actor(*given, of_actors, room, number, concurrency=CONCURRENCY)
+        given = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", (settings,)
+        options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
+        options["concurrency"] = CONCURRENCY
+        return Actor(*given, of_actors, room, number, **options)
 
-    limits = {"compile_s": config.run.compile_limit_s, "hang_limit_s": deadline_s}
-    return DraftingActors(planner, count, start, **limits)
+    return DraftingActors(planner, count, start, hang_limit_s=deadline_s)

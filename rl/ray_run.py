@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +21,13 @@ from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from rl.cluster.join import DRAFT_MODEL, POLICY
 from rl.config import TrainConfig, drafter_shape, recipe
 from rl.drafter_run import AnyDrafter
-from rl.drafting.actors import DraftingActors
 from rl.drafting.plans import MeasuredSeconds, Planner
+from rl.drafting.workers import DraftingActors
 from rl.drafting_run import have_idle_help, make_planner, open_actors
 from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs
 from rl.learner.optimizer import TrainState
-from rl.ray_workers.messages import Bounds, LearnedSettings, Measured, WorkerSettings
-from rl.ray_workers.place import RayPlace, Shared
+from rl.ray_workers.place import Bounds, LearnedSettings, Measured, RayPlace, Shared, WorkerSettings
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Rewards
 from rl.runtime.parallel_compile import OnCompiled
@@ -254,19 +254,21 @@ def bounds(
     sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
     most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
     evaluates = not config.sched.beside_training
-    return Bounds(
-        config.sampling,
-        most if evaluates else config.rollout.num_requests,
-        reach.max_prompt_tokens,
-        reach.speculative,
-        reach.reuse,
-        None if reach.nodes is None else {n: tuple(sorted(reach.nodes(n))) for n in sizes},
-        {
-            name: {n: tuple((d.num_nodes, d.tree_tokens) for d in decisions(n)) for n in sizes}
-            for name, decisions in reach.alone.items()
-        },
-        (options.batch_rows, options.row_tokens) if spot else None,
+    nodes = reach.nodes
+    sent = dataclasses.replace(
+        reach,
+        max_requests=most if evaluates else config.rollout.num_requests,
+        moves=True,
+        nodes=None if nodes is None else _table(nodes, sizes),
+        alone={name: _table(decisions, sizes) for name, decisions in reach.alone.items()},
     )
+    batch = (options.batch_rows, options.row_tokens) if spot else None
+    return Bounds(config.sampling, sent, batch)
+
+
+def _table(function: Callable[[int], Any], sizes: Sequence[int]) -> Callable[[int], Any]:
+    """Return a function of a number of slots as its table, which can be sent; () elsewhere."""
+    return collections.defaultdict(tuple, {n: function(n) for n in sizes}).__getitem__
 
 
 def read_times(speculation: Speculation, folder: Path) -> None:

@@ -36,7 +36,7 @@ from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import FinishReason, Request, Trajectory
-from rl.workers.results import WorkerError
+from rl.workers.messages import WorkerError
 from spec.config import SamplingConfig
 
 UNSCORED = Score({}, None)

@@ -38,7 +38,7 @@ from rl.runtime.run_files import CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLIC
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
 from rl.setup import engine_mesh, run_mesh
-from rl.workers.results import WorkerError
+from rl.workers.messages import WorkerError
 
 Train = Callable[..., TrainState]  # rl.train.train
 

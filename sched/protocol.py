@@ -145,15 +145,6 @@ class Drop:
 Action = Start | Defer | Recall | Return | Copy | Drop
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulerDecision:
-    """An event, its time, and the scheduler's actions."""
-
-    now_s: float
-    event: Event
-    actions: tuple[Action, ...]
-
-
 class Scheduler(Protocol):
     """Assigns requests to workers over time."""
 

@@ -96,11 +96,11 @@ class _Call:
 class Actor:
     """An object in another program, which is started at once, and again when it is lost.
 
-    Its constructor gets `args`. It is lost if its program ends, a call is late or raises ActorDied,
-    or if no heartbeat comes for `deadline_s`: the calls that it has then raise ProgramLost, which
-    names the actor, its host and its process. Calls that come while it starts wait for it. All
-    calls fail once it is given up: if it cannot start at all, if it is lost MAX_STARTS times in a
-    row before it did any work, or at the first loss unless it `restarts`.
+    Its constructor gets `args`, and may take `make_s`. It is lost if its program ends, a call is
+    late or raises ActorDied, or no heartbeat comes for `deadline_s`: its calls then raise
+    ProgramLost, which names the actor, its host and its process. Calls that come while it starts
+    wait for it. All calls fail once it is given up: if it cannot start at all, is lost MAX_STARTS
+    times in a row before it did any work, or is lost at all unless it `restarts`.
     """
 
     def __init__(
@@ -114,11 +114,13 @@ class Actor:
         *,
         concurrency: int = CONCURRENCY,
         restarts: bool = True,
+        make_s: float | None = None,
     ) -> None:
         self.name, self._label, self.where = name, name, ""
         self._target, self._args, self._settings = target, args, settings
         self._start_program = lambda: room.start(index, concurrency, target.rpartition(":")[2])
         self._restarts, self._lock = restarts, threading.Lock()
+        self._make_s = settings.start_s if make_s is None else make_s
         self._calls = dict[_Call, None]()  # in their order
         self._done = queue.SimpleQueue[tuple[_Call, Future[Any]] | None]()
         self._has_worked, self._is_closed = False, False
@@ -206,7 +208,7 @@ class Actor:
         mine = {name: x for name, x in program_identity(files).items() if name in theirs}
         if wrong := mismatch([mine, theirs], ("the run", "it")):
             raise ValueError(wrong)
-        _result(handle.submit("make", self._target, *self._args), start_s)
+        _result(handle.submit("make", self._target, *self._args), self._make_s)
         with self._lock:
             self.is_there, self.num_starts = True, self.num_starts + 1
             for call in list(self._calls):

@@ -14,28 +14,21 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """The processes that a run consists of, and how they find one another.
+    """The processes of a run, and how they find one another.
 
     `kind`: `local` (this process is the run), `spmd` (several processes run the same command, on
-    devices that are one mesh together) or `ray` (rollout workers are actors of Ray: on the cluster
-    at `address` = "HOST:PORT", which this host belongs to, else on a Ray of its own that listens
-    to this host alone). Process 0 is reached at `coordinator` = "HOST:PORT", where
-    each process is given `num_processes` and its own `process_id`; with `auto` all three are
-    found as jax does on TPU slices, under SLURM, Open MPI and in Kubernetes. Of `ray`,
-    `num_processes` is how many actors train, of which the command starts more than one itself.
+    devices that are one mesh) or `ray` (rollout workers are actors of Ray: on the cluster at
+    `address` = "HOST:PORT", which this host belongs to, else on a Ray of its own on this host).
+    Process 0 is reached at `coordinator` = "HOST:PORT", with `num_processes` and, for each, its own
+    `process_id`; with `auto` jax finds all three on TPU slices, under SLURM, Open MPI and in
+    Kubernetes. With `ray`, `num_processes` actors train.
 
     `rollouts`: `local` (each process answers its share of the requests on its own devices) or
     `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
-
-    `scorers`: with `ray`, responses are scored by as many actors, each with `Reward.workers`
-    processes, on the cluster's CPUs; with 0 by processes of this host, as elsewhere.
-
-    `history_workers`: with `ray`, as many actors on the cluster's CPUs keep the responses that
-    history drafts from and build the index of a step to come, which rollout workers fetch; with 0
-    the responses go to the rollout workers, and each builds an index of them.
-
-    What another process owes is waited for as long as it shows signs of life, which may be
-    `deadline_s` apart; so long may joining take too.
+    With `ray` as many `scorers`, each with `Reward.workers` processes, score on the cluster's CPUs
+    (0: processes of this host), and as many `history_workers` keep the responses that history
+    drafts from and build the next step's index (0: each rollout worker builds its own). Signs of
+    life of a process may be `deadline_s` apart; so long may joining take.
     """
 
     kind: Kind = "local"
@@ -96,7 +89,7 @@ class ClusterConfig:
 
 
 def check(config: ClusterConfig) -> None:
-    """Raise ValueError where a process is not told which of how many it is."""
+    """Raise ValueError unless a process has its number and the number of all."""
     if config.kind != "spmd" or config.coordinator == AUTO:
         return
     count, number = config.num_processes, config.process_id

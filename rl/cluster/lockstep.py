@@ -1,8 +1,7 @@
 """Processes of one mesh that launch different programs are named, instead of hanging together.
 
-The engine of each process reports its launches (`rl.engine.lockstep`). A thread compares them with
-the launches of process 0, through the store that all processes reach: once a collective hangs,
-nothing else of a process runs.
+A thread compares the launches of a process's engine (`rl.engine.lockstep`) with those of process 0,
+through the store that all reach: it runs also while a collective hangs.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ LEAVING_S = 5.0  # for the thread to end
 class LockstepWatch:
     """The `Lockstep` observer of a process's engines; a context manager.
 
-    All processes launch alike, in one thread. If this process and process 0 do not, `differs` is
-    called in the watching thread, once in every process, with one line that names the process, the
-    launch, and the decisions of both. Entering starts the thread, unless the process is alone.
+    If this process and process 0 launch differently, `differs` is called in the watching thread,
+    once in every process, with one line that names the process and both launches.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
-"""The processes of one run: what they agree on, and how the loss of one is noticed.
+"""The processes of one run: gathered values, digests and signs of life in a key-value store.
 
-All of it goes through a key-value store that every process reaches: gathered values, digests and
-signs of life. Nothing here is a collective of devices but `gather_large`, which is entered only
-once all have said that they come.
+Only `gather_large` is a collective of devices, which is entered once all have said that they come.
 """
 
 from __future__ import annotations
@@ -54,13 +52,12 @@ class Store(Protocol):
 class Processes:
     """The processes of a run, as one of them sees them; a context manager while the run goes on.
 
-    All call the same methods in the same order, from their main threads; `what` says at which
-    point of the run, and is compared. Alone, everything is trivial and there is no store.
+    All call the same methods in the same order, from their main threads; `what` names the point of
+    the run, and is compared. Alone, everything is trivial and there is no store.
 
-    While it is entered, signs of life are given and watched for in a thread. A process that gives
-    none for `deadline_s`, or says that it failed, is lost: waits raise ProcessLost, and where the
-    main thread does not leave within LEAVING_S, being in a collective that will not end, `end` is
-    called with the message.
+    A thread gives signs of life and watches for them. A process that gives none for `deadline_s`,
+    or says that it failed, is lost: waits raise ProcessLost, and if the main thread does not leave
+    a collective within LEAVING_S, `end` is called with the message.
     """
 
     def __init__(
@@ -105,9 +102,8 @@ class Processes:
     ) -> list[bytes]:
         """Return the values that all processes give, in their order.
 
-        `waiting` is called while another one is waited for, which lasts as long as that one is
-        alive. Another thread than the main one names a `line` of its own. Raises ProcessLost, or
-        Diverged where another process is at another point.
+        `waiting` is called meanwhile. Another thread than the main one names a `line` of its own.
+        Raises ProcessLost, or Diverged if another process is at another point.
         """
         if self.alone:
             return [value]
@@ -139,7 +135,7 @@ class Processes:
     def gather_large(
         self, what: str, value: bytes, waiting: Callable[[], object] = lambda: None
     ) -> list[bytes]:
-        """Return what `gather` does; large values go through the devices' own network."""
+        """Gather; large values go through the devices' own network."""
         sizes = [int(size) for size in self.gather(f"{what}: bytes", b"%d" % len(value), waiting)]
         if self.alone or max(sizes) < LARGE_BYTES:
             return self.gather(what, value, waiting)
@@ -150,7 +146,7 @@ class Processes:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, what: str, value: Callable[[], bytes]) -> bytes:
-        """Return what process 0 computes; the others wait for it."""
+        """Return the value that process 0 computes; the others wait for it."""
         return self.gather(what, value() if self.is_first else b"")[0]
 
     def any(self, what: str, flag: bool) -> bool:
@@ -162,10 +158,7 @@ class Processes:
         self.gather(what, b"", waiting)
 
     def agree(self, what: str, digests: Mapping[str, str]) -> None:
-        """Raise Diverged, which names what differs, unless all give the same names and digests.
-
-        The order of the names counts.
-        """
+        """Raise Diverged, with the differences, unless all give the same names and digests."""
         if self.alone:
             return
         table = json.dumps(list(digests.items())).encode()
@@ -275,10 +268,7 @@ class Processes:
         return self._given
 
     def _awaited(self, index: int, key: str, what: str, waiting: Callable[[], object]) -> bytes:
-        """Wait for a process's value, for as long as that one is alive.
-
-        Before the thread watches, which is while processes join, for the deadline alone.
-        """
+        """Wait for a process's value while that one is alive; as they join, for `deadline_s`."""
         since_s = self._clock()
         while True:
             if self._lost is not None:
@@ -297,10 +287,7 @@ class Processes:
 
 
 def _gathered(row: np.ndarray) -> np.ndarray:
-    """Return the rows of all processes, by a collective of one device of each.
-
-    It is the first one, which trains: rollout workers may be busy on others.
-    """
+    """Return the rows of all processes, by a collective of the first device of each: it trains."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

@@ -63,10 +63,7 @@ class Room:
     cpu_only: bool
 
     def start(self, index: int, concurrency: int, name: str) -> RayHandle:
-        """Start an actor in a bundle; it runs `concurrency` methods at once.
-
-        Its process is called `ray::name`.
-        """
+        """Start an actor in a bundle, of process `ray::name`, for so many methods at once."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -117,8 +114,7 @@ def reserve(
 def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[str]:
     """Start Ray on loopback, or join the cluster at `address`; leave it at the end.
 
-    Yields the address at which other programs of the run join it. Raises RayProblem if Ray is not
-    installed, or does not answer at the address in time.
+    Yields its address. Raises RayProblem if Ray is not installed, or does not answer in time.
     """
     options: dict[str, Any] = {"address": address}
     if address is None:
@@ -150,10 +146,7 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Inside, programs that are started find this checkout; afterwards SIGTERM is as before.
-
-    Ray would have it raise SystemExit.
-    """
+    """Inside, programs that are started find this checkout; afterwards SIGTERM is as before."""
     handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
     try:
@@ -168,10 +161,7 @@ def _environment() -> Iterator[None]:
 
 
 def _alone_on_this_host() -> None:
-    """Have a Ray that is started listen on loopback, to those who know this run's token.
-
-    Ray reads these when it is imported.
-    """
+    """Have a Ray that is imported later listen on loopback, with this run's token."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # on Linux too: with it Ray resolves this host to loopback
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -214,10 +204,8 @@ def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
 
     if not ray.is_initialized():  # else Ray would start by itself
         return [ProgramLost("Ray is closed") for _ in references]
-    values, (come, _) = (
-        list[Any](),
-        ray.wait(list(references), num_returns=len(references), timeout=limit_s, fetch_local=True),
-    )
+    values, all_of = list[Any](), len(references)
+    come, _ = ray.wait(list(references), num_returns=all_of, timeout=limit_s, fetch_local=True)
     for reference in references:
         try:
             values.append(ray.get(reference, timeout=limit_s if reference in come else 0))

@@ -20,23 +20,18 @@ def methods_of(num_models: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DraftingConfig:
-    """Drafts of workers that do nothing else, and workers that help with the last requests.
+    """Workers that only draft, and workers that help with the last requests.
 
-    `workers` of `Sched.workers` draft for those that verify, on each of their devices; None: as
-    many as the plan says, 0: each worker drafts by itself. With `Cluster.kind` = `ray` they are
-    programs of their own, and how many has to be set. They draft by the source `model`; with
-    `DraftModel.directories` each rollout has the draft model that promises the most tokens a
-    second, by measured seconds and by the acceptance seen in the run so far. They draft `ahead`:
-    `free_running` continues behind a window while it is verified, `enumeration` drafts for all
-    outcomes of the round, with `fan_out` guesses of each next token. A `window` has as many draft
-    tokens; None: as the plan says, up to `DraftModel.max_depth`. Every
-    `reconfigure_tokens` tokens of a request that is accepted less than others its window is planned
-    anew, by what its draft tokens cost the batch, and if the next one is begun early; 0: never.
-    Workers that have nothing left to do answer up to `requests_per_helper` of the others' last
-    requests a second time, each worker drafting by one of the `methods`, which are sources of
-    `Speculation`: the answer that is there first counts.
-    These workers are threads, or with `Cluster.kind` = `ray` programs.
-    Source: SpecActor, section 4.
+    `workers` of `Sched.workers` draft for the others, by the source `model`, on each of their
+    devices; None: as the plan says (not with `Cluster.kind` = `ray`), 0: each worker drafts by
+    itself. With `DraftModel.directories` each rollout has the draft model with the most tokens a
+    second, by measured seconds and acceptance. `ahead`: `free_running` continues behind a window
+    while it is verified, `enumeration` drafts for all outcomes of the round, with `fan_out` guesses
+    of each next token. A `window` has as many draft tokens; None: as the plan says, up to
+    `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0: never) a request that is accepted
+    less than others gets its own window. Workers without requests answer up to
+    `requests_per_helper` of the others' last ones again, each drafting by one of the `methods`, and
+    the first answer counts. Source: SpecActor, section 4.
     """
 
     workers: int | None = 0

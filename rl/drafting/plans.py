@@ -84,9 +84,9 @@ class Observed:
 class MeasuredSeconds:
     """Measured seconds of drafting and verifying by batch.
 
-    `costs` are those of a verifying worker, whose requests hold `positions` each on average.
-    `times` have the seconds of the draft model if workers may draft by themselves; `draft_s` is a
-    draft token of all requests of a drafting worker; `model_s` puts a draft model onto a worker.
+    Requests of a verifying worker hold `positions` each on average. `times` have the seconds of the
+    draft model if workers may draft by themselves; `draft_s` is a draft token of all requests of a
+    drafting worker; `model_s` puts a draft model onto a worker.
     """
 
     costs: Costs
@@ -154,10 +154,7 @@ class Planner:
         return Acceptance(self.observed.p, None if self._runs_freely else self.observed.hits)
 
     def choose_method(self) -> str:
-        """Choose the method of a rollout that begins (section 4.2, initial selection).
-
-        A method that was not tried yet has the assumed acceptance, which is high.
-        """
+        """Choose the method of a rollout that begins (section 4.2, initial selection)."""
         if self.draft_s and self.seconds is not None:
             self.method = self.ranked()[0]
             draft_s = self.draft_s[self.method]
@@ -167,8 +164,7 @@ class Planner:
     def ranked(self) -> list[str]:
         """Return the methods by tokens per second, best first (the draft ladder).
 
-        The acceptance of each is that at which a window brings T(w): rounds without a draft count
-        as wrong drafts.
+        Rounds without a draft count as wrong drafts.
         """
         seconds, w = self._measured, min(FIRST_WINDOW, self.max_window)
         tokens = {m: Acceptance(seen.p, seen.hits).tokens(w) for m, seen in self._seen.items()}
@@ -222,20 +218,16 @@ class Planner:
         return max(self._windows, key=rate)
 
     def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
-        """Return the plan of one of a batch's requests by p, if others have this window.
-
-        Its own is no longer: a step drafts as deep as the deepest window for all requests.
-        """
+        """Return the plan of one of a batch's requests by p: its window is no longer than this."""
         acceptance, windows = self.acceptance, range(1, window + 1)
         times = self._measured.draft, self._measured.verify
         prices = batch_prices(batch, window, *times, acceptance)
         return lambda p: dataclasses.replace(acceptance, p=p).own_plan(prices, windows)
 
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
-        """Return True if a copy of a request with `held_tokens` saves more than it costs.
+        """Return True if a copy of a request saves more than its keys, values and weights cost.
 
-        On a worker of its own it has rounds of one request, drafted for there. It costs the seconds
-        of its keys and values and of the draft model's weights. Half of `left_tokens` are expected.
+        On a worker of its own it has rounds of one request; half of `left_tokens` are expected.
         """
         seconds = self.seconds
         if seconds is None:

@@ -3,9 +3,8 @@
     DecoupledDrafter ─ send: commits → DraftingLink ─ a thread → DraftingWorker.draft
     DecoupledDrafter ← take: blocks ── DraftingLink ←── Answer ──┘
 
-The worker is one class, in this process or as a Ray actor (rl.drafting.actors). A link makes one
-call at a time beside the rounds of its verifying worker, which never wait for it. If a call fails
-or hangs, drafts are missing until the worker answers again.
+The worker is one class, in a thread or a Ray actor (rl.drafting.workers). Links make calls beside
+the rounds of their verifying workers: if one fails or hangs, drafts are missing meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -107,8 +106,7 @@ class _Drafted:
 class DraftingWorker:
     """Drafts ahead of verifying workers on the device of `engine`; any thread may call it.
 
-    A step drafts for all requests of a rollout. So calls that wait while another one drafts share
-    the next step. No window is longer than `max_window`.
+    A step drafts for all requests of a rollout, and calls that wait for one share the next.
     """
 
     def __init__(
@@ -287,7 +285,7 @@ class Peer:
 class DraftingLink(DraftLink):
     """A verifying worker's link to one drafting worker, for one rollout.
 
-    A thread makes one call at a time, until there is nothing to send or to fetch. If a call
+    It makes one call at a time, in a thread, until there is nothing to send or to fetch. If a call
     fails `generation` grows, so that all requests are sent again from their first token.
     """
 
@@ -297,7 +295,6 @@ class DraftingLink(DraftLink):
         self._lock = threading.Lock()
         self._commits, self._closed = dict[int, Commit](), list[int]()  # no call has sent them yet
         self._blocks, self._arrived = collections.deque[Block](), threading.Event()
-        self._thread: threading.Thread | None = None
         self._call: tuple[Draft, float] | None = None  # under way, and since when
         self._start: str | None = None
 
@@ -312,9 +309,8 @@ class DraftingLink(DraftLink):
             for commit in commits:
                 before = self._commits.get(commit.request_id)
                 self._commits[commit.request_id] = _merged(before, commit)
-            if self._thread is None and (self._commits or self._closed):
-                self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
-                self._thread.start()
+            if self._call is None:
+                self._call_next(has_more=False)
 
     def take(self) -> Sequence[Block]:
         self._arrived.clear()
@@ -322,8 +318,7 @@ class DraftingLink(DraftLink):
 
     def wait(self, timeout_s: float) -> None:
         call = self._call
-        is_late = call is not None and self._peer.clock() - call[1] > LATE_S
-        if self._thread is not None and not is_late:
+        if call is not None and self._peer.clock() - call[1] <= LATE_S:
             self._arrived.wait(timeout_s)
 
     def _check_hang(self) -> None:
@@ -334,46 +329,39 @@ class DraftingLink(DraftLink):
         if (waited_s := self._peer.clock() - since_s) > self._peer.hang_limit_s:
             self._fail(draft, TimeoutError(f"no answer for {waited_s:.1f} s"))
 
-    def _run(self) -> None:
-        me, has_more = threading.current_thread(), False
-        while True:
-            with self._lock:
-                draft = self._peer.draft
-                if self._thread is not me:
-                    return  # it hung, and was given up
-                if draft is None or not (has_more or self._commits or self._closed):
-                    self._thread = None
-                    return
-                news = list(self._commits.values()), self._closed
-                self._commits, self._closed = {}, []
-                self._call = draft, self._peer.clock()
-            answer, error = None, None
-            try:
-                answer = draft(self._rollout, self._name, *news)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                if self._thread is not me:
-                    return
-                if answer is None:
-                    assert error is not None, "a call returns or raises"
-                    self._fail(draft, error)
-                    return
-                has_more, self._call = answer.has_more, None
-                self._receive(answer)
+    def _call_next(self, *, has_more: bool) -> None:
+        draft = self._peer.draft
+        if draft is None or not (has_more or self._commits or self._closed):
+            return
+        news = list(self._commits.values()), self._closed
+        self._commits, self._closed = {}, []
+        self._call = call = draft, self._peer.clock()
+        args = call, *news
+        threading.Thread(target=self._run, args=args, name="drafting", daemon=True).start()
 
-    def _receive(self, answer: Answer) -> None:
-        if self._start not in (None, answer.start):
-            self.generation += 1
-        self._start = answer.start
-        if answer.blocks:
-            self._peer.failures = 0
-            self._blocks.extend(answer.blocks)
-            self._arrived.set()
+    def _run(self, call: tuple[Draft, float], *news: Any) -> None:
+        answer: Answer | BaseException
+        try:
+            answer = call[0](self._rollout, self._name, *news)
+        except BaseException as error:
+            answer = error
+        with self._lock:
+            if self._call is not call:
+                return  # it hung, and was given up
+            self._call = None
+            if isinstance(answer, BaseException):
+                self._fail(call[0], answer)
+                return
+            self.generation += self._start not in (None, answer.start)
+            self._start = answer.start
+            if answer.blocks:
+                self._peer.failures = 0
+                self._blocks.extend(answer.blocks)
+                self._arrived.set()
+            self._call_next(has_more=answer.has_more)
 
     def _fail(self, draft: Draft, error: BaseException) -> None:
-        self._thread, self._call, self._start = None, None, None
-        self._commits, self._closed = {}, []
+        self._call, self._start, self._commits, self._closed = None, None, {}, []
         self.generation += 1
         self._peer.fail(draft, error)
 

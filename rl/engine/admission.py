@@ -1,32 +1,91 @@
-"""Which waiting requests enter which free rows, and where their prompts come from.
+"""Which waiting requests enter which rows, what fills these, and which rows have to leave.
 
-Pure host logic. A row keeps the keys and values of its prompt after its request
-has ended, until another prompt is written over them; siblings that come later
-copy from any row that holds their prompt. So a group's prompt is computed
-once as long as its requests are admitted in order.
+Pure host logic. A row keeps the keys and values of its prompt after its request has ended, until
+another prompt is written over them: siblings that come later copy from any row that holds theirs.
+So a group's prompt is computed once as long as its requests are admitted in order.
 
-Prompts are compared by number: hashing thousands of tokens of every row in every round takes
-longer than a round.
+With a budget of positions a row needs what it holds and what the next fetch can add, at most what
+its request may have, and all of a cached response that it verifies in chunks:
+
+    needed = min(tokens + most that a fetch adds, most tokens of the request)
+
+Schedulers that reserve whole chunks never let the sum exceed the budget. If none reserves, requests
+wait until they fit, and the newest rows are preempted once the others have grown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import collections
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rl.trajectory import Prompt
+import numpy as np
+
+from rl.engine.slot_table import Prompts, SlotTable
+from rl.trajectory import PartialRequest
+from spec.page_table import PageTable
 
 Held = Sequence[int | None]  # by row: the prompt that its cache holds whole, busy or free
 
 
-class PromptNumbers:
-    """The numbers of a rollout's prompts, in the order in which they appear."""
+class WaitingQueue:
+    """Requests without a row: `new` whole ones; `partial` ones, which come first, and preempted."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[Prompt, int] = {}
+    def __init__(self, prompts: Prompts) -> None:
+        self._known = prompts
+        self.new: collections.deque[PartialRequest] = collections.deque()
+        self.partial: collections.deque[PartialRequest] = collections.deque()
+        self._prompts: collections.Counter[int] = collections.Counter()  # of `new`, by number
 
-    def of(self, prompt: Prompt) -> int:
-        """Return the prompt's number; this hashes all of it."""
-        return self._numbers.setdefault(prompt, len(self._numbers))
+    def __len__(self) -> int:
+        return len(self.new) + len(self.partial)
+
+    @property
+    def prompts(self) -> Collection[int]:
+        """Return the prompts of `new`: rows that hold them are overwritten last."""
+        return self._prompts.keys()
+
+    def add(self, requests: Sequence[PartialRequest], *, is_new: bool = False) -> None:
+        """Queue requests for a chunk of tokens each, or new ones for all of theirs."""
+        queue = self.new if is_new else self.partial
+        for p in requests:
+            number, prompt, _ = self._known.of(p.request.prompt_ids)
+            if prompt is not p.request.prompt_ids:  # equal prompts are one object: hashed once
+                request = dataclasses.replace(p.request, prompt_ids=prompt)
+                p = dataclasses.replace(p, request=request)
+            queue.append(p)
+            if is_new:
+                self._prompts[number] += 1
+
+    def take_partial(self) -> list[PartialRequest]:
+        """Take all partial requests."""
+        taken = list(self.partial)
+        self.partial.clear()
+        return taken
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Forget these of the partial requests."""
+        left = [p for p in self.partial if p.request.request_id not in request_ids]
+        self.partial = collections.deque(left)
+
+    def first(self, most: int) -> list[PartialRequest]:
+        """Return the next requests, at most `most`."""
+        return list(itertools.islice(self.partial or self.new, most))
+
+    def take(self, count: int) -> list[PartialRequest]:
+        """Take the first `count` that `first` returns."""
+        queue = self.partial or self.new
+        taken = [queue.popleft() for _ in range(count)]
+        for p in taken if queue is self.new else ():
+            number, *_ = self._known.of(p.request.prompt_ids)
+            self._prompts[number] -= 1
+            if not self._prompts[number]:
+                del self._prompts[number]
+        return taken
+
+
+# --- rows -------------------------------------------------------------------------------
 
 
 def assign(
@@ -37,18 +96,18 @@ def assign(
 ) -> list[int]:
     """Return a free row for each of `prompts` (of waiting requests, in order).
 
-    It is one that holds the prompt, where there is one. Rows that hold one of `wanted_later`
-    (prompts still to come) are given to others last.
+    It is one that holds the prompt, if there is one. Rows that hold one of `wanted_later` (prompts
+    still to come) are given to others last.
     """
-    assert len(prompts) <= len(free_rows), "more requests than free rows"
     wanted = set(prompts)
     free = sorted(free_rows, key=lambda r: (held[r] in wanted, held[r] in wanted_later, r))
-    rows = dict[int, int]()  # by request
-    for i, prompt in enumerate(prompts):
-        if (row := next((r for r in free if held[r] == prompt), None)) is not None:
-            free.remove(row)
-            rows[i] = row
-    return [rows[i] if i in rows else free.pop(0) for i in range(len(prompts))]
+    holders = dict[int | None, list[int]]()
+    for row in reversed(free):
+        holders.setdefault(held[row], []).append(row)
+    rows = [holders[p].pop() if holders.get(p) else None for p in prompts]
+    taken = set(rows)
+    others = (row for row in free if row not in taken)
+    return [next(others) if row is None else row for row in rows]
 
 
 def fills(
@@ -74,3 +133,127 @@ def fills(
             begun.add(prompt)
             computed.append(row)
     return copies, computed
+
+
+# --- positions --------------------------------------------------------------------------
+
+
+def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
+    """Return the positions that each row needs until the next fetch; 0 for free rows."""
+    final_B = table.prompt_tokens_B + table.limit_B
+    needed_B = np.minimum(table.total_tokens_B + fetch_tokens, final_B)
+    return np.where(table.busy_B, np.maximum(needed_B, table.known_tokens_B + 1), 0)
+
+
+def needed_by(waiting: PartialRequest, table: SlotTable, fetch_tokens: int) -> int:
+    """Return the positions that a waiting request would need until the next fetch."""
+    left = waiting.request.limit(table.endings.sampling) - waiting.num_tokens
+    if waiting.max_tokens is not None:
+        left = min(left, waiting.max_tokens)
+    gained = fetch_tokens
+    if table.cached is not None:
+        gained = max(gained, table.cached.most_gained(waiting))
+    return len(waiting.request.prompt_ids) + waiting.num_tokens + min(gained, left)
+
+
+def num_fitting(
+    waiting: Iterable[PartialRequest], table: SlotTable, fetch_tokens: int, budget: int
+) -> int:
+    """Return how many waiting requests, in order, fit beside what runs; at least one alone."""
+    held, count = int(needed_B(table, fetch_tokens).sum()), 0
+    for p in waiting:
+        held += needed_by(p, table, fetch_tokens)
+        if held > budget and (count or table.num_busy):
+            break
+        count += 1
+    return count
+
+
+def rows_to_preempt(table: SlotTable, fetch_tokens: int, budget: int) -> list[int]:
+    """Return the newest rows, without which the others fit; the oldest row always stays."""
+    needed = needed_B(table, fetch_tokens)
+    excess, rows = int(needed.sum()) - budget, list[int]()
+    newest_first = reversed(table.oldest_first()[1:]) if excess > 0 else ()
+    for row in newest_first:
+        if excess > 0:
+            rows.append(row)
+            excess -= int(needed[row])
+    return rows
+
+
+# --- pages ------------------------------------------------------------------------------
+
+
+def assign_pages(
+    waiting: Sequence[PartialRequest],
+    table: SlotTable,
+    pages: PageTable,
+    fetch_tokens: int,
+    wanted_later: Collection[int],
+) -> list[int]:
+    """Return a free row for each of the first waiting requests, for as many as have pages.
+
+    It is one that holds the prompt, if there is one. Rows that hold one of `wanted_later` (numbers
+    of prompts still to come) are given to others last.
+    """
+    rows, busy = list[int](), np.nonzero(table.busy_B)[0].tolist()
+    room, common = _room(table, pages, fetch_tokens, busy), _Common(pages, table, busy)
+    free = sorted(table.free_rows(), key=lambda r: (table.prompts[r] in wanted_later, r))
+    for p in waiting[: len(free)]:
+        number, *_ = table.known_prompts.of(p.request.prompt_ids)
+        needed = pages.pages_for(needed_by(p, table, fetch_tokens))
+        holders = [r for r in free if table.prompts[r] == number and p.kv is None]
+        first = {pages.part_of(r): r for r in reversed(free) if r not in holders}  # by part
+        left = {
+            row: room[pages.part_of(row)] - needed + common.num_pages(p, number, row)
+            for row in (*first.values(), *holders)
+        }
+        row = max(left, key=lambda r: (left[r] >= 0, r in holders, left[r], -free.index(r)))
+        if left[row] < 0 and (rows or table.num_busy):
+            break
+        room[pages.part_of(row)] = left[row]
+        common.add(p, number, row)
+        free.remove(row)
+        rows.append(row)
+    return rows
+
+
+def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[int]) -> list[int]:
+    """Return the pages of each part that busy rows will not need before the next fetch."""
+    needed, used_P = needed_B(table, fetch_tokens), pages.used_by(busy)
+    room = [len(some) - int(some.sum()) for some in np.split(used_P, pages.ways)]
+    for row in busy:
+        more = pages.pages_for(int(needed[row])) - int(pages.held_B[row])
+        room[pages.part_of(row)] -= max(0, more)
+    return room
+
+
+class _Common:
+    """The pages that a waiting request would have in common with those that have a row."""
+
+    def __init__(self, pages: PageTable, table: SlotTable, busy: Sequence[int]) -> None:
+        self._pages, self._table, self._used_P = pages, table, pages.used_by(busy)
+        key = {row: (pages.part_of(row), int(table.prompt_B[row])) for row in busy}
+        self._asked = set(key.values())  # also by rows that lack it as yet
+        self._held = {key[row] for row in busy if table.prompts[row] is not None}
+
+    def num_pages(self, p: PartialRequest, number: int, row: int) -> int:
+        """Return how many of its pages in this row others have too, with this prompt."""
+        key, prompt_tokens = (self._pages.part_of(row), number), len(p.request.prompt_ids) - 1
+        full = prompt_tokens // self._pages.page_tokens
+        if p.kv is not None:
+            return full if key in self._held else 0
+        if self._table.prompts[row] == number:  # it keeps those that the row has
+            return int(self._used_P[self._pages.pages_of(row, prompt_tokens)].sum())
+        return full if key in self._asked else 0
+
+    def add(self, p: PartialRequest, number: int, row: int) -> None:
+        """Note that it gets this row."""
+        key = self._pages.part_of(row), number
+        keeps = p.kv is None and self._table.prompts[row] == number
+        self._asked.add(key)
+        if p.kv is not None or keeps:
+            self._held.add(key)
+        if keeps:
+            kept = self._pages.pages_of(row, len(p.request.prompt_ids) - 1)
+            self._used_P[kept] = True

@@ -1,13 +1,10 @@
 """The responses that requests may start from, up to the first token that is not kept.
 
-A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from what
-was begun ahead of its step (`Request.begun`), or from the one and then the other. Its tokens are
-verified as the rest of its prompt, in chunks behind whose tokens a round draws, before its row
-joins the rounds. Where chunks do not pay (`spec.round_times.RoundTimes.chunks_pay`), the rounds
-that the row takes part in verify them: as chains of nodes, as many as the budget takes, beside the
-drafts of others.
-Where noise is the same a token is kept if the policy draws it. Else a rule says so, and the round
-is given the tokens with the log-probabilities that it asks for.
+A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from its
+early tokens (`Request.begun`), or from the one and then the other. They are verified as the rest of
+its prompt, in chunks behind whose tokens a round draws, before its row joins the rounds; if chunks
+do not pay (`spec.round_times.RoundTimes.chunks_pay`) by rounds of the row, as chains of nodes.
+With the same noise a token is kept if the policy draws it; else a rule decides in the round.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,
 X = tokens of chunks.
 """
@@ -34,9 +31,8 @@ PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # of a rollout: what is assumed to be kept
 class CachedPrefixes:
     """The chains of B rows; row b may still keep tokens `emitted … end_B[b]` of its own.
 
-    `end_B` is 0 where a row's request has none, or has one that does not go on. Without a `rule`
-    cached responses are not used. `counts` are of these alone. `in_chunks` says how all of them are
-    verified.
+    `end_B` is 0 without a chain that goes on. Without a `rule` cached responses are not used;
+    `counts` are of these alone. Chains are verified `in_chunks` or as nodes.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class CachedPrefixes:
             self._resume_begun(row, response)
 
     def _start_cached(self, row: int, partial: PartialRequest, begun: np.ndarray) -> bool:
-        """Let the row go on with its cached response; return False where that is of no use."""
+        """Let the row go on with its cached response; return False if that is of no use."""
         request, rule = partial.request, self._rule
         if rule is None or request.cached is None or partial.num_tokens > self.kept_B[row]:
             return False
@@ -94,8 +90,7 @@ class CachedPrefixes:
         self.tokens_BL[row, :n], self.end_B[row] = tokens, n
         if self.given:
             name = request.request_id % NOISE_NAMES  # what is begun ahead has the step's draws
-            least = rule.least_logprobs(name, request.cached, n)
-            self.least_logprobs_BL[row, :n] = least
+            self.least_logprobs_BL[row, :n] = rule.least_logprobs(name, request.cached, n)
         return True
 
     def _usable(self, request: Request, tokens: np.ndarray) -> np.ndarray:
@@ -152,10 +147,7 @@ class CachedPrefixes:
         emitted_B: np.ndarray,
         limit_B: np.ndarray,
     ) -> np.ndarray:
-        """Return the kinds of what was drawn behind tokens of chunks, 0 where nothing stands.
-
-        A row's draws stand up to the first that is not kept, that one included.
-        """
+        """Return the kinds of draws behind tokens of chunks; 0 after a row's first that differs."""
         ruled_B, end_B = self.given & ~self.of_begun_B, np.minimum(self.end_B, limit_B)
         rows = prompt_tokens_B, emitted_B, end_B, ruled_B, self.tokens_BL
         return _stand(chunks_TX, drawn_X, kind_X, *rows)
@@ -168,11 +160,10 @@ class CachedPrefixes:
         emitted_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> np.ndarray:
-        """Take what a fetch brought rows with `emitted_B` tokens; return how many each kept.
+        """Take the tokens of a fetch behind `emitted_B` ones; return how many given ones were kept.
 
-        The first `kept_B` of `count_B` tokens were given ones. A chain ends with the first token
-        that is not kept, and with its response; that of a cached response may lead on to what was
-        begun.
+        A chain ends with the first token that is not kept, and with its response; behind a cached
+        response early tokens may go on.
         """
         agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
         ruled_B = ~self.of_begun_B & self.given

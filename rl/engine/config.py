@@ -19,22 +19,19 @@ MOST_PAIRS = 12  # of slots and positions
 class EngineConfig:
     """Settings of a rollout worker on its devices; none of them changes a token.
 
-    `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
-    positions what the longest request can need, a half and an eighth of it, `min_positions`
-    at least.
-    Up to `rounds_per_fetch` rounds run on the device between two fetches where the host makes no
-    draft tokens. Beside its nodes a round computes `prefill_rows` chunks of prompts, of
-    `prefill_chunk_tokens` each, in rows at most `min_positions`; a prompt may have several of them.
-    A round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
-    but twice the slots at least, and at most `max_nodes` of one request. Tokens of cached responses
-    are nodes as well, or, in chunks, at most `max_round_nodes` of a round. Where devices share out
-    the slots, slots and `prefill_rows` are rounded up to multiples of the ways in which they do.
+    `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache positions the
+    longest request's, a half and an eighth of it, `min_positions` at least. Without draft tokens of
+    the host up to `rounds_per_fetch` rounds run between two fetches. Beside its nodes a round
+    computes `prefill_rows` chunks of prompts, of `prefill_chunk_tokens` each (in rows at most
+    `min_positions`). A round has slots · 2^i nodes: a root for each slot, draft tokens, and tokens
+    of cached responses; at most `max_round_nodes`, but twice the slots at least, and at most
+    `max_nodes` of one request.
 
     `cache` is "rows", one of the longest request's length for each slot, or "pages" of
-    `page_tokens` positions, of which a request has as many as it has tokens; "auto": rows on CPUs.
-    There are `pages` of them in all (0: as many as all slots can need); where they lack, the newest
-    requests wait and are computed again. `slots` and `pages` of "auto" are found by what the
-    programs of the run need of a device's memory (`rl.preflight.sizes`).
+    `page_tokens` positions, as many as a request has tokens; "auto": rows on CPUs. There are
+    `pages` in all (0: as many as all slots can need); if they lack, the newest requests wait and
+    are computed again. `slots` and `pages` of "auto" are found by the memory that the programs of
+    the run need (`rl.preflight.sizes`).
     """
 
     slots: int | Literal["auto"] = 64
@@ -60,14 +57,11 @@ class EngineConfig:
 
     @property
     def max_slots(self) -> int:
-        """The most slots. Raises ValueError where they are not found yet."""
+        """The most slots. Raises ValueError if they are not found yet."""
         return found_size("Engine.slots", self.slots)
 
     def over(self, batch_ways: int) -> Self:
-        """Return the settings of an engine whose slots are split so many ways.
-
-        Slots and chunks of prompts come in multiples of it: else each device would have all.
-        """
+        """Return settings with slots and chunks of prompts in multiples of the ways of a split."""
         slots, min_slots, rows = (
             _rounded_up(size, batch_ways)
             for size in (self.max_slots, self.min_slots, self.prefill_rows)
@@ -85,8 +79,8 @@ class EngineConfig:
     def num_pages(self, num_slots: int, longest_tokens: int, batch_ways: int = 1) -> int:
         """Return the pages of a cache, as many for each way that slots are split over.
 
-        Each way has one more than a slot can need at least: a shared prompt may end inside a page.
-        Raises ValueError where `pages` are fewer.
+        Each way has one more than a slot can need: a shared prompt may end inside a page. Raises
+        ValueError if `pages` are fewer.
         """
         most, ways = self.slot_pages(longest_tokens), batch_ways
         pages = found_size("Engine.pages", self.pages)
@@ -106,10 +100,7 @@ class EngineConfig:
         return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.min_positions)
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
-        """Return the numbers of chunks of passes that draw behind their tokens, smallest first.
-
-        From as many as rounds that compute prompts have up to the tokens of the largest round.
-        """
+        """Return the numbers of chunks of passes that draw behind their tokens, smallest first."""
         most = min(self.max_round_nodes // chunk_tokens, num_slots)
         sizes = buckets(most, self.prefill_rows)
         return [size for size in sizes if size <= most] or sizes[:1]
@@ -121,11 +112,8 @@ class EngineConfig:
     def position_sizes(self, longest_tokens: int) -> list[int]:
         """Return the buckets of cache positions, smallest first, for requests of `longest_tokens`.
 
-        The last one holds the longest request and less than `POSITIONS_MULTIPLE` more; the others
-        are an eighth and a half of it, `min_positions` at least. Every size is as many programs as
-        there are batches and rounds. Until a request has grown to the end of 18k positions, its
-        rounds read 1.41 times the keys that it has; with all sizes 64 · 2^i they would read 1.28
-        times as many.
+        Each is a program for every batch and round. Until a request has grown to 18k positions its
+        rounds read 1.41 times the keys that it has; with all sizes 64 · 2^i it would be 1.28.
         """
         least = self.min_positions
         if longest_tokens <= least:
@@ -137,10 +125,8 @@ class EngineConfig:
     def batch_positions(self, num_slots: int, most_slots: int, longest_tokens: int) -> list[int]:
         """Return the buckets of positions of `num_slots` rows, of at most `most_slots`.
 
-        All of them, where the buckets of slots and of positions make `MOST_PAIRS` pairs at most.
-        Else fewer rows begin with longer ones: in all they have at least as many positions as all
-        rows have in the smallest bucket. So attention costs a batch that drains no more than it
-        did, but not less either until it is in the last bucket.
+        If there would be more than `MOST_PAIRS` pairs of sizes, fewer rows begin with longer ones:
+        in all they have at least as many positions as all rows in the smallest bucket.
         """
         sizes = self.position_sizes(longest_tokens)
         drained = buckets(most_slots, self.slot_bucket(1))

@@ -1,9 +1,8 @@
 """Where responses end: end tokens, and strings that the text of a response completes.
 
-A function of a response's tokens alone, so that a rollout ends alike however it was drafted, cut
-into chunks or moved. The device knows the end tokens of all requests; the host finds the rest as
-tokens are committed, and drops what the device has drawn beyond. R = rules, S = states of an
-automaton that reads the text's bytes, E = end tokens, B = slots, N = tokens of a fetch.
+A function of a response's tokens alone. The device knows the end tokens of all requests; the host
+finds the rest as tokens are committed, and drops later ones. R = rules, S = states of an automaton
+that reads the text's bytes, E = end tokens, B = slots, N = tokens of a fetch.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ _NO_RULES = _Rules(
 class Endings:
     """The rules of one rollout, one for each sampling that its requests have.
 
-    `stop_ids` and the stops of `sampling`, the rollout's own, hold for all of them. `words` is the
-    text of the tokens. Raises ValueError where there are stop strings and no `words`.
+    `stop_ids` and the stops of `sampling`, the rollout's own, hold for all. Raises ValueError for
+    stop strings without `words`, the text of the tokens.
     """
 
     def __init__(
@@ -118,10 +117,7 @@ class Endings:
         state_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> None:
-        """Lower `count_B` to the tokens up to each response's end; mark those that have ended.
-
-        Advances `state_B` over the tokens that count.
-        """
+        """Lower `count_B` to the tokens up to each end, set `stopped_B`, advance `state_B`."""
         rules, words = self._rules, self._words or NO_TEXT
         _cut(
             tokens_BN,

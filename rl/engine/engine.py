@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +24,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
-from rl.engine import preemption
+from rl.engine import admission
+from rl.engine.admission import WaitingQueue
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
@@ -35,12 +35,12 @@ from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
 from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
-from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import PartialRequest, Request, Trajectory, longest_tokens
 from sched.request import copy_of
 from spec.budget.budget import plain
 
 T = TypeVar("T")
+UNLIMITED = 2**62  # cache positions
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
@@ -70,21 +70,20 @@ class Engine(ModelRunner):
     @property
     def where(self) -> str:
         """Return the name of its devices."""
-        devices = [self.device] if self.mesh is None else self.mesh.devices.flat
-        places = [jax.local_devices()[0] if d is None else d for d in devices]
-        first, more = places[0], len(places) - 1
+        devices = [self.device] if self.mesh is None else list(self.mesh.devices.flat)
+        first, more = devices[0] or jax.local_devices()[0], len(devices) - 1
         return f"{first.platform}:{first.id}" + (f" and {more} more" if more else "")
 
     def abandoned(self) -> Engine:
-        """Return what stands in for this engine, whose thread hangs: another one like it."""
+        """Return another engine in place of this one, whose thread hangs."""
         return dataclasses.replace(self)
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` does where rollouts run: in this thread."""
+        """Return what `work` returns in the thread of rollouts: this one."""
         return work()
 
     def drafter_context(self, spec: RolloutSpec) -> DrafterContext:
-        """Return what drafters of a rollout on this engine are made from."""
+        """Return the worker that drafters of a rollout are made for."""
         return DrafterContext(self, spec, CachedStates(self, lambda: self._rows.cache))
 
     # -- the rollout -------------------------------------------------------
@@ -100,18 +99,15 @@ class Engine(ModelRunner):
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
-        Counts are added to `stats`. `on_round` is called after every fetch; an exception from it
-        ends the rollout, and the engine stays usable. On a mesh of several processes all call this
-        with the same requests, and raise after the same fetch.
-
-        Raises ValueError, before any device work, for requests that cannot run:
-        empty or too long prompts, tokens outside the vocabulary, repeated ids.
+        `on_round` is called after every fetch and may raise, which ends the rollout. All processes
+        of a mesh call this alike. Raises ValueError, before any device work, for requests that
+        cannot run: empty or too long prompts, tokens outside the vocabulary, repeated ids.
         """
         self.check(requests, spec.sampling)
         spec.endings(requests)
         longest, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
         with self.rollout(spec, max_requests=len(requests), max_tokens=longest, stats=stats):
-            self._waiting.add(requests)
+            self._waiting.add([PartialRequest(r) for r in requests], is_new=True)
             while self.has_work:
                 for trajectory in self.step():
                     assert isinstance(trajectory, Trajectory), "whole requests have no chunks"
@@ -135,10 +131,10 @@ class Engine(ModelRunner):
         """Open a rollout: inside, `add`, `step` and `remove` work on requests of `spec`.
 
         At most `max_requests` run at once, none with more than `max_tokens` of prompt and response
-        together; all that run hold at most `kv_tokens` cache positions (None: as many as fit).
-        After an exception the engine stays usable.
+        together; all hold at most `kv_tokens` cache positions (None: as many as fit).
         """
-        self.stats, self._spec, self._kv_tokens = stats or EngineStats(), spec, kv_tokens
+        self.stats, self._spec = stats or EngineStats(), spec
+        self._kv_tokens = UNLIMITED if kv_tokens is None else kv_tokens
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
         self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
@@ -146,13 +142,11 @@ class Engine(ModelRunner):
         self.expect(max_requests, max_tokens)
         endings = spec.endings()
         if spec.rule is not None or spec.begun:
-            rows, in_chunks = (num_slots, max_tokens), self._verifies_in_chunks(spec, num_slots)
-            cached = CachedPrefixes(
-                spec.rule, endings, self.stats.cached, *rows, in_chunks=in_chunks
-            )
+            given = spec.rule, endings, self.stats.cached, num_slots, max_tokens
+            cached = CachedPrefixes(*given, in_chunks=self._verifies_in_chunks(spec, num_slots))
         # a fetch may write one beyond
         table = SlotTable(num_slots, max_tokens + 1, endings, cached)
-        self._waiting = WaitingQueue(table.numbers)
+        self._waiting = WaitingQueue(table.known_prompts)
         delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
         with self.mesh_context(), delivery as self._delivery:
             try:
@@ -165,7 +159,7 @@ class Engine(ModelRunner):
 
     def add(self, requests: Sequence[PartialRequest]) -> None:
         """Queue requests, each for at most its `max_tokens` more tokens."""
-        self._waiting.add_partial(requests)
+        self._waiting.add(requests)
 
     @property
     def has_work(self) -> bool:
@@ -197,10 +191,7 @@ class Engine(ModelRunner):
         self._rows.changed()
 
     def take(self, request_ids: Sequence[int]) -> Iterator[list[PartialRequest]]:
-        """Yield requests whose chunks ended, with keys and values, and free their rows.
-
-        As many at a time as one call reads: the first can be sent while others are read.
-        """
+        """Yield requests whose chunks ended, as many as one call reads, and free their rows."""
         if not request_ids:
             return  # as after most rounds: the device's copy of the table stays
         rows, P = self._rows_of(request_ids), self.config.prefill_rows
@@ -258,26 +249,20 @@ class Engine(ModelRunner):
         """Fill the free rows, as far as the cache has room."""
         rows, waiting = self._rows, self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
-            first = waiting.first(self._num_fitting(free) if waiting.partial else free)
+            first = waiting.first(free)
+            if waiting.partial:
+                limits = self._fetch_tokens, self._kv_tokens
+                first = first[: admission.num_fitting(first, self._table, *limits)]
             places = rows.places(first, self._fetch_tokens, waiting.prompts)
             if not places:
                 break
             rows.enter(waiting.take(len(places)), places)
             rows.changed()
 
-    def _num_fitting(self, free_rows: int) -> int:
-        """Return how many of the queued requests can have a row within `kv_tokens`."""
-        if self._kv_tokens is None:
-            return free_rows
-        first = itertools.islice(self._waiting.partial, free_rows)
-        return preemption.num_fitting(first, self._table, self._fetch_tokens, self._kv_tokens)
-
     def _preempt(self) -> None:
         """Free rows that do not fit any more; their requests wait to be recomputed."""
-        table, rows = self._table, list[int]()
-        if self._kv_tokens is not None:
-            rows = preemption.rows_to_preempt(table, self._fetch_tokens, self._kv_tokens)
-            self._leave(rows)
+        limits = self._fetch_tokens, self._kv_tokens
+        self._leave(rows := admission.rows_to_preempt(self._table, *limits))
         short = self._rows.make_room(self._fetch_tokens, self._waiting.prompts)
         self._leave(short)
         self.stats.preemptions += len(rows) + len(short)
@@ -299,8 +284,8 @@ class Engine(ModelRunner):
 
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
-        table = self._table
-        drafts, decision = None, plain(len(table))
+        table, drafts = self._table, None
+        decision = plain(len(table))
         draws = self._rows.draws_next(waits=len(self._waiting) > 0)
         if not draws:
             prompts_B = table.busy_B & (table.lacking_tokens_B > 0) & ~table.verifies_B
@@ -370,13 +355,10 @@ class Engine(ModelRunner):
 
 
 class ThreadedEngine(Engine):
-    """An engine that runs in threads of its own, which know nothing of a trainer's mesh.
-
-    So it may have some of the devices of that mesh: those of its process.
-    """
+    """An engine on devices of a trainer's mesh: its threads know nothing of that."""
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` does where rollouts run: in a thread without a mesh."""
+        """Return what `work` returns in a thread without a mesh."""
         return in_thread(work)
 
     def run(self, *given: Any, **options: Any) -> list[Trajectory]:
@@ -404,7 +386,7 @@ class RolloutEngine(Protocol):
         ...
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` does as a rollout: in a thread that compiles and places as it does."""
+        """Return what `work` returns in a thread that compiles and places as rollouts do."""
         ...
 
     def run(
@@ -417,7 +399,6 @@ class RolloutEngine(Protocol):
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
-        `on_finish` is called in the caller's thread as responses end; so is `on_round`, now and
-        then: what it raises ends the rollout.
+        `on_finish` is called as responses end, `on_round` now and then: raising ends the rollout.
         """
         ...

@@ -1,8 +1,6 @@
 """A record of what an engine launches, to be compared between the processes of one mesh.
 
-Every process of a mesh has to launch the same programs on the same inputs: another program hangs in
-a collective, other inputs spoil the tokens of all. Each launch, and each fetch, has a digest of all
-so far, which an observer can compare with those of other processes. B = slots.
+Another program than the others' hangs in a collective, other inputs spoil all tokens. B = slots.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from rl.engine.slot_table import SlotTable
 
 
 class Launch(NamedTuple):
-    """A program about to be launched, or tokens that have come: its name, sizes and requests."""
+    """A program about to be launched, or tokens that have come."""
 
     program: str
     sizes: tuple[int, ...]
@@ -33,10 +31,10 @@ class Launch(NamedTuple):
 
 
 class Lockstep(Protocol):
-    """Hears of every launch of engines, in their thread: it must return at once."""
+    """Observes every launch of engines, in their thread."""
 
     def launched(self, digest: int, what: object) -> None:
-        """Hear of a launch; `digest` is of all so far (32 bits), `str(what)` says what it is."""
+        """Record a launch: 32 bits of all so far, and what `str(what)` describes."""
         ...
 
 
@@ -49,7 +47,7 @@ class LaunchRecord:
     def note(
         self, program: str, sizes: tuple[int, ...], table: SlotTable, *inputs: np.ndarray | None
     ) -> None:
-        """Note a launch of these sizes for the requests of a table, and what else it is given."""
+        """Note a launch, or a fetch, of these sizes for the requests of a table."""
         if self._observer is None:
             return
         rows = table.request_ids_B, table.total_tokens_B, table.busy_B

@@ -42,6 +42,10 @@ class ModelRunner:
     """A policy's shape and settings on one worker's devices.
 
     `before_positions` is called with the positions that a cache in use is about to get.
+    Buckets follow from `longest_tokens` of prompt and response, and from `most_slots` (`expect`).
+    Without a mesh, a `device` of None is the process's default: arrays on a named one are bound to
+    it, and a mixture would compile another program. Hidden states are kept after `feature_layers`
+    and the last layer; None: not at all.
     """
 
     model: ModelConfig
@@ -49,27 +53,21 @@ class ModelRunner:
     _: dataclasses.KW_ONLY
     dtype: Any = jnp.float32
     mesh: Mesh | None = None
-    # without a mesh: None is the process's default. Arrays put on a named device are bound to it;
-    # a mixture of bound and free arrays would compile another program
     device: jax.Device | None = None
-    # None: hidden states are not kept, else those after these layers and the last ones
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
     number: int = 0  # among the workers of a run
-    # hears what is launched, where the mesh spans several processes
-    lockstep: Lockstep | None = None
-    # the longest prompt and response, and the most slots, it was told of: buckets follow from them
+    lockstep: Lockstep | None = None  # of a mesh that spans several processes
     longest_tokens: int = 0
     most_slots: int = 0
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
         if self.mesh is not None:
-            self.config = self.config.over(layout.axis_ways(self.mesh.shape, "batch"))
-        # each of which runs the same rounds, from the same requests
+            self.config = self.config.over(self.batch_ways)
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
-        self._threads = ThreadPoolExecutor(MOST_AT_ONCE)  # each begins with its first call
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE)
         self._held = threading.local()  # another thread may run rounds meanwhile
         self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
@@ -80,20 +78,22 @@ class ModelRunner:
 
     @property
     def is_paged(self) -> bool:
-        """Return whether the cache is pages; "auto" asks for the kind of the devices."""
-        if self.config.cache != "auto":
-            return self.config.cache == "pages"
-        first = self.device if self.mesh is None else self.mesh.devices.flat[0]
-        return self.config.is_paged((first or jax.devices()[0]).platform == "cpu")
+        """Return whether the cache is pages."""
+        is_named = self.config.cache != "auto"  # else the kind of the devices decides
+        return self.config.is_paged(is_named or self._first_device.platform == "cpu")
+
+    @property
+    def _first_device(self) -> jax.Device:
+        named = self.device if self.mesh is None else self.mesh.devices.flat[0]
+        return named or jax.devices()[0]
 
     @property
     def batch_ways(self) -> int:
-        """The parts of the devices that slots are split over."""
         return 1 if self.mesh is None else layout.axis_ways(self.mesh.shape, "batch")
 
     @property
     def num_pages(self) -> int:
-        """The pages of the cache. Raises ValueError where the longest request does not fit."""
+        """The pages of the cache. Raises ValueError if the longest request does not fit."""
         slots = max(self.most_slots, self.config.slot_bucket(1))
         return self.config.num_pages(slots, self.longest_tokens, self.batch_ways)
 
@@ -166,10 +166,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Inside, and in this thread, what is made or put here are shapes without memory.
-
-        Steps are lowered on them, for devices that may be anywhere.
-        """
+        """In this thread, make shapes without memory of all arrays: steps are lowered on them."""
         before, self._held.shapes = self.makes_shapes, True
         try:
             yield
@@ -189,8 +186,7 @@ class ModelRunner:
 
     def _made(self, x: jax.ShapeDtypeStruct) -> Any:
         """Return the shape of a program's whole result: the spec of keys names each axis."""
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if self.mesh is None or not is_key:
+        if self.mesh is None or not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return self.put(x)
         return _shape(x, NamedSharding(self.mesh, PartitionSpec(*[None] * x.ndim)))
 
@@ -201,14 +197,10 @@ class ModelRunner:
 
     def position_sizes(self, num_slots: int) -> list[int]:
         """Return the buckets of positions of `num_slots` rows, smallest first."""
-        most = self.most_slots, self.longest_tokens
-        return self.config.batch_positions(num_slots, *most)
+        return self.config.batch_positions(num_slots, self.most_slots, self.longest_tokens)
 
     def round_positions(self, num_slots: int) -> list[int]:
-        """Return the numbers of positions that rounds of `num_slots` differ in, smallest first.
-
-        Attention to pages goes as far as a slot has positions: there is one.
-        """
+        """Return the positions of rounds of `num_slots`, smallest first; one if they are pages."""
         if self.is_paged:
             return [self.config.slot_pages(self.longest_tokens) * self.config.page_tokens]
         return self.position_sizes(num_slots)
@@ -268,10 +260,7 @@ class ModelRunner:
     def copy_states(
         self, cache: kv_cache.KVCache, row: int, num_tokens: int
     ) -> list[tuple[int, jax.Array]]:
-        """Return copies on the device of the hidden states of a row's first tokens.
-
-        Each is (first position, [C, W]); the last one may reach beyond the tokens.
-        """
+        """Return copies on the device of the hidden states of a row's first tokens (`Ended`)."""
         [features_B1SW], S = cache.features, cache.num_positions
         C = min(cache_ops.STATE_COPY_TOKENS, S)
         starts = [min(start, S - C) for start in range(0, num_tokens, C)]
@@ -287,11 +276,11 @@ class ModelRunner:
         return self.prompt_options(scheme) | {"max_rounds": self.config.rounds_per_fetch}
 
     def prompt_options(self, scheme: Draw) -> dict[str, Any]:
-        """Return the static arguments of `decode_beside_chunks`."""
+        """Return the static arguments of `decode_beside_chunks` and `chunks_alone`."""
         return {"config": self.model, "scheme": scheme}
 
     def verify_options(self, scheme: Draw, num_slots: int, num_nodes: int) -> dict[str, Any]:
-        """Return the static arguments of `verify_round` for a round of so many slots and nodes."""
+        """Return the static arguments of `verify_round`."""
         max_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
         return {"config": self.model, "scheme": scheme, "max_nodes": max_nodes}
 
@@ -330,14 +319,11 @@ class ModelRunner:
         return sharding.put(x, where) if self.spans_processes else jax.device_put(x, where)
 
     def readable(self, x: jax.Array) -> jax.Array:
-        """Return an array that this process can read: where others hold parts of it, it is whole.
-
-        All processes must call it.
-        """
+        """Return an array that this process can read; all processes must call it."""
         return self.in_turn(cache_ops.gathered(x)) if self.spans_processes else x
 
     def in_turn(self, results: T) -> T:
-        """Return what a program gives, once it is there where no other may begin before."""
+        """Return the results of a program, once they are there if no other may begin before."""
         return devices.in_turn(results) if self.spans_processes else results
 
     @property
@@ -350,10 +336,7 @@ class ModelRunner:
     def place(
         self, params: transformer.Params, model: ModelConfig | None = None
     ) -> transformer.Params:
-        """Put weights, the policy's or those of another `model`, on these devices.
-
-        Any thread may call it.
-        """
+        """Put weights, of the policy or another `model`, on these devices; from any thread."""
         with _placing:
             return self._place(params, model or self.model)
 
@@ -381,17 +364,13 @@ class ModelRunner:
     def num_at_once(self) -> int:
         """Return how many programs these devices run at a time: a CPU several.
 
-        One on a mesh, whose devices would meet the programs of two threads in different orders.
+        On a mesh one: its devices would run the programs of two threads in different orders.
         """
-        is_cpu = self.mesh is None and (self.device or jax.devices()[0]).platform == "cpu"
+        is_cpu = self.mesh is None and self._first_device.platform == "cpu"
         return min(MOST_AT_ONCE, os.cpu_count() or 1) if is_cpu else 1
 
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return what calls of programs return of which none needs another.
-
-        A CPU runs the programs that a thread calls one after the other: so there are threads. jax's
-        settings for the caller's thread alone do not count there.
-        """
+        """Return the results of independent calls: a CPU runs those of one thread one by one."""
         if min(self.num_at_once, len(calls)) == 1:
             return [call() for call in calls]
 

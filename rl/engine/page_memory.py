@@ -1,7 +1,7 @@
 """The cache of a worker's slots in pages: a request holds those of the tokens that it has.
 
-Rows that are free keep the pages of their prompt until others need them. Where pages lack, the
-newest requests leave and wait; they are computed again and go on with the same tokens.
+Free rows keep the pages of their prompt until others need them. If pages lack, the newest requests
+leave, wait, and are computed again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from models import kv_cache
 from models.paged_cache import PagedCache
-from rl.engine import cache_ops, page_admission, preemption
+from rl.engine import admission, cache_ops
 from rl.engine.model_runner import ModelRunner
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import HostKv, PartialRequest
@@ -67,27 +67,23 @@ class PageMemory:
     ) -> list[int]:
         """Return a free row for each of the first waiting requests, for as many as pages are free.
 
-        A request needs pages for its tokens and for those of the next fetch, but for those that it
-        has in common with another one of its part of the mesh. One alone always fits.
+        One alone always fits.
         """
-        wanted = fetch_tokens, wanted_later
-        return page_admission.assign(waiting, table, self._pages, *wanted)
+        return admission.assign_pages(waiting, table, self._pages, fetch_tokens, wanted_later)
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
     ) -> list[int]:
-        """Reserve what busy rows need until the next fetch; return those that have to leave.
+        """Reserve what busy rows need until the next fetch; return the newest, which have to leave.
 
-        The oldest are served first, the newest leave. Rows that wait for a sibling's prompt get
-        their pages with it.
+        Rows that wait for a sibling's prompt get their pages with it.
         """
         self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
-        needed_B = preemption.needed_B(table, fetch_tokens)
+        needed_B = admission.needed_B(table, fetch_tokens)
         for row in table.free_rows():
             holds = table.prompts[row] is not None
             self._release(row, int(table.prompt_tokens_B[row]) - 1 if holds else 0)
-        busy = np.nonzero(table.busy_B)[0]
-        oldest = busy[np.argsort(table.entered_B[busy], kind="stable")].tolist()
+        oldest = table.oldest_first()
         leaving, older = list[int](), set[tuple[int, int]]()  # parts and prompts of those that stay
         for row in oldest:
             if row in leaving:
@@ -111,10 +107,7 @@ class PageMemory:
         return holds and row not in leaving and self._pages.part_of(row) == part
 
     def _waits(self, table: SlotTable, row: int, older: Collection[tuple[int, int]]) -> bool:
-        """Return whether a row without pages waits for its prompt.
-
-        Another one of its part has it, or is among the `older` and computes it.
-        """
+        """Return whether a row without pages waits for its prompt: an `older` one computes it."""
         if self._pages.held_B[row] or not self._lacks_prompt(table, row):
             return False
         part, number = self._pages.part_of(row), int(table.prompt_B[row])
@@ -134,8 +127,7 @@ class PageMemory:
     ) -> bool:
         """Release the prompt of a free row of this part, but not of `source`; False if none has.
 
-        Rows without pages wait for prompts of their part; the only row that holds one of these
-        gives it up as a last resort: it is computed again once there are pages.
+        The only one that rows without pages wait for is given up as a last resort.
         """
         pages, lacking = self._pages, table.lacking()
         waited_for = {
@@ -177,17 +169,14 @@ class PageMemory:
         brought: Sequence[tuple[HostKv, int]],
         table: SlotTable,
     ) -> None:
-        """Hold pages for what requests bring; the others get theirs before the next fetch.
+        """Hold pages for keys and values that come; `make_room` does so for other requests.
 
         The full pages of a prompt that another row of the part holds are shared, not brought.
         """
-        pages = self._pages
-        self._shared = {}
+        pages, self._shared = self._pages, {}
         for kv, row in brought:
-            part, full = (
-                pages.part_of(row),
-                (int(table.prompt_tokens_B[row]) - 1) // pages.page_tokens,
-            )
+            part = pages.part_of(row)
+            full = (int(table.prompt_tokens_B[row]) - 1) // pages.page_tokens
             holders = self._holders(table, part, int(table.prompt_B[row])) if full > 0 else []
             if holders:
                 source = max(holders, key=lambda r: table.busy_B[r])
@@ -198,10 +187,7 @@ class PageMemory:
                 assert found, f"no pages for what row {row} brings: {self.books(table)}"
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
-        """Check that rows have pages for so many positions: `make_room` has seen to it.
-
-        A row without a page waits for a sibling's prompt.
-        """
+        """Check that rows have pages for so many positions, or none: these wait for a prompt."""
         short_B = tokens_B > self._pages.held_B * self._pages.page_tokens
         assert not (short_B & (self._pages.held_B > 0)).any(), "a row outgrew its pages"
 
@@ -237,10 +223,7 @@ class PageMemory:
         return start
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
-        """Give rows the prompts of others, (from row, to row); return those that have theirs.
-
-        A row for whose tokens pages lack now waits for the next fetch.
-        """
+        """Give rows the prompts of others, (from row, to row); return those that have theirs."""
         found, moved = list[int](), list[tuple[int, int]]()
         oldest = next(iter(table.lacking()))
         for source, row in copies:
@@ -260,13 +243,10 @@ class PageMemory:
     def _share(
         self, source: int, row: int, table: SlotTable, is_oldest: bool
     ) -> list[tuple[int, int]] | None:
-        """The pages to copy, once the row has pages for all of its tokens; None: they lack.
-
-        Free rows give up every other prompt for the oldest row, which so goes on.
-        """
+        """Return the pages to copy, once the row has pages for its tokens; None: they lack."""
         self._release(row)
         part, self._stale = self._pages.part_of(row), True
-        needed = int(preemption.needed_B(table, self._fetch_tokens)[row])
+        needed = int(admission.needed_B(table, self._fetch_tokens)[row])
         while True:
             copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
             if copied is not None and self._reserve(row, needed):
@@ -278,10 +258,7 @@ class PageMemory:
     # -- what comes from the host, and goes there --------------------------------------
 
     def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
-        """Write keys and values from the host to the starts of rows, which have room for them.
-
-        Shared pages are not written.
-        """
+        """Write keys and values from the host to the starts of rows, but not to shared pages."""
         runner, table_BN = self._runner, self.held.table_BN
         cache = _tableless(self.held)
         for kv, row in entering:
@@ -322,10 +299,7 @@ class PageMemory:
     def kept_rows(
         self, table: SlotTable, useful: Sequence[int], num_slots: int
     ) -> list[int] | None:
-        """Return the rows that stay of a smaller batch; None where it cannot shrink yet.
-
-        Rows stay in their part of the mesh, whose pages they have.
-        """
+        """Return the rows that stay of a smaller batch, in their parts; None: it cannot shrink."""
         ways, pages = self._pages.ways, self._pages
         by_part = [[r for r in useful if pages.part_of(r) == part] for part in range(ways)]
         each, more = divmod(num_slots, ways)

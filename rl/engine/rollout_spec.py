@@ -27,10 +27,7 @@ from spec.round_times import RoundTimes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DrafterContext:
-    """The worker that a drafter is made for: its devices, its rollout, and its cache.
-
-    `spec.params` lie on those devices; `states` has the hidden states that the cache holds.
-    """
+    """The worker that a drafter is made for: devices, rollout, hidden states of its cache."""
 
     runner: ModelRunner
     spec: RolloutSpec
@@ -69,14 +66,11 @@ def draft_with(drafter: Drafter | None, budget: Budget | None = None) -> Drafter
 class RolloutSpec:
     """The policy, the sampling and the noise of all requests of a rollout, and how they draft.
 
-    `words` is the text of the policy's tokens, which stop strings are found by.
-    `drafts` makes each worker's drafter and budget; without a budget all draft tokens are
-    verified. `rule` says how much of the requests' cached responses is kept; without one they are
-    not used. `begun` says that requests may have been begun ahead (`Request.begun`). By `times`,
-    measured seconds of rounds, cached and begun responses are verified in chunks or as nodes;
-    without, in chunks.
-    `sink` receives finished responses with the policy's hidden states, from engines
-    that keep them.
+    `words` is the text of tokens, for stop strings. `drafts` makes each worker's drafter and
+    budget; without a budget all draft tokens are verified. `rule` decides how much of cached
+    responses is kept (None: none); requests may have `begun` ahead. `times`, measured seconds of
+    rounds, choose between verifying these in chunks (None: always) or as nodes. `sink` receives
+    responses with hidden states.
     """
 
     params: Params
@@ -93,7 +87,7 @@ class RolloutSpec:
 
     @functools.cached_property
     def stop_ids(self) -> np.ndarray:
-        """The end tokens of all requests, as the device knows them; int32 [E]."""
+        """The end tokens of all requests on the device; int32 [E]."""
         return padded_ids((*self.stop_token_ids, *self.sampling.stop_ids))
 
     def endings(self, requests: Sequence[Request] = ()) -> Endings:

@@ -142,10 +142,9 @@ class Rounds:
             self._stats.prefilled_tokens += self._rows.write_chunks(entries, chunks_TX)
 
     def compute_prompts(self, most_rounds: int) -> list[jax.Array]:
-        """Call rounds without draft tokens while rows lack tokens; their results.
+        """Call rounds without draft tokens while rows lack tokens; return results to wait for.
 
-        The host does not wait for what they draw. Rows join the rounds once they lack nothing; one
-        with a cached response is decided on first.
+        Rows join once they lack nothing; one with a cached response is decided on first.
         """
         found, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
         while len(found) < most_rounds and rows.ready(draws=False) and not self._undecided(live_B):

@@ -16,7 +16,10 @@ from spec import cache_rows
 
 
 class RowMemory:
-    """Rows of a bucket of (slots, positions); a change of the bucket copies all of them."""
+    """Rows of a bucket of (slots, positions); a change of the bucket copies all of them.
+
+    See `PageMemory` for what methods do.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -47,11 +50,10 @@ class RowMemory:
         """Return a free row for each of the first waiting requests, for as many as can run."""
         free = table.free_rows()
         waiting = waiting[: len(free)]
-        prompts = [table.numbers.of(p.request.prompt_ids) for p in waiting if p.kv is None]
-        rows = iter(admission.assign(prompts, free, table.prompts, wanted_later))
-        found = [None if p.kv is not None else next(rows) for p in waiting]
-        left = iter(row for row in free if row not in found)
-        return [next(left) if row is None else row for row in found]
+        new = [table.known_prompts.of(p.request.prompt_ids)[0] for p in waiting if p.kv is None]
+        rows = admission.assign(new, free, table.prompts, wanted_later)
+        left, given = iter(sorted(set(free).difference(rows))), iter(rows)
+        return [next(given if p.kv is None else left) for p in waiting]
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
@@ -65,9 +67,8 @@ class RowMemory:
         brought: Sequence[tuple[HostKv, int]],
         table: SlotTable,
     ) -> None:
-        """Make room for requests that enter, some of them with keys and values."""
-        lengths = [kv.num_tokens for kv, _ in brought]
-        lengths += [len(p.token_ids) for p in requests if p.kv is None]
+        """Make room for requests that have entered, some of them with keys and values."""
+        lengths = [len(p.request.prompt_ids) + p.num_tokens for p in requests if p.kv is None]
         lengths += table.known_tokens_B[table.busy_B].tolist()
         self.reserve(np.asarray(lengths) + 1)
 
@@ -118,7 +119,7 @@ class RowMemory:
     def kept_rows(
         self, table: SlotTable, useful: Sequence[int], num_slots: int
     ) -> list[int] | None:
-        """Return the rows that stay of a smaller batch; None where it cannot shrink yet."""
+        """Return the rows that stay of a smaller batch; None if it cannot shrink yet."""
         return list(useful[:num_slots])
 
     def widened(self, num_rows: int, num_slots: int) -> list[int]:

@@ -1,8 +1,7 @@
-"""The host's table of slots, the device's memory for them, and what moves both.
+"""The host's table of slots, the device's memory for them, and all that changes both.
 
-The host's table is the truth about every slot; the device holds the cache and a copy of
-the table, which is made again when the host has changed it. The cache is rows or pages
-(`rl.engine.row_memory`, `rl.engine.page_memory`): reserve, share, release.
+The host's table is the truth; the device has the cache, in rows or pages (`rl.engine.row_memory`,
+`rl.engine.page_memory`), and a copy of the table, made again when the host has changed it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from spec.verify import Slots, settle
 
 
 def open_memory(runner: ModelRunner) -> RowMemory | PageMemory:
-    """Return the memory of a worker's slots, laid out as its devices take it best."""
+    """Return the memory of a worker's slots: pages or rows."""
     return PageMemory(runner) if runner.is_paged else RowMemory(runner)
 
 
@@ -38,8 +37,8 @@ class SlotCache:
         self._runner = runner
         self.table = SlotTable(0, 0)
         self._memory_now: RowMemory | PageMemory | None = None
-        self._pending: kv_cache.Pending | None = None  # what the last round left to be written
-        self._waits = False  # that it holds anything
+        self._pending: kv_cache.Pending | None = None  # entries that the last round left to write
+        self._waits = False  # there are any
         self._slots: Slots | None = None  # None: the host has changed the table
         self._joining: set[int] = set()  # rows that are to take part from the next round on
 
@@ -93,10 +92,7 @@ class SlotCache:
         *,
         waits: bool = True,
     ) -> None:
-        """Take the arrays that a round returned for those that it consumed.
-
-        `waits` says whether it has left entries to be written.
-        """
+        """Take the arrays of a round in place of those that it consumed; `waits`: entries wait."""
         self._memory.cache, self._pending, self._slots = cache, pending, slots
         self._waits = waits
 
@@ -105,10 +101,9 @@ class SlotCache:
         self._slots = None
 
     def slots(self, key: jax.Array) -> Slots:
-        """Return the device's copy of the table.
+        """Return the device's copy of the table; rows that only join leave the others as they are.
 
-        Where nothing but rows that join has changed the others are left as they are: the device
-        may be rounds ahead of the host.
+        The device may be rounds ahead of the host.
         """
         if self._slots is None or self._joining:
             columns, processing_B2 = self.table.device_columns(), self.table.device_processing()
@@ -135,17 +130,14 @@ class SlotCache:
         return self._memory.assign(waiting, self.table, fetch_tokens, wanted_later)
 
     def enter(self, requests: Sequence[PartialRequest], rows: Sequence[int]) -> None:
-        """Put requests into free rows, and write the keys and values that come with them.
-
-        Where none come, rounds compute them, or another row that holds the prompt is copied.
-        """
+        """Put requests into free rows, and write the keys and values that come with them."""
         table, memory = self.table, self._memory
         brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
         if brought:
             self._settled()  # what waits to be written does not belong in pages that they share
         for p, row in zip(requests, rows, strict=True):
             prompt = p.request.prompt_ids
-            holds = table.prompts[row] == table.numbers.of(prompt) and p.kv is None
+            holds = table.prompts[row] == table.known_prompts.of(prompt)[0] and p.kv is None
             held_tokens = len(prompt) - 1 if holds else 0
             memory.begin(row, held_tokens)
             table.enter(row, p, held_tokens if p.kv is None else None)
@@ -169,7 +161,7 @@ class SlotCache:
     def ready(self, *, draws: bool) -> list[int]:
         """Return the rows that the next chunks can be of: those that lack their prompt first.
 
-        Without `draws` these alone: chunks beside nodes decide on no cached token.
+        Without `draws` these alone.
         """
         _, rows = self._fills()
         verifies_B = self.table.verifies_B
@@ -205,10 +197,9 @@ class SlotCache:
         return self._chunks(rows, T, table.cached_tokens_B, most_of_row=T)
 
     def next_passes(self) -> list[np.ndarray]:
-        """Return tables of a chunk of each row that is ready, for passes that draw.
+        """Return tables of a chunk of each row that is ready, for independent passes that draw.
 
-        None needs another: there are as many as run at once, if the rows fill so many. Else a pass
-        is the largest that the rows left fill, or the smallest one.
+        There are as many as run at once, if the rows fill so many.
         """
         table, rows, passes = self.table, self.ready(draws=True), list[np.ndarray]()
         assert rows, self._stuck()
@@ -314,8 +305,7 @@ class SlotCache:
     def fit(self, num_requests: int, wanted_later: Collection[int]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.
 
-        Rows grow only where requests come while a rollout runs. They stay while one lacks
-        something: fewer sizes of rounds have chunks.
+        They stay while one lacks something: fewer sizes of rounds have chunks.
         """
         config, table = self._runner.config, self.table
         while config.slot_bucket(num_requests) < len(table) and not table.lacking():
@@ -336,5 +326,5 @@ class SlotCache:
         self._pending, self._slots = self._runner.empty_pending(len(rows)), None
 
     def wait_in_turn(self) -> None:
-        """Let what moves rows end before programs on other arrays begin, where that is needed."""
+        """Let moves of rows end before programs on other arrays begin, if processes share these."""
         self._runner.in_turn(self._memory.cache)

@@ -1,8 +1,7 @@
 """The host's truth about a worker's slots: plain arrays, no devices.
 
-A row outlives its request: until another prompt is written over it, its cache holds
-the keys and values of its prompt, from which siblings may copy. B = slots, L = tokens
-of a request, N = tokens of a fetch.
+A row outlives its request: its cache holds its prompt until another one is written over it.
+B = slots, L = tokens of a request, N = tokens of a fetch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
-from rl.engine.admission import PromptNumbers
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.ending import Endings
 from rl.trajectory import (
@@ -21,12 +19,33 @@ from rl.trajectory import (
     Origin,
     PartialRequest,
     Prefix,
+    Prompt,
     Trajectory,
     of_prefix,
 )
 from spec.config import SamplingConfig
 from spec.drafter import LiveSlots
 from spec.sampling import noise_names
+
+
+class Prompts:
+    """The prompts of a rollout, numbered in the order in which they appear.
+
+    Comparing, hashing or copying thousands of tokens takes longer than a round: each is known by
+    the object that came first.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Prompt, tuple[int, Prompt, np.ndarray]] = {}
+        self._by_id: dict[int, tuple[int, Prompt, np.ndarray]] = {}
+
+    def of(self, prompt: Prompt) -> tuple[int, Prompt, np.ndarray]:
+        """Return the prompt's number, the object that came first, and its tokens."""
+        found = self._by_id.get(id(prompt)) or self._known.get(prompt)
+        if found is None:
+            found = len(self._known), prompt, np.array(prompt, np.int32)
+            self._known[prompt] = self._by_id[id(prompt)] = found
+        return found
 
 
 class SlotTable:
@@ -47,7 +66,7 @@ class SlotTable:
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
         self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
-        self.numbers = PromptNumbers()
+        self.known_prompts = Prompts()
         self.prompts: list[int | None] = [None] * B  # whose whole cache a row holds
         self.prompt_B = np.zeros(B, np.int64)  # the prompt of its request, or of the last one
         self.tokens_BL = np.zeros((B, L), np.int32)
@@ -92,10 +111,7 @@ class SlotTable:
 
     @property
     def known_tokens_B(self) -> np.ndarray:
-        """Return the cache positions of all tokens that a row is to have computed before it joins.
-
-        With those of what it may keep, behind which the same pass draws (`CachedPrefixes`).
-        """
+        """Return the cache positions that a row needs to join: with those of what it may keep."""
         if not self.verifies_in_chunks:
             return self.cached_tokens_B
         assert self.cached is not None
@@ -115,13 +131,16 @@ class SlotTable:
     def free_rows(self) -> list[int]:
         return np.nonzero(~self.busy_B)[0].tolist()
 
+    def oldest_first(self) -> list[int]:
+        """Return the busy rows in order of admission."""
+        (rows,) = np.nonzero(self.busy_B)
+        return rows[np.argsort(self.entered_B[rows])].tolist()
+
     def lacking(self) -> dict[int, int]:
         """Return the rows that lack something, in order of admission, and their prompts."""
-        (rows,) = np.nonzero(self.busy_B & (self.lacking_tokens_B > 0))
-        if not len(rows):  # as in most rounds
+        if not (self.busy_B & (self.lacking_tokens_B > 0)).any():  # as in most rounds
             return {}
-        in_order = rows[np.argsort(self.entered_B[rows])].tolist()
-        return dict(zip(in_order, self.prompt_B[in_order].tolist(), strict=True))
+        return {r: int(self.prompt_B[r]) for r in self.oldest_first() if self.lacking_tokens_B[r]}
 
     def filled(self, row: int, num_tokens: int) -> int:
         """Note that the row's cache holds so many tokens; return how many of them it lacked."""
@@ -139,8 +158,8 @@ class SlotTable:
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
         self.started[row], self.prompts[row] = partial, None
-        self.prompt_B[row] = self.numbers.of(request.prompt_ids)
-        self.tokens_BL[row, :n] = request.prompt_ids
+        self.prompt_B[row], _, prompt = self.known_prompts.of(request.prompt_ids)
+        self.tokens_BL[row, :n] = prompt
         if prefix is not None:
             end = n + len(prefix.response_ids)
             self.tokens_BL[row, n:end] = prefix.response_ids
@@ -178,36 +197,25 @@ class SlotTable:
         drafted_B: np.ndarray,
         kept_B: np.ndarray,
     ) -> np.ndarray:
-        """Append what a fetch brought: the first `count_B` of each slot's tokens, up to its end.
+        """Append the first `count_B` of each slot's tokens, up to its end; return how many it got.
 
-        The first `kept_B` were kept of a cached response. Where a slot had draft tokens, all others
-        but the last were accepted ones. Returns how many tokens each slot got: those behind the
-        end of a response are dropped.
+        The first `kept_B` were kept of a cached response; if a slot had draft tokens, all others
+        but the last were accepted ones.
         """
-        drawn_B, count_B = count_B, count_B.copy()
+        count_B = count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
-        same = self.endings.unknown_to_device or np.array_equal(count_B, drawn_B)
-        assert same, "the device went on behind an end that it knows"
         if self.cached is not None:
             state = self.emitted_B, self.stopped_B
             kept_B = self.cached.commit(tokens_BN, count_B, kept_B, *state)
-        _append(
-            tokens_BN,
-            logprobs_BN,
-            count_B,
-            drafted_B,
-            kept_B,
-            self.tokens_BL,
-            self.logprobs_BL,
-            self.origins_BL,
-            self.total_tokens_B,
-        )
+        found = tokens_BN, logprobs_BN, count_B, drafted_B, kept_B
+        rows = self.tokens_BL, self.logprobs_BL, self.origins_BL, self.total_tokens_B
+        _append(*found, *rows)
         for row in np.nonzero(self.lacking_tokens_B * count_B)[0].tolist():  # drawn in chunks
             self._look_ahead(row)
         return count_B
 
     def ended_rows(self) -> list[int]:
-        """Return the rows whose response is whole: a stop, or its last token, has ended it."""
+        """Return the rows whose response is whole."""
         return np.nonzero(self.busy_B & self._is_whole_B)[0].tolist()
 
     def chunk_ended_rows(self) -> list[int]:
@@ -328,8 +336,7 @@ class SlotTable:
         return np.where(self.busy_B[:, None], self.processing_B3[:, ::2], np.float32(1))
 
 
-PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BONUS)
-REUSED = int(Origin.REUSED)
+PLAIN, ACCEPTED, BONUS, REUSED = map(int, Origin)
 
 
 @numba.njit(cache=True, nogil=True)

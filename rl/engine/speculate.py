@@ -50,8 +50,8 @@ class Speculator:
     ) -> tuple[Drafts | None, DraftDecision]:
         """Return the drafts of a round, and which of their tokens to verify.
 
-        Requests that may keep more of their cached response have no other draft. While most rows
-        lack their prompt, what counts is that they get it: nothing is drafted.
+        Requests that may keep more of their cached response have no other draft. Nothing is drafted
+        while most rows lack their prompt.
         """
         sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
         if num_lacking:
@@ -108,7 +108,7 @@ class Speculator:
         return dataclasses.replace(decision, num_rounds=rounds)
 
     def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
-        """Return the drafts of those who may have some: the drafter knows of no others."""
+        """Return the drafts of requests that may have some: the drafter knows of no others."""
         max_nodes = self._config.max_nodes - 1
         if (most_A > 0).all():
             return self._asked(live, most_A)
@@ -144,9 +144,9 @@ class Speculator:
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
     ) -> Acceptance:
-        """Tell budget and drafter which draft tokens were accepted, and count the verified ones.
+        """Count the verified draft tokens; report which were accepted to budget and drafter.
 
-        They are told of the requests for which the drafter was asked, and of no cached response.
+        They learn of the requests for which the drafter was asked, and of no cached response.
         """
         if taken_A is None:
             acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
@@ -164,8 +164,8 @@ class Speculator:
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:
         """Observe a round that drafted on the device and emitted so many tokens of each slot.
 
-        Returns, for each request that took part, how many draft tokens were accepted, and of how
-        many that is known; int [X, 2].
+        Returns how many draft tokens of each request that took part were accepted, and of how many
+        that is known; int [X, 2].
         """
         assert self.in_rounds is not None
         live = live.take(count_B[live.rows_A] > 0)
@@ -178,16 +178,16 @@ class Speculator:
         return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
     def committed(self, live: LiveSlots) -> None:
-        """Tell the drafter what requests have now: the device is busy with their next round."""
+        """Pass what requests have now to the drafter, while the device is busy."""
         if self.drafter is not None:
             self.drafter.committed(live)
 
     def finished(self, live: LiveSlots) -> None:
-        """Tell the drafter of requests that have ended."""
+        """Have the drafter forget requests that have ended."""
         if self.drafter is not None and len(live):
             self.drafter.finished(live)
 
     def left(self, live: LiveSlots) -> None:
-        """Tell the drafter of requests that were preempted, or go on elsewhere."""
+        """Have the drafter forget requests that were preempted, or go on elsewhere."""
         if self.drafter is not None and len(live):
             self.drafter.left(live)

@@ -1,8 +1,7 @@
 """Hidden states on their way from the device to a sink, beside the rounds.
 
-When a response ends, its states are copied on the device and the transfer of the copy begins; the
-next round may then write over the row. A thread waits for the transfer and hands the sequence
-over. Sequences arrive in the order in which they were sent.
+When a response ends, its states are copied on the device, so that the next round may write over the
+row. A thread waits for the transfer and passes sequences to the sink in the order of their ends.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -19,7 +17,7 @@ import numpy as np
 
 from spec.eagle.batch import HiddenStates, HiddenStateSink
 
-MOST_WAITING_BYTES = 2**30  # beside one sequence; as much on the device and on the host
+MAX_WAITING_BYTES = 2**30  # beside one sequence; as much on the device and on the host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,11 +47,10 @@ class Ended:
 
 
 class StateDelivery:
-    """Hands sequences to a sink, which may be None: it wants none.
+    """Passes sequences to a sink, if there is one; a context manager.
 
-    A context manager: at its end all that was sent has arrived, or it raises what went wrong.
-    Where a rollout fails, what has not arrived is dropped. With `in_turn` the sink is asked once
-    all that was sent has arrived, so that its answers do not depend on timing.
+    At its end all have arrived, or it raises the sink's error; if a rollout fails, the others are
+    dropped. With `in_turn` `wants` waits for them, so that answers do not depend on timing.
     """
 
     def __init__(self, sink: HiddenStateSink | None, *, in_turn: bool = False) -> None:
@@ -69,13 +66,11 @@ class StateDelivery:
         return self._sink is not None and self._sink.wants(request_id, num_tokens)
 
     def send(self, ended: Ended) -> None:
-        """Start the transfer; wait for earlier ones only while too much is on its way.
-
-        Raises what has gone wrong with earlier sequences.
-        """
+        """Start the transfer, once there is room; raise errors of earlier ones."""
         for _, copy_CW in ended.copies:
             copy_CW.copy_to_host_async()
-        while self._waiting and (self._waiting[0][0].done() or self._is_full(ended.num_bytes)):
+        room = MAX_WAITING_BYTES - ended.num_bytes
+        while self._waiting and (self._waiting[0][0].done() or self._waiting_bytes > room):
             self._wait_for_first()
         self._waiting.append((self._thread.submit(self._deliver, ended), ended.num_bytes))
         self._waiting_bytes += ended.num_bytes
@@ -83,17 +78,12 @@ class StateDelivery:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             while kind is None and self._waiting:
                 self._wait_for_first()
         finally:
             self._thread.shutdown(cancel_futures=True)
-
-    def _is_full(self, num_bytes: int) -> bool:
-        return self._waiting_bytes + num_bytes > MOST_WAITING_BYTES
 
     def _wait_for_first(self) -> None:
         future, num_bytes = self._waiting.popleft()

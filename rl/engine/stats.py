@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from models.folder import replace_file
-from rl.engine.worker_record import WorkerEvent, WorkerPart
+from rl.engine.worker_record import WorkerEvent, WorkerPart, of_json
 from rl.runtime.run_files import TIMELINE_FILE
 from sched.request import copy_of
 from spec.drafter import Acceptance, Drafts, Source, by_source
@@ -21,15 +20,13 @@ from spec.round_times import RoundTimes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundRecord:
-    """One device call: its seconds on the engine's clock, its bucket, and who got what.
+    """One fetch: its seconds on the engine's clock, its bucket, and the tokens of A requests.
 
-    Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` draft tokens were
-    made, up to `called_s` they were packed and the device was called (of several calls before a
-    fetch for the first), up to `fetched_s` it answered, up to `ended_s` tokens were committed. As
-    many nodes as slots are plain decoding, of as many rounds as the most that a request emitted;
-    `rounds_A` counts those in which a request took part. `cached_nodes` of the nodes were tokens
-    of cached responses; beside them `prompt_tokens` were computed, and `cached_in_chunks` decided
-    on. A = live requests.
+    It ended the phases of prompts and moves (`ready_s`), drafting, packing and the first call,
+    waiting for the device (`fetched_s`), committing. As many nodes as slots are plain decoding, of
+    as many rounds as the most of `rounds_A`, in which each request took part. `cached_nodes` were
+    tokens of cached responses; beside the nodes `prompt_tokens` were computed, and
+    `cached_in_chunks` decided on.
     """
 
     began_s: float
@@ -140,12 +137,10 @@ def joined(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> dict[str, float]:
-    """Return the acceptance of draft tokens in a rollout, in all and by source.
+    """Return the acceptance of draft tokens in a rollout, in all and by source; {} without any.
 
-    With the measured `times` of a run that may draft also what drafts brought. Of the others only
-    rounds with draft tokens count, and they are absent where nothing was drafted.
-    `tokens_per_round` is per request; `host_share` is the part of these rounds in which the host
-    drafted, packed, called and committed.
+    With the measured `times` of a run also the seconds that drafts saved. `tokens_per_round` is
+    per request; `host_share` the part of rounds with draft tokens that the host took.
     """
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
     metrics = {}
@@ -177,12 +172,11 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
 
 
 def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
-    """Return the seconds that drafts saved against plain decoding: an estimate, may be negative.
+    """Return an estimate of the seconds that drafts saved against plain decoding.
 
-    A round that emits e tokens to the A requests in it counts as e / A plain rounds of its slots
-    and positions, of measured seconds, less its own seconds, those of the host included. Where it
-    computed prompts, which plain decoding has to as well, its seconds on the device are the
-    measured ones of a round without. Looking for drafts before plain rounds is a loss.
+    A round that emits e tokens to A requests counts as e / A plain rounds of measured seconds, less
+    its own, those of the host included; if it computed prompts, as plain decoding would, less those
+    measured without. Looking for drafts before plain rounds is a loss.
     """
     saved_s = 0.0
     for r in rounds:
@@ -243,37 +237,13 @@ def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
         return 0, []
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return _whole(kept["step"]), [_record(row) for row in kept["rounds"]]
+        step: int = of_json(kept["step"], int)
+        rounds: list[RoundRecord] = [of_json(row, RoundRecord) for row in kept["rounds"]]
+        for r in rounds:
+            if len({len(x) for k, x in vars(r).items() if k.endswith("_A")}) != 1:
+                raise ValueError("a round of different numbers of requests")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a timeline that a run wrote ({error}): delete it"
         ) from error
-
-
-def _record(row: Mapping[str, Any]) -> RoundRecord:
-    """Return the round in `row`; raise KeyError, TypeError or ValueError if it holds none."""
-    columns: dict[str, Any] = {}
-    for field in dataclasses.fields(RoundRecord):
-        value = row[field.name] if field.default is dataclasses.MISSING else row.get(field.name, 0)
-        if field.name.endswith("_A"):
-            columns[field.name] = np.array([_whole(item) for item in value], np.int64)
-        elif field.name.endswith("_s"):
-            columns[field.name] = _seconds(value)
-        else:
-            columns[field.name] = _whole(value)
-    sizes = {len(column) for name, column in columns.items() if name.endswith("_A")}
-    if len(sizes) != 1 or not row.keys() <= columns.keys():
-        raise ValueError(f"a round of {len(row)} entries, of requests {sorted(sizes)}")
-    return RoundRecord(**columns)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"expected a whole number, got {str(value)[:40]!r}")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < 2**53:  # nan is not either
-        raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
-    return float(value)
+    return step, rounds

@@ -1,31 +1,33 @@
 """The record of a run's workers by step: where they were, with which weights, who was lost.
 
-Times are those of this program's clock, in which all events are that the coordinator saw. Rounds
-of other programs come by their own clocks, and are moved so that they lie between the beginning
-and the end of the run that the coordinator had them do; those of the other processes of a run so
-that their step begins when this one's does.
+Times are those of this program's clock. Rounds of other programs come by their own clocks, and are
+moved into the call that they were part of; those of other processes so that steps begin together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import numpy as np
 
 from models.folder import held
 from rl.runtime.run_files import WORKERS_FILE
 
 Kind = Literal["joined", "killed", "hung", "raised"]
 Span = tuple[float, float]
-MOST_SPANS = 1024  # of a step, all workers together; each has one at least
-MOST_SPANS_EACH = 32
-MOST_TEXT = 120  # characters of a name, a place or a reason
+MAX_SPANS = 1024  # of a step, all workers together; each has one at least
+MAX_SPANS_EACH = 32
+MAX_TEXT = 120  # characters of a name, a place or a reason
 MAX_BYTES = 2**24  # of the file: the oldest steps go first
-MOST_WORKERS = 2**16
+MAX_WORKERS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +120,8 @@ class WorkerLog:
             return None, {}
         happened = self._happened(parts, events)
         if self._zero_s is None:
-            times = [s for p in parts for s, _ in p.busy_s] + [e.at_s for e in happened]
-            self._zero_s = min([*times, updated_s])
+            starts = (s for p in parts for s, _ in p.busy_s)
+            self._zero_s = min(updated_s, *starts, *(e.at_s for e in happened))
         age_versions, age_s = self._age(parts)
         self._since_s[step] = updated_s
         self._since_s = dict(list(self._since_s.items())[-64:])
@@ -130,7 +132,7 @@ class WorkerLog:
             "weights/age_versions": float(age_versions),
             "weights/age_s": age_s,
         }
-        return self._row(step, parts, happened, updated_s), metrics
+        return self._row(step, self._zero_s, parts, happened, updated_s), metrics
 
     def _happened(
         self, parts: Sequence[WorkerPart], events: Sequence[WorkerEvent]
@@ -170,38 +172,29 @@ class WorkerLog:
     def _row(
         self,
         step: int,
+        zero_s: float,
         parts: Sequence[WorkerPart],
         events: Sequence[WorkerEvent],
         updated_s: float,
     ) -> WorkerStep:
-        zero_s = self._zero_s or 0.0
-        most = max(1, min(MOST_SPANS_EACH, MOST_SPANS // len(parts)))
+        most = max(1, min(MAX_SPANS_EACH, MAX_SPANS // len(parts)))
 
         def since(seconds: float) -> float:
             return round(max(seconds - zero_s, 0.0), 4)
 
-        def short(text: str) -> str:
-            return text[:MOST_TEXT]
+        def short(record: Any, **changes: Any) -> Any:
+            texts = {k: v[:MAX_TEXT] for k, v in vars(record).items() if isinstance(v, str)}
+            return dataclasses.replace(record, **texts, **changes)
+
+        def spans(part: WorkerPart) -> tuple[Span, ...]:
+            return tuple((since(s), since(e)) for s, e in merged(part.busy_s, most))
 
         return WorkerStep(
             step,
             self._leg,
             since(updated_s),
-            tuple(
-                WorkerPart(
-                    short(p.name),
-                    short(p.place),
-                    p.version,
-                    tuple((since(s), since(e)) for s, e in merged(p.busy_s, most)),
-                )
-                for p in parts
-            ),
-            tuple(
-                WorkerEvent(
-                    short(e.name), short(e.place), e.kind, since(e.at_s), short(e.why), e.requests
-                )
-                for e in events[:MOST_SPANS]
-            ),
+            tuple(short(p, busy_s=spans(p)) for p in parts),
+            tuple(short(e, at_s=since(e.at_s)) for e in events[:MAX_SPANS]),
         )
 
 
@@ -212,7 +205,7 @@ def moved(part: WorkerPart, by_s: float) -> WorkerPart:
 
 
 def read_workers(folder: Path) -> list[WorkerStep]:
-    """Return the steps that a run folder's file has, by leg and step; [] where there is none.
+    """Return the steps that a run folder's file has, by leg and step; [] if there is none.
 
     A torn last line is left out. Raises ValueError for a file that no run wrote.
     """
@@ -223,88 +216,47 @@ def read_workers(folder: Path) -> list[WorkerStep]:
         if run.size_bytes(WORKERS_FILE) > 2 * MAX_BYTES:
             raise ValueError(f"{path}: expected at most {2 * MAX_BYTES:,} bytes: delete it")
         content = run.read(WORKERS_FILE)
-    found = []
+    found = list[WorkerStep]()
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
         try:
-            found.append(worker_step(json.loads(line)))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            step: WorkerStep = of_json(json.loads(line), WorkerStep)
+            if max(len(step.parts), len(step.events)) > MAX_WORKERS:
+                raise ValueError(f"more than {MAX_WORKERS:,} workers")
+            if any(began_s > ended_s for p in step.parts for began_s, ended_s in p.busy_s):
+                raise ValueError("a span that ends before it begins")
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}:{number} is not a step's workers that a run wrote ({error}): delete it"
             ) from error
+        found.append(step)
     return found
 
 
-def worker_step(row: Any) -> WorkerStep:
-    """Return what `dataclasses.asdict` made a row of; raise ValueError, KeyError or TypeError."""
-    row = _fields(row, WorkerStep)
-    if max(len(_list(row["parts"])), len(_list(row["events"]))) > MOST_WORKERS:
-        raise ValueError(f"more than {MOST_WORKERS:,} workers")
-    return WorkerStep(
-        _whole(row["step"]),
-        _whole(row["leg"]),
-        _seconds(row["ended_s"]),
-        parts_of(row["parts"]),
-        events_of(row["events"]),
-    )
+def of_json(value: Any, kind: Any) -> Any:
+    """Return a value of JSON as a dataclass, tuple, array, number or short text.
+
+    Raises ValueError unless it is one.
+    """
+    args, make = typing.get_args(kind), kind
+    if dataclasses.is_dataclass(kind):
+        hints: dict[str, Any] = _hints(kind)
+        if type(value) is dict and value.keys() == hints.keys():
+            return make(**{name: of_json(value[name], hint) for name, hint in hints.items()})
+    elif typing.get_origin(kind) is tuple and type(value) is list:
+        kinds = args[:1] * len(value) if args[1:] == (...,) else args
+        if len(kinds) == len(value):
+            return tuple(of_json(x, hint) for x, hint in zip(value, kinds, strict=True))
+    elif kind is np.ndarray:
+        return np.array(of_json(value, tuple[int, ...]), np.int64)
+    elif kind is int and type(value) is int and 0 <= value < 2**53:
+        return value
+    elif kind is float and type(value) in (int, float) and abs(value) < 2**53:  # nan is not
+        return float(value)
+    elif (kind is str and type(value) is str and len(value) <= MAX_TEXT) or value in args:
+        return value
+    raise ValueError(f"expected {kind}, got {str(value)[:40]!r}")
 
 
-def parts_of(rows: Any) -> tuple[WorkerPart, ...]:
-    """Return the parts that rows of a file or a message hold."""
-    found = []
-    for row in _list(rows):
-        row = _fields(row, WorkerPart)
-        spans = []
-        for span in _list(row["busy_s"]):
-            began_s, ended_s = map(_seconds, _list(span))
-            if ended_s < began_s:
-                raise ValueError(f"a span from {began_s:g} to {ended_s:g} s")
-            spans.append((began_s, ended_s))
-        names = _text(row["name"]), _text(row["place"])
-        found.append(WorkerPart(*names, _whole(row["version"]), tuple(spans)))
-    return tuple(found)
-
-
-def events_of(rows: Any) -> tuple[WorkerEvent, ...]:
-    """Return the events that rows of a file or a message hold."""
-    found = []
-    for row in _list(rows):
-        row = _fields(row, WorkerEvent)
-        if row["kind"] not in get_args(Kind):
-            raise ValueError(f"expected {', '.join(get_args(Kind))}, got {str(row['kind'])[:40]!r}")
-        names = _text(row["name"]), _text(row["place"]), row["kind"]
-        why, requests = _text(row["why"]), _whole(row["requests"])
-        found.append(WorkerEvent(*names, _seconds(row["at_s"]), why, requests))
-    return tuple(found)
-
-
-def _fields(row: Any, kind: type[Any]) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(kind)]
-    if type(row) is not dict or row.keys() != set(names):
-        raise ValueError(f"expected {', '.join(names)}, got {str(row)[:40]!r}")
-    return row
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError(f"expected a list, got {str(value)[:40]!r}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > MOST_TEXT:
-        raise ValueError(f"expected a text of at most {MOST_TEXT} letters, got {str(value)[:40]!r}")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"expected a whole number, got {str(value)[:40]!r}")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 2**40:  # nan is not either
-        raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
-    return float(value)
+_hints: Any = functools.cache(typing.get_type_hints)

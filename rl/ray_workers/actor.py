@@ -5,10 +5,11 @@ One thread calls all methods. The run's side is `rl.ray_workers.place`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from models.sharding import rollout_mesh
 from rl.cluster import ray_session
 from rl.cluster.actors import ActorDied, Handle
 from rl.drafter_training.trainer import empty_batch
-from rl.drafting.actors import RemoteDrafts
+from rl.drafting.workers import RemoteDrafts
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
+from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.stats import EngineStats
-from rl.ray_workers.messages import (
+from rl.ray_workers.place import (
     Bounds,
     LearnedSettings,
     Measured,
@@ -38,14 +39,14 @@ from rl.runtime.parallel_compile import keep_programs
 from rl.runtime.waits import ProgramLost
 from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
 from rl.speculation.history_workers import compile_join, history_index
-from rl.speculation.sources import Speculation, history_rule
+from rl.speculation.sources import Speculation, StepDrafts, history_rule
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.weights.versions import Offer, WeightCopy
 from rl.workers.group_drafts import SharedDrafts
-from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
-from spec.budget.budget import MANY_ROUNDS, DraftDecision
+from rl.workers.messages import Command, Report, WorkerLimits
+from rl.workers.worker import RolloutWorker
 from spec.budget.config import BANDIT, LEARNED, MODEL
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
@@ -62,7 +63,7 @@ class _Sink:
 
     def __init__(self, number: int, sample: RequestSample) -> None:
         self._number, self._sample = number, sample
-        self.states = list[tuple[int, HiddenStates]]()
+        self.states = collections.deque[tuple[int, HiddenStates]]()
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
         return request_id in self._sample
@@ -120,24 +121,12 @@ class WorkerActor:
     def compile(self, weights: Offer, bounds: Bounds) -> None:
         """Compile what rollouts can reach."""
         params = self._params(weights)
-        self._reach = reach = Reach(
-            bounds.max_requests,
-            bounds.max_prompt_tokens,
-            speculative=bounds.speculative,
-            reuse=bounds.reuse,
-            moves=True,
-            drafters=self._drafters_here,
-            nodes=None if bounds.nodes is None else partial(_get, bounds.nodes),
-            alone={name: partial(_decisions, by_slots) for name, by_slots in bounds.alone.items()},
-        )
+        here = self._settings.model_here
+        drafters = {name: x for name, x in self._drafters.items() if name != MODEL or here}
+        self._reach = reach = dataclasses.replace(bounds.reach, drafters=drafters)
         compile_buckets.warm_up(self.engine, params, bounds.sampling, reach)
         if bounds.batch is not None:
             self._compile_gradient(bounds.batch, params)
-
-    @property
-    def _drafters_here(self) -> dict[str, DeviceDrafterSource]:
-        here = self._settings.model_here
-        return {name: x for name, x in self._drafters.items() if name != MODEL or here}
 
     def _measure(
         self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str | None
@@ -213,10 +202,9 @@ class WorkerActor:
         self._sent = len(timeline)
         states, remarks, bandit = list[tuple[int, HiddenStates]](), list(self._remarks), None
         del self._remarks[: len(remarks)]
-        for sink in self._sinks:
-            new_states = list(sink.states)
-            del sink.states[: len(new_states)]
-            states += new_states
+        for sink in self._sinks:  # their threads may add more
+            while sink.states:
+                states.append(sink.states.popleft())
         if report.is_idle and self._settings.speculation.budget == BANDIT:
             bandit = self._speculation.bandit(self.engine.number).state()
         return Reply(report._replace(stats=stats), self._num_rollouts, states, remarks, bandit)
@@ -230,23 +218,22 @@ class WorkerActor:
         if message.sample is not None:
             sink = _Sink(message.sink, message.sample)
             self._sinks = [*self._sinks[-1:], sink]
-        return RolloutSpec(
-            self._params(message.weights),
-            message.sampling,
-            jax.random.wrap_key_data(message.key, impl=KEY_IMPL),
-            message.stop_token_ids,
-            message.policy_version,
-            drafts=no_drafts if message.drafts is None else self._drafter(message, stack),
-            rule=message.rule,
+        drafts = message.spec.drafts
+        if isinstance(drafts, StepDrafts):
+            drafts = self._drafter(message, drafts, stack)
+        return dataclasses.replace(
+            message.spec,
+            params=self._params(message.weights),
+            key=jax.random.wrap_key_data(message.key, impl=KEY_IMPL),
+            drafts=drafts,
             sink=sink,
-            words=message.words,
-            begun=message.is_begun,
             times=speculation.times,
         )
 
-    def _drafter(self, message: RolloutMessage, stack: ExitStack) -> DrafterFactory:
-        speculation, drafts, server, index = self._speculation, message.drafts, None, None
-        assert drafts is not None
+    def _drafter(
+        self, message: RolloutMessage, drafts: StepDrafts, stack: ExitStack
+    ) -> DrafterFactory:
+        speculation, server, index = self._speculation, None, None
         config = speculation.config
         if message.apart is not None:
             self._apart.use(message.apart, speculation.times)
@@ -347,16 +334,3 @@ def _fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
 
 def _exchange(handle: Handle, limit_s: float, *news: Any) -> Any:
     return handle.submit("call", "exchange", *news).result(limit_s)
-
-
-def _get(nodes: Mapping[int, tuple[int, ...]], num_slots: int) -> tuple[int, ...]:
-    return nodes.get(num_slots, ())
-
-
-def _decisions(
-    by_slots: Mapping[int, Sequence[tuple[int, int]]], num_slots: int
-) -> list[DraftDecision]:
-    return [
-        DraftDecision(nodes, num_rounds=MANY_ROUNDS, tree_tokens=tokens)
-        for nodes, tokens in by_slots.get(num_slots, ())
-    ]

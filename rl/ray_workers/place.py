@@ -1,4 +1,4 @@
-"""The run's side of rollout workers in actors of Ray (`rl.ray_workers.actor`)."""
+"""The run's side of rollout workers in actors of Ray (`rl.ray_workers.actor`), and its messages."""
 
 from __future__ import annotations
 
@@ -16,25 +16,125 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.actors import Actor
-from rl.drafting.actors import DraftsApart
+from rl.drafting.workers import DraftsApart
+from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
-from rl.ray_workers.messages import Bounds, Measured, Reply, RolloutMessage
 from rl.runtime.waits import ProgramLost
+from rl.speculation.config import DraftModelConfig, SpeculationConfig
 from rl.speculation.device_drafters import LearnedDrafter
 from rl.speculation.sources import Speculation, StepDrafts
-from rl.weights.versions import Published
+from rl.warm_up.rollout_programs import Reach
+from rl.weights.versions import Offer, Published
+from rl.workers.messages import Command, Prepare, Report, WorkerLimits
 from rl.workers.pool import DaemonThread, IdleWork
-from rl.workers.worker import Command, Prepare, Report, WorkerLimits
-from spec.budget.config import BANDIT, LEARNED
-from spec.eagle.batch import DrafterBatch, HiddenStateSink
+from spec.budget.config import BANDIT, LEARNED, TunerConfig
+from spec.config import SamplingConfig
+from spec.eagle.batch import DrafterBatch, HiddenStates, HiddenStateSink
+from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
+from spec.eagle.data_buffer import RequestSample
 from spec.eagle.model import EagleParams
 
 T = TypeVar("T")
 U = TypeVar("U")
 ROUNDS_S = 0.02  # a call returns after as long: new commands wait for that
+
+
+# --- settings and messages --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LearnedSettings:
+    """A learned drafter but for its weights, and its training: on draws at `temperature`."""
+
+    config: EagleConfig
+    tree: TreeConfig
+    training: DrafterTrainingConfig
+    draft_ids_U: np.ndarray | None
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WorkerSettings:
+    """A worker as its run configures it.
+
+    `model_here`: the draft model drafts on this worker's devices, and not only on others'.
+    """
+
+    number: int
+    model: ModelConfig
+    engine: EngineConfig
+    dtype: str
+    num_devices: int
+    speculation: SpeculationConfig
+    tuner: TunerConfig
+    seed: int
+    draft_model: DraftModelConfig | None
+    model_here: bool
+    model_apart: bool
+    learned: LearnedSettings | None
+    fetch_s: float  # deadline of values from Ray's store
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The bounds of the rollouts to come, in functions that can be sent.
+
+    `batch` are the rows and tokens of micro-batches of drafter training, if the worker may train.
+    """
+
+    sampling: SamplingConfig
+    reach: Reach
+    batch: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The files that `rl.warm_up.measured_run` writes, and the worker's clock after that."""
+
+    rounds: str
+    moves: str
+    clock_s: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RolloutMessage:
+    """A rollout for a worker in another program; `spec` has no sink, nor its `weights` and `key`.
+
+    `name` is the same for all workers of a rollout, `sample` the requests whose hidden states the
+    sink of number `sink` wants, `apart` the worker's drafting workers, `bandit` the state of its
+    tuner for a program that has just started.
+    """
+
+    spec: RolloutSpec
+    weights: Offer
+    key: np.ndarray
+    name: str
+    sink: int
+    sample: RequestSample | None
+    apart: DraftsApart | None
+    bandit: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reply:
+    """A worker's `Report`, of which `stats` has new rounds alone, as has `states` responses'.
+
+    `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened;
+    `bandit` is the tuner's state of an idle worker.
+    """
+
+    report: Report
+    rollout: int
+    states: list[tuple[int, HiddenStates]]
+    remarks: list[str]
+    bandit: dict[str, Any] | None
+
+
+# --- the run's side ---------------------------------------------------------------------
 
 
 class Shared:
@@ -55,24 +155,20 @@ class Shared:
         self._learned = learned if isinstance(learned, LearnedDrafter) else None
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
-        self._drafts: tuple[int, Any] | None = None
-        self._training: tuple[int, Any] | None = None
+        self._references: dict[str, tuple[int, Any]] = {}  # of the learned drafter's weights
 
     def message(self, spec: RolloutSpec, worker: int, sink: int) -> RolloutMessage:
         """Return a rollout as it is sent to a worker; its sink has that number."""
         drafts = spec.drafts if isinstance(spec.drafts, StepDrafts) else None
         assert drafts is not None or spec.drafts is no_drafts, "other drafters cannot be sent"
+        sent: dict[str, Any] = {"params": None, "key": None, "sink": None, "times": None}
+        if drafts is not None:
+            sent["drafts"] = dataclasses.replace(drafts, make=no_drafts)
         return RolloutMessage(
-            self._name(spec.drafts),
+            dataclasses.replace(spec, **sent),
             self.weights.publish(spec.params),
-            spec.sampling,
             np.asarray(jax.random.key_data(spec.key)),
-            tuple(int(i) for i in spec.stop_token_ids),
-            spec.policy_version,
-            None if drafts is None else dataclasses.replace(drafts, make=no_drafts),
-            spec.rule,
-            spec.words,
-            spec.begun,
+            self._name(spec.drafts),
             sink,
             getattr(spec.sink, "sample", None),
             None if self._apart is None or drafts is None else self._apart(worker),
@@ -95,18 +191,17 @@ class Shared:
         """Return the newest (version, weights) of the learned drafter, unless they are there."""
         if self._learned is None or self._learned.version == have:
             return None
-        with self._lock:
-            version, params = self._learned.newest
-            if self._drafts is None or self._drafts[0] != version:
-                self._drafts = version, self._share(jax.device_get(params))
-            return self._drafts
+        return self._shared_once("drafting", *self._learned.newest)
 
     def training(self, step: int, params: EagleParams) -> tuple[int, Any]:
         """Return (step, weights) of the learned drafter before a step of its training."""
+        return self._shared_once("training", step, params)
+
+    def _shared_once(self, use: str, version: int, params: EagleParams) -> tuple[int, Any]:
         with self._lock:
-            if self._training is None or self._training[0] != step:
-                self._training = step, self._share(jax.device_get(params))
-            return self._training
+            if self._references.get(use, (None,))[0] != version:
+                self._references[use] = version, self._share(jax.device_get(params))
+            return self._references[use]
 
 
 class RayPlace:
@@ -220,8 +315,8 @@ class RayPlace:
     def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
         return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
 
-    def leave(self, *, abort: bool) -> Future[None]:
-        return then(self._ask("leave", abort, is_work=False), self._left)
+    def leave(self, *, abort: bool) -> Future[Report]:
+        return then(self._ask("leave", abort, is_work=False), self._settle)
 
     def abandon(self) -> None:
         """The actor ends by itself."""
@@ -235,9 +330,6 @@ class RayPlace:
             self._sinks = dict([*self._sinks.items()][-2:]) | {self._num_sinks: spec.sink}
         message = self._shared.message(spec, self.number, self._num_sinks)
         return command._replace(spec=message)
-
-    def _left(self, reply: Reply) -> None:
-        self._settle(reply)
 
     def _settle(self, reply: Reply) -> Report:
         """Add what is new to the counts here, by this program's clock."""

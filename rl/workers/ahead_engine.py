@@ -1,12 +1,10 @@
-"""Several engines that answer a step and, where they have nothing to do, begin the next one.
+"""Several engines that answer a step, and begin the next one on idle workers.
 
-    run(step s)   → session, place p      ← weights v(s − 1), noise of s
+    run(step s)    → session, place p     ← weights v(s − 1), noise of s
     plan(step s+1) → session, place p + 1 ← the same weights, noise of s + 1; only on dry workers
-    recall()      → what was begun of s + 1, for its requests to start from (`Request.begun`)
+    recall()       → the early tokens of s + 1, for its requests to start from (`Request.begun`)
 
-Noise is a function of the request and the position, so that a token that was drawn ahead is the
-one that the step's own weights draw, unless the update has changed it. The engine verifies what was
-begun as a chain of draft tokens: what a step answers is what it would have answered without.
+The engine verifies early tokens as a chain of draft tokens: responses are those without.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.engine.worker_record import WorkerPart
 from rl.runtime.waits import POLL_S
 from rl.trajectory import Request, Trajectory
+from rl.workers.messages import Returned
 from rl.workers.multi_engine import MultiEngine, collected
-from rl.workers.results import Returned
 from sched.policies.steps import Ahead
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
@@ -36,10 +34,7 @@ AHEAD = 2**30 * NOISE_NAMES  # added to the numbers of requests that run ahead: 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComingStep:
-    """The requests of the next step, and what a rollout of them has of its own.
-
-    `past_tokens` are the lengths of last epoch's responses, by group.
-    """
+    """The next step: its requests, noise, drafts, rule, and last epoch's lengths by group."""
 
     requests: Sequence[Request]
     key: jax.Array
@@ -60,7 +55,7 @@ class Prefetched:
         return sum(map(len, self.tokens.values()))
 
     def resumed(self, requests: Sequence[Request]) -> list[Request]:
-        """Return a step's requests with what was begun of each, where it has that prompt."""
+        """Return a step's requests with the early tokens of those with the same prompt."""
         prompts = {r.request_id: r.prompt_ids for r in self.requests}
         return [
             dataclasses.replace(r, begun=self.tokens[r.request_id])
@@ -83,15 +78,11 @@ class AheadEngine(MultiEngine):
         self._spec: RolloutSpec | None = None  # of the last rollout
         self._coming: ComingStep | None = None
         self._begun_parts: list[WorkerPart] = []
-        self._forget_begun()
+        self._begun_place: int | None = None
+        self._begun = Prefetched()
+        self._open = set[int]()  # numbers of requests that are begun and not given back
         with self._session.aborted_at_end():
             yield self
-
-    def _forget_begun(self) -> None:
-        self._begun_place: int | None = None
-        self._begun_requests: Sequence[Request] = ()
-        self._begun_tokens: dict[int, tuple[int, ...]] = {}
-        self._open: set[int] = set()  # numbers of what is begun and not given back
 
     def run(
         self,
@@ -130,8 +121,7 @@ class AheadEngine(MultiEngine):
         if coming is None or spec is None or not coming.requests:
             return
         ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
-        self._begun_place = self._place + 1
-        self._begun_requests = coming.requests
+        self._begun, self._begun_place = Prefetched(coming.requests), self._place + 1
         self._open = {r.request_id for r in ahead}
         own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
         self._session.submit(
@@ -154,9 +144,8 @@ class AheadEngine(MultiEngine):
             assert finished is None, "the step's own requests are all answered"
         # what was begun of a step is a part of it, with older weights
         self._begun_parts += self._session.stats(self._begun_place).parts
-        begun = Prefetched(self._begun_requests, self._begun_tokens)
-        self._forget_begun()
-        return begun
+        self._begun_place = None
+        return self._begun
 
     def _next(self) -> Trajectory | None:
         """Return the next response of a step; what was begun of the next one is kept here."""
@@ -173,4 +162,4 @@ class AheadEngine(MultiEngine):
     def _keep(self, request_id: int, tokens: np.ndarray | None) -> None:
         self._open.discard(request_id)
         if tokens is not None and len(tokens):
-            self._begun_tokens[request_id - AHEAD] = tuple(tokens.tolist())
+            self._begun.tokens[request_id - AHEAD] = tuple(tokens.tolist())

@@ -14,25 +14,23 @@ Allocation = Literal["measured", "even"]
 
 @dataclasses.dataclass(frozen=True)
 class SchedConfig:
-    """Rollout workers, and the scheduler that says what runs where; none of it changes a token.
+    """Rollout workers and their scheduler; none of it changes a token.
 
-    `mode`: `sync` (a step's responses are of the policy that learns from them), `ahead` (the same
-    responses; workers that have nothing to do begin those of the next step, whose weights then
-    verify what was begun), or `pipeline` (workers answer a step while the one before is learnt
-    from, one update behind).
+    `mode`: `sync` (responses are of the policy that learns from them), `ahead` (the same; idle
+    workers begin the next step, whose weights verify those tokens), or `pipeline` (workers answer a
+    step while the trainer learns from the one before, one update behind).
 
-    In `sync` with one worker rollouts run on the trainer's devices, as `Engine` says. Otherwise
-    workers have `devices_per_worker` devices each, in the order of the process's devices, in
-    `ahead` and `pipeline` the last of them; where there are not enough, workers of one device share
-    them.
-    `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
-    next step without waiting for one another, in `ranking_groups` groups; where there are more
-    workers than groups, its `allocation` of workers is by the `measured` seconds of rounds, or
-    `even`. Its α is `last_share`: of a group's requests the last ones to finish may be moved, once
-    they are β times as long as its prompts' longest median; β is the quantile `growth_quantile` of
-    the growth of responses since the epoch before, at least `least_growth`. A worker's requests
-    take `kv_tokens` positions together at most (None: as many as its slots can need). Those that
-    wait between two chunks keep keys and values of `pool_bytes` on the host.
+    In `sync` with one worker rollouts run on the trainer's devices. Otherwise workers have
+    `devices_per_worker` devices each, in `ahead` and `pipeline` the last ones; workers of one
+    device share them if there are too few. A worker's requests take at most `kv_tokens` positions
+    (None: as many as its slots can need); between two chunks they keep keys and values of at most
+    `pool_bytes` on the host.
+
+    `histopipe`: workers in `ranking_groups` groups by last epoch's lengths go on to the next step
+    without waiting. With more workers than groups its `allocation` is by `measured` seconds of
+    rounds, or `even`. The last `last_share` (α) of a group's requests may be moved once they are
+    β times as long as its prompts' longest median; β is the quantile `growth_quantile` of the
+    growth of responses since the epoch before, at least `least_growth`.
     """
 
     mode: Mode = "sync"
@@ -66,7 +64,6 @@ class SchedConfig:
                 f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
                 f"{self.ranking_groups}"
             )
-
         if not (0 <= self.last_share <= 1 and 0 <= self.growth_quantile <= 1 <= self.least_growth):
             raise ValueError(
                 "expected last_share and growth_quantile of 0 to 1, and least_growth of at least "

@@ -1,8 +1,7 @@
 """Siblings' drafts across programs (Seer's draft server), exchanged beside the rounds.
 
-The drafters of a worker use a server in their own program; a thread sends its news to a central one
-and receives the tokens of other workers' requests in the same groups. Drafts change, tokens do not:
-if the central server is lost, workers draft from what they have.
+The drafters of a worker use a server in their own program; a thread exchanges news with a central
+one. If that is lost, workers draft from what they have.
 """
 
 from __future__ import annotations

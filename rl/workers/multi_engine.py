@@ -23,14 +23,12 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
-from rl.workers.driver import Driver
+from rl.workers.messages import Result, WorkerLimits
 from rl.workers.pool import IdleWork, Place, ThreadPlace
-from rl.workers.results import Result
 from rl.workers.session import Session
-from rl.workers.worker import WorkerLimits
 from sched.policies.divided import PreferPool, make_scheduler
 from sched.policies.fastest_of_n import FastestOfN, Worth
-from sched.protocol import Scheduler, SchedulerDecision
+from sched.protocol import Scheduler
 from sched.simulator.roofline import Costs
 
 T = TypeVar("T")
@@ -38,9 +36,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Helpers:
-    """Workers that answer others' last requests a second time (`sched.policies.fastest_of_n`).
+    """Workers that answer others' last requests again (`sched.policies.fastest_of_n`).
 
-    `acceptance` returns that of requests' draft tokens, as far as it is known.
+    `acceptance` returns that of draft tokens by request.
     """
 
     num_methods: int
@@ -50,11 +48,10 @@ class Helpers:
 
 
 class MultiEngine:
-    """A run's workers; each rollout runs under a new scheduler.
+    """A run's workers; each rollout runs under a new scheduler with this `seed`.
 
     `engines` are those of workers in this process. Workers elsewhere have `places`, which may be
     none, and the first engine has their shapes.
-    `seed` is the scheduler's. A worker that does not return for `hang_limit_s` has failed.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class MultiEngine:
         prefer_pool: PreferPool = lambda tokens: True,
         spot: IdleWork | None = None,
         hang_limit_s: float = HANG_LIMIT_S,
-        keeps_decisions: bool = False,
     ) -> None:
         self.engines: list[Engine] = list(engines)
         self.places, self._in_threads = list(places or ()), places is None
@@ -79,15 +75,13 @@ class MultiEngine:
         self.helpers: Helpers | None = None  # workers without requests answer others' again
         self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
-        self._keeps_decisions = keeps_decisions
-        self.decisions: list[SchedulerDecision] = []  # of the last rollout, if they are kept
 
     @property
     def dtype(self) -> np.dtype:
         return self.engines[0].dtype
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` does as a worker's thread, which knows nothing of a trainer's mesh."""
+        """Return what `work` returns in a thread without a trainer's mesh."""
         return in_thread(work)
 
     def run(
@@ -112,7 +106,7 @@ class MultiEngine:
                 results = partial(session.next_result, POLL_S), partial(session.num_tokens, 0)
                 return collected(requests, *results, on_finish, on_round)
         finally:
-            self.decisions, self.stats = session.decisions, session.stats(0)
+            self.stats = session.stats(0)
             self.stats.events = session.new_events()
 
     def check(self, spec: RolloutSpec, requests: Sequence[Request]) -> None:
@@ -131,8 +125,8 @@ class MultiEngine:
         helpers = self.helpers
         if helpers is None:
             return scheduler
-        most = helpers.num_methods, helpers.requests_each
-        return FastestOfN(scheduler, num_methods=most[0], max_copies=most[1], worth=helpers.worth)
+        sizes = {"num_methods": helpers.num_methods, "max_copies": helpers.requests_each}
+        return FastestOfN(scheduler, **sizes, worth=helpers.worth)
 
     def session(
         self,
@@ -155,23 +149,22 @@ class MultiEngine:
         held = slots * max_tokens
         if first.config.pages:  # a cache may hold less
             held = first.kv_tokens(slots, max_tokens)
+        limit_s = self._hang_limit_s
         if self._in_threads:
             numbers = range(len(self.engines))
-            self.places = [ThreadPlace(self.engines, i, self._hang_limit_s) for i in numbers]
-        make_driver = partial(
-            Driver,
+            self.places = [ThreadPlace(self.engines, i, limit_s) for i in numbers]
+        return Session(
             self.places,
             scheduler,
             WorkerLimits(config.kv_tokens or held, slots, max_tokens, has_steps_apart),
-            self._clock,
+            clock=self._clock,
+            hang_limit_s=limit_s,
+            deliver=deliver,
             pool_bytes=config.pool_bytes,
             can_restart=config.on_error == "restart",
-            keeps_decisions=self._keeps_decisions,
             idle_work=spot,
             acceptance=None if self.helpers is None else self.helpers.acceptance,
         )
-        limit_s = self._hang_limit_s
-        return Session(make_driver, self._clock, hang_limit_s=limit_s, deliver=deliver)
 
 
 def collected(

@@ -1,7 +1,6 @@
-"""The places of a run's workers, and how each is called: `call(commands) → Future[Report]`.
+"""The places of a run's workers, which outlive them: `call(commands) → Future[Report]`.
 
-A place outlives its workers: one that raised or hangs is replaced there. `ThreadPlace` runs a
-worker in a thread of this process, `rl.ray_workers.place.RayPlace` in an actor.
+`ThreadPlace` runs a worker in a thread, `rl.ray_workers.place.RayPlace` in an actor.
 """
 
 from __future__ import annotations
@@ -14,22 +13,19 @@ from typing import Any, Protocol, TypeVar
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.workers.worker import Command, Report, RolloutWorker, WorkerLimits
+from rl.workers.messages import Command, Report, WorkerLimits
+from rl.workers.worker import RolloutWorker
 
 T = TypeVar("T")
 ROUNDS_S = 0.1  # a call without an event returns after as long
 
 
 class IdleWork(Protocol):
-    """Work for workers without requests (`rl.drafter_training`); any thread may call it."""
+    """Work for workers without requests (`rl.drafter_training.spot_trainer`), from any thread."""
 
-    def rollout_began(self) -> None:
-        """Requests are assigned: from now on a worker that has none is idle."""
-        ...
+    def rollout_began(self) -> None: ...
 
-    def rollout_ended(self) -> None:
-        """No worker is idle any more; return once no unit of work runs."""
-        ...
+    def rollout_ended(self) -> None: ...
 
     def joined(self, worker_id: int) -> None: ...
 
@@ -39,13 +35,9 @@ class IdleWork(Protocol):
         """Do one unit of work on an idle worker's devices; return False if there is none."""
         ...
 
-    def busy(self, worker_id: int) -> None:
-        """A request has come for a worker that may have been idle."""
-        ...
+    def busy(self, worker_id: int) -> None: ...
 
-    def dismiss(self) -> None:
-        """The workers' threads have ended."""
-        ...
+    def dismiss(self) -> None: ...
 
 
 class Place(Protocol):
@@ -61,12 +53,10 @@ class Place(Protocol):
         ...
 
     @property
-    def is_ready(self) -> bool:
-        """Return whether a worker can join now."""
-        ...
+    def is_ready(self) -> bool: ...
 
     def announce(self, spec: RolloutSpec) -> None:
-        """A rollout will be submitted; called by the owner."""
+        """Prepare for a rollout that will be submitted; called by the owner."""
         ...
 
     def join(self, limits: WorkerLimits) -> None:
@@ -83,7 +73,7 @@ class Place(Protocol):
         """Do a unit of idle work on the worker's devices."""
         ...
 
-    def leave(self, *, abort: bool) -> Future[None]:
+    def leave(self, *, abort: bool) -> Future[Any]:
         """End a session's worker."""
         ...
 

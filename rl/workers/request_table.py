@@ -1,8 +1,7 @@
 """The unfinished requests of a session: their states as they are known, pooled, or on their way.
 
 A request that leaves a worker is promised under a ticket until its state comes; starts of it on
-other workers wait for that. Keys and values of requests without a worker take at most `pool_bytes`:
-beyond that a state is kept without them, and they are computed again.
+other workers wait for that. Beyond `pool_bytes` states are kept without keys and values.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ class RequestTable:
             live.ticket = None
 
     def redeem(self, ticket: int, state: PartialRequest | None) -> list[Waiting]:
-        """Keep the state that came, if any; return the actions that waited for it.
-
-        It comes to nothing if the promise was withdrawn.
-        """
+        """Keep a promised state, if it came; return the actions that waited for it."""
         if ticket not in self._tickets:
             return []
         live = self._live[self._tickets[ticket][0]]
@@ -95,11 +91,11 @@ class RequestTable:
         waiting, live.waiting = live.waiting, []
         return waiting
 
-    def lose(self, worker_id: int) -> Iterator[list[Waiting]]:
-        """Withdraw a lost worker's promises; yield the actions that waited for each."""
+    def lose(self, worker_id: int) -> Iterator[Waiting]:
+        """Withdraw a lost worker's promises; yield the actions that waited for them."""
         for ticket, (_, owner) in list(self._tickets.items()):
             if owner == worker_id:
-                yield self.redeem(ticket, None)
+                yield from self.redeem(ticket, None)
 
     def keep(self, live: LiveRequest, state: PartialRequest) -> None:
         """Keep a state, with its keys and values if there is room."""

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
@@ -21,33 +22,32 @@ from rl.engine.worker_record import WorkerEvent
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
 from rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
-from rl.workers.results import Deferred, Result, Returned
+from rl.workers.messages import Deferred, Result, Returned
 from sched import protocol
-from sched.protocol import SchedulerDecision
 from sched.request import RequestSpec
 from spec.config import SamplingConfig
 
 
 class Session:
-    """A driver and its thread; a context manager, which starts and ends them.
+    """A driver, of the other arguments, and its thread; a context manager, which runs it.
 
-    `make_driver` returns the driver from where it is to `deliver` results and to send `later` mail.
-    Any thread may call its methods. `deliver` receives results in the thread instead of
-    `next_result`. The thread hangs if it shows no sign of life for `hang_limit_s`.
+    Any thread may call its methods. `deliver` receives results in the driver's thread, in place of
+    `next_result`. That hangs if it shows no sign of life for `hang_limit_s`.
     """
 
     def __init__(
         self,
-        make_driver: Callable[..., Driver],
+        *given: Any,
         clock: Callable[[], float],
-        *,
         hang_limit_s: float,
         deliver: Callable[[Result], None] | None = None,
+        **options: Any,
     ) -> None:
         self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._deliver = deliver or self._results.put
-        self._driver = make_driver(deliver=self._deliver, later=self._mail.put)
+        options |= {"clock": clock, "deliver": self._deliver, "later": self._mail.put}
+        self._driver = Driver(*given, **options)
         self._clock, self._hang_limit_s, self._alive_s = clock, hang_limit_s, clock()
         self._samplings: dict[int, SamplingConfig] = {}
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
@@ -159,10 +159,6 @@ class Session:
         """Return which workers joined and were lost since the last call."""
         events = self._driver.events
         return [events.popleft() for _ in range(len(events))]
-
-    @property
-    def decisions(self) -> list[SchedulerDecision]:
-        return self._driver.decisions
 
     # -- the thread --------------------------------------------------------------------------
 

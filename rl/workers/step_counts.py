@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from rl.engine.stats import EngineStats, joined
 from rl.engine.worker_record import WorkerPart, fitted
 
 
-@dataclasses.dataclass(eq=False)
-class _Part:
+class _Part(NamedTuple):
     """One rollout of a worker's engine."""
 
-    name: str
-    place: str
-    version: int
-    began_s: float
-    ended_s: float
+    whole: WorkerPart  # its span is that of its calls
     stats: EngineStats
 
     def part(self) -> WorkerPart:
-        whole = self.began_s, max(self.began_s, self.ended_s)
         rounds = [(r.began_s, r.ended_s) for r in self.stats.timeline]
-        spans = fitted(rounds, *whole) or [whole]
-        return WorkerPart(self.name, self.place, self.version, tuple(spans))
+        [span] = self.whole.busy_s
+        return dataclasses.replace(self.whole, busy_s=tuple(fitted(rounds, *span) or [span]))
 
 
 class StepCounts:
@@ -37,21 +32,15 @@ class StepCounts:
         self._steps = {s: parts for s, parts in self._steps.items() if s >= oldest}
         self._steps.setdefault(step, {})
 
-    def add(
-        self,
-        step: int,
-        stats: EngineStats,
-        names: tuple[str, str, int],
-        began_s: float,
-        now_s: float,
-    ) -> None:
-        """Note the counts of a rollout of a worker, by its (name, place, version of weights)."""
+    def add(self, step: int, stats: EngineStats, part: WorkerPart) -> None:
+        """Note the counts of a rollout of a worker, and its last call."""
         parts = self._steps.get(step)
         if parts is None:
             return
-        if id(stats) not in parts:  # a worker may open a step again
-            parts[id(stats)] = _Part(*names, began_s, now_s, stats)
-        parts[id(stats)].ended_s = now_s
+        if (known := parts.get(id(stats))) is not None:  # a worker may open a step again
+            span = known.whole.busy_s[0][0], part.busy_s[0][1]
+            part = dataclasses.replace(known.whole, busy_s=(span,))
+        parts[id(stats)] = _Part(part, stats)
 
     def num_tokens(self, step: int) -> int:
         return sum(part.stats.tokens for part in self._parts(step))

@@ -10,98 +10,27 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from rl.engine.engine import ChunkEnd, Engine
+from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
-from rl.trajectory import PartialRequest, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerLimits:
-    """Bounds of each worker; with `has_steps_apart` it runs a request in its own step alone."""
-
-    kv_tokens: int
-    max_requests: int
-    max_tokens: int
-    has_steps_apart: bool = False
-
-
-# --- commands ---------------------------------------------------------------------------
-
-
-class Prepare(NamedTuple):
-    """The rollout of a step, before the first request of it; none of before `oldest` is needed."""
-
-    step: int
-    spec: Any
-    oldest: int
-
-
-class Begin(NamedTuple):
-    step: int
-    partial: PartialRequest
-
-
-class Extend(NamedTuple):
-    """Continue a request whose chunk ended in its row."""
-
-    request_id: int
-    max_tokens: int
-
-
-class Take(NamedTuple):
-    """Return a request whose chunk ended, with its keys and values (`Left`)."""
-
-    request_id: int
-    ticket: int
-
-
-class Fork(NamedTuple):
-    """Return a copy of a request, which continues here (`Left`)."""
-
-    request_id: int
-    ticket: int
-
-
-class Remove(NamedTuple):
-    """End a request without an answer."""
-
-    request_id: int
-
-
-class Release(NamedTuple):
-    """Return all requests with their tokens, without keys and values (`Released`)."""
-
-
-Command = Prepare | Begin | Extend | Take | Fork | Remove | Release
-
-# --- events -----------------------------------------------------------------------------
-
-
-class Left(NamedTuple):
-    """The state of a request that was taken or forked; None if it does not run here."""
-
-    ticket: int
-    partial: PartialRequest | None
-
-
-class Released(NamedTuple):
-    partials: list[PartialRequest]
-
-
-Event = Trajectory | ChunkEnd | Left | Released
-
-
-class Report(NamedTuple):
-    """The events of a call, the step of the open rollout, and its counts so far."""
-
-    step: int | None
-    events: Sequence[Event]
-    stats: EngineStats
-    is_idle: bool
-
+from rl.trajectory import PartialRequest
+from rl.workers.messages import (
+    Begin,
+    Command,
+    Event,
+    Extend,
+    Fork,
+    Left,
+    Prepare,
+    Release,
+    Released,
+    Remove,
+    Report,
+    Take,
+    WorkerLimits,
+)
 
 MakeSpec = Callable[[Any, contextlib.ExitStack], RolloutSpec]
 

@@ -55,7 +55,6 @@ class Chunks(RequestSource):
     """
 
     most_requests, longest_tokens, kv_tokens = CONFIG.slots, 64, 10_000
-    lets_go = False
 
     def __init__(self, requests, seed):
         self._rng = np.random.default_rng(seed)

@@ -64,7 +64,7 @@ def test_the_table_has_every_pair_that_may_be_combined():
 
 def test_crashes_hangs_and_responses_that_differ_are_counted_apart():
     row, other, cannot = ROWS[0], ROWS[1], rejected()[0]
-    hang = "rl.workers.results.WorkerError: worker 0 failed on requests 1: Hang: no sign of life"
+    hang = "rl.workers.messages.WorkerError: worker 0 failed on requests 1: Hang: no sign of life"
     found = [
         {"row": row, "differing": 0, "responses": 60},
         {"row": row, "differing": 2, "responses": 60},

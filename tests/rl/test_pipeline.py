@@ -29,8 +29,8 @@ from rl.runtime.signals import Stopped
 from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine, split_devices
-from rl.workers.results import WorkerError
 from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
 from spec.retrieval.history import LastResponseDrafter

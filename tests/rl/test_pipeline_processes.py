@@ -27,7 +27,7 @@ from rl.run_checkpoint import RunPosition
 from rl.runtime.signals import Stopped, Watch
 from rl.step import train_step
 from rl.train import open_rollouts
-from rl.workers.results import WorkerError
+from rl.workers.messages import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play
 

@@ -26,10 +26,11 @@ from rl.engine.engine import Engine
 from rl.first_programs import rollout_reach
 from rl.gin.loader import load
 from rl.ray_run import RayWorkers
-from rl.ray_workers.messages import Bounds
+from rl.ray_workers.place import Bounds
 from rl.runtime.run_files import ROUNDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
+from rl.warm_up.rollout_programs import Reach
 from spec.reuse.rollout_cache import RolloutCache
 
 RAY = ("Cluster.kind='ray'", "Sched.workers=2")
@@ -41,11 +42,10 @@ def test_workers_compile_for_drafters_on_their_devices_and_for_what_idle_ones_le
     inputs, reach = SimpleNamespace(evals=SimpleNamespace(num_questions=0)), rollout_reach(config)
     drafter = SimpleNamespace(spot=object())
     found = ray_workers.bounds(config, inputs, reach, drafter)
-    slots = config.engine.slots
-    assert found.alone["learned"][slots] == tuple(
-        (d.num_nodes, d.tree_tokens) for d in reach.alone["learned"](slots)
-    )
-    assert found.alone["learned"][slots]
+    slots, sent = config.engine.slots, found.reach
+    decisions = [d("learned")(slots) for d in (sent.alone.get, reach.alone.get)]
+    there, here = ([(d.num_nodes, d.tree_tokens) for d in some] for some in decisions)
+    assert there == here != [] and sent.alone["learned"](slots + 1) == ()
     assert found.batch == (config.drafter.batch_rows, config.drafter.row_tokens)
     assert ray_workers.bounds(config, inputs, reach, SimpleNamespace(spot=None)).batch is None
 
@@ -54,14 +54,14 @@ def test_workers_compile_for_evaluations_that_they_answer():
     config = load(TrainConfig, ["configs/epochs_tiny.gin"], RAY)
     inputs = SimpleNamespace(evals=SimpleNamespace(num_questions=10_000))
     found = ray_workers.bounds(config, inputs, rollout_reach(config))
-    assert found.max_requests == 10_000 * config.eval.samples
-    assert found.speculative == config.speculation.enabled
+    assert found.reach.max_requests == 10_000 * config.eval.samples
+    assert found.reach.speculative == config.speculation.enabled
 
 
 def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path, monkeypatch):
     store, config = Store(), SpeculationConfig(sources=("history", "group", "own"))
     monkeypatch.setattr(ray_session, "fetch", store.fetch)
-    bounds = Bounds(SAMPLING, len(REQUESTS), 5, True, False, None, {}, None)
+    bounds = Bounds(SAMPLING, Reach(len(REQUESTS), 5, speculative=True, moves=True), None)
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     with Speculation(config, RolloutCache()) as speculation:
         speculation.for_others = True
@@ -88,7 +88,7 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
 def test_other_programs_compile_while_the_first_one_measures(tmp_path, monkeypatch):
     store = Store()
     monkeypatch.setattr(ray_session, "fetch", store.fetch)
-    bounds = Bounds(SAMPLING, len(REQUESTS), 5, False, False, None, {}, None)
+    bounds = Bounds(SAMPLING, Reach(len(REQUESTS), 5, moves=True), None)
     team, room = make_team(store, 2)
     workers = RayWorkers(team, team.places, team.places[0]._shared)
     workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)

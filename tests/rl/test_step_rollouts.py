@@ -15,7 +15,7 @@ from rl.metrics.writer import read_metrics, step_rows
 from rl.rollouts import agreeing, prefetch_metrics
 from rl.trajectory import Request
 from rl.workers.ahead_engine import Prefetched
-from rl.workers.results import WorkerError
+from rl.workers.messages import WorkerError
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -9,9 +9,9 @@ from tiny_team import CONFIG, MODEL, PARAMS, REQUESTS, SAMPLING
 
 from models import hf
 from rl.cluster.actors import Actor
-from rl.drafting.actors import CONCURRENCY, DraftingActors, DraftingSettings
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
+from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings
 from rl.speculation.config import DraftModelConfig
 
 LONGEST, WINDOW = 24, 2  # tokens of a prompt and a response; draft tokens
@@ -35,9 +35,9 @@ def drafting_actors(model, verifying=2, workers=1, room=None, lines=None, **sett
     room, of_actors = room or ThreadRoom(), dataclasses.replace(SETTINGS, say=say)
 
     def start(number):
-        target = "rl.drafting.actors:DraftingActor"
+        target = "rl.drafting.workers:DraftingActor"
         named = f"drafting worker {number}", target, (given,)
-        return Actor(*named, of_actors, room, number, concurrency=CONCURRENCY)
+        options = {"make_s": 300.0, "concurrency": CONCURRENCY}
+        return Actor(*named, of_actors, room, number, **options)
 
-    limits = {"compile_s": 300.0, "hang_limit_s": hang_limit_s}
-    return DraftingActors(planner, workers, start, **limits)
+    return DraftingActors(planner, workers, start, hang_limit_s=hang_limit_s)

@@ -3,20 +3,20 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from concurrent.futures import Future
 
 import numpy as np
+from replay import Recorded
 
 from rl.engine.config import EngineConfig
 from rl.engine.engine import ChunkEnd
 from rl.engine.stats import EngineStats
 from rl.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Trajectory
-from rl.workers.driver import Driver
+from rl.workers.messages import WorkerLimits
 from rl.workers.session import Session
-from rl.workers.worker import RolloutWorker, WorkerLimits
+from rl.workers.worker import RolloutWorker
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,6 +177,9 @@ def manual_driver(scheduler, lengths, count, slots=4, pool_bytes=2**30, **limits
     """Return a session that the test runs, and its workers' places."""
     places = [ManualPlace(i, lengths, slots) for i in range(count)]
     own = WorkerLimits(**{"kv_tokens": 10**6, "max_requests": slots, "max_tokens": 10**4} | limits)
-    options = {"pool_bytes": pool_bytes, "can_restart": True, "keeps_decisions": True}
-    made = functools.partial(Driver, places, scheduler, own, lambda: 0.0, **options)
-    return Session(made, lambda: 0.0, hang_limit_s=math.inf), places
+    options = {"pool_bytes": pool_bytes, "can_restart": True}
+    recorded = Recorded(scheduler)
+    limits = {"clock": lambda: 0.0, "hang_limit_s": math.inf}
+    session = Session(places, recorded, own, **limits, **options)
+    session.decisions = recorded.decisions
+    return session, places

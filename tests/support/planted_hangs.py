@@ -38,8 +38,8 @@ from rl.runtime.waits import POLL_S, Hang, Patience
 from rl.speculation import sources
 from rl.trajectory import FinishReason, Request, Trajectory
 from rl.workers.config import SchedConfig
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import MultiEngine
-from rl.workers.results import WorkerError
 from rl.workers.session import Session
 from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache

@@ -66,8 +66,6 @@ class KnownTrees(Drafter):
 class Chunks(RequestSource):
     """Gives requests a few at a time, in chunks, and back again with keys and values or without."""
 
-    lets_go = False
-
     def __init__(self, requests, rng, longest, slots):
         self.rng, self.waiting = rng, [PartialRequest(r) for r in requests]
         self.most_requests = int(rng.choice([2, slots, 2 * slots]))

@@ -156,8 +156,6 @@ def drafts_though_a_program_is_killed(done, folder):
         drafter = drafting.actors[0]
         while drafter.pid == first or not drafter.is_there:
             time.sleep(0.05)
-        drafter.call("get_ready", limit_s=300.0).result()
-        drafting.look()
         assert_same_tokens(play(team, drafts=drafts), alone)
         for one in team.places:
             one.actor.close()

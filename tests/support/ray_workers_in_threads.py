@@ -2,17 +2,16 @@
 
 import itertools
 
+from replay import RecordedTeam
 from thread_actors import SETTINGS, ThreadRoom
 from tiny_team import CONFIG, MODEL, PARAMS
 
 from rl.cluster.actors import Actor
 from rl.engine.engine import Engine
-from rl.ray_workers.messages import WorkerSettings
-from rl.ray_workers.place import RayPlace, Shared
+from rl.ray_workers.place import RayPlace, Shared, WorkerSettings
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.workers.config import SchedConfig
-from rl.workers.multi_engine import MultiEngine
 from spec.budget.config import TunerConfig
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -48,7 +47,7 @@ def make_team(
     *,
     room=None,
     speculation=None,
-    kind=MultiEngine,
+    kind=RecordedTeam,
     settings=SETTINGS,
     apart=None,
     worker=None,
@@ -67,5 +66,5 @@ def make_team(
         actor = Actor(f"worker {i}", TARGET, (own, None), settings, room, i, concurrency=1)
         limits = {"call_limit_s": 60.0, "compile_s": 60.0}
         places.append(RayPlace(i, actor, shared, report=lambda line: None, **limits))
-    team = kind([Engine(MODEL, CONFIG)], config, places=places, keeps_decisions=True)
+    team = kind([Engine(MODEL, CONFIG)], config, places=places)
     return team, room

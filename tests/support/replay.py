@@ -1,4 +1,4 @@
-"""A real rollout, replayed on a virtual clock with its measured durations.
+"""The decisions of a scheduler; a real rollout, replayed with its measured durations.
 
 A scheduler's decisions are a function of its events and their times, so a simulation with each
 start's seconds on a real worker decides the same.
@@ -8,8 +8,41 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from sched.protocol import ChunkDone, Event, Finished, Scheduler, SchedulerDecision, Start
+from rl.workers.ahead_engine import AheadEngine
+from rl.workers.multi_engine import MultiEngine
+from sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
+
+
+class SchedulerDecision(NamedTuple):
+    now_s: float
+    event: Event
+    actions: tuple[Action, ...]
+
+
+class Recorded:
+    """A scheduler that keeps its decisions."""
+
+    def __init__(self, scheduler):
+        self._scheduler, self.decisions = scheduler, []
+
+    def handle(self, event, now_s):
+        actions = tuple(self._scheduler.handle(event, now_s))
+        self.decisions.append(SchedulerDecision(now_s, event, actions))
+        return actions
+
+
+class RecordedTeam(MultiEngine):
+    """A team that keeps the decisions of its last session's scheduler."""
+
+    def session(self, scheduler, *given, **options):
+        self.decisions = (recorded := Recorded(scheduler)).decisions
+        return super().session(recorded, *given, **options)
+
+
+class RecordedAhead(RecordedTeam, AheadEngine):
+    pass
 
 
 def replay(scheduler: Scheduler, decisions: Sequence[SchedulerDecision]) -> list[SchedulerDecision]:

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 import rollouts
+from replay import RecordedTeam
 from shapes import PLAIN, TINY, make_params
 
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.multi_engine import MultiEngine
 from sched.protocol import Start
 from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import CachedResponse, Scores
@@ -31,7 +31,7 @@ def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **opti
     config = SchedConfig(
         policy=policy, workers=count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options
     )
-    return MultiEngine(engines[:count], config, keeps_decisions=True)
+    return RecordedTeam(engines[:count], config)
 
 
 def play(team, **options):

@@ -11,7 +11,7 @@ import pytest
 from processes import free_port
 
 from rl.cluster.config import ClusterConfig
-from rl.cluster.rendezvous import meet
+from rl.cluster.join import meet
 
 
 def config(process: int, count: int, port: int, deadline_s: float = 5.0) -> ClusterConfig:

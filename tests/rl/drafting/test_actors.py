@@ -11,9 +11,9 @@ from drafting_actors import WINDOW, drafting_actors, save_policy
 from thread_actors import ThreadRoom
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, PROMPTS, REQUESTS, SAMPLING, STOP
 
-from rl.drafting import actors as drafting
 from rl.drafting import worker
-from rl.drafting.actors import RemoteDrafts
+from rl.drafting import workers as drafting
+from rl.drafting.workers import RemoteDrafts
 from rl.engine.engine import Engine
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
@@ -97,10 +97,10 @@ def test_tokens_are_those_of_plain_decoding(engine, plain, model, ahead):
 
 def test_verifying_workers_share_drafting_workers(model):
     with drafting_actors(model, workers=2, verifying=3) as actors:
-        places = [actors.apart(k).places for k in range(3)]
-        assert [[place.number for place in some] for some in places] == [[0], [1], [0]]
-        assert all(place.handle is None for some in places for place in some), "they compile"
-        assert actors.apart(0).max_window == WINDOW
+        assert actors.apart(0).places == {}, "they compile"
+        actors.wait_ready()
+        assert [list(actors.apart(k).places) for k in range(3)] == [[0], [1], [0]]
+        assert actors.apart(0).planned[-1] == WINDOW
 
 
 def test_before_a_rollout_drafters_get_no_drafts(engine, plain, model):
@@ -124,8 +124,7 @@ def test_one_that_ends_costs_drafts_and_another_takes_its_place(engine, plain, m
         assert verifying.accepts()
         verifying.play(on_finish=kill_first)
         verifying.play()
-        wait_until(lambda: actors.apart(0).places[0].handle not in (None, room.started[0][0]))
-        assert actors.apart(0).places[0].num_starts == 2
+        wait_until(lambda: actors.apart(0).places.get(0) not in (None, room.started[0][0]))
         assert verifying.accepts()
     assert "drafting worker 0" in lines[0] and lines[0].endswith("it is started again")
 
@@ -151,8 +150,7 @@ def test_one_that_hangs_is_waited_for_by_nobody_and_is_started_again(
         verifying.play()
         wait_until(lambda: lines)
         go.set()
-        wait_until(lambda: actors.apart(0).places[0].num_starts == 2)
-        wait_until(lambda: actors.apart(0).places[0].handle)
+        wait_until(lambda: actors.actors[0].num_starts == 2)
         assert verifying.accepts()
     assert "no answer to count_steps" in lines[0]
 

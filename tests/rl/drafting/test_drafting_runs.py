@@ -180,21 +180,6 @@ def test_one_that_raises_starts_again(tiny, tmp_path, plain, monkeypatch, ahead)
     ]
 
 
-@pytest.mark.fault
-@pytest.mark.parity
-def test_one_that_always_raises_is_done_without(tiny, tmp_path, plain, monkeypatch):
-    def fail(n):
-        raise RuntimeError("no device here")
-
-    steps_that(monkeypatch, "enumeration", fail)
-    got = finish(tiny, tmp_path, *apart(tiny, "Run.steps=4"))
-    assert texts(got)[: len(texts(plain))] == texts(plain)
-    lines = said(got, "drafting worker")
-    assert 1 < len(lines) <= 4
-    assert all("it starts again" in line for line in lines[:3])
-    assert all("go on without it" in line for line in lines[3:])
-
-
 class Impatient(DraftingWorkers):
     """Drafting workers that hang after a moment; verifying ones have the run's limit."""
 

@@ -89,7 +89,7 @@ class Turns(RequestSource):
     Requests leave as their chunks end, with keys and values.
     """
 
-    most_requests, longest_tokens, kv_tokens, lets_go = 4, 40, 10**6, False
+    longest_tokens = 40
 
     def __init__(self, *turns):
         self.turns, self.left, self.ended = list(turns), [], []

@@ -7,7 +7,7 @@ import pytest
 from drive import RequestSource, drive
 from shapes import PLAIN, TINY, make_params
 
-from rl.engine import preemption
+from rl.engine import admission
 from rl.engine.ending import Endings
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
@@ -40,7 +40,7 @@ def chunk(num_tokens=0, max_tokens=None):
 
 
 def test_a_row_needs_what_a_fetch_adds_up_to_its_limit():
-    assert preemption.needed_B(table(0, 7, None, 10), 4).tolist() == [6, 12, 0, 12]
+    assert admission.needed_B(table(0, 7, None, 10), 4).tolist() == [6, 12, 0, 12]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_row_needs_what_a_fetch_adds_up_to_its_limit():
 def test_chunks_enter_while_they_fit_beside_what_runs(budget, count):
     """The row needs 2 + 1 + 4; the chunks 3 + 4, 3 + 4, and 3 + 1 + 1 of the last one's limit."""
     waiting = [chunk(), chunk(), chunk(1, max_tokens=1)]
-    assert preemption.num_fitting(waiting, table(1), 4, budget) == count
+    assert admission.num_fitting(waiting, table(1), 4, budget) == count
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_chunks_enter_while_they_fit_beside_what_runs(budget, count):
 def test_the_newest_rows_are_preempted_until_the_others_fit(budget, rows):
     """Three rows of 2 + 1 + 4 each; row 0 came first, then row 2, then row 1."""
     full = table(1, 1, 1, order=(0, 2, 1))
-    assert preemption.rows_to_preempt(full, 4, budget) == rows
+    assert admission.rows_to_preempt(full, 4, budget) == rows
 
 
 class Undecided(Drafter):
@@ -96,7 +96,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
             return super()._retire_ended()
 
     class OneByOne(RequestSource):
-        most_requests, longest_tokens, kv_tokens, lets_go = 4, 32, 30, False
+        kv_tokens = 30
 
         def __init__(self):
             self.waiting = [PartialRequest(Request(i, (1, 2, 3))) for i in range(4)]
@@ -128,8 +128,6 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
             lacked.extend(before[~self._table.busy_B].tolist())
 
     class Source(RequestSource):
-        most_requests, longest_tokens, lets_go = 4, 32, False
-
         def __init__(self, kv_tokens):
             self.kv_tokens = kv_tokens
             self.waiting = [PartialRequest(Request(i, p)) for i, p in enumerate(prompts)]

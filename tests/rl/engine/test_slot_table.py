@@ -1,10 +1,18 @@
-"""What the device knows of a row."""
+"""The table of slots on the device: its columns, and when it is made anew."""
+
+import numpy as np
+from drive import RequestSource, drive
 
 from rl.engine.cache_ops import COLUMNS
+from rl.engine.config import EngineConfig
 from rl.engine.ending import Endings
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Request
 from spec.config import SamplingConfig
+from spec.sampling import step_key
+from tests.support import symbolic_device
+from tests.support.symbolic_device import MODEL, SymbolicEngine
 
 
 def test_two_requests_may_have_the_same_noise():
@@ -15,3 +23,39 @@ def test_two_requests_may_have_the_same_noise():
         table.enter(row, PartialRequest(Request(request_id, (1, 2, 3))))
     assert table.device_columns()[:, COLUMNS.index("request_id")].tolist() == [2, 2]
     assert table.live().request_ids_A.tolist() == ids
+
+
+class Whole(RequestSource):
+    """Sends all requests at once; responses come in chunks that are extended or end."""
+
+    longest_tokens = 40
+
+    def __init__(self, waiting):
+        self.waiting, self.num_chunks = waiting, 0
+
+    def take(self, *, wait):
+        waiting, self.waiting = self.waiting, []
+        return waiting or None
+
+    def chunk_ended(self, request_id, response_tokens):
+        self.num_chunks += 1
+        return 7
+
+
+def test_only_a_change_of_the_table_makes_the_devices_copy_anew(monkeypatch):
+    """Fetches without one leave the copy that rounds advance, though the loop runs after each."""
+    config = EngineConfig(slots=4, min_slots=4, rounds_per_fetch=1, max_nodes=1, page_tokens=4)
+    engine = SymbolicEngine(MODEL, config, dtype=np.float32)
+    requests = [Request(i, (1, 2, 3 + i), i, i, max_new_tokens=30) for i in range(2)]
+    made = []
+    monkeypatch.setattr(engine._rows, "changed", lambda: made.append(changed()))
+    changed = type(engine._rows).changed.__get__(engine._rows)
+    source, done = Whole([PartialRequest(r, max_tokens=9) for r in requests]), []
+    spec = RolloutSpec(None, SamplingConfig(max_new_tokens=32), step_key(0, 0))
+    with symbolic_device.device():
+        drive(engine, spec, source, on_finish=done.append)
+    assert sorted(t.request_id for t in done) == [0, 1]
+    for t in done:
+        assert t.response_ids.tolist() == symbolic_device.response(requests[t.request_id])[0]
+    assert source.num_chunks and engine.stats.fetches > 20
+    assert len(made) == 1 + source.num_chunks  # requests came, and each extension

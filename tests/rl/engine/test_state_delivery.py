@@ -80,7 +80,7 @@ def test_the_sink_decides_what_is_wanted():
 
 def test_sending_waits_for_nothing_until_too_much_is_on_its_way(monkeypatch):
     _, one = ended(9)
-    monkeypatch.setattr(state_delivery, "MOST_WAITING_BYTES", 3 * one.num_bytes)
+    monkeypatch.setattr(state_delivery, "MAX_WAITING_BYTES", 3 * one.num_bytes)
     sink = Sink()
     sink.gate.clear()
     sent = []
@@ -101,7 +101,7 @@ def test_sending_waits_for_nothing_until_too_much_is_on_its_way(monkeypatch):
 
 
 def test_one_sequence_larger_than_the_bound_is_sent(monkeypatch):
-    monkeypatch.setattr(state_delivery, "MOST_WAITING_BYTES", 1)
+    monkeypatch.setattr(state_delivery, "MAX_WAITING_BYTES", 1)
     sink = Sink()
     with StateDelivery(sink) as delivery:
         for i in range(3):

@@ -31,12 +31,9 @@ from rl.ray_workers.place import Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
-from rl.workers.ahead_engine import AheadEngine, ComingStep
-from rl.workers.multi_engine import Helpers
-from rl.workers.results import WorkerError
-from sched.protocol import Copy, WorkerLost
+from rl.workers.messages import WorkerError
+from sched.protocol import WorkerLost
 from spec.reuse.rollout_cache import RolloutCache, of_group
-from spec.sampling import step_key
 
 
 def play(team, **options):
@@ -161,26 +158,6 @@ def test_an_error_of_an_engine_names_its_requests(store, alone, monkeypatch):
         broken.setattr(Engine, "_round", fail)
         play(team)
     assert_same_tokens(play(team), alone)  # the programs are still there
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("is_helping", [False, True])
-def test_the_next_step_is_answered_as_if_nothing_had_been_begun(store, alone, is_helping):
-    coming = step_key(0, 1)
-    expected = alone_with(coming)
-    team, _ = make_team(store, 2, kind=AheadEngine, mode="ahead", kv_tokens=None)
-    if is_helping:
-        team.helpers = Helpers(2, 4, lambda held, left: True, dict)
-    longest = max(len(r.prompt_ids) for r in REQUESTS) + SAMPLING.max_new_tokens
-    with team.open(len(REQUESTS), longest) as engine:
-        engine.plan(ComingStep(REQUESTS, coming, no_drafts, None))
-        first = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, drafts=no_drafts)
-        assert_same_tokens(engine.run(first, REQUESTS), alone)
-        begun = engine.recall()
-        spec = dataclasses.replace(first, key=coming)
-        assert_same_tokens(engine.run(spec, begun.resumed(REQUESTS)), expected)
-        actions = [a for d in engine._session.decisions for a in d.actions]
-    assert any(isinstance(a, Copy) for a in actions) == is_helping
 
 
 def test_a_worker_s_bandit_keeps_what_it_learns_while_its_program_runs(store):

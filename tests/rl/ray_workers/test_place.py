@@ -10,12 +10,11 @@ from tiny_team import KEY, PARAMS, SAMPLING
 
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
-from rl.ray_workers.messages import Measured, Reply
-from rl.ray_workers.place import RayPlace, Shared
+from rl.ray_workers.place import Measured, RayPlace, Reply, Shared
 from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation, StepDrafts
-from rl.workers.worker import Prepare, Remove, Report, WorkerLimits
+from rl.workers.messages import Prepare, Remove, Report, WorkerLimits
 from spec.eagle.batch import HiddenStates
 from spec.eagle.data_buffer import RequestSample
 from spec.reuse.rollout_cache import RolloutCache

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import tiny_team
+from replay import RecordedTeam
 from tiny_team import PARAMS, assert_same_tokens, play, starts
 
 from rl.engine.engine import Engine
@@ -12,7 +13,6 @@ from rl.warm_up.measured_run import read_moves
 from rl.warm_up.rollout_programs import Reach
 from rl.warm_up.transfer_times import MoveTimes, measure
 from rl.workers.config import SchedConfig
-from rl.workers.multi_engine import MultiEngine
 from sched.request import Kv
 
 
@@ -50,7 +50,7 @@ def test_recomputed_requests_resume_with_the_same_tokens():
     alone = {t.request_id: t for t in play(engines[0])}
     config = SchedConfig(policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40)
     copies = {"prefer_pool": lambda tokens: tokens > 8}
-    team = MultiEngine(engines, config, **copies, keeps_decisions=True)
+    team = RecordedTeam(engines, config, **copies)
     assert_same_tokens(play(team), alone)
     later = [a for a in starts(team) if a.chunk > 1]
     assert {a.kv for a in later} >= {Kv.POOL, Kv.PREFILL}

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 import pytest
 import rollouts
+from replay import RecordedAhead
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.workers.ahead_engine import AHEAD, AheadEngine, ComingStep
+from rl.workers.ahead_engine import AHEAD, ComingStep
 from rl.workers.config import SchedConfig
+from rl.workers.messages import WorkerError
 from rl.workers.multi_engine import Helpers
-from rl.workers.results import WorkerError
 from sched.protocol import Copy
 from spec.sampling import step_key
 
@@ -51,7 +52,7 @@ def local(count=2, **options):
         **options,
     )
     engines = [Engine(MODEL, CONFIG, number=i) for i in range(count)]
-    return AheadEngine(engines, config, hang_limit_s=60.0, keeps_decisions=True)
+    return RecordedAhead(engines, config, hang_limit_s=60.0)
 
 
 @contextlib.contextmanager
@@ -95,7 +96,7 @@ def test_the_next_step_is_answered_as_if_nothing_had_been_begun(before, after, i
             for request_id, ids in begun.tokens.items():
                 assert list(ids) == expected[request_id].response_ids[: len(ids)].tolist()
             assert_same_tokens(play(engine, CHANGED, NEXT, begun.resumed(REQUESTS)), after)
-        actions = [a for d in engine._session.decisions for a in d.actions]
+        actions = [a for d in engine.decisions for a in d.actions]
         assert any(isinstance(a, Copy) for a in actions) == is_helping
     differ = [
         i for i in after if after[i].response_ids.tolist() != expected[i].response_ids.tolist()

@@ -12,7 +12,7 @@ from manual_workers import arrays, manual_driver
 from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.waits import ProgramLost
 from rl.trajectory import Request, Trajectory
-from rl.workers.results import Deferred, Returned, WorkerError
+from rl.workers.messages import Deferred, Returned, WorkerError
 from sched.policies.divided import make_scheduler
 from sched.policies.fastest_of_n import FastestOfN
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 
@@ -25,7 +24,6 @@ from tiny_team import play as play_all
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.workers.multi_engine import Helpers
-from rl.workers.results import WorkerError
 from sched.protocol import Copy, Drop, Finished, WorkerLost
 from sched.request import COPIES, Kv, copy_of
 from spec.budget.budget import FixedBudget
@@ -146,11 +144,9 @@ class Gates:
             self.copy_ended.set()
 
 
-def held_up(gates, then=lambda: None):
-    """An engine that stays behind its copies: with all prompts in it waits until it is told of one.
-
-    Having handed over keys and values it waits until a copy has ended, or it is told something. It
-    does `then` before.
+def held_up(gates):
+    """An engine that stays behind its copies: with all prompts in, and with keys and values handed
+    over, it waits until a copy has ended or mail has come.
     """
 
     class HeldUp(Engine):
@@ -175,7 +171,6 @@ def held_up(gates, then=lambda: None):
                 gates.began.set()
                 self._wait()
             if gates.handed:
-                then()
                 self._wait()
             super()._round(*args)
 
@@ -264,7 +259,7 @@ def has_copies(ids):
 @pytest.mark.parity
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_worker_with_copies_that_raises_is_replaced(engines, alone, times):
-    """Its copies are begun again, or not: the requests themselves go on."""
+    """Its copies are begun again, or not: the requests themselves go on (more: test_driver.py)."""
     gates = Gates()
     broken = breaking(has_copies, times)
     team = helped([held_up(gates), broken], on_error="restart")
@@ -275,118 +270,6 @@ def test_a_worker_with_copies_that_raises_is_replaced(engines, alone, times):
     assert sum(isinstance(d.event, WorkerLost) for d in team.decisions) == broken.broken
     helpers = {c.start.worker_id for c in copies(team)}
     assert len(helpers) > 1, "its successors help as well"
-
-
-@pytest.mark.fault
-def test_where_none_is_replaced_it_ends_the_rollout(engines, alone):
-    team = helped([engines[0], breaking(has_copies)])
-    with pytest.raises(WorkerError, match="worker 1 failed on requests .*a device is gone"):
-        play(team, LONG)
-
-
-@pytest.mark.fault
-@pytest.mark.parity
-def test_a_worker_that_dies_while_its_requests_are_copied(engines, alone):
-    """What a copy has answered meanwhile is not answered again; the rest goes on elsewhere."""
-    gates, broken = Gates(), []
-
-    def once():
-        if not broken:
-            assert gates.copy_ended.wait(LIMIT_S)
-            broken.append(True)
-            raise Broken("a device is gone")
-
-    team = helped([held_up(gates, once), engines[0]], on_error="restart")
-    requests = [*LONG, shortest(alone)]
-    done, seen = play(team, requests, on_finish=gates.on_finish)
-    assert_answered(done, seen, alone, requests)
-    assert [d.event.worker_id for d in team.decisions if isinstance(d.event, WorkerLost)] == [0]
-    assert any(winners(team)[r.request_id] for r in LONG)
-
-
-@pytest.mark.fault
-@pytest.mark.parity
-def test_a_worker_that_dies_before_it_hands_over(engines, alone):
-    """Whoever waits for the keys and values computes them."""
-    gates, failed = Gates(), []
-
-    class Unreadable(type(held_up(gates))):
-        def copy(self, request_id):
-            if not failed:
-                failed.append(request_id)
-                raise Broken("a device is gone")
-            return super().copy(request_id)
-
-    team = helped([Unreadable(MODEL, CONFIG), engines[0]], on_error="restart")
-    requests = [*LONG, shortest(alone)]
-    done, seen = play(team, requests, on_finish=gates.on_finish)
-    assert_answered(done, seen, alone, requests)
-    assert failed
-
-
-@pytest.mark.fault
-@pytest.mark.parity
-def test_a_worker_that_dies_before_it_takes_what_is_handed_over(engines, alone):
-    """With one method its successor has copies of the same numbers."""
-    gates, broken = Gates(), []
-
-    class Late(Engine):
-        ended = False
-
-        def _retire_ended(self):
-            found = super()._retire_ended()
-            Late.ended |= bool(found)
-            return found
-
-        def _round(self, *args):
-            assert gates.began.wait(LIMIT_S)  # what is copied has its prompts
-            super()._round(*args)
-
-        @property
-        def has_work(self):  # before it takes what comes
-            if Late.ended and not broken:
-                broken.append(True)
-                began_s = time.monotonic()
-                while len(gates.handed) < len(LONG):
-                    time.sleep(0.005)
-                    assert time.monotonic() - began_s < LIMIT_S
-                raise Broken("a device is gone")
-            return super().has_work
-
-    team = helped([held_up(gates), Late(MODEL, CONFIG)], num_methods=1, on_error="restart")
-    requests = [*LONG, shortest(alone)]
-    done, seen = play(team, requests, on_finish=gates.on_finish)
-    assert_answered(done, seen, alone, requests)
-    assert broken
-    again = collections.Counter(c.start.request_id for c in copies(team))
-    assert max(again.values()) > 1
-
-
-HANG_LIMIT_S = 1.5
-
-
-@pytest.mark.fault
-@pytest.mark.parity
-def test_a_worker_with_copies_that_hangs_is_replaced(engines, alone):
-    gates, never = Gates(), threading.Event()
-
-    class Hanging(Engine):
-        hangs = 0
-
-        def _round(self, *args):
-            table = self._table
-            if not Hanging.hangs and has_copies(table.request_ids_B[table.busy_B]):
-                Hanging.hangs += 1
-                never.wait(LIMIT_S)
-            super()._round(*args)
-
-    team = helped([held_up(gates), Hanging(MODEL, CONFIG)], on_error="restart")
-    team._hang_limit_s = HANG_LIMIT_S
-    requests = [*LONG, shortest(alone)]
-    done, seen = play(team, requests, on_finish=gates.on_finish)
-    assert_answered(done, seen, alone, requests)
-    assert Hanging.hangs == 1
-    never.set()
 
 
 # --- reuse ------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""All that passes between workers, their driver, and its owner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rl.engine.engine import ChunkEnd
+from rl.engine.stats import EngineStats
+from rl.engine.worker_record import Kind
+from rl.runtime.waits import Hang, ProgramLost
+from rl.trajectory import PartialRequest, Trajectory
+from sched.request import copy_of
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerLimits:
+    """Bounds of each worker; with `has_steps_apart` it runs a request in its own step alone."""
+
+    kv_tokens: int
+    max_requests: int
+    max_tokens: int
+    has_steps_apart: bool = False
+
+
+# --- commands: driver → worker ----------------------------------------------------------
+
+
+class Prepare(NamedTuple):
+    """The rollout of a step, before the first request of it; none of before `oldest` is needed."""
+
+    step: int
+    spec: Any
+    oldest: int
+
+
+class Begin(NamedTuple):
+    step: int
+    partial: PartialRequest
+
+
+class Extend(NamedTuple):
+    """Continue a request whose chunk ended in its row."""
+
+    request_id: int
+    max_tokens: int
+
+
+class Take(NamedTuple):
+    """Return a request whose chunk ended, with its keys and values (`Left`)."""
+
+    request_id: int
+    ticket: int
+
+
+class Fork(NamedTuple):
+    """Return a copy of a request, which continues here (`Left`)."""
+
+    request_id: int
+    ticket: int
+
+
+class Remove(NamedTuple):
+    """End a request without an answer."""
+
+    request_id: int
+
+
+class Release(NamedTuple):
+    """Return all requests with their tokens, without keys and values (`Released`)."""
+
+
+Command = Prepare | Begin | Extend | Take | Fork | Remove | Release
+
+# --- events: worker → driver ------------------------------------------------------------
+
+
+class Left(NamedTuple):
+    """The state of a request that was taken or forked; None if it does not run here."""
+
+    ticket: int
+    partial: PartialRequest | None
+
+
+class Released(NamedTuple):
+    partials: list[PartialRequest]
+
+
+Event = Trajectory | ChunkEnd | Left | Released
+
+
+class Report(NamedTuple):
+    """The events of a call, the step of the open rollout, and its counts so far."""
+
+    step: int | None
+    events: Sequence[Event]
+    stats: EngineStats
+    is_idle: bool
+
+
+# --- results: driver → owner ------------------------------------------------------------
+
+
+class WorkerError(RuntimeError):
+    """A worker raised, or hangs; the message names the requests that ran there."""
+
+    def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
+        originals = dict.fromkeys(copy_of(r)[0] for r in request_ids)
+        shown = ", ".join(map(str, originals)) or "none"
+        super().__init__(
+            f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
+        )
+        self.worker_id, self.__cause__ = worker_id, error
+
+    @property
+    def kind(self) -> Kind:
+        """Return how the worker was lost."""
+        if isinstance(self.__cause__, ProgramLost):
+            return "hung" if self.__cause__.silent else "killed"
+        return "hung" if isinstance(self.__cause__, Hang) else "raised"
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A request was deferred into the next step, unfinished."""
+
+    request_id: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Returned:
+    """A request that was begun ahead of its step has left its worker, unfinished."""
+
+    partial: PartialRequest
+
+
+Result = Trajectory | Deferred | Returned | BaseException
