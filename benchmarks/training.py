@@ -4,7 +4,6 @@
 |---|---|---|
 | learns | default runs: reward on unseen questions, before and after | train_tiny.json |
 | trained | a finished run (--run, --policy): its evaluations, curve, cost | train_smollm2.json |
-| evaluations | the share of a default run of 150 steps that its evaluations take | eval_cost.json |
 | start | seconds to the first reward: nothing compiled; then another folder | second_run.json |
 
 Runs are `python -m rl.train`, read from outside; `trained` needs --run, --policy and --name.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import signal
 import statistics
@@ -120,28 +118,6 @@ def run_figures(rows: Rows) -> dict[str, Any]:
     }
 
 
-def evaluations(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    start_s = time.perf_counter()
-    rows = train(folder / "run", f"Run.steps={arguments.steps}")
-    return evaluation_cost(rows, time.perf_counter() - start_s)
-
-
-def evaluation_cost(rows: Rows, wall_s: float) -> dict[str, Any]:
-    """Return evaluations' share of all steps and evaluations, and of the whole process."""
-    by_step = {row["step"]: float(row["eval_s"]) for row in rows if "eval_s" in row}
-    steps_s = math.fsum(float(row["step_time"]) for row in step_rows(rows))
-    eval_s = math.fsum(by_step.values())
-    return {
-        "share_of_run": round(eval_s / (steps_s + eval_s), 4),
-        "share_of_wall": round(eval_s / wall_s, 4),
-        "eval_s": round(eval_s, 2),
-        "steps_s": round(steps_s, 1),
-        "wall_s": round(wall_s, 1),
-        "steps": len(step_rows(rows)),
-        "evaluations": {str(step): round(seconds, 2) for step, seconds in by_step.items()},
-    }
-
-
 def start(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start the default run with an empty cache of programs, then three times with a full one."""
     cache = folder / "cache"
@@ -179,7 +155,7 @@ def first_reward_s(run: Path, cache: Path) -> float:
     raise RuntimeError(f"the run ended before its first step:\n{''.join(lines)}")
 
 
-PARTS = {"learns": learns, "trained": trained, "evaluations": evaluations, "start": start}
+PARTS = {"learns": learns, "trained": trained, "start": start}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

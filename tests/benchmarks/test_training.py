@@ -1,8 +1,8 @@
-"""The figures of a run and the share of its evaluations, by hand."""
+"""The figures of a run, by hand."""
 
 import pytest
 
-from benchmarks.training import evaluation_cost, run_figures
+from benchmarks.training import run_figures
 
 
 def test_the_gain_at_least_compares_the_near_ends_of_the_intervals():
@@ -31,14 +31,3 @@ def test_the_gain_at_least_compares_the_near_ends_of_the_intervals():
     assert (found["hours"], found["step_time_s"]) == (1.75, 1350.0)
     assert found["curve"]["evaluations"] == {"0": [0.1, 0.05, 0.15], "2": [0.5, 0.35, 0.65]}
     assert found["curve"]["training"] == [0.5]
-
-
-def test_the_share_of_evaluations_is_of_all_steps_and_evaluations():
-    rows = [
-        {"step": 0, "eval_s": 4.0},
-        {"step": 1, "step_time": 10.0},
-        {"step": 2, "step_time": 20.0, "eval_s": 6.0},
-    ]
-    found = evaluation_cost(rows, 50.0)
-    assert (found["share_of_run"], found["share_of_wall"]) == (0.25, 0.2)
-    assert (found["steps"], found["evaluations"]) == (2, {"0": 4.0, "2": 6.0})
