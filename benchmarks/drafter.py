@@ -216,10 +216,7 @@ def preemption_waits(
 def spot_rollout(
     inputs: Inputs, params: Params, config: TrainConfig
 ) -> tuple[list[tuple[int, float, float]], list[Span], float]:
-    """Return a rollout's rounds as (worker, start, seconds), its spans of training, and its end.
-
-    Times are seconds since the first round.
-    """
+    """Return a rollout's rounds as (worker, start, seconds), spans of training, and its end."""
     team = SpotTeam(inputs, params, config)
     team.rollout(0)  # compiles, and fills the buffer
     spans, ended_s = team.rollout(1, num_prompts=8)

@@ -79,7 +79,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Return the computations of a program's text. Raises ValueError if it has no entry."""
+    """Return the computations of a program's text."""
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] | None = None
     entry = ""
@@ -93,8 +93,6 @@ def parse(text: str) -> Module:
             current = None
         elif match := _LINE.match(line):
             current.append(_instruction(match[1], match[2]))
-    if not entry:
-        raise ValueError("expected a program with an entry, got a text without one")
     return Module(computations, entry)
 
 

@@ -3,16 +3,14 @@
 | part | what it measures | result |
 |---|---|---|
 | learns | default runs: reward on unseen questions, before and after | train_tiny.json |
-| trained | a finished run (--run, --policy): its evaluations, curve, cost | train_smollm2.json |
 | start | seconds to the first reward: nothing compiled; then another folder | second_run.json |
 
-Runs are `python -m rl.train`, read from outside; `trained` needs --run, --policy and --name.
+Runs are `python -m rl.train`, read from outside.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import signal
@@ -21,101 +19,42 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from rl.metrics.writer import read_metrics, read_samples, step_rows
-from rl.run_folder import read_launches
+from rl.metrics.writer import read_metrics, step_rows
 
-UNSEEN = {"num_prompts": 100, "samples": 8, "temperature": 1.0}  # of each task
-GREEDY = {"num_prompts": 256, "samples": 1, "temperature": 0.0}
-CURVE_STEPS = 5  # whose training rewards are averaged
-SAMPLES = 3  # shown of the first and of the last step
+UNSEEN = {"samples": 8, "temperature": 1.0}
 STOP_S = 120.0
-REWARD = "eval/mean_reward"
-Rows = Sequence[dict[str, Any]]
 
 
-def train(run: Path, *settings: str) -> list[dict[str, Any]]:
-    """Run `rl.train` to its end; return its rows of metrics."""
-    settings = (f"Run.directory={str(run)!r}", *settings)
-    environment.call("rl.train", *(f"--gin.{x}" for x in settings))
-    return read_metrics(run)
-
-
-def evaluate(settings: dict[str, Any], *policy: str) -> list[float]:
-    """Return the mean reward of `rl.evaluate` and its 95% interval."""
+def evaluate(num_prompts: int, *policy: str) -> float:
+    """Return the mean reward of `rl.evaluate` on so many unseen questions of each task."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "evaluation.json"
+        settings = {"num_prompts": num_prompts, **UNSEEN}
         gin = [f"--gin.Eval.{name}={value}" for name, value in settings.items()]
         environment.call("rl.evaluate", *policy, *gin, "--output", str(output))
-        overall = json.loads(output.read_text())["overall"]
-    return [round(overall[f"mean_reward{end}"], 4) for end in ("", "_low", "_high")]
+        return round(json.loads(output.read_text())["overall"]["mean_reward"], 4)
 
 
 def learns(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train with several seeds; `gain` is on questions that training does not draw."""
-    unseen = UNSEEN | {"num_prompts": arguments.questions}
-    before, runs = evaluate(unseen, "--policy", "policies/tiny")[0], []
+    before, runs = evaluate(arguments.questions, "--policy", "policies/tiny"), []
     for seed in range(arguments.seeds):
         run = folder / f"seed{seed}"
-        steps = step_rows(train(run, f"Run.seed={seed}", f"Run.steps={arguments.steps}"))
-        after = evaluate(unseen, "--run", str(run))[0]
+        settings = f"Run.directory={str(run)!r}", f"Run.seed={seed}", f"Run.steps={arguments.steps}"
+        environment.call("rl.train", *(f"--gin.{x}" for x in settings))
+        steps, after = (
+            step_rows(read_metrics(run)),
+            evaluate(arguments.questions, "--run", str(run)),
+        )
         runs.append({"seed": seed, "steps": len(steps), "unseen_reward": after})
-        runs[-1] |= {"gain": round(after - before, 4), "step_time_s": median_step_s(steps)}
+        step_s = statistics.median(row["step_time"] for row in steps)
+        runs[-1] |= {"gain": round(after - before, 4), "step_time_s": round(step_s, 3)}
     gains = [run["gain"] for run in runs]
     return {"gain_min": min(gains), "unseen_reward_before": before, "runs": runs}
-
-
-def median_step_s(steps: Rows) -> float:
-    return round(statistics.median(row["step_time"] for row in steps), 3)
-
-
-def trained(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Report on a finished run, and on its greedy responses before and after."""
-    run, policy = arguments.run, arguments.policy
-    if not (run and policy):
-        raise SystemExit("trained: expected --run and --policy")
-    before = evaluate(GREEDY, "--run", str(run), "--policy", str(policy))
-    after = evaluate(GREEDY, "--run", str(run))
-    samples = read_samples(run)
-    kept = ("prompt", "completion", "answer", "reward")
-    ends = {"first": samples[:SAMPLES], "last": samples[-SAMPLES:]}
-    return {
-        "policy": arguments.name,
-        **run_figures(read_metrics(run)),
-        "greedy": {"questions": GREEDY["num_prompts"], "before": before, "after": after},
-        "greedy_gain_at_least": round(after[1] - before[2], 4),
-        "samples": {end: [{k: s[k] for k in kept} for s in some] for end, some in ends.items()},
-        "legs": [dataclasses.asdict(launch) for launch in read_launches(run)],
-    }
-
-
-def run_figures(rows: Rows) -> dict[str, Any]:
-    """Return gain and cost; `gain_at_least` compares the near ends of the 95% intervals."""
-    evaluated, steps = [row for row in rows if REWARD in row], step_rows(rows)
-    first, last = evaluated[0], evaluated[-1]
-    names = (REWARD, f"{REWARD}_low", f"{REWARD}_high")
-    seconds = sum(row["step_time"] for row in steps) + sum(row["eval_s"] for row in evaluated)
-    rewards = [row["reward"] for row in steps]
-    windows = [rewards[i : i + CURVE_STEPS] for i in range(0, len(rewards), CURVE_STEPS)]
-    return {
-        "gain": round(last[REWARD] - first[REWARD], 4),
-        "gain_at_least": round(last[f"{REWARD}_low"] - first[f"{REWARD}_high"], 4),
-        "before": round(first[REWARD], 4),
-        "after": round(last[REWARD], 4),
-        "steps": len(steps),
-        "responses": sum(row["completions/count"] for row in steps),
-        "response_tokens": steps[-1]["num_tokens"],
-        "hours": round(seconds / 3600, 3),
-        "step_time_s": median_step_s(steps),
-        "curve": {
-            "evaluations": {str(r["step"]): [round(r[n], 4) for n in names] for r in evaluated},
-            "training": [round(statistics.fmean(window), 4) for window in windows],
-        },
-    }
 
 
 def start(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -155,7 +94,7 @@ def first_reward_s(run: Path, cache: Path) -> float:
     raise RuntimeError(f"the run ended before its first step:\n{''.join(lines)}")
 
 
-PARTS = {"learns": learns, "trained": trained, "start": start}
+PARTS = {"learns": learns, "start": start}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,6 +103,5 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    flags: dict[str, Any] = {"run": Path, "policy": Path, "name": str}
-    flags |= {"seeds": 3, "steps": 150, "questions": 100}
+    flags = {"seeds": 3, "steps": 150, "questions": 100}
     environment.run(__doc__, dict.fromkeys(PARTS, measure), environment.TRAINING, **flags)

@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from benchmarks.soak import inputs, memory, processes, runs
 
 FAULTS = {
     "kill": runs.kill,
-    "kill_ahead": runs.kill_ahead,
-    "kill_drafting": runs.kill_drafting,
+    "kill_ahead": partial(runs.kill, settings=runs.AHEAD),
+    "kill_drafting": partial(runs.kill, settings=runs.DRAFTING),
     "stop": runs.stop,
     "lose": processes.lose,
     "processes": processes.compare_processes,
