@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
 import os
 import statistics
@@ -56,9 +55,8 @@ class Rollouts:
         base = workloads.BASE_POLICY
         workload = workloads.tiny("base", base, base, prompts, group_size)
         self.bench = bench = speculation.open_bench(workload, config)
-        if "draws" in inspect.signature(round_times.measure).parameters:  # newer than ea3c2a7
-            given = bench.engine, workload.params, workload.sampling, bench.buckets
-            bench.times = round_times.measure(*given, draws=True)
+        given = bench.engine, workload.params, workload.sampling, bench.buckets
+        bench.times = round_times.measure(*given, draws=True)
         self._draw_older()
         engine, sched = bench.engine, SchedConfig(workers=2, chunk_tokens=64, policy="seer")
         engines = make_engines(engine.model, engine.config, sched, dtype=engine.dtype)
@@ -113,9 +111,7 @@ class Rollouts:
             options["rule"] = PrefixRule(mode, log(mode.lenience), 0, 1)
         if way in LIKE:  # as a run whose budget goes by the seconds of rounds
             options["drafts"] = draft_with(None, Goodput(bench.times))
-            options["begun"] = way == "ahead"
-            if any(field.name == "times" for field in dataclasses.fields(RolloutSpec)):
-                options["times"] = bench.times
+            options |= {"begun": way == "ahead", "times": bench.times}
         spec = RolloutSpec(work.params, self._sampling(way), KEY, work.stop_token_ids, **options)
         engine = self.workers if way == "workers" else bench.engine
         requests = self.requests.get(way, work.requests)
@@ -154,7 +150,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for way in WAYS:
             children["before"].ask(do="run", way=LIKE.get(way, "plain"))
             wanted = children["before"].ask(do="tokens")["tokens"]
-            kinds = {name: partial(seconds_of, child, way) for name, child in children.items()}
+            kinds = {
+                name: lambda child=child, way=way: float(child.ask(do="run", way=way)["seconds"])
+                for name, child in children.items()
+            }
             seconds = in_turns(kinds, arguments.repeats, warm=0)
             got = [child.ask(do="tokens")["tokens"] for child in children.values()]
             rows.append(row(way, seconds, wanted, got))
@@ -175,10 +174,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "before_commits": last_commits(before),
         "rows": rows,
     }
-
-
-def seconds_of(child: Any, way: str) -> float:
-    return float(child.ask(do="run", way=way)["seconds"])
 
 
 def row(

@@ -14,7 +14,6 @@ read a token at a time, and the cache has another length.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -164,24 +163,14 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return row
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Seeds, tokens of a response, the draws, and the nodes of the forced passes."""
-
-    seeds: int
-    new_tokens: int
-    draws: Sequence[sampling.Draw]
-    nodes: Sequence[int] = NODES
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model, master = workloads.policy(workloads.BASE_POLICY)
     questions = workloads.questions(arguments.prompts)
     requests = workloads.group_requests(questions, arguments.group_size)
     slots = {"slots": len(requests), "min_slots": len(requests)}
     config = EngineConfig(**slots, min_positions=256, max_nodes=8)
-    sizes = Sizes(arguments.seeds, arguments.new_tokens, tuple(arguments.draws))
-    return of_policy(model, master, requests, config, sizes)
+    sizes = arguments.seeds, arguments.new_tokens, tuple(arguments.draws)
+    return of_policy(model, master, requests, config, *sizes)
 
 
 def of_policy(
@@ -189,21 +178,27 @@ def of_policy(
     master: Params,
     requests: Sequence[Request],
     engine_config: EngineConfig,
-    sizes: Sizes,
+    seeds: int,
+    new_tokens: int,
+    draws: Sequence[sampling.Draw],
+    nodes: Sequence[int] = NODES,
 ) -> dict[str, Any]:
-    """Rows of one policy, by type, draw and measure, and the named figures."""
+    """Return rows of one policy, by type, draw and measure, and the named figures.
+
+    `new_tokens` are those of each response, `nodes` those of the forced passes.
+    """
     rows = []
     for dtype in DTYPES:
         params = jax.tree.map(lambda p, d=dtype: p.astype(d), master)
         engine = Engine(model, engine_config, dtype=jnp.dtype(dtype))
-        for scheme in sizes.draws:
-            settings = SamplingConfig(max_new_tokens=sizes.new_tokens, draw=scheme)
+        for scheme in draws:
+            settings = SamplingConfig(max_new_tokens=new_tokens, draw=scheme)
             found: dict[str, list[dict[str, Any]]] = {}
-            for seed in range(sizes.seeds):
+            for seed in range(seeds):
                 key = step_key(seed, 1)
                 pairs = _phases(engine, params, requests, settings, key, model.vocab_size)
                 found.setdefault("drafted", []).append(compare_drafted(*pairs))
-                for n in sizes.nodes:
+                for n in nodes:
                     row = compare_forced(model, params, pairs[0], key, n, scheme)
                     found.setdefault(f"forced_{n}", []).append(row)
             for measured, of_seeds in found.items():

@@ -51,10 +51,7 @@ class System(Child):
         return float(self.ask(do="run", seed=self.seed)["seconds"])
 
     def choose_variant(self, repeats: int) -> dict[str, float]:
-        """Return the median seconds of all variants, the fastest first.
-
-        A variant whose warm run took twice the best so far is not run again.
-        """
+        """Return the median seconds of variants, the fastest first; slow ones run once."""
         found: dict[str, float] = {}
         for variant in self.hello["variants"]:
             warm_s = self.prepare(variant)["warm_call_s"]
@@ -109,7 +106,8 @@ def compare(
         speeds_T = (shape.total_new_tokens / seconds[name]).round(1)
         system["tokens_per_s"] = float(np.median(speeds_T))
         system["tokens_per_s_all"] = speeds_T.tolist()
-        system["greedy_agreement"] = agreement(greedy["reprise"], greedy[name])
+        same = np.asarray(greedy["reprise"]) == np.asarray(greedy[name])
+        system["greedy_agreement"] = round(float(same.mean()), 6)
         all_speeds = [system["variants_tokens_per_s"][system["variant"]], *speeds_T]
         system["steady"] = bool(max(all_speeds) < 1.5 * min(all_speeds))
     return {
@@ -128,10 +126,6 @@ def ratio(ratios_T: np.ndarray, required: float) -> dict[str, Any]:
     median = float(np.median(ratios_T))
     ends = {"least": round(ratios_T.min(), 3), "most": round(ratios_T.max(), 3)}
     return {"median": round(median, 3), **ends, "required": required, "reached": median >= required}
-
-
-def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    return round(float(np.mean(np.asarray(ours) == np.asarray(theirs))), 6)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,27 +2,18 @@
 
 | part | what is compiled | result |
 |---|---|---|
-| rounds | plain and verifying rounds of Qwen3-8B on four TPU v5p | compiled_rounds.json |
-| collectives | exchanges between devices in these, on several targets | compiled_collectives.json |
+| collectives | exchanges between devices in rounds, several targets | compiled_collectives.json |
 | training | a gradient step of Qwen3-8B on eight TPU v5p | compiled_training.json |
 | preflights | the configurations of configs/real, by `rl.preflight` | preflights.json |
 | auto | `qwen3_8b_8xh100` with "auto" sizes, by `rl.preflight` | preflights_auto.json |
 
 Nothing runs; each target needs its compiler (`pip install "jax[tpu]"`, `"jax[cuda13]"`), no device.
 
-Rounds have 64 slots of 16,384 positions, bfloat16; a verifying round has eight nodes a slot. Models
-of `--layers` are compiled; figures of all 36 layers are extrapolated, linear in the layers. The
-floor is keys, values and weights read once at the makers' bandwidth. `priced_ratio` is of the bytes
-that the kernel names to the compiler. Seconds are the compiler's estimate, which counts weights
-that are copied to VMEM ahead of their product more than once; and itemized, one instruction after
-the other: estimated cycles of fusions, bytes of kernels, copies and collectives at the makers'
-bandwidth. Both branches of a condition count, and work done once in 16 rounds. Counted without a
-device: pages allocated for live tokens, programs that run the whole model, and arguments of a MiB
-and more that every chip has whole.
-
-Collectives are in MB of one device: gathered (all-gather and all-to-all: whole logits would be
-here, 311 MB), summed (all-reduce, reduce-scatter: activations) and passed (collective-permute: the
-edges of each device's part of the vocabulary), for a model of the first of `--layers`.
+Collectives are those of plain rounds and of rounds that verify eight nodes a slot, 64 slots of
+16,384 positions in pages, bfloat16, of a model of `--layers`. They are in MB of one device:
+gathered (all-gather and all-to-all: whole logits would be here, 311 MB), summed (all-reduce,
+reduce-scatter: activations) and passed (collective-permute: the edges of each device's part of the
+vocabulary).
 
 A gradient step has one packed row a chip; temporaries are a chip's memory beside the arguments.
 """
@@ -32,9 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -47,7 +36,7 @@ from rl.engine.config import EngineConfig
 from rl.preflight.targets import devices_of, parse_target, prepare
 from spec.config import SamplingConfig
 
-TARGET, SLOTS, NODES, POSITIONS, PROMPT, LAYERS = "v5p:2x2x1", 64, 512, 16384, 1024, 36
+SLOTS, NODES, POSITIONS, PROMPT, LAYERS = 64, 512, 16384, 1024, 36
 QWEN3 = ModelConfig(
     *("qwen3", 151936, 4096, LAYERS, 32, 8, 128, 12288), qk_norm=True, max_positions=40960
 )
@@ -55,12 +44,7 @@ QWEN2 = ModelConfig(
     *("qwen2", 152064, 3584, 28, 28, 4, 128, 18944), qkv_bias=True, max_positions=32768
 )
 MODELS = {"qwen3_8b": QWEN3, "qwen2_5_7b": QWEN2}
-CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS)
-CACHES = ("pages", "rows")
-FIGURES = ("temporaries_gb", "accessed_gb", "compiler_ms", "itemized_ms", "gathered_mb")
-CLOCK_HZ = 459e12 / (2 * 4 * 2 * 128**2)  # operations/s of two cores of four 128 × 128 products
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_PRICE = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS, cache="pages")
 CASES = (
     *(("qwen3_8b", "h100:1x1x8"), ("qwen2_5_7b", "h100:1x1x8")),
     *(("qwen3_8b", "v5p:2x2x1"), ("qwen3_8b", "v6e:2x2"), ("qwen3_8b", "cpu:8")),
@@ -84,8 +68,8 @@ PREFLIGHTS = {
 GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurations say
 
 
-def round_programs(model: ModelConfig, cache: str, target: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the compiled program and the engine of a plain and a verifying round."""
+def round_programs(model: ModelConfig, target: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the compiled program and the mesh of a plain and a verifying round."""
     import jax
     import jax.numpy as jnp
 
@@ -96,8 +80,7 @@ def round_programs(model: ModelConfig, cache: str, target: Any) -> Iterator[tupl
     from rl.warm_up.rollout_programs import Pool, Reach
 
     mesh = rollout_mesh(devices_of(target), model.num_kv_heads)
-    config = dataclasses.replace(CONFIG, cache=cache)
-    engine = Engine(model, config, mesh=mesh, dtype=jnp.bfloat16)
+    engine = Engine(model, CONFIG, mesh=mesh, dtype=jnp.bfloat16)
     sampling = SamplingConfig(max_new_tokens=POSITIONS - PROMPT)
     with engine.mesh_context(), engine.shapes_only():
         specs = transformer.param_specs(model)
@@ -109,170 +92,12 @@ def round_programs(model: ModelConfig, cache: str, target: Any) -> Iterator[tupl
             yield name, lowered(engine, program).compile(compiler_options=options), mesh
 
 
-# --- rounds -------------------------------------------------------------------------------
-
-
-def rounds(arguments: argparse.Namespace) -> dict[str, Any]:
-    target, found = parse_target(TARGET), dict[str, Any]()
-    prepare(target)
-    first, last = arguments.layers[0], arguments.layers[-1]
-    for cache in CACHES:
-        by_layers = {n: round_figures(cache, n, target) for n in (first, last)}
-        for name, few in by_layers[first].items():
-            more, steps = by_layers[last][name], (LAYERS - first) / max(last - first, 1)
-            whole = {key: few[key] + (more[key] - few[key]) * steps for key in FIGURES}
-            found[f"{cache}, {name}"] = {
-                **{key: round(value, 3) for key, value in whole.items()},
-                "layers_compiled": {layers: each[name] for layers, each in by_layers.items()},
-            }
-    floor = floor_ms(target)
-    result: dict[str, Any] = {
-        **{"kind": "compiled", "target": TARGET, "layers": LAYERS},
-        **{"slots": SLOTS, "nodes": NODES, "positions": POSITIONS},
-        "floor_ms": round(floor, 3),
-        "priced_ratio": round(priced_ratio(), 3),
-        "allocated": allocation(),
-        "whole_model_programs": whole_model_programs(),
-        "whole_arrays": {cache: whole_arrays(cache, devices_of(target)) for cache in CACHES},
-        "rounds": found,
-    }
-    for cache in CACHES:
-        for seconds, ratio in (("compiler_ms", "ratio"), ("itemized_ms", "itemized_ratio")):
-            plain, verify = (found[f"{cache}, {name}"][seconds] for name in ("plain", "verify"))
-            result[f"{cache}_verify_{ratio}"] = round(verify / plain, 3)
-            result[f"{cache}_floor_{ratio}"] = round(plain / floor, 3)
-    return result
-
-
-def round_figures(cache: str, layers: int, target: Any) -> dict[str, dict[str, float]]:
-    """Return the compiler's figures of a chip, for both kinds of rounds."""
-    found = {}
-    for name, step, _ in round_programs(
-        dataclasses.replace(QWEN3, num_layers=layers), cache, target
-    ):
-        cost, module = step.cost_analysis(), hlo.parse(step.as_text())
-        moved = hlo.collectives_of(module)
-        found[name] = {
-            "temporaries_gb": step.memory_analysis().temp_size_in_bytes / 1e9,
-            "accessed_gb": cost["bytes accessed"] / 1e9,
-            "compiler_ms": 1e3 * cost["optimal_seconds"],
-            "itemized_ms": itemized_ms(module, target),
-            "gathered_mb": sum(x for k, x in moved.items() if "gather" in k) / 1e6,
-        }
-    return found
-
-
-def itemized_ms(module: hlo.Module, target: Any) -> float:
-    """Return the milliseconds of a program, one instruction after the other."""
-    figures, cycles, moved = target.kind.figures, 0, 0
-    for times, one, _ in module.run():
-        if found := _CYCLES.search(one.rest):
-            cycles += times * int(found[1])
-        if found := _PRICE.search(one.rest):
-            moved += times * int(found[1])
-        if one.opcode == "copy-start" and one.arrays[1].on_device:
-            moved += times * one.arrays[1].num_bytes
-    sums = 2 * sum(hlo.collectives_of(module).values())
-    return 1e3 * (cycles / CLOCK_HZ + moved / figures.bytes_per_s + sums / figures.link_bytes_per_s)
-
-
-def whole_arrays(cache: str, devices: Any) -> int:
-    """Count arrays of a MiB and more that each of several devices has whole.
-
-    They are arguments of all programs of rollouts and the training state, weights over two ways of
-    fsdp and two of tensor.
-    """
-    import jax
-
-    from rl.config import TrainConfig
-    from rl.gin.loader import load
-    from rl.preflight.programs import RunPrograms
-
-    flags = "Mesh.data=1", "Mesh.fsdp=2", "Mesh.tensor=2", f"Engine.cache='{cache}'"
-    config = load(TrainConfig, ["configs/real/qwen3_8b_8xh100.gin"], flags)
-    run = RunPrograms(config, dataclasses.replace(QWEN3, num_layers=2), devices, is_cpu=False)
-    held = jax.tree.leaves((run.state, [program.arguments() for program in run.of_rollouts()]))
-    shapes = [x for x in held if isinstance(x, jax.ShapeDtypeStruct)]
-    assert any(x.sharding is not None and not x.sharding.is_fully_replicated for x in shapes)
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize >= 2**20
-        and (x.sharding is None or x.sharding.is_fully_replicated)
-        for x in shapes
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
-
-
-def floor_ms(target: Any) -> float:
-    """Return the milliseconds in which a chip reads its keys, values and weights once."""
-    from models.config import leaves, param_specs
-
-    numbers = sum(math.prod(spec.shape) for spec in leaves(param_specs(QWEN3)))
-    numbers -= QWEN3.vocab_size * QWEN3.d_model  # an embedding is looked up
-    keys = 2 * LAYERS * QWEN3.num_kv_heads * QWEN3.head_dim * SLOTS * POSITIONS
-    return 1e3 * 2 * (numbers + keys) / target.count / target.kind.figures.bytes_per_s
-
-
-def priced_ratio() -> float:
-    """Return the kernel's bytes for a round of eight nodes a slot over those of a plain one."""
-    import jax
-    import jax.numpy as jnp
-
-    from models.kernels.page_attention_tpu import attend_pages
-
-    heads, kv_heads, h, T = QWEN3.num_heads // 4, QWEN3.num_kv_heads // 4, QWEN3.head_dim, 128
-    pages = jax.ShapeDtypeStruct((SLOTS * POSITIONS // T, kv_heads, T, h), jnp.bfloat16)
-    tables = (SLOTS, POSITIONS // T), (SLOTS,)
-
-    def priced(nodes: int) -> int:
-        q = jax.ShapeDtypeStruct((SLOTS, nodes, heads, h), jnp.bfloat16)
-        held = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables)
-        calls = kernels_of(jax.make_jaxpr(attend_pages)(q, pages, pages, *held).jaxpr)
-        return sum(call.params["cost_estimate"].bytes_accessed for call in calls)
-
-    width = min(CONFIG.max_nodes, 2 * NODES // SLOTS)  # nodes of a slot, padded
-    return priced(width) / priced(1)
-
-
-def kernels_of(jaxpr: Any) -> Iterator[Any]:
-    """Yield the calls of kernels, however deep."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield equation
-            continue
-        for inner in equation.params.values():
-            if hasattr(inner, "jaxpr"):
-                yield from kernels_of(inner.jaxpr)
-
-
-def allocation() -> dict[str, float]:
-    """Return positions allocated for one row of 16k tokens and 255 of 2k, over live tokens."""
-    from spec.page_table import PageTable
-
-    lengths, T = [16384] + [2048] * 255, 128
-    pages = PageTable(256, 16384 // T, 256 * 16384 // T, T)
-    for slot, tokens in enumerate(lengths):
-        assert pages.reserve(slot, min(16384, tokens + CONFIG.rounds_per_fetch))
-    allocated = {"pages": int(pages.held_B.sum()) * T, "rows": 256 * 16384}
-    return {name: round(tokens / sum(lengths), 3) for name, tokens in allocated.items()}
-
-
-def whole_model_programs() -> dict[str, int]:
-    """Return the programs that run the whole model, 256 slots of 18k tokens with drafts."""
-    from rl.engine.engine import Engine
-    from rl.warm_up.compile_buckets import num_whole_model
-    from rl.warm_up.rollout_programs import Reach
-
-    sampling, reach = SamplingConfig(max_new_tokens=16384), Reach(256, 2048, speculative=True)
-    settings = {name: EngineConfig(slots=256, cache=name) for name in CACHES}
-    return {n: num_whole_model(Engine(QWEN3, c), sampling, reach) for n, c in settings.items()}
-
-
 # --- collectives --------------------------------------------------------------------------
 
 
 def collectives(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compile every case in a process of its own: one process opens one compiler."""
-    found, layers = dict[str, Any](), arguments.layers[0]
+    found, layers = dict[str, Any](), arguments.layers
     for model, target in CASES:
         command = [sys.executable, "-m", "benchmarks.compiled", "--one", model, target, str(layers)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -286,7 +111,7 @@ def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
     target = parse_target(target_name)
     prepare(target)
     model, found = dataclasses.replace(MODELS[model_name], num_layers=layers), dict[str, Any]()
-    for name, step, mesh in round_programs(model, "pages", target):
+    for name, step, mesh in round_programs(model, target):
         moved = hlo.collectives_of(hlo.parse(step.as_text()))
         found |= {"tensor": mesh.shape["tensor"], "data": mesh.shape["data"]}
         found[name] = {
@@ -399,7 +224,6 @@ def preflight(name: str, *flags: str) -> dict[str, Any]:
 
 
 PARTS = {
-    "rounds": rounds,
     "collectives": collectives,
     "training": training,
     "preflights": preflights,
@@ -412,4 +236,4 @@ if __name__ == "__main__":
         print(json.dumps(exchanged(model, target, int(layers))))
     else:
         packages = ("jax", "jaxlib", "jax-cuda13-pjrt", "libtpu")
-        environment.run(__doc__, PARTS, packages, layers=(2, 4))
+        environment.run(__doc__, PARTS, packages, layers=2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from math import prod
 
 ITEM_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
@@ -21,20 +20,11 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """One array of an instruction's result; `on_device`: in the device's main memory."""
-
-    num_bytes: int
-    on_device: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,16 +37,12 @@ class Instruction:
     operands: tuple[str, ...]
     rest: str
 
-    @cached_property
-    def arrays(self) -> list[Array]:
-        """The arrays of the result; of a tuple in its order."""
-        return [_array(match) for match in _ARRAY.finditer(self.type_text)]
-
-    @cached_property
+    @property
     def num_bytes(self) -> int:
-        return sum(array.num_bytes for array in self.arrays)
+        """The bytes of the result, of all arrays of a tuple."""
+        return sum(map(_num_bytes, _ARRAY.finditer(self.type_text)))
 
-    @cached_property
+    @property
     def called(self) -> list[str]:
         """The computations that it runs."""
         branches = _BRANCHES.search(self.rest)
@@ -93,7 +79,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Return the computations of a program's text. Raises ValueError if it has no entry."""
+    """Return the computations of a program's text."""
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] | None = None
     entry = ""
@@ -107,8 +93,6 @@ def parse(text: str) -> Module:
             current = None
         elif match := _LINE.match(line):
             current.append(_instruction(match[1], match[2]))
-    if not entry:
-        raise ValueError("expected a program with an entry, got a text without one")
     return Module(computations, entry)
 
 
@@ -131,16 +115,14 @@ def _closing(text: str, first: int) -> int:
     return len(text) - 1
 
 
-def _array(match: re.Match[str]) -> Array:
+def _num_bytes(match: re.Match[str]) -> int:
     dtype, sizes_text, layout = match[1], match[2], match[3] or ""
     sizes = [int(size.strip("<= ")) for size in sizes_text.split(",") if size.strip()]
-    space = _SPACE.search(layout)
     bits = ITEM_BITS.get(dtype)
     if bits is None:
         width = re.search(r"\d+", dtype)
         bits = int(width[0]) if width else 8
-    num_bytes = -(-prod(_padded(sizes, layout)) * bits // 8)
-    return Array(num_bytes, on_device=space is None or space[1] == "0")
+    return -(-prod(_padded(sizes, layout)) * bits // 8)
 
 
 def _padded(sizes: list[int], layout: str) -> list[int]:

@@ -184,10 +184,7 @@ def project(bench: Bench, name: str) -> dict[str, float]:
 
 
 def drafting_seconds(rounds: Sequence[RoundRecord]) -> float:
-    """The seconds in which drafts were made and chosen while the device waited.
-
-    No way of drafting ahead of the device's answer could save more.
-    """
+    """Return the seconds in which the device waited for drafts."""
     return sum(r.drafted_s - r.ready_s for r in rounds)
 
 

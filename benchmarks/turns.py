@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -22,13 +21,3 @@ def in_turns(
         for name in list(kinds)[:: -1 if turn % 2 else 1]:
             seconds[name][turn] = kinds[name]()
     return {name: taken_T[warm:] for name, taken_T in seconds.items()}
-
-
-def ratios(name: str, over_T: Any, under_T: Any, digits: int = 3) -> dict[str, Any]:
-    """Return the median ratio of two kinds, turn by turn, its quartiles, and all ratios."""
-    ratios_T = np.asarray(over_T) / np.asarray(under_T)
-    return {
-        name: round(float(np.median(ratios_T)), digits),
-        f"{name}_quartiles": np.quantile(ratios_T, [0.25, 0.75]).round(digits).tolist(),
-        f"{name}_turns": ratios_T.round(digits).tolist(),
-    }

@@ -31,7 +31,6 @@ from rl.learner.config import TrainerConfig, TrainSpec
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.trajectory import FinishReason, Trajectory
 from sched.simulator.roofline import ACCELERATORS, Accelerator
-from spec.budget.goodput import Goodput
 from spec.config import SamplingConfig
 from spec.drafter import no_drafts
 
@@ -328,30 +327,8 @@ def rollouts(size: Size) -> Rows:
     work = workloads.replay("synthetic", size.model, params, *shape)
     config = dataclasses.replace(size.engine_config, min_positions=size.prompt_tokens)
     bench = speculation.open_bench(work, config)
-    plain = {t.request_id: t.response_ids for t in bench.phase()}
-    differ = {"plain": 0, "speculative": 0}
-
-    def run(name: str) -> float:
-        start_s = time.perf_counter()
-        if name == "plain":
-            done = bench.phase()
-        else:
-            done = bench.phase(work.drafters["replay"](plain), Goodput(bench.times))
-        seconds = time.perf_counter() - start_s
-        tokens = ((plain[t.request_id], t.response_ids) for t in done)
-        differ[name] = max(differ[name], sum(int((a != b).sum()) for a, b in tokens))
-        return seconds
-
-    seconds = in_turns({name: partial(run, name) for name in differ}, size.repeats)
-    num_tokens = sum(map(len, plain.values()))
-    for name, seconds_T in seconds.items():
-        row = {"rollout": name, "requests": len(plain), "tokens": num_tokens} | summary(seconds_T)
-        row["tokens_per_s"] = round(num_tokens / float(np.median(seconds_T)), 1)
-        row["tokens_that_differ"] = differ[name]
-        if name == "speculative":
-            row |= {"acceptance": ACCEPTANCE, "synthetic": True}
-            row["ratio"] = round(float(np.median(seconds["plain"] / seconds_T)), 3)
-        yield row
+    row = speculation.compare(bench, "replay", size.repeats)
+    yield {"requests": size.slots, "acceptance": ACCEPTANCE, "synthetic": True, **row}
 
 
 def random_responses(size: Size) -> list[Trajectory]:
@@ -434,8 +411,8 @@ def flips(size: Size) -> Rows:
         requests = workloads.group_requests([{"prompt_ids": [1, 2, 3]}, {"prompt_ids": [4, 5]}], 2)
     slots = {"slots": len(requests), "min_slots": len(requests)}
     config = EngineConfig(**slots, max_nodes=size.node_count, cache="pages")
-    sizes = bf16_flips.Sizes(size.flip_seeds, size.flip_tokens, ("cdf",), (size.node_count,))
-    yield from bf16_flips.of_policy(model, params, requests, config, sizes)["rows"]
+    sizes = size.flip_seeds, size.flip_tokens, ("cdf",), (size.node_count,)
+    yield from bf16_flips.of_policy(model, params, requests, config, *sizes)["rows"]
 
 
 PARTS: dict[str, Callable[[Size], Rows]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bf16_flips, environment
-from benchmarks.real_policy import acceptance, learned, one_update, parity
+from benchmarks.real_policy import acceptance, one_update, parity
 from benchmarks.real_policy.ground import Ground, Sizes
 from benchmarks.real_policy.questions import KINDS
 from models.config import num_params
@@ -25,7 +25,6 @@ PARTS = {
     "cooler": lambda ground: acceptance.measure(ground, COOLER),
     "one_update": one_update.measure,
     "after_update": acceptance.measure_after_update,
-    "learned": learned.measure,
     "flips": lambda ground: flips(ground),
 }
 
@@ -36,8 +35,8 @@ def flips(ground: Ground) -> dict[str, Any]:
     chosen = [g for g in range(len(ground.questions)) if g % ground.sizes.questions < half]
     requests = [r for r in ground.requests(chosen=chosen) if r.sample_index < 2]
     config = ground.engine_config(max_nodes=8, slots=len(requests), min_slots=len(requests))
-    sizes = bf16_flips.Sizes(FLIP_SEEDS, ground.sizes.new_tokens, ("cdf",), (1, 8))
-    figures = bf16_flips.of_policy(ground.model, ground.params, requests, config, sizes)
+    sizes = FLIP_SEEDS, ground.sizes.new_tokens, ("cdf",)
+    figures = bf16_flips.of_policy(ground.model, ground.params, requests, config, *sizes)
     return {"responses": FLIP_SEEDS * len(requests)} | figures
 
 

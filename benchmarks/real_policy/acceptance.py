@@ -46,10 +46,7 @@ def measure(ground: Ground, temperature: float) -> dict[str, Any]:
 
 
 def measure_after_update(ground: Ground) -> dict[str, Any]:
-    """Return rows for the updated policy, with last epoch's responses from before the update.
-
-    `same_noise`: last epoch's responses were drawn with the same noise.
-    """
+    """Return rows for the updated policy; `same_noise`: last epoch's have the same noise."""
     now = ground.responses(rate=RATE)
     same = measure_sources(ground, now, ground.responses(), ("last", "history", "all_with_last"))
     other = measure_sources(ground, now, ground.past(), ("history", "all"))
@@ -98,10 +95,7 @@ def measure_sources(
 
 
 def accepted_tokens(group: Group, make: Callable[[], Drafter]) -> np.ndarray:
-    """Return the accepted draft tokens of every round of every response to one question.
-
-    Texts grow together: each round each takes the right tokens of its draft, and one more.
-    """
+    """Return the accepted draft tokens of every round of every response to one question."""
     drafter, accepted, A = make(), list[int](), len(group.texts)
     ends_A = np.array([len(t) for t in group.texts], np.int32)
     tokens_BL = np.zeros((A, ends_A.max()), np.int32)

@@ -93,11 +93,7 @@ class Ground:
     def responses(
         self, draw: Draw = "cdf", temperature: float = 1.0, rate: float = 0.0
     ) -> list[Trajectory]:
-        """Return responses of the policy, or of the policy after an update at learning rate `rate`.
-
-        The updated policy verifies the old responses under the same noise (coupled reuse), which
-        gives its own draws.
-        """
+        """Return responses of the policy; after an update at `rate` by coupled reuse."""
         name = draw, temperature, rate
         if name not in self._responses:
             before = self.responses(draw, temperature) if rate else ()

@@ -33,10 +33,7 @@ ROW_TOKENS = 64  # rows of logits are a multiple of this long
 
 
 def chats(ground: Ground) -> tuple[list[Any], list[list[int]]]:
-    """Return chats, some with a system message or an earlier turn, and our ids of them.
-
-    A policy without a chat template gets the questions as plain text.
-    """
+    """Return chats, or plain questions without a chat template, and our ids of them."""
     tokenizer = ground.tokenizer
     num_sets = len({q.of.name for q in ground.questions})
     each = -(-CHATS // num_sets)

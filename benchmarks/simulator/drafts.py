@@ -166,11 +166,7 @@ def window_mean(p: float, share_found: float = 1.0) -> WindowMean:
 
 
 class Windowed(RoundModel):
-    """HistoSpec's windows: rounds of their mean size, or plain rounds if these are faster.
-
-    The gate is that of `spec.budget.aimd.Aimd`: trees if they take less time than plain rounds for
-    the same tokens.
-    """
+    """HistoSpec's windows: rounds of their mean size, or plain rounds if these are faster."""
 
     def __init__(self, instance: Instance, mean: WindowMean) -> None:
         super().__init__(instance)

@@ -8,13 +8,12 @@
 | stop | SIGTERM in every part of a step, Ctrl-C during compilation | stops.json |
 | lose | rollout workers on Ray are killed, and one is stopped | remote.json |
 | processes | several processes of one run, resumed by fewer | processes.json |
-| saves | memory after 300 saves, and of one with 1 GiB of spilled rollouts | save_memory.json |
 | roles | memory of every program of a run on Ray over 300 steps | role_memory.json |
 | pages | 20,000 random rollouts with few pages, on a device of hashes | page_soak.json |
 | hostile | hostile configurations, folders and answers | hostile.json |
 
 Runs with a fault are compared with a run without it, bit by bit. The exit status is 1 if they
-differ. `lose`, `saves` and `roles` need Linux (/proc). `--count` is of kills, saves, steps or
+differ. `lose`, `processes` and `roles` need Linux (/proc). `--count` is of kills, steps or
 rollouts, and of hostile cases of each class.
 """
 
@@ -24,6 +23,7 @@ import argparse
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,11 @@ from benchmarks.soak import inputs, memory, processes, runs
 
 FAULTS = {
     "kill": runs.kill,
-    "kill_ahead": runs.kill_ahead,
-    "kill_drafting": runs.kill_drafting,
+    "kill_ahead": partial(runs.kill, settings=runs.AHEAD),
+    "kill_drafting": partial(runs.kill, settings=runs.DRAFTING),
     "stop": runs.stop,
     "lose": processes.lose,
     "processes": processes.compare_processes,
-    "saves": memory.saves,
     "roles": memory.roles,
     "pages": inputs.pages,
     "hostile": inputs.hostile,

@@ -16,11 +16,9 @@ CASES = {"configs": 400, "policies": 300, "drafters": 300, "answers": 1500}
 def pages(_: Path, count: int = 20_000) -> dict[str, Any]:
     """Play rollouts on a device that computes hashes; return how many fail.
 
-    The engine's host side (admission, pages, preemption, chunks, moves with keys and values, draft
-    trees) runs unchanged. Every entry of the cache is a hash of its whole context, so that a wrong
-    page, row, order or write breaks a chain (`tests/support/symbolic_device.py`). Sizes, requests
-    and drafts follow from a seed. A failure is a wrong token or log-probability, an assertion, or
-    no end.
+    Every entry of the cache is a hash of its whole context, so that a wrong page, row, order or
+    write breaks a chain (`tests/support/symbolic_device.py`). All else follows from a seed. A
+    failure is a wrong token or log-probability, an assertion, or no end.
     """
     from tests.support import random_rollouts
 
@@ -44,11 +42,7 @@ def pages(_: Path, count: int = 20_000) -> dict[str, Any]:
 
 
 def hostile(folder: Path, count: int | None = None) -> dict[str, Any]:
-    """Return a row for each class: outside writes, executions, hangs and tracebacks of its cases.
-
-    Classes are configurations, folders of policies and of drafters, and answers for every reward
-    function. Cases of run folders are tests (`tests/hostile/test_run_folder.py`).
-    """
+    """Return a row for each class of cases (`tests.hostile`): counts of each kind of failure."""
     from tests.hostile import answers, corpus, watch
 
     rows, tiny = list[dict[str, Any]](), corpus.make_inputs(folder)

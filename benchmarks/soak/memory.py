@@ -1,32 +1,17 @@
-"""Memory of a run's processes over many steps, and of checkpoints. Linux (/proc) only."""
+"""Memory of a run's processes over many steps. Linux (/proc) only."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, started
-from benchmarks.workloads import BASE_POLICY
-from models import hf
-from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
-from rl.checkpoint.config import CheckpointConfig
-from rl.checkpoint.manifest import Content
-from rl.learner.config import OptimizerConfig
-from rl.learner.optimizer import TrainState, init_state, make_optimizer
-from rl.runtime import host_memory
-from spec.reuse.rollout_cache import RolloutCache, of_group
 from tests.support import tiny_run
 
-MIB = 2**20
 LOOK_EVERY_STEPS = 25
-WARM_UP_SAVES = 50
 Pids = Callable[[], Mapping[str, Sequence[int]]]
 # The beginning of these programs' command lines, as Ray names them.
 ROLES = {
@@ -43,16 +28,13 @@ SETTINGS = (
 )
 
 
-def status_mib(field: str, pid: int | str = "self") -> float | None:
-    """Return a field of /proc/PID/status, or None if the process has ended.
-
-    `VmRSS` is what it has, `VmHWM` the maximum, `RssAnon` what it shares with no file or process.
-    """
+def own_mib(pid: int) -> float | None:
+    """Return the memory that a process shares with no file or process, None if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    values = [int(line.split()[1]) / 1024 for line in lines if line.startswith(field)]
+    values = [int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")]
     return values[0] if values else None
 
 
@@ -71,9 +53,6 @@ def programs_of(marker: str, role: str) -> list[int]:
     return sorted(found)
 
 
-# --- over many steps ----------------------------------------------------------------------
-
-
 def watch(process: subprocess.Popen[bytes], run: Path, pids: Pids) -> list[dict[str, Any]]:
     """Return the memory of all programs, by role and pid, every few steps until the run ends."""
     metrics, looks = run / "metrics.jsonl", list[dict[str, Any]]()
@@ -81,9 +60,7 @@ def watch(process: subprocess.Popen[bytes], run: Path, pids: Pids) -> list[dict[
     while process.poll() is None and time.monotonic() < deadline_s:
         step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         if step >= (looks[-1]["step"] if looks else 0) + LOOK_EVERY_STEPS:
-            mib = {
-                role: {p: status_mib("RssAnon", p) for p in some} for role, some in pids().items()
-            }
+            mib = {role: {p: own_mib(p) for p in some} for role, some in pids().items()}
             looks.append({"step": step, "mib": mib})
         time.sleep(0.05)
     return looks
@@ -130,64 +107,4 @@ def roles(folder: Path, count: int = 300) -> dict[str, Any]:
         "programs": len(grown),
         "most_mib_more": max(row["mib_more"] for row in grown),
         "roles": grown,
-    }
-
-
-# --- checkpoints --------------------------------------------------------------------------
-
-
-def settled_mib() -> float:
-    gc.collect()
-    mib = status_mib("VmRSS")
-    assert mib is not None, "this process runs"
-    return mib
-
-
-def saves(folder: Path, count: int = 300, spilled_mib: int = 1024) -> dict[str, Any]:
-    """Memory that `count` saves leave behind, and that one save with spilled rollouts takes."""
-    host_memory.bound_arenas()  # as rl.train does
-    _, params = hf.load_pretrained(BASE_POLICY, dtype=jnp.float32)
-    state = init_state(params, make_optimizer(OptimizerConfig(), 1))
-    return _kept(folder / "kept", state, count) | _spilled(folder / "spilled", state, spilled_mib)
-
-
-def _kept(folder: Path, state: TrainState, count: int) -> dict[str, Any]:
-    with Checkpointer(folder, CheckpointConfig(keep=2)) as saver:
-        for step in range(WARM_UP_SAVES + count):
-            if step == WARM_UP_SAVES:
-                saver.wait()
-                before, start_s = settled_mib(), time.perf_counter()
-            saver.save(step, state, {"step": step})
-        saver.wait()
-        after = settled_mib()
-    save_s = (time.perf_counter() - start_s) / count
-    return {"saves": count, "kept_mib": after - before, "save_s": save_s, "rss_mib": after}
-
-
-def _spilled(folder: Path, state: TrainState, spilled_mib: int) -> dict[str, Any]:
-    """`spilled_peak_mib` is growth during one save, `spilled_written_mib` of unshared files."""
-    rng, cache, number, on_disk = np.random.default_rng(0), RolloutCache(1, folder / "cache"), 0, 0
-    while on_disk < spilled_mib * MIB:
-        tokens = [rng.integers(0, 2**31 - 1, MIB // 4, np.int32) for _ in range(4)]
-        cache.replace(str(number), of_group(tokens, [1.0] * 4))
-        number += 1
-        on_disk = sum(file.num_bytes for file in cache.spilled().values())
-    with Checkpointer(folder / "checkpoints") as saver:
-        saver.save(0, state, {})  # the first save allocates more
-        saver.wait()
-        before = settled_mib()
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        start_s = time.perf_counter()
-        files = {f.name: Content(f.num_bytes, f.sha256) for f in cache.spilled().values()}
-        saver.save(1, state, {"rollouts": cache.state()}, LinkedFiles(cache.folder, files))  # type: ignore[arg-type]
-        saver.wait()
-        peak = status_mib("VmHWM") or 0.0
-    own = [p for p in (folder / "checkpoints" / "step_00000001").rglob("*") if p.is_file()]
-    written = sum(p.stat().st_size for p in own if p.stat().st_nlink == 1)
-    return {
-        "spilled_mib": on_disk / MIB,
-        "spilled_files": number,
-        "spilled_peak_mib": peak - before,
-        "spilled_written_mib": written / MIB,
-        "spilled_save_s": time.perf_counter() - start_s,
     }

@@ -40,8 +40,8 @@ Engine.slots = 4
 Engine.min_slots = 4
 Algorithm.old_logprobs = "recomputed"
 """
-# In addition to `AHEAD`: a worker that drafts for three others, which help one another.
-DRAFTING = """
+# `AHEAD` with a worker that drafts for three others, which help one another.
+DRAFTING = f"""{AHEAD}
 Sched.workers = 4
 Engine.max_nodes = 6
 Drafting.workers = 1
@@ -51,7 +51,7 @@ Drafting.methods = ("own",)
 Speculation.budget = "fixed:3"
 Speculation.sources = ("model", "own")
 DraftModel.proposal = "shared_noise"
-DraftModel.directory = {directory!r}
+DraftModel.directory = {{policy!r}}
 """
 OF_ROUNDS = ("spec/", "rollout/", "emission_kl/", "sampling/", "mismatch_kl")
 POLL_S = 0.002
@@ -193,6 +193,7 @@ def draw_points(count: int, rng: random.Random, startup_s: float) -> list[KillPo
 def kill(folder: Path, count: int = 20, settings: str = "") -> dict[str, Any]:
     """Kill a run at `count` points, resuming it each time, then compare."""
     steps = 2 * count  # an attempt writes one step on average, and some are lost
+    settings = settings.format(policy=str(folder / "policy"))
     config = tiny_run.make_inputs(folder)
     config.write_text(f"{config.read_text()}Run.steps = {steps}\n{settings}")
     env = tiny_run.environment(folder / "compiled")
@@ -217,14 +218,6 @@ def kill(folder: Path, count: int = 20, settings: str = "") -> dict[str, Any]:
     return figures | compare(run, reference, has_workers=bool(settings))
 
 
-def kill_ahead(folder: Path, count: int = 20) -> dict[str, Any]:
-    return kill(folder, count, AHEAD)
-
-
-def kill_drafting(folder: Path, count: int = 20) -> dict[str, Any]:
-    return kill(folder, count, AHEAD + DRAFTING.format(directory=str(folder / "policy")))
-
-
 # --- stop ---------------------------------------------------------------------------------
 
 STEP = 2  # that is stopped
@@ -240,10 +233,7 @@ def digits(completions, **kwargs):
 
 
 def stop(folder: Path) -> dict[str, Any]:
-    """Send SIGTERM in each part of a step, and Ctrl-C during compilation; resume and compare.
-
-    The part takes seconds (it sleeps), so that the signal arrives in the middle of it.
-    """
+    """Send SIGTERM in each part of a step, and Ctrl-C during compilation; resume and compare."""
     config = tiny_run.make_inputs(folder)
     (folder / "reward.py").write_text(REWARD)
     config.write_text(config.read_text() + "Checkpoint.every_steps = 0\nRun.steps = 4\n")

@@ -19,10 +19,8 @@ SMALLEST = {
     "rollout": f"--batch 2 --repeats 1 {BATCH}",
     "rounds": "--slots 2 --positions 160 --repeats 1",
     "compare": f"--batches 2 --repeats 1 --choosing_repeats 1 {BATCH}",
-    "weights": "--versions 2",
     "simulator.reproduction": "--experiments tlt --seeds 2 --processes 1",
     "soak": "pages --count 20",
-    "specactor": "--batches 1 --max_new_tokens 4",
 }
 
 

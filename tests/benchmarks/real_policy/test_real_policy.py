@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks import workloads
 from benchmarks.environment import ROOT
-from benchmarks.real_policy import acceptance, learned, one_update, parity, questions
+from benchmarks.real_policy import acceptance, one_update, parity, questions
 from benchmarks.real_policy.ground import Ground, Sizes
 from models import hf, tokenizer
-from spec.drafter import Acceptance, Drafter, no_drafts
 
 SIZES = Sizes(questions=2, group_size=2, new_tokens=12, slots=8)
 
@@ -114,21 +113,6 @@ def test_a_ratio_and_its_interval():
     found = acceptance.ratio([1, 1, 1], [2, 2, 2])
     assert found == {"value": 0.5, "interval": [0.5, 0.5], "of": 6}
     assert acceptance.ratio([0], [0])["value"] is None
-
-
-class _Two(Drafter):
-    def propose(self, live, max_nodes_A, max_nodes):
-        return no_drafts(len(live), max_nodes)
-
-
-def test_accepted_draft_tokens_are_counted_by_question():
-    accepted = {}
-    counted = learned.Counted(_Two(), accepted)
-    live = type("Live", (), {"group_ids_A": np.array([3, 4]), "__len__": lambda self: 2})()
-    for path in ([[1, 1], [0, 0]], [[1, 0], [0, 0]]):
-        drafts = counted.propose(live, np.array([2, 2]), 2)
-        counted.observe(drafts, Acceptance(True, np.array(path, bool), np.ones((2, 2), bool)))
-    assert accepted == {3: [2, 1], 4: [0, 0]}
 
 
 @pytest.mark.parametrize("kind", questions.KINDS)

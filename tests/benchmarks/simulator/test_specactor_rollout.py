@@ -72,12 +72,6 @@ def test_a_rejected_request_is_in_no_verification_while_it_drafts_again():
     assert took == pytest.approx(100 * 6, rel=0.05)
 
 
-def test_units_hold_a_verifier_and_where_they_are_apart_its_drafter():
-    found = DevicePlan(1, 1, 4, 0.0)
-    for mode, units in ((PLAIN, 4), (SEQUENTIAL, 4), (DISAGGREGATED, 2), (DECOUPLED, 2)):
-        assert SpecActorRollout(HARDWARE, trace([5] * 4), Strategy(mode, found)).num_units == units
-
-
 MIXED = dataclasses.replace(
     trace([1500, 1500]),
     acceptance_RM=np.array([[0.95, 0.0], [0.05, 0.0]]),
@@ -182,17 +176,6 @@ def test_keys_and_values_are_copied_or_computed_first():
     assert drafted.kv_seconds("small", 5) == pytest.approx(0.75)
 
 
-def test_a_helper_waits_for_keys_and_values(monkeypatch):
-    free = helped_seconds(costly())
-    monkeypatch.setattr(Hardware, "kv_seconds", lambda self, method, positions: 20.0)
-    helped = sequential_tokens(0.9, 8)
-    assert helped_seconds(costly()) - free == pytest.approx(20 * (1 - 1.24 / helped), abs=0.2)
-    # of two requests on one unit the second waits for both, on two units for its own alone
-    two = {"lengths": (1, 1, 1, 1, 1, 1, 200, 200)}
-    apart, together = (helped_seconds(costly(), helpers=n, **two) for n in (1, 4))
-    assert together - apart == pytest.approx(20 * (1 - 1.24 / helped), abs=0.3)
-
-
 def test_nobody_is_helped_who_would_lose_by_it(monkeypatch):
     helped = []
     monkeypatch.setattr(Helpers, "_add", lambda self, key, unit, running: helped.append(key))
@@ -235,11 +218,3 @@ def test_requests_without_room_wait():
     # two of 5 + 100 positions, and room for 110: first both, then the first, then the second
     phase = SpecActorRollout(hardware, trace([100, 100]), strategy, step_s=0.1)
     assert phase.seconds() == pytest.approx(150, rel=0.02)
-
-
-def test_idle_units_are_counted():
-    phase = SpecActorRollout(
-        HARDWARE, trace([10, 10, 10, 40]), Strategy(PLAIN, DevicePlan(0, 1, 0, 0.0)), step_s=0.1
-    )
-    phase.seconds()
-    assert phase.idle_fraction == pytest.approx(30 * 3 / 4 / 40, abs=0.01)

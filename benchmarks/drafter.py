@@ -1,4 +1,4 @@
-"""Training runs with a learned drafter, for `benchmarks.drafter`: accept lengths and waits.
+"""Gains and costs of a learned drafter: `python -m benchmarks.drafter --json`
 
 The policy and tasks of `configs/tiny_cpu.gin`, with a fixed number of drafter steps after each
 rollout. Accept lengths are tokens a request and round, the bonus token included, of separate
@@ -7,6 +7,7 @@ rollouts over the prompts that come next, with the trees of `TREE`.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import statistics
@@ -14,9 +15,11 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
+from models import hf
 from models.transformer import Params
 from rl.config import TrainConfig
 from rl.drafter_training.spot_trainer import Span, SpotTrainer
@@ -46,6 +49,7 @@ from spec.sampling import step_key
 from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
+SPOT = environment.ROOT / "configs/tlt_tiny_cpu.gin"
 SETTINGS = (
     "Speculation.sources=('learned',)",
     "Speculation.budget='goodput'",
@@ -212,10 +216,7 @@ def preemption_waits(
 def spot_rollout(
     inputs: Inputs, params: Params, config: TrainConfig
 ) -> tuple[list[tuple[int, float, float]], list[Span], float]:
-    """Return a rollout's rounds as (worker, start, seconds), its spans of training, and its end.
-
-    Times are seconds since the first round.
-    """
+    """Return a rollout's rounds as (worker, start, seconds), spans of training, and its end."""
     team = SpotTeam(inputs, params, config)
     team.rollout(0)  # compiles, and fills the buffer
     spans, ended_s = team.rollout(1, num_prompts=8)
@@ -225,3 +226,25 @@ def spot_rollout(
     moved = [dataclasses.replace(s, **at) for s, at in zip(spans, ends, strict=True)]
     played = [(i, r.began_s - first_s, r.ended_s - r.began_s) for i, r in rounds]
     return played, moved, ended_s - first_s
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all figures, the timed ones first."""
+    config, steps = load(TrainConfig, [SPOT]), (arguments.first_steps, arguments.more_steps)
+    inputs = open_inputs(config)
+    _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)
+    waits = preemption_waits(inputs, params, config, rollouts=arguments.rollouts)
+    lengths, curve = accept_lengths(*steps)
+    return {
+        **waits,
+        **{f"accept_{name}": round(length, 4) for name, length in lengths.items()},
+        "accept_trained_ratio": round(lengths["trained"] / lengths["untrained"], 4),
+        "accept_adaptive_ratio": round(lengths["adaptive"] / lengths["frozen"], 4),
+        **dict(zip(("first_steps", "more_steps"), steps, strict=True)),
+        "curve": curve,
+    }
+
+
+if __name__ == "__main__":
+    sizes = {"first_steps": 10, "more_steps": 50, "rollouts": 60}
+    environment.run(__doc__, measure, environment.TRAINING, **sizes)
