@@ -1,8 +1,8 @@
-"""Policies in JAX. Their programs round to bfloat16 wherever they say so.
+"""Policies in JAX. Compiled programs keep every rounding to bfloat16.
 
 XLA may drop a rounding between two operations, and does so in one program but not in another
-(docs/architecture.md, Exactness). It reads its flags once, as jax opens its first backend: import
-this package before that. A value that is set in XLA_FLAGS already stays.
+(docs/architecture.md, Exactness). It reads its flags once, when jax opens its first backend:
+import this package before that. A value already set in XLA_FLAGS stays.
 """
 
 import os

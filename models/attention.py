@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from models.layout import causal_block_tokens
 
 LOG2_E = math.log2(math.e)
-NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finite
+NEGATIVE = -1e30  # finite, so that a fully masked row stays finite
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ class Trees:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Known tokens that a round computes beside its nodes: C of a row each, from `start_T` on.
+    """Chunks of known tokens, computed in the same round as nodes: C from `start_T` on.
 
     A later chunk of a row starts at the end of the one before, or earlier. Row `slot_T` of the
     cache holds all positions before the row's first chunk. Chunks of slot −1 are padding at the
@@ -113,7 +113,7 @@ class Chunks:
     def mask_XX(self) -> jax.Array:
         """mask[x, y]: token y is x or before it in its row, each position once; bool [X, X].
 
-        Of a row's other chunks a token sees those that begin before its own, up to its own start.
+        A token sees a row's earlier-starting chunks up to the start of its chunk.
         """
         chunk_X = jnp.repeat(jnp.arange(len(self.slot_T)), self.tokens_TC.shape[1])
         position_X, start_X = self.positions_TC.reshape(-1), self.start_T[chunk_X]
@@ -138,7 +138,7 @@ class PartialSoftmax:
 
 
 class CachedLayer(Protocol):
-    """A layer's keys and values of all slots, however they are laid out in memory."""
+    """A layer's keys and values of all slots, in any memory layout."""
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
         """Attend from W nodes of each slot to its first `length` positions."""
@@ -303,7 +303,7 @@ def _products(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """Return x, on a CPU as if it were another array: what is computed from it stays apart."""
+    """Return x, on a CPU through an optimization barrier, so that XLA does not fuse across it."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
@@ -321,7 +321,7 @@ def partial_attention(
     mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]
     scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
     highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
-    # A maximum of its own is returned: XLA's CPU computes the weights in one pass with the other.
+    # The returned maximum is a second one: XLA's CPU fuses the first with the weights.
     apart_BKXS = _apart(jax.lax.stop_gradient(scores_BKXS))
     found_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
     if is_exact:

@@ -1,6 +1,6 @@
 """Chat templates, rendered in a child process.
 
-A template is a Jinja program from a stranger's folder. transformers' sandbox does not bound its
+A template is an untrusted Jinja program. transformers' sandbox does not bound its
 computation (`"a" * 10**10`), so a child process renders it, with `MEMORY_BYTES` more than it
 started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. If it exceeds a bound
 it ends, and the next prompt starts another. One child serves all tokenizers of a process.
@@ -23,7 +23,7 @@ from typing import Any
 MEMORY_BYTES = 2**30
 DEADLINE_S = 10
 START_S = 120  # for the imports of a new child, on a busy machine
-MAX_CHARACTERS = 2**22  # of a prompt; the longest contexts of today are as many
+MAX_CHARACTERS = 2**22  # of a prompt; as long as today's longest contexts
 # Variables that the renderer and transformers set themselves.
 RESERVED = frozenset(
     "messages conversation conversations template chat_template tools documents tokenize names "

@@ -68,12 +68,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The number of devices along each mesh axis; data=-1 takes those that the others leave.
+    """The number of devices along each mesh axis; data=-1 takes the rest.
 
-    An engine on these devices has a mesh of its own over them: weights are split `rollout_tensor`
-    ways, by heads, features and vocabulary, and each group of so many devices has a copy of them
-    and a part of the requests. So no round gathers weights. `auto`: the greatest common divisor of
-    fsdp · tensor and the policy's key/value heads.
+    An engine on these devices uses a separate mesh: each group of `rollout_tensor` devices holds
+    one copy of the weights, split by heads, features and vocabulary, and serves a part of the
+    requests, so no round gathers weights. `auto`: the greatest common divisor of fsdp · tensor and
+    the policy's key/value heads.
     """
 
     data: int = -1
@@ -95,7 +95,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Weights of one decoder layer; the optional ones are None where the architecture has none."""
+    """Weights of one decoder layer; None for weights that the architecture lacks."""
 
     attention_norm_D: Any
     query_QD: Any
@@ -115,7 +115,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Weights of a policy; `head_VD` is None where it is the embedding."""
+    """Weights of a policy; `head_VD` is None if tied to the embedding."""
 
     embedding_VD: Any
     layers: tuple[Layer, ...]

@@ -1,7 +1,7 @@
-"""A folder held by a handle: files are read and written in it without following links.
+"""A folder held by a handle; reads and writes in it follow no links.
 
-A run folder may come from somebody else, and be full of links. So every file of a run is opened by
-one name relative to a handle (`dir_fd`), and only plain files: a pipe or a device would block.
+A run folder may be untrusted and full of links. So every file of a run is opened by one name
+relative to a handle (`dir_fd`), and only if it is a plain file: a pipe or a device would block.
 POSIX only: Windows has no `dir_fd`.
 """
 

@@ -342,7 +342,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _refuse_repeated_names(path: Path) -> None:
-    """Raise ValueError for a tensor named twice: readers differ in which one they take."""
+    """Raise ValueError for a duplicate tensor name: readers disagree on the one to use."""
     with path.open("rb") as file:
         size = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
         text = file.read(size)

@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from models.sharding import constrain
 
-KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys, and in values and features
+KEY_AXIS, VALUE_AXIS = 3, 2  # of positions in a layer's keys, and in values and features
 CPU_WRITES = 16  # entries that a CPU writes at a time
 
 
@@ -127,7 +127,7 @@ class KVCache:
         return jnp.arange(self.num_positions) <= positions_BN[..., None]
 
     def with_features(self, features_BNW: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the features with those of N nodes of each row, from `start` on."""
+        """Return the features with N new nodes written to each row, from `start` on."""
         new = features_BNW[:, :, None]
         return tuple(pin(write_values(rows, new, start_B), FEATURES) for rows in self.features)
 
@@ -197,17 +197,17 @@ def state_windows(states: Any, slot_P: jax.Array, start_P: jax.Array, num_tokens
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Write N new keys at `start … start+N−1` of each row; drop those of rows they do not fit."""
+    """Write N new keys at `start … start+N−1` of each row; drop those that do not fit."""
     return _write(keys_BKhS, new_BNKh.transpose(0, 2, 3, 1), start_B, KEY_AXIS)
 
 
 def write_values(values_BKSh: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Write N new values at `start … start+N−1` of each row; drop those of rows they do not fit."""
+    """Write N new values to each row as `write_keys` does."""
     return _write(values_BKSh, new_BNKh.transpose(0, 2, 1, 3), start_B, VALUE_AXIS)
 
 
 def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> jax.Array:
-    """Write one window per row along `axis`; drop a window that does not lie inside its row."""
+    """Write one window per row along `axis`; drop a window that exceeds its row."""
     dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 1, 2),
         inserted_window_dims=(),
@@ -225,10 +225,10 @@ def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> ja
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Entries that a round computed and the next one writes: reads after writes stay in place.
+    """Entries that a round computed and the next one writes before it reads: in place.
 
     Keys and values of every layer are `[P, K, h]`, features `[P, W]` or none. Entry i belongs to
-    `position_P[i]` of row `row_P[i]`; only those of `order_P[:count]` are written.
+    `position_P[i]` of row `row_P[i]`; only `order_P[:count]` are written.
     """
 
     keys: tuple[jax.Array, ...]
@@ -242,7 +242,7 @@ class Pending:
     def replaced(
         self, entries: Entries, row_M: jax.Array, position_M: jax.Array, accepted_M: jax.Array
     ) -> Pending:
-        """Return the M ≤ P entries of another round, of which `accepted_M` are to be written."""
+        """Return the M ≤ P entries of another round; only `accepted_M` will be written."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             new = constrain(new.astype(old.dtype), *ENTRY_AXES[: old.ndim])
@@ -284,7 +284,7 @@ def no_pending(
     feature_layers: tuple[int, ...] | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
 ) -> Pending:
-    """Return room for P entries, of which none is to be written; `zeros` as in `init`."""
+    """Return P entries, none to be written; `zeros` as in `init`."""
     P, K, h = num_entries, config.num_kv_heads, config.head_dim
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:

@@ -69,8 +69,8 @@ def _feed_forward_in_parts(
 ) -> jax.Array:
     """Return `feed_forward`, a part of its features at a time, in the backward pass too.
 
-    So no array has all F features of all rows. Sums over parts are float32. `parts` divides F; the
-    features of a part lie apart by that number, so that each shard has as many in every part.
+    So no array has all F features of all rows. Sums over parts are float32. `parts` divides F and
+    is the stride of a part's features, so that each shard has equally many in every part.
     """
 
     def add(inputs: tuple, y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

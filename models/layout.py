@@ -29,7 +29,7 @@ FEATURE_AXES = ("batch", None, None, "features")  # of cached hidden states
 ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes; of hidden states, [P, W]
 CAUSAL_BLOCKS = 4
 LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
-# From so many tokens on rows are long: what is quadratic or wide in them is computed in pieces.
+# Attention and feed-forward run in pieces for rows of at least this many tokens.
 LONG_ROW_TOKENS = 4096
 LONG_ROW_BLOCK_TOKENS = 512  # of queries, and of keys
 LONG_ROW_FEED_FORWARD_PARTS = 4
@@ -69,11 +69,11 @@ def rollout_tensor(
     num_kv_heads: int,
     asked: int | Literal["auto"] = "auto",
 ) -> int:
-    """Return how many ways an engine's weights are split; the other ways share out its requests.
+    """Return how many ways an engine's weights are split; the other ways split its requests.
 
         auto = gcd(weight_ways, num_devices, num_kv_heads)
 
-    Raises ValueError if `asked` does not divide the devices and the key/value heads.
+    Raises ValueError if a given number does not divide the devices and the key/value heads.
     """
     if asked == "auto":
         return math.gcd(weight_ways, num_devices, num_kv_heads)
@@ -101,15 +101,15 @@ def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
 def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
     """Return the logical axes of logits in training: of their rows, and of the vocabulary.
 
-    Devices that share a copy of the weights have a part of the vocabulary for all their rows, or,
-    if that does not divide, their own rows and under fsdp the whole head.
+    Devices that share a copy of the weights split the vocabulary and have all their rows; if that
+    does not divide, each has its batch rows and under fsdp the whole head.
     """
     ways = entry_ways(sizes, RULES["logits"]) if sizes else 1
     return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
 
 
 def layers_kept_apart(remat: str) -> int:
-    """Return how many layers lie between kept inputs (models.training); 0 for none and dots."""
+    """Return N if the input of every N-th layer is kept (models.training); 0 for none and dots."""
     if remat in ("none", "dots"):
         return 0
     name, colon, number = remat.partition(":")

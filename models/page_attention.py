@@ -78,7 +78,7 @@ def append_and_attend(
 def place_of(
     table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, pages_PKTh: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the page and the position in it of positions of slots; page P where there is none."""
+    """Return the page and offset of positions of slots; page P if a position has none."""
     (B, N), (P, _, T, _) = table_BN.shape, pages_PKTh.shape
     nth_X = position_X // T
     inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
@@ -89,7 +89,7 @@ def place_of(
 def write_entries(
     pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array
 ) -> jax.Array:
-    """Write entries to (page, position in it); those of a page that is not there are dropped."""
+    """Write entries to (page, offset); drop entries without a page."""
     own_X = jnp.where(page_X < 0, len(pages_PKTh), page_X)
     # an index for the heads too: TPUs would copy all pages to write windows across them
     head_K = jnp.arange(pages_PKTh.shape[1])
@@ -116,7 +116,7 @@ def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[
 
 
 def _some_nodes_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel for any number of nodes: those of a slot are cut into several slots'."""
+    """Return the kernel for any number of nodes: it gets a slot's nodes as several slots."""
 
     def attend(
         q_BWHh: jax.Array,
@@ -167,7 +167,7 @@ def _portable(
     )
     blocks = (jnp.max(length_B) + C * T - 1) // (C * T)
     found = jax.lax.fori_loop(0, blocks, step, none)
-    some_B111 = (length_B > 0)[:, None, None, None]  # where nothing is seen all keys weigh the same
+    some_B111 = (length_B > 0)[:, None, None, None]  # if all keys are masked they weigh the same
     return PartialSoftmax(
         jnp.where(some_B111, found.out, 0), found.top, jnp.where(some_B111, found.total, 0)
     )

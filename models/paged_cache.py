@@ -2,8 +2,8 @@
 
 A page holds T positions, keys and values alike `[page, kv_head, position, head_dim]`, one array a
 layer. `table_BN` has the page of positions n·T … n·T + T − 1 of a slot; −1: none. The host decides
-on it (spec.page_table); slots may share pages that nobody writes to. Each part of a mesh's batch
-axes has a part of the slots and their pages, so that reads and writes need no collective.
+on it (spec.page_table); slots may share pages that are no longer written. Each part of a mesh's
+batch axes has a part of the slots and their pages, so that reads and writes need no collective.
 
 Shape suffixes: B slots, N pages of a slot, P pages in all, T positions of a page, W nodes of a
 slot, X entries, L layers, K key/value heads, H query heads, h head size, F feature width.
@@ -134,7 +134,7 @@ class PagedStates:
         return B, 1, N * T, F
 
     def windows(self, slot_X: jax.Array, start_X: jax.Array, num_tokens: int) -> jax.Array:
-        """Return the features of C positions of slots; of those without a page anything."""
+        """Return the features of C positions of slots; arbitrary values without a page."""
         (B, _, S, _), T = self.shape, self.pages_P1TF.shape[2]
         at_XC = jnp.clip(start_X[:, None] + jnp.arange(num_tokens), 0, S - 1)
         page_XC = self.table_BN[jnp.clip(slot_X, 0, B - 1)[:, None], at_XC // T]
@@ -151,7 +151,7 @@ class PagedCache:
     features: tuple[jax.Array, ...]
     table_BN: Any
     feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-    # rows of the table are those of slots of any part of a mesh
+    # rows of the table belong to slots of any part of a mesh
     anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
@@ -182,11 +182,11 @@ class PagedCache:
         return dataclasses.replace(self, keys=keys, values=values, features=features)
 
     def seen_from(self, start_B: jax.Array, num_nodes: int = 1) -> jax.Array | None:
-        """Return no mask: a node sees all positions up to its own."""
+        """Return no mask: a node sees all positions up to itself."""
         return None
 
     def with_features(self, features_B1F: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the features with those of a node of each slot, at `start`."""
+        """Return the features with a new node written to each slot, at `start`."""
         rows_B = jnp.arange(len(start_B))
 
         def one(pages_P1TF: jax.Array) -> jax.Array:
@@ -197,7 +197,7 @@ class PagedCache:
 
     def written(self, pending: Pending) -> Self:
         """Write the accepted entries to their slots and positions."""
-        P = len(pending.order_P)  # behind the accepted ones it has what earlier rounds left
+        P = len(pending.order_P)  # after the accepted ones it has leftovers of earlier rounds
         accepted_P = jnp.where(jnp.arange(P) < pending.count, pending.order_P, P)
         is_accepted_P = jnp.zeros(P, bool).at[accepted_P].set(True, mode="drop")
         row_P = jnp.where(is_accepted_P, pending.row_P, self.num_slots)
@@ -211,7 +211,7 @@ class PagedCache:
         row_X: jax.Array,
         position_X: jax.Array,
     ) -> Self:
-        """Write X entries, `[X, K, h]` and `[X, F]`; drop those of positions without a page."""
+        """Write X entries, `[X, K, h]` and `[X, F]`; drop entries without a page."""
         place = place_of(self.table_BN, row_X, position_X, self.values[0])
 
         def write(old: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
@@ -267,7 +267,7 @@ def put_entries(
     place: tuple[jax.Array, jax.Array],
     kind: Kind = VALUES,
 ) -> jax.Array:
-    """Write entries to (page, position in it); those of page P are dropped."""
+    """Write entries to (page, offset); drop entries of page P."""
     page_X, offset_X = place
     split = _Split.of_pages(pages_PKTh)
     pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
@@ -321,5 +321,5 @@ class _Split:
 
 
 def map_pages(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
-    """Map `one(pages, *those of the others, kind)` over all arrays of pages."""
+    """Map `one(pages, *pages of the others, kind)` over all arrays of pages."""
     return kv_cache.map_arrays(one, cache, *more, keys=VALUES)

@@ -151,7 +151,7 @@ class _Blocks:
     def of(*inputs: jax.Array) -> _Blocks:
         q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT = inputs
         K = k_BTKh.shape[2]
-        prompt_nBC = _cut(prompt_BT, -1)  # what is added sees itself alone
+        prompt_nBC = _cut(prompt_BT, -1)  # added positions see themselves alone
         branch_nBC = _cut(branch_BT, 0)
         return _Blocks(
             _by_head(_cut(q_BTHh), K),
@@ -239,7 +239,7 @@ def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _where_seen(blocks: _Blocks, i: jax.Array, meet: Callable, j: jax.Array, carry: tuple) -> tuple:
-    """Let a block of queries meet one of keys, if some of their positions see one another."""
+    """Compute a block of queries with a block of keys, if any query sees any key."""
     return jax.lax.cond(blocks.seen_nn[i, j], partial(meet, j), lambda carry: carry, carry)
 
 

@@ -14,7 +14,7 @@ from models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """Make a mesh of `devices` in the shape of the config; ValueError where they do not fit it."""
+    """Make a mesh of `devices` in the shape of the config; ValueError if they do not fit it."""
     inner = config.fsdp * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data < 1 or data * inner != len(devices):
@@ -88,7 +88,7 @@ def replicated(tree: Any) -> Any:
 
 
 def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
-    """Put an array on devices; on those of several processes each gives its shards of its own copy.
+    """Put an array on devices; of several processes each puts the shards of its local copy.
 
     `jax.device_put` would compare the processes' copies in a collective, and refuses keys.
     """
@@ -104,13 +104,13 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def ways_in_use(axis: str) -> int:
-    """Return how many ways the mesh that is set splits a logical axis; 1 where there is none."""
+    """Return how many ways the mesh in use splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else axis_ways(mesh.shape, axis)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin an activation to the sharding of its logical axes, under the mesh that is set."""
+    """Pin an activation to the sharding of its logical axes, under the mesh in use."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

@@ -82,7 +82,7 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
-        """The text of every token, in which stop strings are searched."""
+        """The text of every token, for the search for stop strings."""
         with _as_value_error("the tokenizer cannot decode its tokens"):
             return bytes_of_tokens(self.backend, self.vocab_size)
 
@@ -247,7 +247,7 @@ def bytes_of_tokens(backend: Any, vocab_size: int) -> TokenBytes:
     """Return the text of every token of a transformers tokenizer."""
     ids = list(range(vocab_size))
     anchor = _anchor(backend, ids)
-    # after another token: at the beginning of a text some tokenizers leave a space out
+    # after another token: at the start of a text some tokenizers drop a space
     texts = _decoded(backend, [[*anchor, i] for i in ids])
     before = _decoded(backend, [anchor])[0]
     raw = backend.convert_ids_to_tokens(ids)

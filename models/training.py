@@ -2,14 +2,14 @@
 
 | name | kept | computed again |
 |---|---|---|
-| none | all that gradients need | nothing |
+| none | everything that gradients need | nothing |
 | dots | results of products with weights, and each layer's input | the rest of each layer |
 | layer | each layer's input | each layer |
 | layer:N | the input of every N-th layer | each layer, all but the last of N twice |
 
 N of √L keeps the fewest inputs of L layers. Inputs are split over `tensor`, and gathered for their
 layers. Gradients of layers can be added to totals as they come (`adding`): a compiler would leave
-these sums to the end, and so keep the gradients of all layers beside the totals.
+these sums to the end, and so keep the gradients of all layers and the totals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Adding:
 def adding(weights: Any, totals: Any, marks: Any) -> Any:
     """Return weights whose gradients are added to `totals` as they come, with `marks` (`Adding`).
 
-    Those of layers are so in `through_layers`, the others are returned as arrays.
+    Layers' gradients are added in `through_layers`; other weights are returned as arrays.
     """
     tree = jax.tree.map(Adding, weights, totals, marks)
 
@@ -120,9 +120,9 @@ def _kept_in_parts(step: Step, **options: Any) -> Step:
 
 
 def _at_once(step: Step) -> Step:
-    """Return layers whose gradients are all computed before the layer below has its own.
+    """Return layers whose gradients are all computed before the layer below starts.
 
-    A scheduler would leave those of weights to the end and keep recomputed values of all layers.
+    A scheduler would leave weight gradients to the end and keep recomputed values of all layers.
     """
     return lambda layers, x_BTD: step(*_tied(layers, x_BTD))
 

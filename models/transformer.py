@@ -3,7 +3,7 @@
 `hidden` reads whole sequences (training, scoring), `hidden_of_nodes` packed nodes and chunks
 against a cache (verify), `hidden_with_cache` N tokens of every row, which it writes (decode, draft
 models). All run the same `block`. Matrix products run in the parameters' dtype, norms, softmax and
-logits in float32. Layers are unrolled, so that each keeps a cache buffer of its own. Callers jit
+logits in float32. Layers are unrolled, so that each keeps a separate cache buffer. Callers jit
 their steps; only layers are jitted here, so that all layers of a step share one trace.
 
 Shape suffixes: B rows or slots, T tokens, N tokens of a row, M packed nodes, S positions,
@@ -111,7 +111,7 @@ def block(
 
 
 def embed(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return the embeddings of tokens, [B, T, D]; negative ids (padding) get that of token 0."""
+    """Return the embeddings of tokens, [B, T, D]; negative ids (padding) count as token 0."""
     x_BTD = jnp.take(embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
     return constrain(x_BTD, "batch", None, None)
 
@@ -198,8 +198,8 @@ def hidden_with_cache(
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
     Entries go to `start … start+N−1` of each row; node n then attends to positions of `mask_BNS`
-    (its own entry included). A row is not written if `start + N > S`; its hidden states are
-    meaningless. Beside one node a slot `chunks` may be computed; their entries, the last result,
+    (its entry included). A row is not written if `start + N > S`; its hidden states are
+    meaningless. With one node a slot, `chunks` may be computed too; their entries, the last result,
     are not written.
     """
     B = len(start_B)
@@ -242,7 +242,7 @@ def hidden_of_nodes(
     """Return the hidden states of packed nodes, [X, D], and their entries, which are not written.
 
     A node attends to the first `length` positions of its row and to its ancestors. The T·C tokens
-    of `chunks` follow the nodes, of which there may be none: X = M + T·C.
+    of `chunks` follow the M ≥ 0 nodes: X = M + T·C.
     """
     tokens_X, positions_X = tokens_M, positions_M
     if chunks is not None:
@@ -321,7 +321,7 @@ def _cached_layer(
 def _look_of_chunks(
     q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, cached: CachedLayer, chunks: Chunks
 ) -> jax.Array:
-    """The attention of chunks whose tokens lie one after the other; [X, 1, H, h]."""
+    """The attention of the chunks' tokens, in order; [X, 1, H, h]."""
     q_TCHh, k_TCKh, v_TCKh = (
         x.reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in (q_XHh, k_XKh, v_XKh)
     )

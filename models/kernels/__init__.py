@@ -1,4 +1,4 @@
-"""Kernels of accelerators; each stands behind a function of `models` with a portable path."""
+"""Accelerator kernels for functions of `models` that also have a portable path."""
 
 import math
 

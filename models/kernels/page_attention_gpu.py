@@ -2,8 +2,8 @@
 
 A thread block has one part of a slot's pages, one key/value head and up to 64 rows of its queries.
 Pages come by TMA into several buffers: while one is computed, the next ones are copied. Parts of a
-slot are joined by their maxima and sums. Formulas and shapes are those of `page_attention_tpu`; n
-tiles of R = 64 of a head's rows.
+slot are joined by their maxima and sums. Formulas and shapes: see `page_attention_tpu`; n tiles of
+R = 64 of a head's rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.kernels.page_blocks import heads_of_rows, rows_by_head
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
-    """Return None if the kernel takes these sizes, else one sentence that says why not."""
+    """Return None if the kernel takes these sizes, else the reason in one sentence."""
     if head_dim not in (64, 128):
         return (
             f"expected a head size of 64 or 128, got {head_dim}; mend: use the portable attention"
@@ -101,7 +101,7 @@ class _Call:
     registers: WarpGroup
 
     def clear(self, values_Th: Any, live: jax.Array) -> None:
-        """Set values behind the live ones to 0: a weight of 0 times what is no number is none."""
+        """Set values after the live ones to 0: a weight of 0 times NaN would be NaN."""
 
         @pl.when(live < self.page_tokens)
         def _() -> None:
@@ -168,7 +168,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
 def _softmax(
     call: _Call, scores_RT: jax.Array, live: jax.Array, carry: tuple
 ) -> tuple[jax.Array, tuple]:
-    """Return the weights of a page of which `live` positions count, and what was found so far."""
+    """Return the weights of a page's first `live` positions, and the updated running softmax."""
     out_Rh, old_R, total_R = carry
     position_RT = call.registers.positions(scores_RT.shape, axis=1)
     scores_RT = jnp.where(position_RT < live, scores_RT, NEGATIVE)

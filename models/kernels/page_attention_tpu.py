@@ -41,7 +41,7 @@ TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
-    """Return None if the kernel takes these sizes, else one sentence that says why not."""
+    """Return None if the kernel takes these sizes, else the reason in one sentence."""
     if head_dim % LANES:
         return (
             f"expected a head size that is a multiple of {LANES}, got {head_dim}; "
@@ -125,7 +125,7 @@ def attend_slot(
     scratch: Sequence[Any],
     entry: _Entry | None = None,
 ) -> None:
-    """Attend from the slot in turn; leaves Σ 2^(score − top) v in `out_ref`, [K, X, h], float32."""
+    """Attend from the current slot; leaves Σ 2^(score − top) v in `out_ref`, [K, X, h], float32."""
     key_buffers, value_buffers, top_ref, total_ref, state, semaphores = scratch
     buffers, each = (key_buffers, value_buffers), call.grid[1]
     core, i = pl.program_id(0), pl.program_id(1)
@@ -168,7 +168,7 @@ def _attend_block(
     top_ref: Any,
     total_ref: Any,
 ) -> None:
-    """Add a block of which the first `live` positions count to a head's running softmax."""
+    """Add the first `live` positions of a block to a head's running softmax."""
     q_Xh, h = q_ref[0, head], keys_Sh.shape[1]
     scores_XS = _product(q_Xh, keys_Sh, 1) * (h**-0.5 * LOG2_E)
     position_XS = jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
@@ -184,7 +184,7 @@ def _attend_block(
 
 
 def _wide(x_Xl: jax.Array, width: int) -> jax.Array:
-    """Return columns that are all the same, `width` of them."""
+    """Return `width` identical columns."""
     return jnp.concatenate([x_Xl] * (width // LANES), axis=-1)
 
 
@@ -213,7 +213,7 @@ def append_and_attend(
     The entry is put into the last block in VMEM, and the tile of rows around it is copied to its
     page. Returns attention of the queries' dtype, [B, 1, H, h], and the pages, written in place.
     Slots of length 0 write nothing and get 0. No two slots may write to one page; positions after
-    the entry in its page may change. All else is as in `attend_pages`.
+    the entry in its page may change. Otherwise as `attend_pages`.
     """
     (B, _, H, h), (P, K, T, _), N = q_B1Hh.shape, keys_PKTh.shape, table_BN.shape[1]
     assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
@@ -260,7 +260,7 @@ def _append_kernel(call: Call, *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """The new entry of the slot in turn: `begin` once the last block is in a buffer, then `end`."""
+    """The current slot's new entry, copied once the last block is in a buffer."""
 
     call: Call
     table_X: Any

@@ -1,8 +1,8 @@
-"""Shared by TPU kernels of attention to pages: the sizes of a call, and pages on their way.
+"""Shared by TPU kernels of attention to pages: the sizes of a call, and prefetch of pages.
 
 A slot's pages come from HBM in blocks, each into one of several buffers: while one is computed, the
 next ones are copied, of the next slots too. Sizes of blocks follow from public figures and
-compilers' schedules; none was measured. Shapes are those of `page_attention_tpu`.
+compilers' schedules; none was measured. Shapes: see `page_attention_tpu`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-VMEM_BYTES = 16 << 20  # what a kernel gets without asking
+VMEM_BYTES = 16 << 20  # a kernel's default
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 
@@ -40,17 +40,17 @@ class PageSizes:
 
 # By (generation, kernel, head size, bytes of a number).
 # A block should take less long to compute than to copy. Of two heads of 1024 positions and 64 rows
-# the compiler's schedule has 1,000 cycles on a v5p (650 of two heads of 512), where the copy takes
+# the compiler's schedule has 1,000 cycles on a v5p (650 of two heads of 512), and the copy takes
 # 1,330 (665) by bandwidth; on a v6e 950 (570) of 1,120 (560); on a v5e 700 of 960 for the half.
 # Shorter blocks waste less on short slots.
-# What is on its way has to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
+# Copies in flight have to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
 # and 2.1 MB for each of the two cores of a v5p.
 PAGE_SIZES: dict[tuple[str, str, int, int], PageSizes] = {
     ("v5e", "page_attention", 128, 2): PageSizes(1024, 3 << 20),
     ("v5p", "page_attention", 128, 2): PageSizes(2048, 4 << 20),
     ("v6e", "page_attention", 128, 2): PageSizes(2048, 6 << 20),
 }
-MAX_SCORES = 1 << 17  # of a head and block: what a product leaves has to fit beside the buffers
+MAX_SCORES = 1 << 17  # of a head and block: a product has to fit next to the buffers
 
 
 def device_generation() -> str:
@@ -105,7 +105,7 @@ class Call:
         return self.num_cores, self.num_slots // self.num_cores
 
     def of_slot(self, *shape: int) -> pl.BlockSpec:
-        """The part of an array that belongs to the slot in turn, whose number is its first axis."""
+        """The current slot's part of an array; the first axis is the slot."""
         each, rest = self.grid[1], (0,) * len(shape)
         return pl.BlockSpec((1, *shape), lambda core, i, *_: (core * each + i, *rest))
 
@@ -149,7 +149,7 @@ class Call:
             ),
             input_output_aliases={2 + i: to for i, to in (in_place or {}).items()},
             compiler_params=pltpu.CompilerParams(
-                # Slots of one core follow one another: what the next one needs is on its way.
+                # Slots of one core are in order: the next one's pages are prefetched.
                 dimension_semantics=("parallel", "arbitrary"),
                 vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes),
                 # Pages that a table names exist: checks would double the work of starting a copy.
@@ -181,7 +181,7 @@ class Call:
         return buffers + slot + scores
 
     def cost(self, priced_positions: int | None) -> pl.CostEstimate:
-        """Price a call for the compiler: an upper bound, of full tables, unless told otherwise."""
+        """Return a call's cost for the compiler; by default an upper bound, for full tables."""
         S = self.max_pages * self.page_tokens if priced_positions is None else priced_positions
         h, itemsize = self.head_dim, self.dtype.itemsize
         heads = self.num_slots * self.num_kv_heads
@@ -196,7 +196,7 @@ class Call:
 def call_of(
     q_BKXh: jax.Array, keys_PKTh: jax.Array, max_pages: int, tiles: PageTiles | None
 ) -> Call:
-    """Return the sizes of a call with these queries; tiles are the table's, where not given."""
+    """Return the sizes of a call with these queries; tiles are the table's by default."""
     (B, K, X, h), T = q_BKXh.shape, keys_PKTh.shape[2]
     if tiles is None:
         tiles = page_tiles(device_generation(), h, q_BKXh.dtype.itemsize, T, K, X)
@@ -221,7 +221,7 @@ class Blocks:
     state: Any
 
     def begin(self, first_slot: jax.Array) -> None:
-        """Fetch as many blocks as may be on their way while one is computed."""
+        """Fetch as many blocks as may be in flight while one is computed."""
         self.state[0] = self._live_slot(first_slot)
         for place in (1, 2, 3):
             self.state[place] = 0
@@ -273,7 +273,7 @@ class Blocks:
         return buffer
 
     def _live_slot(self, slot: jax.Array) -> jax.Array:
-        """Return the first slot from here on that has positions, or the end."""
+        """Return the first slot from `slot` on that has positions, or the end."""
 
         def is_empty(slot: jax.Array) -> jax.Array:
             length = self.length_B[jnp.minimum(slot, self.call.num_slots - 1)]
@@ -282,7 +282,7 @@ class Blocks:
         return jax.lax.while_loop(is_empty, lambda slot: slot + 1, slot)
 
     def _each_page(self, left: jax.Array, do: Callable[..., None]) -> None:
-        """Do it for the pages of a block, of which `left` are left."""
+        """Call `do` for each page of a block, if only `left` remain."""
         jax.lax.fori_loop(0, jnp.minimum(left, self.call.tiles.block_pages), do, None)
 
     def _copies(self, page: Any, buffer: jax.Array, i: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 A thread block is one warp group. Forward and for dq it has a block of queries of one head, and goes
 through the blocks of keys that these see; for dk and dv it has a block of keys, and goes through
 the blocks of queries that see them, of all heads of the key/value head. Blocks come by TMA into
-several buffers: while one is computed, the next ones are copied. Formulas, shapes and sources are
-those of `row_attention_tpu`; X pairs of blocks of all rows, D buffers.
+several buffers: while one is computed, the next ones are copied. Formulas, shapes and sources: see
+`row_attention_tpu`; X pairs of blocks of all rows, D buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_PAIRS = 2**24  # of all rows: a list of 64 MiB
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
-    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None where it does."""
+    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
     (B, T, H, h), K = q_shape, kv_shape[2]
     if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):  # tensor cores multiply float32 as TF32
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
@@ -82,7 +82,7 @@ def backward(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of queries, keys and values, of what `forward` took and gave."""
+    """Return the gradients of queries, keys and values, from inputs and results of `forward`."""
     sizes = _Sizes.of(q_BTHh, k_BTKh)
     products_BTHh = dout_BTHh.astype(jnp.float32) * out_BTHh.astype(jnp.float32)
     delta_BHT = products_BTHh.sum(axis=-1).swapaxes(1, 2)
@@ -108,7 +108,7 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a call; `by_query` where a thread block has a block of queries, not of keys."""
+    """The sizes of a call; `by_query`: a thread block has a block of queries, not of keys."""
 
     num_rows: int
     num_tokens: int
@@ -167,7 +167,7 @@ def _run(
         partial(kernel, sizes, WarpGroup(bool(interpret))),
         out_type=outputs,
         scratch_types=scratch,
-        grid=(sizes.num_rows, num_heads, sizes.num_blocks),  # blocks of a head run side by side
+        grid=(sizes.num_rows, num_heads, sizes.num_blocks),  # blocks of a head run concurrently
         grid_names=("row", "head", "block"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -188,7 +188,7 @@ class _Block:
     head: jax.Array
     block: jax.Array
     first: jax.Array  # of its pairs in the list
-    num_steps: jax.Array  # a pair is one of each head of the group where the block is one of keys
+    num_steps: jax.Array  # for a block of keys, a pair counts once per head of the group
 
     @staticmethod
     def of(sizes: _Sizes, registers: WarpGroup, lists: Sequence[Any]) -> _Block:
@@ -196,7 +196,7 @@ class _Block:
         head, block, row = (jax.lax.axis_index(x) for x in ("head", "block", "row"))
         n = sizes.num_blocks
         if sizes.by_query:
-            block = n - 1 - block  # those of the most pairs begin first
+            block = n - 1 - block  # blocks with the most pairs start first
         first = bound_X[row * (n + 1) + block]
         num_pairs = bound_X[row * (n + 1) + block + 1] - first
         num_steps = num_pairs if sizes.by_query else num_pairs * sizes.group
@@ -204,13 +204,13 @@ class _Block:
         return _Block(sizes, registers, pair_X, prompt_BT, branch_BT, *place, first, num_steps)
 
     def at(self, x: Any, block: jax.Array | None = None, head: jax.Array | None = None) -> Any:
-        """Return a block of [B, T, H, h], or of sums [B, H, T]; by default the own one."""
+        """Return a block of [B, T, H, h], or of sums [B, H, T]; by default this block's."""
         head = self.head if head is None else head
         tokens = _tokens(self.block if block is None else block)
         return x.at[self.row, tokens, head] if len(x.shape) == 4 else x.at[self.row, head, tokens]
 
     def step(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a step's pair, and block and head of what moves."""
+        """Return a step's pair, and the block and head of the moving arrays."""
         G = self.sizes.group
         if self.sizes.by_query:
             pair = self.pair_X[self.first + step]

@@ -7,7 +7,7 @@
 A grid step is a pair of a block of queries and one of keys (`row_pairs`), for all query heads of a
 key/value head: keys and values are read once for them. Scores are held keys first, [S, C], so that
 numbers of a query (maximum, sum, log-sum-exp) are a row of lanes. `models.row_attention` is the
-reference. On a mesh each device calls this with its own rows and heads.
+reference. On a mesh each device calls this with its local rows and heads.
 
 B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks, P pairs of blocks,
 C queries of a block, S keys of one. Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two
@@ -30,7 +30,7 @@ from models.kernels import LOG2_E, NEGATIVE, row_pairs
 
 _LANES = 128
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
-_VMEM_BYTES = 48 * 2**20  # that a kernel may ask for; those since v5e have 64 MiB and more
+_VMEM_BYTES = 48 * 2**20  # a kernel's limit; TPUs since v5e have 64 MiB and more
 _BLOCK_BYTES = 2 * 2**20  # at most, of a block's queries in float32
 _MOST_PAIRS = 2**17  # of all rows: half of the memory of scalars
 _LAST = (((1,), (1,)), ((), ()))  # x · yᵀ
@@ -39,7 +39,7 @@ _FIRST = (((0,), (0,)), ((), ()))  # xᵀ · y
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
-    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None where it does."""
+    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
     (B, T, H, h), K = q_shape, kv_shape[2]
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
@@ -104,7 +104,7 @@ def backward(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of queries, keys and values, of what `forward` took and gave."""
+    """Return the gradients of queries, keys and values, from inputs and results of `forward`."""
     call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
     q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
     dout, lse = call.queries(dout_BTHh), call.sums(lse_BHT)
@@ -182,7 +182,7 @@ class _Call:
         return jnp.pad(x, widths) if over else x
 
     def _specs(self, at: Callable) -> dict[str, pl.BlockSpec]:
-        """Return the blocks of a step by what an array holds; `at` gives the pair of a step."""
+        """Return the blocks of a step by kind of array; `at` gives the pair of a step."""
         G, C, h = self.G, self.C, self.h
         return {
             "queries": pl.BlockSpec((1, 1, G, C, h), lambda b, k, *p: (b, k, 0, at(b, *p)[0], 0)),
@@ -266,7 +266,7 @@ class _Step:
         return _Step(pair_P[at], p < num, (p < num) & first, (p < num) & last)
 
     def meet(self, places: Sequence[Any], each: Callable[[Callable], None]) -> None:
-        """Call `each` with what masks scores [S, C]: nothing where every query sees every key."""
+        """Call `each` with a function that masks scores [S, C], the identity for a whole pair."""
         is_whole = row_pairs.is_whole(self.pair)
 
         @pl.when(self.is_pair & is_whole)
@@ -380,7 +380,7 @@ def _dkv_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
 
 
 def _product(x: jax.Array, y: jax.Array, dimensions: Any) -> jax.Array:
-    """Return a product summed in float32, and in full precision where its operands are float32."""
+    """Return a product summed in float32, in full precision if its operands are float32."""
     return jax.lax.dot_general(
         x,
         y,

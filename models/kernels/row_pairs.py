@@ -1,4 +1,4 @@
-"""Pairs of a block of queries and one of keys of packed rows that see one another, by ranges.
+"""Pairs of a block of queries and a visible block of keys in packed rows, by ranges.
 
 B rows, T positions, n blocks of a row, C positions of a block, P pairs of a row: n (n + 1) / 2.
 """
@@ -14,7 +14,7 @@ _PADDING = 2**30  # the prompt of padding in ranges: rows are padded at their en
 
 
 def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
-    """Return which block of queries sees some of which block of keys, by ranges; bool [B, n, n]."""
+    """Return whether block i of queries sees any of block j of keys, by ranges; bool [B, n, n]."""
     B, T = prompt_BT.shape
     prompt = jnp.where(prompt_BT > 0, prompt_BT, _PADDING).reshape(B, T // size, size)
     branch = branch_BT.reshape(prompt.shape)
@@ -29,7 +29,7 @@ def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Arr
 
 
 def whole_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
-    """Return the pairs of which every query sees every key: they need no mask; bool [B, n, n]."""
+    """Return the pairs that need no mask: every query sees every key; bool [B, n, n]."""
     B, T = prompt_BT.shape
     prompt, branch = (x.reshape(B, T // size, size) for x in (prompt_BT, branch_BT))
 

@@ -17,7 +17,7 @@ from rl.runtime.run_files import CHECKPOINTS, EVALUATION_FILE
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The step whose evaluation was highest, by which metric, and its value."""
+    """The step with the highest evaluation, the metric, and its value."""
 
     step: int
     metric: str
@@ -32,7 +32,7 @@ def read_best(run: Path | str) -> Best | None:
 
 
 def read_record(folder: Folder) -> dict[str, Any]:
-    """Return a run's `evaluation.json`, checked; {} where there is none."""
+    """Return a run's `evaluation.json`, checked; {} if it is missing."""
     if not folder.exists(EVALUATION_FILE):
         return {}
     where = folder.path / EVALUATION_FILE
@@ -77,10 +77,10 @@ def chosen_step(run: Path | str, text: str) -> int | None:
 
 
 class BestRecord:
-    """Writes the best step once its checkpoint is whole. Any thread may call it.
+    """The writer of the best step, once its checkpoint is whole; thread-safe.
 
-    `asked` identifies questions and sampling: a record of other ones is not continued. Of several
-    processes one `writes`; `from_first` sends the others the result that it computes.
+    A record of other questions or sampling is not continued. Of several processes one `writes`;
+    `from_first` sends the others the result that it computes.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BestRecord:
 
     @property
     def best(self) -> Best | None:
-        """The best step so far, whether or not its checkpoint is whole yet."""
+        """The best step so far, even if its checkpoint is not whole yet."""
         return self._candidate or self._written
 
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:

@@ -98,7 +98,7 @@ class Checkpointer:
         self._committed, self._spared = committed, spared
         self._patience, self._hangs = patience or Patience(), False
         self._parts_done = 0  # of all saves so far
-        self._waited = 0  # times that another process was not there yet
+        self._waited = 0  # waits for another process
         self._published: int | None = None  # the step of the last save that came in
         self._pending: concurrent.futures.Future[None] | None = None
         self._lock: Any = None
@@ -142,7 +142,7 @@ class Checkpointer:
     def _save(
         self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
     ) -> None:
-        """Begin a save while holding `_writing`, which `_commit` releases."""
+        """Start a save while holding `_writing`, which `_commit` releases."""
         global _writer
         _writer = self
         try:
@@ -192,7 +192,7 @@ class Checkpointer:
                 )
 
     def wait(self) -> None:
-        """Wait until the last save is complete; raises the error it met in the background."""
+        """Wait until the last save is complete; raises the background thread's error."""
         if self._pending is None:
             return
         patience = Patience(0.0) if self._hangs else self._patience
@@ -253,7 +253,7 @@ class Checkpointer:
             folders.recover(self._folder)
 
     def _together(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` and exchange errors with the other processes: all go on, or all raise."""
+        """Do `work` and exchange errors with the other processes: all succeed, or all raise."""
         if self._processes.alone:
             return work()
         failed, done = None, None
@@ -350,7 +350,7 @@ def _is_not_disk_error(record: logging.LogRecord) -> bool:
 
 
 def _disk_refuses(error: BaseException | None) -> str | None:
-    """Return why, if the disk is behind an error, which libraries wrap in other words."""
+    """Return the disk's reason for an error, which libraries may wrap; None for other errors."""
     while error is not None:
         for number in _DISK_ERRORS:
             reason = os.strerror(number)

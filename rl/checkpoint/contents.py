@@ -1,6 +1,6 @@
 """The contents of a checkpoint: arrays by Orbax, host state as JSON and npz.
 
-Each process writes its own shards. Orbax's Checkpointer is not used: its barriers between processes
+Each process writes its shards. Orbax's Checkpointer is not used: its barriers between processes
 have no deadline. Host state is plain data and numpy arrays; values that would not come back equal
 in value and type are refused when they are encoded.
 """
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_ARRAY = "$array"  # {"$array": "3"} in the JSON stands for entry "3" of the npz
+_ARRAY = "$array"  # {"$array": "3"} in the JSON is entry "3" of the npz
 _NAME = "process_0"  # the state is the same on all processes, and the first one writes it
 _KINDS = "biufcSUmM"  # dtype kinds that npz keeps without pickle
 
@@ -37,7 +37,7 @@ class ArrayWriter:
         self._writing: list[Any] = []
 
     def save(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
-        """Begin to write to an existing folder; returns once the values are on the host."""
+        """Start to write to an existing folder; returns once the values are on the host."""
         import orbax.checkpoint as ocp
         from etils import epath
 
@@ -79,14 +79,14 @@ def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]
 
 
 def _free_as(template: Any, restored: jax.Array) -> jax.Array:
-    """Return `restored`, committed to a device only where the template is: jit tells them apart."""
+    """Return `restored`, committed to a device only if the template is: jit distinguishes both."""
     if getattr(template, "committed", True):
         return restored
     return jnp.array(np.asarray(restored))
 
 
 def _own_or_shared(x: jax.Array) -> jax.Array | np.ndarray:
-    """Return an array on this process's own devices as numpy's, which Orbax writes in process 0.
+    """Return an array on this process's devices as numpy's, which Orbax writes in process 0.
 
     Of a jax array it would take a slice from each process, which may have other values.
     """

@@ -49,7 +49,7 @@ class Content:
 def write_manifest(
     folder: Path, extra: dict[str, Any] | None = None, known: Mapping[str, Content] | None = None
 ) -> None:
-    """Record every file of `folder` durably; `extra` is JSON kept beside the list.
+    """Record every file of `folder` durably; `extra` is JSON stored with the list.
 
     Files of `known` content, by relative name, are not read. Each file and folder is flushed to
     the disk first, then the manifest is renamed into place. Raises OSError, and ValueError for

@@ -1,4 +1,4 @@
-"""Reading checkpoints, each verified file by file; may happen beside a run that writes."""
+"""Reading checkpoints, each verified file by file, also during a run that writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NoWholeCheckpointError(RuntimeError):
 
 
 class StructureMismatchError(ValueError):
-    """The checkpoint is whole, but holds other arrays than the template asks for."""
+    """A whole checkpoint whose arrays do not match the template's."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ def restore(
 
     `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure,
     types (floats are rounded) and shardings, by default on the first local device. `subset` allows
-    fewer arrays than were saved. Parts whose paths begin with one of `optional` may be in only one
-    of template and checkpoint. All `processes` of a mesh restore together.
+    fewer arrays than were saved. Parts with a path prefix in `optional` may be missing from either
+    template or checkpoint. All `processes` of a mesh restore together.
     Raises NoWholeCheckpointError, or StructureMismatchError naming the first paths that differ.
     """
     directory = Path(directory).absolute()

@@ -89,7 +89,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _meant(argument: str, parser: argparse.ArgumentParser, schema: type) -> str:
-    """Return a hint at the flag or field that an unknown argument may stand for."""
+    """Return a hint at the flag or field closest to an unknown argument."""
     flag, equals, value = argument.partition("=")
     name = flag.removeprefix("--")
     if re.fullmatch(r"[A-Z]\w*\.\w+", name):

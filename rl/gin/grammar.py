@@ -57,7 +57,7 @@ def read_files(paths: Iterable[Path]) -> list[Binding]:
 
 
 def _read_text(path: Path, sizes: list[int]) -> str:
-    """Read a file within the bounds; `sizes` are of the files before, and get its own."""
+    """Read a file within the bounds; append its size to the `sizes` of earlier files."""
     if len(sizes) == MAX_FILES:
         raise ConfigError(
             f"{path}: expected a configuration of at most {MAX_FILES} files, got more, "
@@ -133,7 +133,7 @@ def _statements(path: Path, text: str) -> Iterable[Any]:
 
 
 def _refuse_many_strings(text: str) -> None:
-    """Raise SyntaxError for very many strings side by side: gin takes quadratic time."""
+    """Raise SyntaxError for very many adjacent strings: gin takes quadratic time."""
     joined = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:

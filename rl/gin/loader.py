@@ -78,7 +78,7 @@ def dump(config: Any) -> str:
 
 
 def describe(schema: type, only: str = "") -> str:
-    """Return help on every field, or on those of section `only`; ConfigError if there is none."""
+    """Return help on every field, or on section `only`; ConfigError if it does not exist."""
     sections = _sections(schema)
     if only and only not in sections:
         raise ConfigError(
@@ -131,13 +131,13 @@ def _existing(file: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class _Section:
-    """One section of a schema: its name is that of the class without `Config`."""
+    """A section of a schema, named as its class without `Config`."""
 
     name: str
     schema_field: str
     cls: type
     hints: Mapping[str, Any]
-    instance: object | None  # whose values are the defaults, where the schema gives one
+    instance: object | None  # the defaults, if the schema gives one
 
     @property
     def fields(self) -> list[dataclasses.Field[Any]]:
@@ -173,7 +173,7 @@ class _Section:
         return examples[field] if field in examples else example_of(self.hints[field])
 
     def build(self, bound: Mapping[str, Binding]) -> Any:
-        """Make the section from its bindings; ConfigError for what is unset or refused."""
+        """Make the section from its bindings; ConfigError for unset or refused fields."""
         for field in self.fields:
             if field.name not in bound and self.default(field) is dataclasses.MISSING:
                 name = f"{self.name}.{field.name}"
@@ -237,7 +237,7 @@ class _Macros:
         self._num_values = 0
 
     def expand(self, value: object, where: str, via: tuple[str, ...], depth: int = 0) -> object:
-        """Replace every macro in `value` by its own value; `via` names the macros around it."""
+        """Expand every macro in `value`; `via` names the macros around it."""
         self._num_values += 1
         if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
             raise ConfigError(
@@ -285,7 +285,7 @@ def _doc(cls: type) -> str:
 
 
 def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comment behind each field in the source, if the source is available."""
+    """Return the comment after each field in the source, if the source is available."""
     try:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
