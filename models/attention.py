@@ -155,8 +155,8 @@ def attend(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
     """Return softmax(q·k/√h)·v over the keys of the mask, with grouped heads; [B, T, H, h]."""
-    found = partial_attention(q_BTHh, k_BKhS, v_BKSh, mask_BTS)
-    return (found.out / found.total).astype(v_BKSh.dtype)
+    result = partial_attention(q_BTHh, k_BKhS, v_BKSh, mask_BTS)
+    return (result.out / result.total).astype(v_BKSh.dtype)
 
 
 def attend_both(
@@ -165,8 +165,8 @@ def attend_both(
     other: tuple[jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
     """Compute `attend` over the keys of two caches, each (keys, values, mask); [B, T, H, h]."""
-    found = joined(partial_attention(q_BTHh, *one), partial_attention(q_BTHh, *other))
-    return found.astype(one[1].dtype)
+    result = joined(partial_attention(q_BTHh, *one), partial_attention(q_BTHh, *other))
+    return result.astype(one[1].dtype)
 
 
 def attend_nodes(
@@ -323,12 +323,12 @@ def partial_attention(
     highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
     # The returned maximum is a second one: XLA's CPU fuses the first with the weights.
     apart_BKXS = _apart(jax.lax.stop_gradient(scores_BKXS))
-    found_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
+    result_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
     if is_exact:
-        weights_BKXS, top_BKX1 = jnp.exp(scores_BKXS - highest_BKX1), found_BKX1 * LOG2_E
+        weights_BKXS, top_BKX1 = jnp.exp(scores_BKXS - highest_BKX1), result_BKX1 * LOG2_E
     else:
         weights_BKXS = weights(scores_BKXS, jnp.round(highest_BKX1), v_BKSh.dtype)
-        top_BKX1 = jnp.round(found_BKX1)
+        top_BKX1 = jnp.round(result_BKX1)
     total_BKX1 = jnp.sum(weights_BKXS, axis=-1, keepdims=True)
     out_BKXh = jnp.einsum(
         "bkxs,bksh->bkxh",
@@ -354,9 +354,9 @@ def attend_causally(
         return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
 
     def block(end: int) -> jax.Array:
-        here = slice(end - size, end)
+        local = slice(end - size, end)
         return attend(
-            q_BTHh[:, here], k_BKhT[..., :end], v_BKTh[:, :, :end], mask_BTT[:, here, :end]
+            q_BTHh[:, local], k_BKhT[..., :end], v_BKTh[:, :, :end], mask_BTT[:, local, :end]
         )
 
     return jnp.concatenate([block(end) for end in range(size, T + 1, size)], axis=1)

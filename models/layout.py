@@ -28,7 +28,7 @@ CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
 FEATURE_AXES = ("batch", None, None, "features")  # of cached hidden states
 ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes; of hidden states, [P, W]
 CAUSAL_BLOCKS = 4
-LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
+MIN_BLOCK_TOKENS = 64  # shorter rows are one block
 # Attention and feed-forward run in pieces for rows of at least this many tokens.
 LONG_ROW_TOKENS = 4096
 LONG_ROW_BLOCK_TOKENS = 512  # of queries, and of keys
@@ -90,7 +90,7 @@ def rollout_tensor(
 def causal_block_tokens(num_tokens: int) -> int:
     """Return the length of causal attention's blocks of queries; `num_tokens` for one block."""
     size = num_tokens // CAUSAL_BLOCKS
-    return num_tokens if num_tokens % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS else size
+    return num_tokens if num_tokens % CAUSAL_BLOCKS or size < MIN_BLOCK_TOKENS else size
 
 
 def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
@@ -108,7 +108,7 @@ def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
     return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
 
 
-def layers_kept_apart(remat: str) -> int:
+def unscanned_layers(remat: str) -> int:
     """Return N if the input of every N-th layer is kept (models.training); 0 for none and dots."""
     if remat in ("none", "dots"):
         return 0

@@ -63,8 +63,8 @@ def append_and_attend(
     def apart(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, keys, values, table_BN, length_B = inputs
         keys, values = write_entries(keys, k, *place), write_entries(values, v, *place)
-        found = attend_pages(q, keys, values, table_BN, length_B)
-        out = jnp.where(found.total > 0, found.out / found.total, 0)
+        result = attend_pages(q, keys, values, table_BN, length_B)
+        out = jnp.where(result.total > 0, result.out / result.total, 0)
         return out.astype(dtype), keys, values
 
     from models.kernels import page_attention_tpu
@@ -98,8 +98,8 @@ def write_entries(
 
 
 def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    found = _portable(*inputs)
-    return found.out, found.top, found.total
+    result = _portable(*inputs)
+    return result.out, result.top, result.total
 
 
 def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
@@ -107,12 +107,12 @@ def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[
     from models.kernels import page_attention_gpu, page_attention_tpu
     from models.kernels.hopper import is_hopper
 
-    found: dict[str, Callable[..., Any]] = {}
+    result: dict[str, Callable[..., Any]] = {}
     if page_attention_tpu.takes(head_dim, page_tokens, dtype) is None:
-        found["tpu"] = _some_nodes_at_a_time(page_attention_tpu.attend_pages)
+        result["tpu"] = _some_nodes_at_a_time(page_attention_tpu.attend_pages)
     if page_attention_gpu.takes(head_dim, page_tokens, dtype) is None and is_hopper():
-        found["cuda"] = _some_nodes_at_a_time(page_attention_gpu.attend_pages)
-    return found
+        result["cuda"] = _some_nodes_at_a_time(page_attention_gpu.attend_pages)
+    return result
 
 
 def _some_nodes_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,8 +132,8 @@ def _some_nodes_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
         q_BXHh = jnp.pad(q_BWHh, ((0, 0), (0, n * KERNEL_NODES - W), (0, 0), (0, 0)))
         cut = q_BXHh.reshape(B * n, KERNEL_NODES, H, h)
         rows = jnp.repeat(table_BN, n, axis=0), jnp.repeat(length_B, n)
-        found = kernel(cut, keys, values, *rows)
-        return tuple(x.reshape(B, n * KERNEL_NODES, H, -1)[:, :W] for x in found)
+        result = kernel(cut, keys, values, *rows)
+        return tuple(x.reshape(B, n * KERNEL_NODES, H, -1)[:, :W] for x in result)
 
     return attend
 
@@ -166,8 +166,8 @@ def _portable(
         jnp.zeros((B, W, H, 1), jnp.float32),
     )
     blocks = (jnp.max(length_B) + C * T - 1) // (C * T)
-    found = jax.lax.fori_loop(0, blocks, step, none)
+    result = jax.lax.fori_loop(0, blocks, step, none)
     some_B111 = (length_B > 0)[:, None, None, None]  # if all keys are masked they weigh the same
     return PartialSoftmax(
-        jnp.where(some_B111, found.out, 0), found.top, jnp.where(some_B111, found.total, 0)
+        jnp.where(some_B111, result.out, 0), result.top, jnp.where(some_B111, result.total, 0)
     )

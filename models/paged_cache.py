@@ -51,15 +51,19 @@ class Pages:
         def local(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, length: jax.Array):  # type: ignore[no-untyped-def]
             table = split.own(table, len(k))
             if not self.anywhere or not split.batch:
-                found = attend_pages(q, k, v, table, length)
-                return found.out, found.top, found.total
-            found = attend_pages(q, k, v, table, jnp.where(table[:, 0] < 0, 0, length))
-            top = jax.lax.pmax(found.top, split.batch)  # one part has a slot's pages, others none
-            return jax.lax.psum(found.out, split.batch), top, jax.lax.psum(found.total, split.batch)
+                result = attend_pages(q, k, v, table, length)
+                return result.out, result.top, result.total
+            result = attend_pages(q, k, v, table, jnp.where(table[:, 0] < 0, 0, length))
+            top = jax.lax.pmax(result.top, split.batch)  # one part has a slot's pages, others none
+            return (
+                jax.lax.psum(result.out, split.batch),
+                top,
+                jax.lax.psum(result.total, split.batch),
+            )
 
         attend = split.mapped(local, inputs, (queries,) * 3)
-        found = attend(q_BWHh, self.keys_PKTh, self.values_PKTh, self.table_BN, length_B)
-        return PartialSoftmax(*found)
+        result = attend(q_BWHh, self.keys_PKTh, self.values_PKTh, self.table_BN, length_B)
+        return PartialSoftmax(*result)
 
     def of_chunks(
         self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array

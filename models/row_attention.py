@@ -178,8 +178,8 @@ class _Blocks:
 
 def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the outputs, [B, T, H, h], and the log of each sum, [B, H, T]: the portable path."""
-    given, (q_BTHh, _, v_BTKh, *_) = _Blocks.of(*inputs), inputs
-    n, B, K, G, C, h = given.q.shape
+    args, (q_BTHh, _, v_BTKh, *_) = _Blocks.of(*inputs), inputs
+    n, B, K, G, C, h = args.q.shape
 
     def of_queries(inputs: tuple, _: tuple, i: jax.Array) -> tuple[tuple, tuple]:
         (blocks,) = inputs
@@ -189,16 +189,16 @@ def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
             scores = blocks.scores(i, j)
             higher = jnp.maximum(top, jnp.round(scores.max(axis=-1)))
             p = weights(scores, higher[..., None], v_BTKh.dtype)
-            kept = power_of_two(top - higher)
+            keep = power_of_two(top - higher)
             new = _product("bkgcs,bksh->bkgch", p.astype(v_BTKh.dtype), blocks.v[j])
-            return out * kept[..., None] + new, higher, total * kept + p.sum(axis=-1)
+            return out * keep[..., None] + new, higher, total * keep + p.sum(axis=-1)
 
         none = jnp.zeros((B, K, G, C, h), jnp.float32), jnp.full((B, K, G, C), NEGATIVE)
         start = *none, jnp.zeros((B, K, G, C), jnp.float32)
         out, top, total = jax.lax.fori_loop(0, i + 1, partial(_where_seen, blocks, i, meet), start)
         return (), ((out / total[..., None]).astype(v_BTKh.dtype), top / LOG2_E + jnp.log(total))
 
-    _, (out_nBKGCh, lse_nBKGC) = scan_after(of_queries, (), jnp.arange(n), given)
+    _, (out_nBKGCh, lse_nBKGC) = scan_after(of_queries, (), jnp.arange(n), args)
     lse_BTH1 = _rows(lse_nBKGC[..., None], (*q_BTHh.shape[:3], 1))
     return _rows(out_nBKGCh, q_BTHh.shape), lse_BTH1[..., 0].swapaxes(1, 2)
 
@@ -206,8 +206,8 @@ def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values: the portable path."""
     q_BTHh, k_BTKh, v_BTKh, _, _, out_BTHh, lse_BHT, dout_BTHh = inputs
-    given, K = _Blocks.of(*inputs[:5]), k_BTKh.shape[2]
-    n, scale = len(given.q), q_BTHh.shape[-1] ** -0.5
+    args, K = _Blocks.of(*inputs[:5]), k_BTKh.shape[2]
+    n, scale = len(args.q), q_BTHh.shape[-1] ** -0.5
     lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None] * LOG2_E), K)
     dout_by_head = _by_head(_cut(dout_BTHh), K)
     products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
@@ -231,8 +231,8 @@ def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
         dq, dk, dv = jax.lax.fori_loop(0, i + 1, looped, (none, *carry))
         return (dk, dv), (dq * scale).astype(q_BTHh.dtype)
 
-    total = jax.ShapeDtypeStruct(given.k.shape, jnp.float32)
-    (dk, dv), dq = scan_after(of_queries, (total, total), jnp.arange(n), given, dout_by_head)
+    total = jax.ShapeDtypeStruct(args.k.shape, jnp.float32)
+    (dk, dv), dq = scan_after(of_queries, (total, total), jnp.arange(n), args, dout_by_head)
     dk = (dk * scale).astype(k_BTKh.dtype)[:, :, :, None]
     dv = dv.astype(v_BTKh.dtype)[:, :, :, None]
     return _rows(dq, q_BTHh.shape), _rows(dk, k_BTKh.shape), _rows(dv, v_BTKh.shape)

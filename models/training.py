@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from models.config import Layer
-from models.layout import layers_kept_apart
+from models.layout import unscanned_layers
 from models.sharding import constrain
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -80,7 +80,7 @@ def through_layers(
     step: Step, layers: Sequence[Any], x_BTD: jax.Array, remat: str
 ) -> tuple[jax.Array, list[Any]]:
     """Apply `step(layer, x) -> (x, result)` layer by layer; return the last x, and all results."""
-    apart = layers_kept_apart(remat)
+    separate = unscanned_layers(remat)
 
     def plain(layer: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
         return step(_added(layer), x_BTD)
@@ -89,24 +89,24 @@ def through_layers(
     if remat == "dots":
         products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         apply = _at_once(_kept_in_parts(plain, policy=products))
-    elif apart:
+    elif separate:
         apply = _at_once(_kept_in_parts(plain))
 
     def through(layers: Sequence[Any], x_BTD: jax.Array) -> tuple[jax.Array, list[Any]]:
-        found = []
+        result = []
         for layer in layers:
             x_BTD, one = apply(layer, x_BTD)
-            found.append(one)
-        return x_BTD, found
+            result.append(one)
+        return x_BTD, result
 
-    if apart < 2:
+    if separate < 2:
         return through(layers, x_BTD)
     several = _at_once(_kept_in_parts(through))
-    all_found = []
-    for i in range(0, len(layers), apart):
-        x_BTD, found = several(tuple(layers[i : i + apart]), x_BTD)
-        all_found += found
-    return x_BTD, all_found
+    all_results = []
+    for i in range(0, len(layers), separate):
+        x_BTD, result = several(tuple(layers[i : i + separate]), x_BTD)
+        all_results += result
+    return x_BTD, all_results
 
 
 def _kept_in_parts(step: Step, **options: Any) -> Step:
@@ -115,8 +115,8 @@ def _kept_in_parts(step: Step, **options: Any) -> Step:
     def whole(layers: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
         return step(layers, constrain(x_BTD, "batch", None, None))
 
-    kept = jax.checkpoint(whole, **options)
-    return lambda layers, x_BTD: kept(layers, constrain(x_BTD, "batch", None, "features"))
+    keep = jax.checkpoint(whole, **options)
+    return lambda layers, x_BTD: keep(layers, constrain(x_BTD, "batch", None, "features"))
 
 
 def _at_once(step: Step) -> Step:

@@ -79,8 +79,8 @@ class StepResponses:
 
     def num_missing(self, wanted: int) -> int:
         """Return how many of the step's `wanted` groups are missing."""
-        found = sum(group >= self.step_prompts.first_group for group in self.informative())
-        return max(0, wanted - found)
+        result = sum(group >= self.step_prompts.first_group for group in self.informative())
+        return max(0, wanted - result)
 
     def rollouts(
         self, before: StepPrompts | None, stats: EngineStats, cursor: int, *, dynamic: bool
@@ -162,7 +162,7 @@ class ResultCollector:
         Raises Stopped, or a worker's error.
         """
         while True:
-            if self._system.asked_to_stop():
+            if self._system.is_stop_requested():
                 raise Stopped
             with self._changed:
                 if self._error is not None:
@@ -217,18 +217,18 @@ def load_unfinished(state: Mapping[str, Any]) -> dict[int, list[Trajectory]]:
     cache.load_state(state["responses"])
     groups: dict[int, list[Trajectory]] = {}
     for group, rewards in zip(state["groups"], state["rewards"], strict=True):
-        found = cache.get(str(group)) if rewards else None
-        responses = () if found is None else found.responses
+        result = cache.get(str(group)) if rewards else None
+        responses = () if result is None else result.responses
         groups[group] = []
         for reward, response in zip(rewards, responses, strict=True):
             scores, tokens = response.scores, response.tokens
-            assert found is not None and scores is not None
+            assert result is not None and scores is not None
             groups[group].append(
                 Trajectory(
                     request_id=-1,  # it has ended
                     group_id=group,
                     sample_index=response.sample_index,
-                    prompt_ids=found.prompt_ids,
+                    prompt_ids=result.prompt_ids,
                     response_ids=tokens,
                     logprobs=scores.logprobs,
                     policy_versions=scores.policy_versions,

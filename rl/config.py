@@ -168,7 +168,7 @@ class TrainConfig:
     @property
     def longest_tokens(self) -> int:
         """Prompt and response together, at most."""
-        return self.rollout.max_prompt_tokens + self.sampling.longest_new_tokens
+        return self.rollout.max_prompt_tokens + self.sampling.max_any_new_tokens
 
     @property
     def eval_prompt_tokens(self) -> int:
@@ -176,7 +176,7 @@ class TrainConfig:
         return self.eval.max_prompt_tokens or self.rollout.max_prompt_tokens
 
     @property
-    def longest_prompt_tokens(self) -> int:
+    def max_any_prompt_tokens(self) -> int:
         """The longest prompt that the engine is given, in training or in an evaluation."""
         evaluated = self.eval_prompt_tokens if self.eval.num_prompts else 0
         return max(self.rollout.max_prompt_tokens, evaluated)

@@ -31,11 +31,11 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
     if config.longest_tokens > model.max_positions:
         raise ValueError(
             f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
-            f"Sampling.max_new_tokens={config.sampling.longest_new_tokens} make "
+            f"Sampling.max_new_tokens={config.sampling.max_any_new_tokens} make "
             f"{config.longest_tokens} positions, the policy has {model.max_positions}: lower one "
             "of them"
         )
-    evaluated = config.longest_prompt_tokens + config.sampling.longest_new_tokens
+    evaluated = config.max_any_prompt_tokens + config.sampling.max_any_new_tokens
     if evaluated > model.max_positions:
         raise ValueError(
             f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
@@ -45,9 +45,9 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
 
 def check_layout(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError if the heads of the policy's caches are not split as weights are."""
-    asked = config.mesh.rollout_tensor
-    if asked != "auto":
-        rollout_tensor(asked, asked, model.num_kv_heads, asked)  # devices are not known yet
+    wanted = config.mesh.rollout_tensor
+    if wanted != "auto":
+        rollout_tensor(wanted, wanted, model.num_kv_heads, wanted)  # devices are not known yet
 
 
 def check_sampling(config: TrainConfig) -> None:
@@ -93,17 +93,17 @@ def check_tuner(config: TrainConfig) -> None:
     """Raise ValueError if the bandit's arms are larger than trees get."""
     if config.speculation.budget != "bandit":
         return
-    most, tuner = config.engine.max_nodes - 1, config.tuner
-    if max(tuner.verify_tokens) > most:
+    high, tuner = config.engine.max_nodes - 1, config.tuner
+    if max(tuner.verify_tokens) > high:
         raise ValueError(
-            f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {most}, got "
+            f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {high}, got "
             f"{tuner.verify_tokens}: lower them, or raise Engine.max_nodes"
         )
-    asked = {
+    wanted = {
         "Drafter.max_depth": (config.speculation.learns, config.drafter.max_depth),
         "DraftModel.max_depth": (config.speculation.asks_model, config.draft_model.max_depth),
     }
-    for name, (is_asked, deepest) in asked.items():
+    for name, (is_asked, deepest) in wanted.items():
         if is_asked and min(tuner.depths) > deepest:
             raise ValueError(
                 f"expected one of Tuner.depths to be at most {name}={deepest}, got "
@@ -125,31 +125,31 @@ def check_drafting(config: TrainConfig) -> None:
         _check_drafting_workers(config)
     if settings.helps:
         _check_helpers(config)
-    window, most = settings.window, config.engine.max_nodes - 1
-    if window is not None and window > most:
+    window, high = settings.window, config.engine.max_nodes - 1
+    if window is not None and window > high:
         raise ValueError(
-            f"expected Drafting.window of at most Engine.max_nodes − 1 = {most}, got {window}: "
+            f"expected Drafting.window of at most Engine.max_nodes − 1 = {high}, got {window}: "
             "lower it, or raise Engine.max_nodes"
         )
 
 
 def _check_drafting_workers(config: TrainConfig) -> None:
     settings, workers, speculation = config.drafting, config.sched.workers, config.speculation
-    asked = settings.workers
+    wanted = settings.workers
     if not (speculation.enabled and MODEL in speculation.sources):
         raise ValueError(
-            f"Drafting.workers={asked} draft by a draft model: expected "
+            f"Drafting.workers={wanted} draft by a draft model: expected "
             f'"{MODEL}" in Speculation.sources, and a budget, got {speculation.sources} '
             f'with "{speculation.budget}": add it, or set Drafting.workers = 0'
         )
-    if (asked or 1) >= workers:
+    if (wanted or 1) >= workers:
         raise ValueError(
-            f"expected at least one worker that verifies, got Drafting.workers={asked} of "
+            f"expected at least one worker that verifies, got Drafting.workers={wanted} of "
             f"Sched.workers={workers}: raise Sched.workers, or lower it"
         )
     if config.cluster.kind != "ray":
         return
-    if asked is None:
+    if wanted is None:
         raise ValueError(
             'Cluster.kind="ray" reserves devices for programs before anything is measured: '
             "expected a number of Drafting.workers there, got None, which leaves it to a plan; "

@@ -27,7 +27,7 @@ from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs
 from rl.responses import WHOLE, Partition
 from rl.runtime.run_files import DRAFTER
-from rl.runtime.waits import Patience
+from rl.runtime.waits import Deadline
 from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
@@ -201,7 +201,7 @@ def open_run(
     folder: Path,
     stack: ExitStack,
     clock: Callable[[], float],
-    alive: Callable[[], object] = lambda: None,
+    heartbeat: Callable[[], object] = lambda: None,
     partition: Partition = WHOLE,
     home: Engine | None = None,
 ) -> DrafterRun:
@@ -210,7 +210,7 @@ def open_run(
     Waiting for a save calls `alive`. Of several processes with separate engines each trains a
     drafter on its responses, and process 0's is saved; under one engine they train one together.
     """
-    options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
+    options, patience = config.drafter, Deadline(config.run.hang_limit_s, heartbeat)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
     trainer = DrafterTrainer(
         options,
@@ -245,7 +245,7 @@ def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
 def _checkpoints(
     folder: Path,
     keeps: CheckpointConfig,
-    patience: Patience,
+    patience: Deadline,
     stack: ExitStack,
     partition: Partition,
 ) -> Checkpointer | None:

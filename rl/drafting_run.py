@@ -91,8 +91,8 @@ def open_actors(
     from rl.cluster.ray_session import reserve
 
     count = config.drafting.workers * config.sched.devices_per_worker
-    start_s, asked = 2 * config.cluster.deadline_s, f"Drafting.workers={config.drafting.workers}"
-    with reserve(count, asked, start_s, devices=1) as room:
+    start_s, wanted = 2 * config.cluster.deadline_s, f"Drafting.workers={config.drafting.workers}"
+    with reserve(count, wanted, start_s, devices=1) as room:
         with drafting_actors(config, policy, dtype, room, report) as actors:
             yield actors
 
@@ -125,9 +125,9 @@ def drafting_actors(
     of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
 
     def start(number: int) -> Actor:
-        given = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", (settings,)
+        args = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", (settings,)
         options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
         options["concurrency"] = CONCURRENCY
-        return Actor(*given, of_actors, room, number, **options)
+        return Actor(*args, of_actors, room, number, **options)
 
     return DraftingActors(planner, count, start, hang_limit_s=deadline_s)

@@ -16,12 +16,12 @@ from pathlib import Path
 from rl.data.columns import prompt_key
 from rl.data.prompts import DataOrder
 from rl.data.tasks import Example, Message, Task, TaskConfig, open_task, parse_spec
-from spec.config import LEAST_TEMPERATURE, SamplingConfig
+from spec.config import MIN_TEMPERATURE, SamplingConfig
 
 Prompt = tuple[int, ...]  # token ids
 Encode = Callable[[Example], Prompt]
 _Question = tuple[int, Example, Prompt]  # and its index in the task
-MOST_PROMPTS = 100_000  # of a set
+MAX_PROMPTS = 100_000  # of a set
 _LOOKED_AT = 20_000  # training examples at least
 _CANDIDATES = 4  # generated questions for each one wanted: training may hold some of them
 
@@ -51,16 +51,16 @@ class EvalConfig:
     seed: int = 1_000_000_007  # of the questions and the noise
 
     def __post_init__(self) -> None:
-        bounds = {"every_steps": (0, 2**31), "num_prompts": (0, MOST_PROMPTS), "samples": (1, 1024)}
-        for field, (least, most) in bounds.items():
-            if not least <= getattr(self, field) <= most:
-                raise ValueError(f"{field} must be {least} to {most:,}, got {getattr(self, field)}")
+        bounds = {"every_steps": (0, 2**31), "num_prompts": (0, MAX_PROMPTS), "samples": (1, 1024)}
+        for field, (low, high) in bounds.items():
+            if not low <= getattr(self, field) <= high:
+                raise ValueError(f"{field} must be {low} to {high:,}, got {getattr(self, field)}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         t = self.temperature
-        if not (t == 0 or LEAST_TEMPERATURE <= t < math.inf):
+        if not (t == 0 or MIN_TEMPERATURE <= t < math.inf):
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {t}"
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {t}"
             )
         if t == 0 and self.samples > 1:
             raise ValueError(
@@ -126,27 +126,27 @@ class EvalSets:
 
     def remarks(self) -> list[str]:
         """Return sentences on questions that training has, and on omitted questions."""
-        found = list(self.skipped)
+        result = list(self.skipped)
         for s in self.sets:
             if s.seen or s.alike:
                 more = f", {s.alike} of them but for case and spaces" if s.alike else ""
-                found.append(
+                result.append(
                     f"{s.seen + s.alike} of {len(s.examples)} questions of set {s.name} are in "
                     f"the training set{more}"
                 )
             if s.too_long:
-                found.append(
+                result.append(
                     f"{s.too_long} questions of set {s.name} are left out: longer than "
                     "Eval.max_prompt_tokens (Rollout.max_prompt_tokens where it is not set)"
                 )
-        return found
+        return result
 
     def fingerprint(self, config: EvalConfig, sampling: SamplingConfig) -> str:
         """Return a hash of questions, sampling and grading: if equal, figures are comparable."""
-        asked = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
+        wanted = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
         how = repr(config.sampling(sampling)), config.samples, config.seed, config.all_ks
         judged = config.correct_at, config.best_by
-        return hashlib.sha256(json.dumps([asked, how, judged]).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps([wanted, how, judged]).encode()).hexdigest()[:32]
 
 
 def split_names(sets: Sequence[str]) -> list[tuple[str, str]]:
@@ -169,8 +169,8 @@ def _short_name(spec: str) -> str:
     parsed = parse_spec(spec)
     if parsed.name != parsed.text:
         return parsed.name
-    words = [Path(part).stem for part in reversed(Path(parsed.target).parts)]
-    clean = [re.sub(r"[^A-Za-z0-9_-]+", "_", word).strip("_") for word in words]  # no `*`
+    texts = [Path(part).stem for part in reversed(Path(parsed.target).parts)]
+    clean = [re.sub(r"[^A-Za-z0-9_-]+", "_", term).strip("_") for term in texts]  # no `*`
     return next(filter(None, clean), "set")
 
 
@@ -245,20 +245,20 @@ def open_sets(
         pairs = [(name, spec) for name, spec in pairs if is_generated(spec)]
     held = TrainingPrompts()
     if training is not None and pairs:
-        trained, most = training(), max(task.stream_above_examples, _LOOKED_AT)
-        held = TrainingPrompts.of(trained, most)
-        if len(trained) > most:
+        trained, high = training(), max(task.stream_above_examples, _LOOKED_AT)
+        held = TrainingPrompts.of(trained, high)
+        if len(trained) > high:
             skipped.append(
-                f"questions of evaluations are compared with the first {most:,} of the "
+                f"questions of evaluations are compared with the first {high:,} of the "
                 f"{len(trained):,} training examples only (Task.stream_above_examples)"
             )
     opened = []
     for name, spec in pairs:
-        found = _open_set(config, name, spec, limit_tokens, encode, held, keeps_seen)
-        if found.examples:
-            opened.append(found)
-        elif named or found.too_long:
-            raise ValueError(_why_empty(found, limit_tokens))
+        result = _open_set(config, name, spec, limit_tokens, encode, held, keeps_seen)
+        if result.examples:
+            opened.append(result)
+        elif named or result.too_long:
+            raise ValueError(_why_empty(result, limit_tokens))
         else:
             skipped.append(f"not evaluated: {spec}, since training has all of its questions")
     sets = EvalSets(tuple(opened), tuple(skipped))

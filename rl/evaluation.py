@@ -73,8 +73,8 @@ def respond(
     examples = [example for s in sets for example in s.examples]
     prompts = [prompt for s in sets for prompt in s.prompts]
     sampling = config.eval.sampling(config.sampling)
-    asked = [(s.name, example.task) for s in sets for example in s.examples]
-    each = [sampling.of(name) or sampling.of(task) for name, task in asked]
+    wanted = [(s.name, example.task) for s in sets for example in s.examples]
+    each = [sampling.of(name) or sampling.of(task) for name, task in wanted]
     requests = [
         Request(p * n + i, prompts[p], p, i, sampling=each[p])
         for p in range(len(prompts))
@@ -87,21 +87,21 @@ def respond(
         sampling,
         key,
         inputs.model.eos_token_ids,
-        words=inputs.words_for(sampling),
+        words=inputs.token_bytes_for(sampling),
     )
     own = [r for r in requests if partition.answers(r.group_id)]
 
     def answer() -> Responses:
         return scorer.responses(*run(engine, spec, own, scorer, on_round))
 
-    found = partition.exchange("evaluation", requests, answer, waiting)
+    matches = partition.exchange("evaluation", requests, answer, waiting)
     answers, first = [], 0
     for s in sets:
         some = slice(first * n, (first + len(s.examples)) * n)
         moved = [
-            dataclasses.replace(t, group_id=t.group_id - first) for t in found.trajectories[some]
+            dataclasses.replace(t, group_id=t.group_id - first) for t in matches.trajectories[some]
         ]
-        answers.append(Answers(s, moved, found.scores[some], found.texts[some]))
+        answers.append(Answers(s, moved, matches.scores[some], matches.texts[some]))
         first += len(s.examples)
     return answers
 
@@ -160,14 +160,14 @@ class RunEvaluation:
         """
         system, config = self._system, self._system.config
         system.watch.at("evaluation")
-        system.processes.barrier(f"evaluation after step {step}", system.watch.alive)
+        system.processes.barrier(f"evaluation after step {step}", system.watch.heartbeat)
         system.show.part(step, "evaluation")
-        began_s = self._clock()
+        start_s = self._clock()
         total = system.inputs.evals.num_questions * config.eval.samples
 
         def watch(finished: int, tokens: int) -> None:
             system.show.rollout(finished, total, tokens)
-            system.leave_rollout_if_asked()
+            system.leave_rollout_if_stopped()
 
         answers = respond(
             system.eval_engine,
@@ -177,9 +177,9 @@ class RunEvaluation:
             system.scorer(),
             watch,
             system.partition,
-            system.asked_to_stop,
+            system.is_stop_requested,
         )
-        row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
+        row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - start_s}
         self._metrics.amend(step, row)
         self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
         self._done.add(step)
@@ -187,12 +187,12 @@ class RunEvaluation:
             system.show.message(f"warning: evaluation after step {step}: {text}")
         if step == 0:
             self._first = row
-        found = self._as_best({"step": step} | row) if step else None
+        matches = self._as_best({"step": step} | row) if step else None
         best = self._best.best
-        is_best = found is not None and (best is None or found.value > best.value)
+        is_best = matches is not None and (best is None or matches.value > best.value)
         if is_best:
-            assert found is not None
-            self._best.found(found)
+            assert matches is not None
+            self._best.found(matches)
         self._tell(row, step)
         return is_best
 
@@ -253,9 +253,9 @@ def load_checkpoint(
     from rl.learner.optimizer import SavedArrays
 
     specs = param_specs(model)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = (
-        jax.tree.map(lambda _: here, specs) if mesh is None else param_shardings(mesh, specs)
+        jax.tree.map(lambda _: local, specs) if mesh is None else param_shardings(mesh, specs)
     )
     params = jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding),
@@ -263,8 +263,8 @@ def load_checkpoint(
         shardings,
     )
     template = SavedArrays(None, params, ())  # type: ignore[arg-type]  # of the state, this alone
-    found = restore(run / CHECKPOINTS, template, step, subset=True)
-    return found.arrays.params, found.step, found.warnings
+    matches = restore(run / CHECKPOINTS, template, step, subset=True)
+    return matches.arrays.params, matches.step, matches.warnings
 
 
 def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:

@@ -97,19 +97,19 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
             f"{error}; if the run's policy has moved, name it with --policy"
         ) from error
     run_export.check_apart(target, inputs.policy, run)
-    kept = list_steps(run / CHECKPOINTS)
+    keep = list_steps(run / CHECKPOINTS)
     try:
-        params, found, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
+        params, result, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
     except (OSError, ValueError) as error:
-        if gone := set(kept) - set(list_steps(run / CHECKPOINTS)):
+        if gone := set(keep) - set(list_steps(run / CHECKPOINTS)):
             raise ValueError(
                 f"the run is running, and removed its checkpoint of step {max(gone)} while it was "
                 "read: run the command again"
             ) from error
         raise
     _warn(warnings)
-    run_export.write_checkpoint(config, inputs, params, (run, found), target, layout)
-    return f"{run}, step {found:,}"
+    run_export.write_checkpoint(config, inputs, params, (run, result), target, layout)
+    return f"{run}, step {result:,}"
 
 
 def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout: Layout) -> str:

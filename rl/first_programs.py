@@ -64,8 +64,8 @@ def _no_nodes(num_slots: int) -> set[int]:
 
 def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     """Return the decisions for rounds with one drafter, on the device, by its name."""
-    longest = config.engine.max_nodes - 1
-    asked = {LEARNED: longest, MODEL: min(config.draft_model.max_depth, longest)}
+    max_length = config.engine.max_nodes - 1
+    requested = {LEARNED: max_length, MODEL: min(config.draft_model.max_depth, max_length)}
     sources, nodes = config.speculation.sources, _node_sizes(config)
     budget, fixed = parse_budget(config.speculation.budget)
 
@@ -77,21 +77,23 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
             wanted = [min(most, fixed)]
         else:
             return [best_trees(m, num_slots, most) for m in sizes]
-        found = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
-        return [decision for decision in found if decision is not None]
+        result = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
+        return [decision for decision in result if decision is not None]
 
-    can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
+    can = {name for name in requested if name in sources and (nodes or len(sources) == 1)}
     if config.drafting.workers:
         can -= {MODEL}
-    return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
+    return {
+        name: partial(decisions, requested[name]) for name in can if budget not in ("off", "aimd")
+    }
 
 
 def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
     """Return the bounds of a process's rollouts, except for drafters on the device."""
     beside = config.sched.beside_training  # evaluated on another engine
     return Reach(
-        partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
-        config.rollout.max_prompt_tokens if beside else config.longest_prompt_tokens,
+        partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
+        config.rollout.max_prompt_tokens if beside else config.max_any_prompt_tokens,
         speculative=config.speculation.enabled,
         reuse=config.reuse.enabled or config.sched.mode == "ahead",
         moves=config.sched.workers > 1 or beside,
@@ -104,8 +106,8 @@ def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) ->
     """Return how many programs of rollouts run the whole policy; opens no device."""
     is_paged = config.engine.is_paged(is_cpu)
     settings = dataclasses.replace(config.engine, cache="pages" if is_paged else "rows")
-    runner, reach = Engine(model, settings), rollout_reach(config)
-    return compile_buckets.num_whole_model(runner, config.sampling, reach)
+    runner, bounds = Engine(model, settings), rollout_reach(config)
+    return compile_buckets.num_whole_model(runner, config.sampling, bounds)
 
 
 def longer_buckets(
@@ -125,12 +127,12 @@ def longer_buckets(
     if not isinstance(engine, Engine) or speculation.drafters:
         return None
 
-    def told_later(done: int, total: int) -> None:
+    def on_later_progress(done: int, total: int) -> None:
         told("longer responses", done, total)
         sign()
 
     pool = Pool(engine, engine.place(weights), sampling, reach)
-    return LongerBuckets(pool, watch, told_later)
+    return LongerBuckets(pool, watch, on_later_progress)
 
 
 class Kept(NamedTuple):
@@ -176,9 +178,9 @@ def warm_up(
         engine.prefer_pool = moves.prefers_copy
     if reach.speculative or config.sched.measures_rounds:
         path, sampling = kept.folder / ROUNDS_FILE, config.sampling
-        most = None if longer is None else longer.most_positions
+        high = None if longer is None else longer.max_positions
         timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
-        measured = path, one, placed, sampling, timed, most
+        measured = path, one, placed, sampling, timed, high
         beside = [other for other in engine.engines if other is not one]
         times = load_or_measure(*measured, beside=beside, processes=kept.processes)
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
@@ -244,16 +246,18 @@ def warm_up_evaluation(
     partition: Partition = WHOLE,
 ) -> None:
     """Compile the programs of evaluations that the engine's rollouts do not need."""
-    num_requests = partition.most_groups(inputs.evals.num_questions) * config.eval.samples
+    num_requests = partition.max_groups(inputs.evals.num_questions) * config.eval.samples
     slots = engine.engines[0].config.slot_bucket
-    reached = partition.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
+    reached = partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size
     reached = reached if engine.engines[0].longest_tokens else 0
     if not num_requests or (reached and slots(num_requests) <= slots(reached)):
         return
-    reach = Reach(num_requests, config.longest_prompt_tokens, moves=isinstance(engine, MultiEngine))
+    bounds = Reach(
+        num_requests, config.max_any_prompt_tokens, moves=isinstance(engine, MultiEngine)
+    )
 
     def compile_here() -> None:
         for one in engine.engines:
-            compile_buckets.warm_up(one, one.place(weights), config.sampling, reach, told)
+            compile_buckets.warm_up(one, one.place(weights), config.sampling, bounds, told)
 
     engine.do(compile_here)

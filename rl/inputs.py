@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.tokenizer import TokenBytes, Tokenizer
 from rl import config_checks
 from rl.config import TrainConfig
-from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
+from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.eval_sets import EvalSets, open_sets
 from rl.gin.loader import resolve_path
@@ -43,11 +43,11 @@ class Inputs:
     @functools.cached_property
     def shape_name(self) -> str:
         """Return a name of the policy's shape and vocabulary, which cached responses depend on."""
-        words = sorted(self.tokenizer.backend.get_vocab().items())
-        digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
+        texts = sorted(self.tokenizer.backend.get_vocab().items())
+        digest = hashlib.sha256(repr((self.model, texts)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
 
-    def words_for(self, sampling: SamplingConfig) -> TokenBytes | None:
+    def token_bytes_for(self, sampling: SamplingConfig) -> TokenBytes | None:
         """Return the text of the tokens if a rollout of this sampling needs it."""
         has_strings = any(one.stop for one in sampling.variants)
         return self.tokenizer.token_bytes if has_strings else None
@@ -75,17 +75,17 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
     Raises ValueError or FileNotFoundError with expected, got and how to fix.
     """
-    policy, model, words = open_policy(config.policy.directory)
+    policy, model, texts = open_policy(config.policy.directory)
     config_checks.check_sections(config, model)
-    config_checks.check_stops(config.sampling, model, words)
+    config_checks.check_stops(config.sampling, model, texts)
     if config.speculation.asks_model:
         from rl.speculation.device_drafters import check_draft_model
 
         for one in config.draft_model.each:
-            check_draft_model(one, model, words, config.longest_tokens)
+            check_draft_model(one, model, texts, config.longest_tokens)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
-    inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
+    inputs = Inputs(policy, model, texts, task, 0, data_digest(config.task))
     streams = len(task) > config.task.stream_above_examples
     inputs = (_open_stream if streams else _open_whole)(config, inputs)
     evals = open_sets(
@@ -117,7 +117,7 @@ def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
 def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
     """Check prompts in the order of the run until one fits."""
     task, limit = inputs.task, config.rollout.max_prompt_tokens
-    first = DataOrder(len(task), config.run.seed).indices(0, MOST_PASSED_OVER)
+    first = DataOrder(len(task), config.run.seed).indices(0, MAX_PASSED_OVER)
     if not any(len(inputs.encode(task[int(i)], config.task)) <= limit for i in first):
         raise ValueError(
             f"the first {len(first)} prompts of the data order are longer than "
@@ -142,50 +142,50 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
     """
     policy = resolve_path(directory)
     model = hf.check(policy)
-    words = tokenizer.load(policy)
-    tokenizer.check_vocabulary(words, model)
+    texts = tokenizer.load(policy)
+    tokenizer.check_vocabulary(texts, model)
     # chats and texts may end in different tokens, each named in another file of the folder
-    ends = tuple(dict.fromkeys((*model.eos_token_ids, *words.eos_token_ids)))
+    ends = tuple(dict.fromkeys((*model.eos_token_ids, *texts.eos_token_ids)))
     model = dataclasses.replace(model, eos_token_ids=ends)
     if not ends:
         raise ValueError(
             f"neither the config of {policy} nor its tokenizer names an end token: no response "
             "could end; set eos_token_id in config.json"
         )
-    return policy, model, words
+    return policy, model, texts
 
 
 def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
     """Return notes on a run for its start; none is an error."""
-    found = []
+    result = []
     if not config.speculation.enabled:
-        found.append(
+        result.append(
             'speculation: off in this configuration; Speculation.budget = "goodput" drafts where '
             "measured seconds say that it pays"
         )
     if config.trainer.minibatches > (groups := config.rollout.prompts_per_step):
-        found.append(
+        result.append(
             f"Trainer.minibatches={config.trainer.minibatches} becomes {groups}: a minibatch holds "
             "whole groups, and a step has Rollout.prompts_per_step of them"
         )
     for spec in config.task.specs:
         if len(paths := data_files(spec)) > 1:
-            found.append(f"{spec}: {len(paths)} files, {paths[0]} … {paths[-1].name}")
+            result.append(f"{spec}: {len(paths)} files, {paths[0]} … {paths[-1].name}")
         elif paths and str(paths[0]) not in spec:
-            found.append(f"{spec}: the file {paths[0]}")
+            result.append(f"{spec}: the file {paths[0]}")
     template = inputs.tokenizer.chat_template
     for name, _ in config.task.chat_template_kwargs:
         if not re.search(rf"\b{name}\b", template):
             has = "does not mention it" if template else "does not exist: the tokenizer has none"
-            found.append(
+            result.append(
                 f"Task.chat_template_kwargs sets {name}, and the policy's chat template {has}; "
                 "it changes nothing"
             )
     if inputs.left_out:
-        found.append(f"{inputs.left_out} examples are left out: prompt too long")
+        result.append(f"{inputs.left_out} examples are left out: prompt too long")
     if inputs.left_out is None:
-        found.append(
+        result.append(
             f"{len(inputs.task):,} examples, above Task.stream_above_examples: they are read, "
             "checked and tokenized as they come"
         )
-    return found + inputs.evals.remarks()
+    return result + inputs.evals.remarks()

@@ -64,8 +64,8 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
                 actors, start, host, limit_s, screen.show, lambda: signals.count
             )
     except StoppedAtOnce:
-        step, standing = run_folder.standing(folder)
-        say(f"stopped at once; {standing}", sys.stderr)
+        step, last_saved = run_folder.standing(folder)
+        say(f"stopped at once; {last_saved}", sys.stderr)
         return EXIT_STOPPED if step else 128 + signals.last
     except ProgramLost as error:
         say(f"error: {error}; {run_folder.standing(folder)[1]}", sys.stderr)

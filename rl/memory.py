@@ -201,10 +201,10 @@ def _rollouts(
     config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any, *, is_cpu: bool
 ) -> dict[str, int]:
     """The arrays of one worker: weights, its largest cache, and the state of its slots."""
-    ways, reach = axis_ways(mesh.sizes, "batch"), rollout_reach(config)
+    ways, bounds = axis_ways(mesh.sizes, "batch"), rollout_reach(config)
     engine = config.engine.over(ways)
-    max_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
-    slots = engine.slot_bucket(reach.max_requests)
+    max_tokens = bounds.max_prompt_tokens + config.sampling.max_any_new_tokens
+    slots = engine.slot_bucket(bounds.max_requests)
     shape = drafter_shape(config, model)
     feature_layers = None if shape is None else shape.feature_layers
 

@@ -211,8 +211,8 @@ def _head(base: Base, *tags: str, license_name: str | None = None) -> str:
     origin = f"base_model: {json.dumps(base.hub_id)}\n" if base.hub_id else ""
     listed = "".join(f"\n- {tag}" for tag in ("reprise", *tags))
     pipeline = "library_name: transformers\npipeline_tag: text-generation\n"
-    given = f"\nlicense: {license_name}" if license_name else ""
-    return f"---\n{pipeline}{origin}tags:{listed}{given}\n---"
+    args = f"\nlicense: {license_name}" if license_name else ""
+    return f"---\n{pipeline}{origin}tags:{listed}{args}\n---"
 
 
 def _origin(base: Base, form: Form) -> str:
@@ -225,12 +225,12 @@ def _hardware(history: History) -> str:
     """Return devices, versions, dates and hours up to the exported step."""
     seconds = [s for r in history.rows if not math.isnan(s := _number(r.get("step_time")))]
     hours = f"; {math.fsum(seconds) / 3600:.2g} hours of steps" if seconds else ""
-    legs = [leg for leg in history.legs if leg.after_step < history.step]
+    legs = [launch for launch in history.legs if launch.after_step < history.step]
     if not legs:
         return f"not recorded{hours}"
     places = [
-        f"{code(leg.device)} with {_listed(code(f'{k} {v}') for k, v in leg.versions.items())}"
-        for leg in legs
+        f"{code(x.device)} with {_listed(code(f'{k} {v}') for k, v in x.versions.items())}"
+        for x in legs
     ]
     dates = " to ".join(dict.fromkeys((code(legs[0].began), code(legs[-1].began))))
     return f"{_listed(dict.fromkeys(places))}; {dates}{hours}"

@@ -80,10 +80,10 @@ class PipelineRollouts:
         )
         self._scorer = system.scorer()
         self._collector = ResultCollector(system, self._scorer)
-        most = system.partition.most_groups(config.rollout.prompts_per_step)
+        high = system.partition.max_groups(config.rollout.prompts_per_step)
         self._session = engine.session(
             scheduler,
-            most * config.rollout.group_size,
+            high * config.rollout.group_size,
             config.longest_tokens,
             spot=engine.spot,
             deliver=self._collector.enter,
@@ -136,7 +136,7 @@ class PipelineRollouts:
             with timings.section("drafter"):
                 system.drafter.after_rollout(self._engine, self._policies[step].weights.whole)
                 # the update, which comes next, could not wait this long
-                system.processes.barrier(f"drafter of step {step}", system.watch.alive)
+                system.processes.barrier(f"drafter of step {step}", system.watch.heartbeat)
         after, dynamic = self._prompts.get(step + 1), self._extra is not None
         rollouts = collected.rollouts(
             self._prompts.get(step - 1),
@@ -265,20 +265,20 @@ class PipelineRollouts:
                 return self._scorer.responses(done, stats)
 
         where = f"step {step}" if own.phases == 1 else f"step {step}, pass {own.phases}"
-        found = system.partition.exchange(
+        result = system.partition.exchange(
             where,
             list(requests.values()),
             answer,
-            system.asked_to_stop,
+            system.is_stop_requested,
             # workers may move a step's own requests into the next one; those are answered there
             may_go_on=()
             if own.phases > 1
             else [r.request_id for r in requests.values() if r.group_id >= own.first_group],
         )
-        for t in found.trajectories:
+        for t in result.trajectories:
             del requests[t.request_id]
         self._open.setdefault(step + 1, {}).update(requests)
-        return found
+        return result
 
     # -- state for later steps ---------------------------------------------------
 
@@ -287,8 +287,8 @@ class PipelineRollouts:
         system, own, stats = self._system, collected.step_prompts, rollouts.stats
         whole, scored = system.config.rollout.group_size, system.reuse.mode.enabled
         if system.speculation.keeps_history or scored:
-            kept = whole_groups(rollouts, whole)
-            reuse.remember(self._late, rollouts.prompts.keys, kept, scored=scored)
+            keep = whole_groups(rollouts, whole)
+            reuse.remember(self._late, rollouts.prompts.keys, keep, scored=scored)
         self._unfinished = collected.unfinished(whole)
         lengths: dict[str, list[int]] = {}
         for t in rollouts.trajectories:

@@ -72,7 +72,7 @@ class RayWorkers:
         folder: Path,
         training: Sequence[Any],
         told: OnCompiled,
-        alive: Callable[[], object],
+        heartbeat: Callable[[], object],
     ) -> None:
         """Compile and measure on the workers while `training` is compiled here.
 
@@ -81,12 +81,12 @@ class RayWorkers:
         rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
         known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
         with ThreadPoolExecutor(1) as thread:
-            there = thread.submit(self._warm_up, weights, bounds, known)
+            remote = thread.submit(self._warm_up, weights, bounds, known)
             first = self.engine.engines[0]
             compile_buckets.compile_programs(first, (), told, training)
-            while not wait([there], POLL_S).done:
-                alive()  # each call has a deadline
-            measured = there.result()
+            while not wait([remote], POLL_S).done:
+                heartbeat()  # each call has a deadline
+            measured = remote.result()
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
             if text:
@@ -150,12 +150,12 @@ def open_workers(
     settings = ActorSettings(files, limit_s, 2 * limit_s, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
-        asked = f"Sched.workers={sched.workers}", 2 * limit_s
-        room = stack.enter_context(reserve(count, *asked, devices=sched.devices_per_worker))
+        wanted = f"Sched.workers={sched.workers}", 2 * limit_s
+        room = stack.enter_context(reserve(count, *wanted, devices=sched.devices_per_worker))
         drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
         drafts = None
         if "group" in config.speculation.sources:
-            beside = stack.enter_context(reserve(1, *asked))
+            beside = stack.enter_context(reserve(1, *wanted))
             drafts = stack.enter_context(_draft_server(beside, settings))
         shared = Shared(speculation, share, None if drafting is None else drafting.apart)
         workers = [worker_settings(config, inputs.model, dtype, drafter, i) for i in range(count)]
@@ -252,12 +252,12 @@ def bounds(
     options, spot = config.drafter, drafter is not None and drafter.spot is not None
     slots = config.engine
     sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
-    most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
+    high = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
     evaluates = not config.sched.beside_training
     nodes = reach.nodes
     sent = dataclasses.replace(
         reach,
-        max_requests=most if evaluates else config.rollout.num_requests,
+        max_requests=high if evaluates else config.rollout.num_requests,
         moves=True,
         nodes=None if nodes is None else _table(nodes, sizes),
         alone={name: _table(decisions, sizes) for name, decisions in reach.alone.items()},
@@ -338,7 +338,7 @@ class RayRunBuilder(RunBuilder):
 
     def rewards(self) -> Rewards:
         rewards = super().rewards()
-        self.partition.processes.barrier("workers on Ray", self.watch.alive)
+        self.partition.processes.barrier("workers on Ray", self.watch.heartbeat)
         return rewards
 
     def compile(self, system: System, state: TrainState) -> None:
@@ -351,7 +351,9 @@ class RayRunBuilder(RunBuilder):
         assert self.workers is not None
         limits = bounds(self.config, self.inputs, reach, system.drafter)
         on_compiled = self.on_compiled("training and rollouts")
-        self.workers.warm_up(limits, weights, self.folder, training, on_compiled, self.watch.alive)
+        self.workers.warm_up(
+            limits, weights, self.folder, training, on_compiled, self.watch.heartbeat
+        )
 
     def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
         if system.eval_engine is not system.engine:  # the workers have compiled theirs
@@ -377,7 +379,7 @@ class FollowerBuilder(RayRunBuilder):
         return None
 
     def rewards(self) -> Rewards:
-        self.partition.processes.barrier("workers on Ray", self.watch.alive)
+        self.partition.processes.barrier("workers on Ray", self.watch.heartbeat)
         return RewardPool(self.config.reward, self._specs)  # not started
 
     def compile_rollouts(

@@ -104,7 +104,7 @@ class Partition:
         """Return whether it is time to agree on a stop: true every so many calls."""
         return next(self._rounds) % AGREE_EVERY_FETCHES == 0
 
-    def most_groups(self, num_groups: int) -> int:
+    def max_groups(self, num_groups: int) -> int:
         """Return how many of so many groups a process answers at most."""
         spread = self.splits and not self.is_central
         return -(-num_groups // self.processes.count) if spread else num_groups
@@ -126,30 +126,30 @@ class Partition:
         """
         if self.processes.alone:
             return answer()
-        began_s, error, own = time.perf_counter(), None, None
-        part = Part(began_s)
+        start_s, error, own = time.perf_counter(), None, None
+        part = Part(start_s)
         try:
             own = answer()
         except AGREED as raised:
             error = raised
             if not isinstance(raised, Stopped):
-                part = Part(began_s, error=str(raised))
+                part = Part(start_s, error=str(raised))
         else:
             self._name_workers(own.stats, own.trajectories)
-            part = Part(began_s, self._scored(own))
-        given = self.processes.gather_large(what, pickle.dumps(part), waiting)
+            part = Part(start_s, self._scored(own))
+        args = self.processes.gather_large(what, pickle.dumps(part), waiting)
         if error is not None:
             raise error
-        parts = [read_part(value) for value in given]
+        parts = [read_part(value) for value in args]
         for index, part in enumerate(parts):
             if part.error is not None:
                 raise PeerFailed(f"process {index} failed: {part.error}")
         if any(part.responses is None for part in parts):
             raise Stopped
         assert own is not None
-        found = self._merged(own, [_by_clock(p, began_s) for p in parts])
-        self._compare(what, requests, found, may_go_on)
-        return found
+        result = self._merged(own, [_by_clock(p, start_s) for p in parts])
+        self._compare(what, requests, result, may_go_on)
+        return result
 
     def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
         """Name this process's workers; a single engine is one."""
@@ -201,10 +201,10 @@ class Partition:
         """Raise Diverged unless all processes have the same requests and responses in order."""
         prompts = {r.request_id: np.asarray(r.prompt_ids, np.int32) for r in requests}
         answered = {t.request_id for t in found.trajectories}
-        asked = prompts.keys() - (set(may_go_on) - answered)
-        if len(found.trajectories) != len(asked) or answered != asked:
+        wanted = prompts.keys() - (set(may_go_on) - answered)
+        if len(found.trajectories) != len(wanted) or answered != wanted:
             raise Diverged(
-                f"{what}: expected {len(asked)} responses, one to each request of process "
+                f"{what}: expected {len(wanted)} responses, one to each request of process "
                 f"{self.processes.index}, got {len(found.trajectories)}"
             )
         self.processes.agree(
@@ -318,11 +318,11 @@ def read_part(value: bytes) -> Part:
 
 def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
     """Return a digest of the parts of a response that training learns from."""
-    found = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
-    found.update(prompt_ids.tobytes())
+    result = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
+    result.update(prompt_ids.tobytes())
     for name in TOKEN_FIELDS:
-        found.update(getattr(t, name).tobytes())
-    return found.hexdigest()[:16]
+        result.update(getattr(t, name).tobytes())
+    return result.hexdigest()[:16]
 
 
 def _by_clock(part: Part, began_s: float) -> Responses:

@@ -57,9 +57,9 @@ def generate(
     if stop_token_ids is None:
         stop_token_ids = (*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     samplings = [sampling or SamplingConfig(), *(r.sampling for r in requests if r.sampling)]
-    words = None
+    texts = None
     if tokenizer is not None and any(s.stop for s in samplings):
-        words = tokenizer.token_bytes
+        texts = tokenizer.token_bytes
     spec = RolloutSpec(
         params,
         samplings[0],
@@ -67,6 +67,6 @@ def generate(
         stop_token_ids,
         policy_version,
         draft_with(drafter, budget),
-        words=words,
+        words=texts,
     )
     return engine.run(spec, requests, on_finish=on_finish, on_round=on_round)

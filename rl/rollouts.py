@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from models.transformer import Params
-from rl.data.prompts import MOST_PASSED_OVER, prompts_for_step
+from rl.data.prompts import MAX_PASSED_OVER, prompts_for_step
 from rl.data.tasks import Example
 from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
@@ -91,7 +91,7 @@ def prompts_at(system: System, cursor: int, count: int) -> Prompts:
         fits = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
         prompts += Prompts(examples, tokens, numbers, end).take(fits)
         passed_over = 0 if fits else passed_over + missing
-        if passed_over >= MOST_PASSED_OVER:
+        if passed_over >= MAX_PASSED_OVER:
             raise ValueError(
                 f"{passed_over} prompts in a row, up to {examples[-1].example_id}, are longer than "
                 f"Rollout.max_prompt_tokens={limit}: raise the limit"
@@ -143,7 +143,7 @@ class StepRollouts:
         if engine is None:
             return generate(system, params, cursor, step, timings)
         with timings.section("recall"):
-            prefetched = engine.recall(system.leave_if_asked)
+            prefetched = engine.recall(system.leave_if_stopped)
         size = system.config.rollout.prompts_per_step
         self._plan(engine, system, prompts_at(system, cursor, size).end, step + 1)
         rollouts = generate(system, params, cursor, step, timings, prefetched)
@@ -153,7 +153,7 @@ class StepRollouts:
         self._num_dropped = 0
         if rollouts.cursor != self._planned and step < system.config.run.steps:
             # dynamic sampling has used the prompts that were prefetched for the next step
-            self._num_dropped = len(engine.recall(system.leave_if_asked).tokens)
+            self._num_dropped = len(engine.recall(system.leave_if_stopped).tokens)
             self._plan(engine, system, rollouts.cursor, step + 1)
             engine.begin()
         return rollouts
@@ -257,7 +257,7 @@ def _sample(
 
     def watch(finished: int, tokens: int) -> None:
         system.show.rollout(finished, len(requests), tokens)
-        system.leave_rollout_if_asked()
+        system.leave_rollout_if_stopped()
 
     key = system.engine.do(partial(system.reuse.key, step))
     if drafter is not None:
@@ -275,9 +275,9 @@ def _sample(
             return scorer.responses(done, stats)
 
     name = f"step {step}, from prompt {first} on" if first else f"step {step}"
-    found = system.partition.exchange(name, every, answer, system.asked_to_stop)
-    moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in found.trajectories]
-    return dataclasses.replace(found, trajectories=moved)
+    result = system.partition.exchange(name, every, answer, system.is_stop_requested)
+    moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in result.trajectories]
+    return dataclasses.replace(result, trajectories=moved)
 
 
 def spec_of(
@@ -300,7 +300,7 @@ def spec_of(
         drafts=drafts,
         rule=rule,
         sink=None if system.drafter is None else system.drafter.sink(step),
-        words=system.inputs.words_for(system.config.sampling),
+        words=system.inputs.token_bytes_for(system.config.sampling),
         times=system.speculation.times,
     )
 
@@ -391,9 +391,9 @@ def _past_lengths(system: System, keys: Sequence[str]) -> dict[int, tuple[int, .
     """Return the lengths of last epoch's responses, by group, of the prompts that have any."""
     cached = {group: system.cache.get(key) for group, key in enumerate(keys)}
     return {
-        group: tuple(len(r.tokens) for r in found.responses)
-        for group, found in cached.items()
-        if found is not None
+        group: tuple(len(r.tokens) for r in result.responses)
+        for group, result in cached.items()
+        if result is not None
     }
 
 
@@ -403,16 +403,16 @@ def prefetch_metrics(
     """Return how many prefetched tokens the responses start with, up to the first difference."""
     drawn = {t.request_id: t.response_ids for t in trajectories}
     used = {i: tokens for i, tokens in prefetched.tokens.items() if i in drawn}
-    kept = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
+    keep = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
     num_tokens = sum(map(len, used.values()))
     total = sum(len(ids) for ids in drawn.values())
     return {
         "ahead/begun_requests": float(len(used)),
         "ahead/begun_tokens": float(num_tokens),
         "ahead/begun_fraction": num_tokens / max(total, 1),
-        "ahead/kept_tokens": float(sum(kept.values())),
-        "ahead/kept_fraction": sum(kept.values()) / max(num_tokens, 1),
-        "ahead/kept_whole": float(sum(n == len(used[i]) for i, n in kept.items())),
+        "ahead/kept_tokens": float(sum(keep.values())),
+        "ahead/kept_fraction": sum(keep.values()) / max(num_tokens, 1),
+        "ahead/kept_whole": float(sum(n == len(used[i]) for i, n in keep.items())),
         "ahead/dropped_requests": float(dropped + len(prefetched.tokens) - len(used)),
     }
 

@@ -134,7 +134,7 @@ def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
         check(config, resume=before is not None)  # another process may have written meanwhile
         text = dump(config)
         if before is not None and changes(before, config):
-            _keep_leg(folder, before)
+            _keep_launch(folder, before)
         if not folder.exists(CONFIG_FILE) or folder.read(CONFIG_FILE) != text.encode():
             folder.replace(CONFIG_FILE, text)
     except BaseException:
@@ -171,15 +171,15 @@ def _writable(directory: str) -> Path:
     folder = Path(directory).absolute()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(folder)  # a name that is too long, or a path without permission
-    there = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
-    if not there.is_dir():
-        kind = "a link to nothing" if there.is_symlink() else "a file"
+    remote = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    if not remote.is_dir():
+        kind = "a link to nothing" if remote.is_symlink() else "a file"
         raise ConfigError(
-            f"Run.directory: expected a folder, got {folder}: {there} is {kind}; choose another"
+            f"Run.directory: expected a folder, got {folder}: {remote} is {kind}; choose another"
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(remote, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"Run.directory: {there} cannot be written to (read-only, or another user's): choose "
+            f"Run.directory: {remote} cannot be written to (read-only, or another user's): choose "
             "another --gin.Run.directory"
         )
     return folder
@@ -283,7 +283,7 @@ def _lock(folder: Folder) -> BinaryIO:
     return lock
 
 
-def _keep_leg(folder: Folder, before: TrainConfig) -> None:
+def _keep_launch(folder: Folder, before: TrainConfig) -> None:
     """Save the configuration that a run had so far, as config.1.gin, config.2.gin, …"""
     rows = read_metrics(folder.path) if folder.exists(METRICS_FILE) else []
     number = 1

@@ -123,21 +123,21 @@ class _RunProcess:
         try:
             own = not processes.alone and config.cluster.rollouts == "local"
             engine_mesh(config, self.inputs.model, run_mesh(config), own=own)
-            found = devices.found()
-            opened = memory.opened_devices(found)
+            result = devices.found()
+            opened = memory.opened_devices(result)
             tight = memory.estimate(config, self.inputs.model, opened).check(opened)
             lock = self._take_folder()
         except (ValueError, OSError) as error:
             say(f"error: {error}", sys.stderr)
             return EXIT_USAGE
         not_cached = keep_programs()
-        standing = partial(run_folder.standing, self.folder)
+        last_saved = partial(run_folder.standing, self.folder)
         with (
             lock,
             progress(total_steps=limits.steps, process=processes.index) as show,
             Watch(
                 Limits(limits.hang_limit_s, limits.compile_limit_s, limits.stop_limit_s),
-                standing=standing,
+                standing=last_saved,
                 should_stop=lambda: processes.asked,
                 say=show.message,
                 close=show.close,
@@ -146,10 +146,10 @@ class _RunProcess:
         ):
             verb = "running" if self.before is None else "resuming"
             among = "" if processes.alone else f" of {processes.count} processes"
-            device = f"{found[0].device_kind} × {len(found)}"
+            device = f"{result[0].device_kind} × {len(result)}"
             show.message(f"{verb} in {self.folder} on {device}{among}")
             if processes.is_first:
-                run_folder.note_launch(self.folder, standing()[0])
+                run_folder.note_launch(self.folder, last_saved()[0])
             for text in filter(None, (devices.warning(), not_cached, tight)):
                 show.message(f"warning: {text}")
             for text in remarks(config, self.inputs):
@@ -175,11 +175,11 @@ class _RunProcess:
                 return json.dumps({"error": str(error)}).encode()
             return json.dumps({"error": None, "inode": self.folder.stat().st_ino}).encode()
 
-        there = json.loads(self.processes.from_first("run folder", begin))
-        if there["error"] is not None:
-            raise ConfigError(there["error"])
-        here = self.folder.stat().st_ino if self.folder.is_dir() else None
-        if self.processes.any("run folder of another file system", here != there["inode"]):
+        remote = json.loads(self.processes.from_first("run folder", begin))
+        if remote["error"] is not None:
+            raise ConfigError(remote["error"])
+        local = self.folder.stat().st_ino if self.folder.is_dir() else None
+        if self.processes.any("run folder of another file system", local != remote["inode"]):
             raise ConfigError(
                 f"Run.directory: expected the same folder {self.folder} in all processes, got "
                 "another one in some: it must be on a file system that all of them share"
@@ -257,8 +257,8 @@ class _RunProcess:
 
     def lost(self, error: BaseException | str) -> int:
         """Report another process's loss."""
-        _, standing = run_folder.standing(self.folder)
-        say(f"error: process {self.processes.index} ends: {error}; {standing}", sys.stderr)
+        _, last_saved = run_folder.standing(self.folder)
+        say(f"error: process {self.processes.index} ends: {error}; {last_saved}", sys.stderr)
         return EXIT_FAILED
 
     def end_lost(self, text: str) -> None:

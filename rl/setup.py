@@ -40,7 +40,7 @@ from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.progress import Progress
 from rl.runtime.run_files import ROLLOUTS, spill_folder
 from rl.runtime.signals import Watch
-from rl.runtime.waits import Patience
+from rl.runtime.waits import Deadline
 from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
@@ -136,8 +136,8 @@ class RunBuilder:
     stack: contextlib.ExitStack
 
     @property
-    def patience(self) -> Patience:
-        return Patience(self.config.run.hang_limit_s, self.watch.alive)
+    def patience(self) -> Deadline:
+        return Deadline(self.config.run.hang_limit_s, self.watch.heartbeat)
 
     @functools.cached_property
     def cache(self) -> RolloutCache:
@@ -178,7 +178,7 @@ class RunBuilder:
         from rl import drafter_run
 
         start = drafter_run.open_drafter(self.config, self.inputs)
-        places = self.stack, self.clock, self.watch.alive, self.partition, trainer_engine
+        places = self.stack, self.clock, self.watch.heartbeat, self.partition, trainer_engine
         return drafter_run.open_run(self.config, start, self.folder, *places)
 
     # -- engines --------------------------------------------------------------------------
@@ -274,13 +274,13 @@ class RunBuilder:
         weights, learner = system.weights(state.params), system.learner
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
         system.rewards.wait_started()
-        reach = first_programs.rollout_reach(self.config, self.partition)
-        longer = self.compile_rollouts(system, weights, reach, training)
+        bounds = first_programs.rollout_reach(self.config, self.partition)
+        longer = self.compile_rollouts(system, weights, bounds, training)
         self.compile_evaluation(system, state, weights)
         if system.drafter is not None:
             system.drafter.warm_up(system.engine, weights)
         # a collective does not wait for as long as a compilation may take
-        system.processes.barrier("compiled", self.watch.alive)
+        system.processes.barrier("compiled", self.watch.heartbeat)
         return longer
 
     def compile_rollouts(
@@ -288,11 +288,11 @@ class RunBuilder:
     ) -> LongerBuckets | None:
         config, engine, speculation = self.config, system.engine, system.speculation
         # several processes leave together: not in the middle of one's compilation
-        sign = self.watch.check if system.processes.alone else self.watch.alive
-        settings = config.sampling, speculation, reach, self.watch, self._on_compiled, sign
+        mark = self.watch.check if system.processes.alone else self.watch.heartbeat
+        settings = config.sampling, speculation, reach, self.watch, self._on_compiled, mark
         longer = engine.do(partial(first_programs.longer_buckets, engine, weights, *settings))
-        kept = first_programs.Kept(self.folder, system.processes, system.drafting)
-        rest = speculation, reach, kept, self.on_compiled("training and rollouts"), training, longer
+        keep = first_programs.Kept(self.folder, system.processes, system.drafting)
+        rest = speculation, reach, keep, self.on_compiled("training and rollouts"), training, longer
         engine.do(partial(first_programs.warm_up, config, engine, weights, *rest))
         return longer
 
@@ -307,7 +307,7 @@ class RunBuilder:
         return partial(self._on_compiled, what)
 
     def _on_compiled(self, what: str, done: int, total: int) -> None:
-        self.watch.alive()
+        self.watch.heartbeat()
         self.show.compiling(what, done, total)
 
 

@@ -56,7 +56,7 @@ def train_step(
             advantages[used],
             step,
             system.learner,
-            on_pass=system.leave_update_if_asked,
+            on_pass=system.leave_update_if_stopped,
             on_skip=lambda error: system.show.message(f"warning: skipped: {error}"),
         )
     system.reuse.after_update(updates)

@@ -73,7 +73,7 @@ class System:
 
     def scorer(self) -> Scorer:
         """Return the scorer of a rollout's responses; its waits end if a stop is requested."""
-        return Scorer(self.inputs.tokenizer, self.rewards, self.leave_if_asked, self.partition)
+        return Scorer(self.inputs.tokenizer, self.rewards, self.leave_if_stopped, self.partition)
 
     # -- weights ------------------------------------------------------------------------
 
@@ -108,33 +108,33 @@ class System:
 
     # -- stops --------------------------------------------------------------------------
 
-    def asked_to_stop(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Return whether this process, or another one of the run, is to stop; a heartbeat."""
-        asked = self.watch.asked()
-        if asked:
-            self.processes.ask_to_stop()
-        return asked or self.processes.asked
+        wanted = self.watch.asked()
+        if wanted:
+            self.processes.request_stop()
+        return wanted or self.processes.asked
 
-    def leave_if_asked(self, may_leave: bool = True) -> None:
+    def leave_if_stopped(self, may_leave: bool = True) -> None:
         """A heartbeat. Raises Stopped if the run is to stop and can discard the step.
 
         It cannot once the drafter has learned from it, nor can a single process leave joint work.
         """
         trained = self.drafter is not None and self.drafter.trained_this_step
         together = not (self.processes.alone or self.partition.splits)
-        if self.asked_to_stop() and may_leave and not (trained or together):
+        if self.is_stop_requested() and may_leave and not (trained or together):
             raise Stopped
 
-    def leave_rollout_if_asked(self) -> None:
+    def leave_rollout_if_stopped(self) -> None:
         """As `leave_if_asked`, in a rollout; processes under one engine agree on it."""
         if self.processes.alone or self.partition.splits:
-            return self.leave_if_asked()
-        if self.partition.agrees_now() and self.processes.any("stop", self.asked_to_stop()):
+            return self.leave_if_stopped()
+        if self.partition.agrees_now() and self.processes.any("stop", self.is_stop_requested()):
             raise Stopped
 
-    def leave_update_if_asked(self, may_leave: bool) -> None:
+    def leave_update_if_stopped(self, may_leave: bool) -> None:
         """As `leave_if_asked`, in an update; several processes leave after it, together."""
-        self.leave_if_asked(may_leave and self.processes.alone)
+        self.leave_if_stopped(may_leave and self.processes.alone)
 
 
 def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition) -> Params:

@@ -47,7 +47,7 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import Progress, say
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, ROUNDS_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch, leave
-from rl.runtime.waits import Patience
+from rl.runtime.waits import Deadline
 from rl.step import StepRecord, speed_metrics, train_step
 from rl.system import System
 from rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
@@ -160,7 +160,7 @@ def _opened(
             Checkpointer(
                 files.folder(CHECKPOINTS),
                 config.checkpoint,
-                Patience(config.run.hang_limit_s, watch.alive),
+                Deadline(config.run.hang_limit_s, watch.heartbeat),
                 committed=partial(committed, files, best),
                 spared=best.spared,
                 processes=processes,
@@ -175,7 +175,7 @@ def _opened(
         )
         position, state, stale_params, host = resume(checkpoints, state, system)
         metrics.truncate_to_step(position.step)
-        processes.barrier("rows of the run", watch.alive)
+        processes.barrier("rows of the run", watch.heartbeat)
         rows = read_metrics(folder) if files.exists(METRICS_FILE) else []
         evaluation = RunEvaluation(system, best, metrics, clock, rows)
         seconds = SecondsRecord(files, processes)
@@ -204,8 +204,8 @@ def open_rollouts(
             pipeline.load_state(state)
             yield pipeline
     elif isinstance(engine, AheadEngine):
-        most = system.partition.most_groups(config.rollout.prompts_per_step)
-        with engine.open(most * config.rollout.group_size, config.longest_tokens):
+        high = system.partition.max_groups(config.rollout.prompts_per_step)
+        with engine.open(high * config.rollout.group_size, config.longest_tokens):
             yield StepRollouts(engine)
     else:  # also a process without workers
         yield StepRollouts()
@@ -237,8 +237,8 @@ def _is_out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progr
 def _stop_together(system: System, step: int, is_late: bool) -> None:
     """Raise Stopped if the time is up, or several processes agree on a requested stop."""
     processes = system.processes
-    asked = not processes.alone and system.asked_to_stop()
-    if processes.any(f"stop after step {step}", is_late or asked):
+    wanted = not processes.alone and system.is_stop_requested()
+    if processes.any(f"stop after step {step}", is_late or wanted):
         raise Stopped
 
 
@@ -357,12 +357,12 @@ def _free_folder(name: str) -> Path:
 
 
 def _newest_run(name: str) -> Path:
-    found = [p for p in Path("runs").glob(f"{name}-*") if (p / CONFIG_FILE).exists()]
-    if not found:
+    result = [p for p in Path("runs").glob(f"{name}-*") if (p / CONFIG_FILE).exists()]
+    if not result:
         raise ConfigError(
             f"--resume: no run called {name}-N in ./runs; name one with --gin.Run.directory=…"
         )
-    return max(found, key=lambda p: (p / CONFIG_FILE).stat().st_mtime)
+    return max(result, key=lambda p: (p / CONFIG_FILE).stat().st_mtime)
 
 
 if __name__ == "__main__":

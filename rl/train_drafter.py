@@ -46,13 +46,13 @@ from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
-from spec.config import LEAST_TEMPERATURE
+from spec.config import MIN_TEMPERATURE
 from spec.eagle import model as eagle
 from spec.eagle.batch import pack
 from spec.eagle.config import EagleConfig
 
 SAY_EVERY_STEPS = 50
-LEAST_VALUE_BYTES = 2  # of the types of hidden states
+MIN_VALUE_BYTES = 2  # of the types of hidden states
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,19 +118,19 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
         )
     if not 0 <= args.seed < 2**31:
         raise ConfigError(f"--seed: expected 0 … 2³¹−1, got {args.seed}")
-    if args.temperature and not LEAST_TEMPERATURE <= args.temperature < math.inf:
+    if args.temperature and not MIN_TEMPERATURE <= args.temperature < math.inf:
         raise ConfigError(
-            f"--temperature: expected 0 or at least {LEAST_TEMPERATURE}, got {args.temperature}"
+            f"--temperature: expected 0 or at least {MIN_TEMPERATURE}, got {args.temperature}"
         )
     config = load(OfflineConfig, args.gin_file, overrides)
     out = Path(args.out).absolute()
     drafter_folder.check_target(out)
     pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # refuses rows that are short
-    policy, model, words = open_policy(args.policy)
+    policy, model, texts = open_policy(args.policy)
     shape = shape_of(config.drafter, config.drafter_training, model)
-    trace = drafter_traces.read([Path(p) for p in args.trace], model, words)
+    trace = drafter_traces.read([Path(p) for p in args.trace], model, texts)
     learned, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
-    sizes = _sizes_bytes(learned, shape, LEAST_VALUE_BYTES)
+    sizes = _sizes_bytes(learned, shape, MIN_VALUE_BYTES)
     hidden_states.check_room(sizes, config.data_buffer.max_bytes)
     inputs = config, policy, model, shape, trace, learned, held_out, out
     return _Training(*inputs, args.steps, args.seed, args.temperature)
@@ -140,7 +140,7 @@ def _print_plan(job: _Training) -> None:
     trace, config, model = job.trace, job.config, job.model
     size = sum(math.prod(spec.shape) for spec in jax.tree.leaves(eagle.param_specs(job.shape)))
     tokens = sum(map(num_tokens, job.learned))
-    most_mib = sum(_sizes_bytes(job.learned, job.shape, 4)) / 2**20
+    max_mib = sum(_sizes_bytes(job.learned, job.shape, 4)) / 2**20
     epochs = job.steps * config.step_tokens / tokens
     start = config.drafter.directory or "random weights"
     left_out = f"left out: {trace.too_long} too long, {trace.too_short} too short"
@@ -150,7 +150,7 @@ def _print_plan(job: _Training) -> None:
         "trace": f"{_counts(trace.responses)}; {left_out}; {trace.num_texts} of texts",
         "held out": _counts(job.held_out),
         "steps": f"{job.steps:,} of {config.step_tokens:,} tokens at most, {epochs:.1f} epochs",
-        "states": f"{most_mib:,.1f} MiB in float32, of which the host keeps "
+        "states": f"{max_mib:,.1f} MiB in float32, of which the host keeps "
         f"{config.data_buffer.max_bytes / 2**20:,.1f} (DataBuffer.max_bytes) at a time",
     }
     for name, text in lines.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 Draw = Literal["cdf", "gumbel"]
-LEAST_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
+MIN_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
 MAX_STOPS = 16  # strings of one task
 MAX_STOP_CHARACTERS = 100  # of each
 MAX_STOP_IDS = 64
@@ -47,9 +47,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         t = self.temperature
-        if not (t == 0 or t >= LEAST_TEMPERATURE) or not math.isfinite(t):
+        if not (t == 0 or t >= MIN_TEMPERATURE) or not math.isfinite(t):
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {t}"
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {t}"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
@@ -110,7 +110,7 @@ class SamplingConfig:
         return (self, *self.tasks.values())
 
     @property
-    def longest_new_tokens(self) -> int:
+    def max_any_new_tokens(self) -> int:
         """The largest `max_new_tokens` of any task."""
         return max(s.max_new_tokens for s in self.variants)
 
@@ -185,11 +185,11 @@ def _typed(value: Any, field: str, where: str) -> Any:
 
 
 def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
-    for name, given, most in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
-        if len(given) > most:
-            raise ValueError(f"{name}: expected at most {most}, got {len(given)}")
-        if len(set(given)) < len(given):
-            twice = next(x for x in given if given.count(x) > 1)
+    for name, args, high in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
+        if len(args) > high:
+            raise ValueError(f"{name}: expected at most {high}, got {len(args)}")
+        if len(set(args)) < len(args):
+            twice = next(x for x in args if args.count(x) > 1)
             raise ValueError(f"{name}: expected each once, got {twice!r} again: leave it out")
     if any(i < 0 for i in stop_ids):
         raise ValueError(f"stop_ids: expected ids of tokens, 0 or more, got {min(stop_ids)}")

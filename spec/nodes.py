@@ -41,7 +41,7 @@ class Nodes:
     slots_M: jax.Array
     parents_M: jax.Array
     given_M: jax.Array | None = None
-    least_logprob_M: jax.Array | None = None
+    min_logprob_M: jax.Array | None = None
     chunks: Chunks | None = None
 
 
@@ -83,9 +83,9 @@ def pack(
 
 def unpack(table_5M: jax.Array) -> Nodes:
     """Return the nodes of `pack`'s table, on the device."""
-    tokens_M, slots_M, parents_M, given_M, bits_M = table_5M
-    least_M = jax.lax.bitcast_convert_type(bits_M, jnp.float32)
-    return Nodes(tokens_M, slots_M, parents_M, given_M, least_M)
+    tokens_M, slots_M, parents_M, inputs_M, bits_M = table_5M
+    min_M = jax.lax.bitcast_convert_type(bits_M, jnp.float32)
+    return Nodes(tokens_M, slots_M, parents_M, inputs_M, min_M)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -225,7 +225,7 @@ def by_slot(
 
 @numba.njit(cache=True, nogil=True)
 def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
-    count_B, kept_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+    count_B, keep_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
     for m in range(len(slots_M)):
         if kind_M[m]:
             count_B[slots_M[m]] += 1
@@ -237,5 +237,5 @@ def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[
             b = slots_M[m]
             tokens_BN[b, count_B[b]], logprobs_BN[b, count_B[b]] = tokens_M[m], logprobs_M[m]
             count_B[b] += 1
-            kept_B[b] += kind_M[m] == KEPT
-    return tokens_BN, logprobs_BN, count_B, kept_B
+            keep_B[b] += kind_M[m] == KEPT
+    return tokens_BN, logprobs_BN, count_B, keep_B

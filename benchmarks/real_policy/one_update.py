@@ -80,7 +80,7 @@ def lenient(ground: Ground, scored: Mapping[int, Scored], name: str) -> dict[str
     mode = parse_mode(name)
     rule, kept = PrefixRule(mode, log(mode.lenience), 0, 1), {}
     for i, s in scored.items():
-        least = rule.least_logprobs(i, s.response, len(s.response.tokens))
+        least = rule.min_logprobs(i, s.response, len(s.response.tokens))
         kept[i] = _num_leading((least == -np.inf) | (s.is_possible & (s.logprobs >= least)))
     return _share(ground, scored, kept)
 

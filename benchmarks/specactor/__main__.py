@@ -50,7 +50,7 @@ DRAFTER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.2-1B"], 1)
 PROMPT_POSITIONS = 2000  # of each request beside its own: real prompts
 FAN_OUT = 6  # guesses of each next token
 SECOND_CHOICES = 2  # draft tokens that a round may verify beside a window
-PATIENCE = 0.1  # of a round, beside the expected delay of a block
+DEADLINE = 0.1  # of a round, beside the expected delay of a block
 COUPLED, FREE_RUNNING, ENUMERATION = "coupled", "free_running", "enumeration"
 WINDOWS = {COUPLED: (1, 2, 3, 4), FREE_RUNNING: (3, 5), ENUMERATION: (3, 4)}
 Tried = Mapping[tuple[str, int], "Played"]  # by way and window
@@ -194,8 +194,8 @@ class Bench:
         engines = [self.engine(len(share), time, verify_price) for share in shares]
         each = len(requests) / len(engines)
         late_s = step_s(math.ceil(each), window) - verify_seconds(each, window + 1)
-        patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
-        plans, workers, drafters = OnePlan(DraftPlan(window), patience_s), [], []
+        deadline_s = max(0.0, late_s) + DEADLINE * verify_seconds(each, 1)
+        plans, workers, drafters = OnePlan(DraftPlan(window), deadline_s), [], []
         for share in shares:
             home = self.engine(len(share), time, verify_price, more=2 * window)
             workers.append(PricedDrafting(self.ahead(way, home, window), step_s, time))

@@ -65,7 +65,7 @@ def attend_pages(
     call = _Call(B, K, h, T, N, tiles, WarpGroup(bool(interpret)))
     varying = jax.typeof(q_BWHh).manual_axis_type  # under shard_map results vary as queries do
     shape = tiles.parts, B, K, n, ROWS
-    found = plgpu.kernel(
+    result = plgpu.kernel(
         partial(_kernel, call),
         out_type=[
             jax.ShapeDtypeStruct(x, jnp.float32, manual_axis_type=varying)
@@ -83,7 +83,7 @@ def attend_pages(
         keys_PKTh,
         values_PKTh,
     )
-    out, top, total = _joined(*found)
+    out, top, total = _joined(*result)
     results = out, top[..., None], total[..., None]
     return tuple(heads_of_rows(x.reshape(B, K, n * ROWS, -1), W, H) for x in results)
 
@@ -160,8 +160,8 @@ def _kernel(call: _Call, *refs: Any) -> None:
 
     numbers = ((ROWS, h), 0.0), ((ROWS,), NEGATIVE), ((ROWS,), 0.0)
     start = tuple(call.registers.full(*x) for x in numbers)
-    found = jax.lax.fori_loop(0, steps, of_page, start)
-    for to, x in zip(results, found, strict=True):
+    result = jax.lax.fori_loop(0, steps, of_page, start)
+    for to, x in zip(results, result, strict=True):
         to[part, slot, head, tile] = x
 
 
@@ -182,8 +182,8 @@ def _softmax(
 def _joined(out: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
     """Join the softmaxes of all parts, the first axis."""
     highest = top.max(axis=0)
-    kept = jnp.exp2(top - highest)
-    return (out * kept[..., None]).sum(axis=0), highest, (total * kept).sum(axis=0)
+    keep = jnp.exp2(top - highest)
+    return (out * keep[..., None]).sum(axis=0), highest, (total * keep).sum(axis=0)
 
 
 def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:

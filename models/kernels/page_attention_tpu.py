@@ -86,11 +86,11 @@ def attend_pages(
     if B * N * 4 > TABLE_BYTES and B > 1:
         halves = (slice(0, B // 2), slice(B // 2, B))
         more = dict(tiles=tiles, interpret=interpret, priced_positions=priced_positions)
-        found = [
+        result = [
             attend_pages(q_BWHh[x], keys_PKTh, values_PKTh, table_BN[x], length_B[x], **more)
             for x in halves
         ]
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *result)
     q_BKXh = rows_by_head(q_BWHh, K)
     call = call_of(q_BKXh, keys_PKTh, N, tiles)
     rows, sums = (call.of_slot(K, q_BKXh.shape[2], width) for width in (h, LANES))
@@ -224,8 +224,8 @@ def append_and_attend(
         outs, more = [], dict(tiles=tiles, interpret=interpret, priced_positions=priced_positions)
         for x in (slice(0, B // 2), slice(B // 2, B)):
             new, pages = (q_B1Hh[x], k_BKh[x], v_BKh[x]), (keys_PKTh, values_PKTh)
-            found = append_and_attend(*new, *pages, table_BN[x], length_B[x], **more)
-            out, keys_PKTh, values_PKTh = found
+            result = append_and_attend(*new, *pages, table_BN[x], length_B[x], **more)
+            out, keys_PKTh, values_PKTh = result
             outs.append(out)
         return jnp.concatenate(outs), keys_PKTh, values_PKTh
     q_BKXh = rows_by_head(q_B1Hh, K)

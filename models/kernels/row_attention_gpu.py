@@ -24,7 +24,7 @@ from models.kernels.hopper import ROWS, WarpGroup, shared_tiles
 
 _BLOCK_TOKENS = ROWS  # of queries and of keys
 _BUFFERS = 2  # two thread blocks fit a processor's shared memory
-_MOST_PAIRS = 2**24  # of all rows: a list of 64 MiB
+_MAX_PAIRS = 2**24  # of all rows: a list of 64 MiB
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
@@ -37,8 +37,8 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
     if H % K:
         return f"expected heads that {K} key/value heads divide, got {H}"
     n = -(-T // _BLOCK_TOKENS)
-    if B * n * (n + 1) // 2 > _MOST_PAIRS:
-        blocks = f"{_MOST_PAIRS} pairs of blocks of {_BLOCK_TOKENS}"
+    if B * n * (n + 1) // 2 > _MAX_PAIRS:
+        blocks = f"{_MAX_PAIRS} pairs of blocks of {_BLOCK_TOKENS}"
         return f"expected at most {blocks}, got {B} rows of {T}"
     return None
 
@@ -311,9 +311,9 @@ def _down(x: jax.Array) -> jax.Array:
 
 def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """A running maximum and sum of each query, as `models.row_attention` keeps them."""
-    *lists, q, k, v, out, lse, kept, moving = refs
+    *lists, q, k, v, out, lse, keep, moving = refs
     block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
-    ((q_Ch, _),) = kept
+    ((q_Ch, _),) = keep
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         sum_Ch, top_C, total_C = carry
@@ -325,16 +325,16 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         return registers.add_product(sum_Ch, p_CS.astype(v.dtype), ready(1)), higher_C, total_C
 
     start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), NEGATIVE), ((C,), 0.0)))
-    sum_Ch, top_C, total_C = block.fold(_with([q], kept), _with([k, v], moving), each, start)
+    sum_Ch, top_C, total_C = block.fold(_with([q], keep), _with([k, v], moving), each, start)
     block.write([(out, q_Ch, sum_Ch / _across(total_C, h))])
     block.at(lse)[...] = top_C / LOG2_E + jnp.log(total_C)
 
 
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """Gradients of queries."""
-    *lists, q, k, v, dout, lse, delta, dq, kept, moving = refs
+    *lists, q, k, v, dout, lse, delta, dq, keep, moving = refs
     block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
-    (q_Ch, _), (dout_Ch, _) = kept
+    (q_Ch, _), (dout_Ch, _) = keep
     lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
     lse_C = lse_C * LOG2_E
 
@@ -346,15 +346,15 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         return (registers.add_product(carry[0], ds_CS.astype(k.dtype), k_Sh),)
 
     start = (registers.full((C, h), 0.0),)
-    (dq_Ch,) = block.fold(_with([q, dout], kept), _with([k, v], moving), each, start)
+    (dq_Ch,) = block.fold(_with([q, dout], keep), _with([k, v], moving), each, start)
     block.write([(dq, q_Ch, dq_Ch * sizes.scale)])
 
 
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """Gradients of keys and values; scores keys first: no transposed operand from registers."""
-    *lists, q, k, v, dout, lse, delta, dk, dv, kept, moving = refs
+    *lists, q, k, v, dout, lse, delta, dk, dv, keep, moving = refs
     block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
-    (k_Sh, _), (v_Sh, _) = kept
+    (k_Sh, _), (v_Sh, _) = keep
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         dk_Sh, dv_Sh = carry
@@ -367,6 +367,6 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         ds_SC = p_SC * (dp_SC - _down(delta_C))
         return registers.add_product(dk_Sh, ds_SC.astype(q.dtype), q_Ch), dv_Sh
 
-    copied = _with([k, v], kept), _with([q, dout, lse, delta], moving)
+    copied = _with([k, v], keep), _with([q, dout, lse, delta], moving)
     dk_Sh, dv_Sh = block.fold(*copied, each, (registers.full((S, h), 0.0),) * 2)
     block.write([(dk, k_Sh, dk_Sh * sizes.scale), (dv, v_Sh, dv_Sh)])

@@ -32,7 +32,7 @@ _LANES = 128
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
 _VMEM_BYTES = 48 * 2**20  # a kernel's limit; TPUs since v5e have 64 MiB and more
 _BLOCK_BYTES = 2 * 2**20  # at most, of a block's queries in float32
-_MOST_PAIRS = 2**17  # of all rows: half of the memory of scalars
+_MAX_PAIRS = 2**17  # of all rows: half of the memory of scalars
 _LAST = (((1,), (1,)), ((), ()))  # x · yᵀ
 _PLAIN = (((1,), (0,)), ((), ()))  # x · y
 _FIRST = (((0,), (0,)), ((), ()))  # xᵀ · y
@@ -49,8 +49,8 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
         return f"expected heads that {K} key/value heads divide, got {H}"
     size = block_tokens(T, H // K, h)
     n = -(-T // size)
-    if B * n * (n + 1) // 2 > _MOST_PAIRS or n >= 2**row_pairs.BLOCK_BITS:
-        return f"expected at most {_MOST_PAIRS} pairs of blocks of {size}, got {B} rows of {T}"
+    if B * n * (n + 1) // 2 > _MAX_PAIRS or n >= 2**row_pairs.BLOCK_BITS:
+        return f"expected at most {_MAX_PAIRS} pairs of blocks of {size}, got {B} rows of {T}"
     return None
 
 

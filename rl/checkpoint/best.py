@@ -27,8 +27,8 @@ class Best:
 def read_best(run: Path | str) -> Best | None:
     """Return the best step that a run has recorded, or None; ValueError for a damaged record."""
     with held(run) as folder:
-        found = read_record(folder).get("best")
-    return None if found is None else Best(**found)
+        result = read_record(folder).get("best")
+    return None if result is None else Best(**result)
 
 
 def read_record(folder: Folder) -> dict[str, Any]:
@@ -56,22 +56,22 @@ def chosen_step(run: Path | str, text: str) -> int | None:
     """Return the step that `newest` (None), `best` or a number names; ValueError without it."""
     if text == "newest":
         return None
-    kept = list_steps(Path(run) / CHECKPOINTS)
+    keep = list_steps(Path(run) / CHECKPOINTS)
     if text == "best":
         best = read_best(run)
         if best is None:
             raise ValueError(
                 f"{run} records no best step: expected a run that has been evaluated while it "
-                f"trained (Eval.every_steps); name one of its steps: {kept or 'none is kept'}"
+                f"trained (Eval.every_steps); name one of its steps: {keep or 'none is kept'}"
             )
         step = best.step
     elif text.isdecimal() and len(text) < 16:
         step = int(text)
     else:
         raise ValueError(f"expected a step, newest or best, got {text[:80]!r}")
-    if step not in kept:
+    if step not in keep:
         raise ValueError(
-            f"{run} has no checkpoint of step {step}: expected one of {kept or 'none is kept'}"
+            f"{run} has no checkpoint of step {step}: expected one of {keep or 'none is kept'}"
         )
     return step
 
@@ -91,7 +91,7 @@ class BestRecord:
         writes: bool = True,
         from_first: Callable[[Callable[[], bytes]], bytes] = lambda compute: compute(),
     ) -> None:
-        self._folder, self._asked = folder, asked
+        self._folder, self._wanted = folder, asked
         self._writes, self._from_first = writes, from_first
         self._lock = threading.Lock()
         self._committed: set[int] = set()
@@ -105,12 +105,12 @@ class BestRecord:
 
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
         """Continue with the best `evaluated` step that has its checkpoint; False: a new record."""
-        there = json.loads(self._from_first(self._there))
-        same, kept = there["record"].get("asked") == self._asked, there["kept"]
-        standing = [b for b in evaluated if same and b.step <= step and b.step in kept]
+        remote = json.loads(self._from_first(self._there))
+        same, keep = remote["record"].get("asked") == self._wanted, remote["kept"]
+        last_saved = [b for b in evaluated if same and b.step <= step and b.step in keep]
         with self._lock:
-            self._committed.update(kept)
-            self._written = max(standing, key=lambda b: (b.value, -b.step), default=None)
+            self._committed.update(keep)
+            self._written = max(last_saved, key=lambda b: (b.value, -b.step), default=None)
             self._write()
         return same
 
@@ -122,8 +122,8 @@ class BestRecord:
 
     def _there(self) -> bytes:
         """Return the record and the steps that are kept, before either is changed."""
-        kept = list_steps(self._folder.path / CHECKPOINTS)
-        return json.dumps({"record": read_record(self._folder), "kept": kept}).encode()
+        keep = list_steps(self._folder.path / CHECKPOINTS)
+        return json.dumps({"record": read_record(self._folder), "kept": keep}).encode()
 
     def found(self, best: Best) -> None:
         """Note a better step, whose checkpoint may come later."""
@@ -151,5 +151,5 @@ class BestRecord:
         if not self._writes:
             return
         best = None if self._written is None else dataclasses.asdict(self._written)
-        record = {"asked": self._asked, "best": best}
+        record = {"asked": self._wanted, "best": best}
         self._folder.replace(EVALUATION_FILE, json.dumps(record, indent=2) + "\n")

@@ -43,7 +43,7 @@ from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import ARRAYS, FILES_FOLDER, PyTree, Restored, describe, flatten, restore
 from rl.cluster.processes import ALONE, Processes
 from rl.runtime import host_memory
-from rl.runtime.waits import POLL_S, Hang, Patience, result_of
+from rl.runtime.waits import POLL_S, Deadline, Hang, result_of
 
 _log = logging.getLogger(__name__)
 # only one checkpointer of a process writes arrays at a time
@@ -78,7 +78,7 @@ class Checkpointer:
         self,
         directory: Path | str | Folder,
         config: CheckpointConfig | None = None,
-        patience: Patience | None = None,
+        patience: Deadline | None = None,
         *,
         processes: Processes = ALONE,
         committed: Callable[[int], None] = lambda step: None,
@@ -96,7 +96,7 @@ class Checkpointer:
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
         self._committed, self._spared = committed, spared
-        self._patience, self._hangs = patience or Patience(), False
+        self._deadline, self._hangs = patience or Deadline(), False
         self._parts_done = 0  # of all saves so far
         self._waited = 0  # waits for another process
         self._published: int | None = None  # the step of the last save that came in
@@ -182,9 +182,9 @@ class Checkpointer:
             other = _writer
             now, now_s = None if other is None else other._progress(), time.monotonic()
             if now != seen:
-                self._patience.alive()
+                self._deadline.heartbeat()
                 seen, since_s = now, now_s
-            elif now_s - since_s > self._patience.hang_limit_s:
+            elif now_s - since_s > self._deadline.hang_limit_s:
                 where = "another folder" if other is None else other.directory
                 raise Hang(
                     f"{self.directory} waits for a save in {where}: no sign of life for "
@@ -195,7 +195,7 @@ class Checkpointer:
         """Wait until the last save is complete; raises the background thread's error."""
         if self._pending is None:
             return
-        patience = Patience(0.0) if self._hangs else self._patience
+        patience = Deadline(0.0) if self._hangs else self._deadline
         try:
             result_of(self._pending, f"a save in {self.directory}", patience, self._progress)
         except Hang:
@@ -212,7 +212,7 @@ class Checkpointer:
     def _on_wait(self) -> None:
         self._waited += 1
         if threading.current_thread() is threading.main_thread():
-            self._patience.alive()
+            self._deadline.heartbeat()
 
     def restore(self, template: PyTree, *, optional: Sequence[str] = ()) -> Restored:
         """Wait for the save in progress, then `reader.restore` the newest whole checkpoint."""

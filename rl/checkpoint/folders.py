@@ -99,12 +99,12 @@ def retire(directory: Folder, keep: int, spared: Collection[int] = ()) -> None:
 
     Call it only once the newest step is whole: it is kept whatever its state.
     """
-    kept = 0
+    saved = 0
     for step in list_steps(directory):
         folder = step_folder(directory.path, step)
-        if kept >= keep:
+        if saved >= keep:
             if step not in spared:
                 directory.rename(folder.name, f"{_TRASH}{folder.name}")
                 directory.remove(f"{_TRASH}{folder.name}")
-        elif kept == 0 or not manifest.verify(folder, contents=False):
-            kept += 1
+        elif saved == 0 or not manifest.verify(folder, contents=False):
+            saved += 1

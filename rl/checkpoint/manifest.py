@@ -119,7 +119,9 @@ def verify(folder: Path, *, contents: bool = True) -> list[Problem]:
 
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
         faults = pool.map(fault, names)
-        return [Problem(folder, n, found) for n, found in zip(names, faults, strict=True) if found]
+        return [
+            Problem(folder, n, result) for n, result in zip(names, faults, strict=True) if result
+        ]
 
 
 def list_files(folder: Path) -> list[str]:
@@ -152,8 +154,8 @@ def _fault(path: Path, expected: dict[str, Any], contents: bool) -> str | None:
             return "expected a plain file, found something else"
         if (size_bytes := path.stat().st_size) != expected["bytes"]:
             return f"expected {expected['bytes']} bytes, found {size_bytes}"
-        if contents and (found := _entry(path)["sha256"]) != expected["sha256"]:
-            return f"expected SHA-256 {expected['sha256']}, found {found}"
+        if contents and (result := _entry(path)["sha256"]) != expected["sha256"]:
+            return f"expected SHA-256 {expected['sha256']}, found {result}"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None

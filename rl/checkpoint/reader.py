@@ -75,14 +75,14 @@ def restore(
     folder = step_folder(directory, chosen)
     wanted = flatten(template, concrete=False)
     saved = manifest.read_manifest(folder)["extra"]["arrays"]
-    lacking = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
-    own = {path: x for path, x in wanted.items() if path.startswith(lacking)}
+    missing = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
+    own = {path: x for path, x in wanted.items() if path.startswith(missing)}
     flat = own | read_arrays(folder / ARRAYS, {p: x for p, x in wanted.items() if p not in own})
     host = read_host(folder / "host")
     tree = jax.tree.structure(template).unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
     linked = files if files.is_dir() and not files.is_symlink() else None
-    return Restored(chosen, tree, host, tuple(warnings), linked, frozenset(damaged), lacking)
+    return Restored(chosen, tree, host, tuple(warnings), linked, frozenset(damaged), missing)
 
 
 def check_structure(directory: Path, template: PyTree, optional: Sequence[str] = ()) -> None:
@@ -131,28 +131,28 @@ def _choose(
         except Exception as error:  # the others would wait
             return json.dumps({"message": f"{type(error).__name__}: {error}"}).encode()
 
-    found = json.loads(processes.from_first("the checkpoint to restore", answer))
-    if isinstance(found, list):
-        return found[0], found[1], found[2]
-    if "steps" not in found:
-        raise RuntimeError(f"process 0 cannot read {directory}: {found['message']}")
-    raise NoWholeCheckpointError(found["message"], {step: [] for step in found["steps"]})
+    result = json.loads(processes.from_first("the checkpoint to restore", answer))
+    if isinstance(result, list):
+        return result[0], result[1], result[2]
+    if "steps" not in result:
+        raise RuntimeError(f"process 0 cannot read {directory}: {result['message']}")
+    raise NoWholeCheckpointError(result["message"], {step: [] for step in result["steps"]})
 
 
 def _choose_here(directory: Path, step: int | None) -> tuple[int, list[str], list[str]]:
     candidates = list_steps(directory) if step is None else [step]
     problems: dict[int, list[Problem]] = {}
     for candidate in candidates:
-        found, linked = problems_of(directory, candidate)
-        if not found:
+        result, linked = problems_of(directory, candidate)
+        if not result:
             warnings = [f"skipped a damaged checkpoint: {_listed(p)}" for p in problems.values()]
             for warning in warnings:
                 _log.warning("%s", warning)
             return candidate, warnings, sorted({Path(p.file).name for p in linked})
-        problems[candidate] = found
+        problems[candidate] = result
     if not candidates:
         raise NoWholeCheckpointError(f"expected a checkpoint in {directory}, found none", {})
-    listing = "\n".join(f"  step {s}: {_listed(found)}" for s, found in problems.items())
+    listing = "\n".join(f"  step {s}: {_listed(result)}" for s, result in problems.items())
     fix = "start a new run, or bring back the files from a copy"
     if step is not None:
         others = [s for s in list_steps(directory) if s != step]
@@ -208,14 +208,14 @@ def _check_structure(
     def lack(part: str, paths: Iterable[str]) -> bool:
         return not any(path.startswith(part) for path in paths)
 
-    lacking = tuple(p for p in optional if lack(p, saved) and not lack(p, wanted))
+    missing = tuple(p for p in optional if lack(p, saved) and not lack(p, wanted))
     unwanted = tuple(p for p in optional if lack(p, wanted))
-    paths = [path for path in wanted if not path.startswith(lacking)]
+    paths = [path for path in wanted if not path.startswith(missing)]
     if not subset:
         paths += [path for path in saved if path not in wanted and not path.startswith(unwanted)]
     wrong = [path for path in paths if not _fits(wanted.get(path), saved.get(path))]
     if not wrong:
-        return lacking
+        return missing
     lines = [
         f"  {path}: expected {wanted.get(path, 'no array')}, got {saved.get(path, 'no array')}"
         for path in wrong[:_SHOWN]

@@ -127,7 +127,7 @@ class Actor:
         self.handle: Handle | None = None  # of the present program, which may still start
         self.is_there = False
         self.num_starts, self.pid = 0, 0
-        self.given_up: ProgramLost | None = None
+        self.fatal_error: ProgramLost | None = None
         threading.Thread(target=self._keep, name=name, daemon=True).start()
 
     def call(
@@ -151,12 +151,12 @@ class Actor:
 
     def _add(self, call: _Call) -> Future[Any]:
         with self._lock:
-            if self.given_up is None:
+            if self.fatal_error is None:
                 self._calls[call] = None
                 if self.is_there:
                     self._send(call)
                 return call.future
-        call.future.set_exception(self.given_up)
+        call.future.set_exception(self.fatal_error)
         return call.future
 
     def _send(self, call: _Call) -> None:
@@ -183,7 +183,7 @@ class Actor:
 
     def _keep(self) -> None:
         num_vain, has_served = 0, False
-        while self.given_up is None:
+        while self.fatal_error is None:
             self._label, self._has_worked, self._done = self.name, False, queue.SimpleQueue()
             error: Exception = RuntimeError("the run has ended")
             try:
@@ -259,12 +259,12 @@ class Actor:
             self._kill()
             self.handle, self.is_there = None, False
             if self._is_closed or is_vain or not (has_served and self._restarts):
-                self.given_up = lost
-            failed = [c for c in self._calls if self.given_up or c.until_s is not None]
+                self.fatal_error = lost
+            failed = [c for c in self._calls if self.fatal_error or c.until_s is not None]
             for call in failed:
                 del self._calls[call]
         if not self._is_closed and has_served and self._restarts:
-            self._settings.say(text if self.given_up else f"{text}; it is started again")
+            self._settings.say(text if self.fatal_error else f"{text}; it is started again")
         for call in failed:
             if call.until_s is not None or call.future.set_running_or_notify_cancel():
                 call.future.set_exception(lost)

@@ -21,7 +21,7 @@ from rl.cluster.processes import ALONE, Processes, ProcessLost
 
 HERE = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"
-LEAST_INITIALIZATION_S = 30  # for jax, once all processes have met
+MIN_INITIALIZATION_S = 30  # for jax, once all processes have met
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
@@ -89,10 +89,10 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     processes = Processes(index, count, JobStore(), config.deadline_s)
     try:
         own = dict(identity) | {"number of devices": str(jax.local_device_count())}
-        given = processes.gather("handshake", json.dumps(own).encode())
+        args = processes.gather("handshake", json.dumps(own).encode())
     except (ProcessLost, ConnectionError, TimeoutError) as error:
         raise ValueError(f"expected {count} processes: {error}") from error
-    if wrong := mismatch([json.loads(text) for text in given]):
+    if wrong := mismatch([json.loads(text) for text in args]):
         processes.depart()
         raise ValueError(wrong)
     return processes
@@ -112,16 +112,16 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
     first = identities[0]
     for program, other in zip(names, identities, strict=True):
         for name in dict.fromkeys((*first, *other)):
-            here, there = first.get(name, ""), other.get(name, "")
-            if here == there:
+            local, remote = first.get(name, ""), other.get(name, "")
+            if local == remote:
                 continue
-            if "\n" in here:
-                lines = set(here.splitlines()), set(there.splitlines())
-                here = "; ".join(sorted(lines[0] - lines[1])[:2]) or "nothing more"
-                there = "; ".join(sorted(lines[1] - lines[0])[:2]) or "nothing more"
+            if "\n" in local:
+                lines = set(local.splitlines()), set(remote.splitlines())
+                local = "; ".join(sorted(lines[0] - lines[1])[:2]) or "nothing more"
+                remote = "; ".join(sorted(lines[1] - lines[0])[:2]) or "nothing more"
             return (
-                f"expected the same {name} in all processes, got {there} in {program} and "
-                f"{here} in {names[0]}: start all of them alike"
+                f"expected the same {name} in all processes, got {remote} in {program} and "
+                f"{local} in {names[0]}: start all of them alike"
             )
     return None
 
@@ -152,26 +152,26 @@ def program_identity(files: Mapping[str, str]) -> dict[str, str]:
 
 def _code_digest(root: Path) -> str:
     """Return a digest of the source of our packages."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
-            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+            result.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return result.hexdigest()[:16]
 
 
 def _folder_digest(folder: Path) -> str:
     """Return a digest of a folder's, or a file's, names and sizes, and of samples of its bytes."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     paths = [folder] if folder.is_file() else sorted(p for p in folder.iterdir() if p.is_file())
     for path in paths:
         size = path.stat().st_size
-        found.update(f"{path.name}\0{size}\0".encode())
+        result.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
-            found.update(file.read(SAMPLED_BYTES))
+            result.update(file.read(SAMPLED_BYTES))
             if size > SAMPLED_BYTES:
                 file.seek(max(SAMPLED_BYTES, size - SAMPLED_BYTES))
-                found.update(file.read(SAMPLED_BYTES))
-    return found.hexdigest()[:16]
+                result.update(file.read(SAMPLED_BYTES))
+    return result.hexdigest()[:16]
 
 
 def _initialize(config: ClusterConfig) -> None:
@@ -183,7 +183,7 @@ def _initialize(config: ClusterConfig) -> None:
     limit_s = max(1, int(config.deadline_s))
     # ours notices a loss first, and says more
     options: dict[str, Any] = {
-        "initialization_timeout": max(limit_s, LEAST_INITIALIZATION_S),
+        "initialization_timeout": max(limit_s, MIN_INITIALIZATION_S),
         "heartbeat_timeout_seconds": 4 * limit_s,
         "shutdown_timeout_seconds": limit_s,
     }

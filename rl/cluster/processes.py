@@ -76,7 +76,7 @@ class Processes:
         self._numbers: dict[str, int] = {}  # of the last gathering, by line
         self._beat_s = min(deadline_s / BEATS, BEAT_S * max(1.0, count / BEATING))
         self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
-        self._asked = False  # whether another process is asked to stop
+        self._wanted = False  # whether another process is asked to stop
         self._lost: ProcessLost | None = None
         self._left: set[int] = set()  # processes that have departed
         self._over, self._lock = threading.Event(), threading.Lock()
@@ -118,19 +118,19 @@ class Processes:
         number = self._numbers[line] = self._numbers.get(line, 0) + 1
         name = what.encode()
         self.store.set(f"{GATHER}{line}{number}/{self.index}", name + b"\0" + value)
-        found = []
+        result = []
         for index in range(self.count):
             key = f"{GATHER}{line}{number}/{index}"
-            there, _, given = self._awaited(index, key, what, waiting).partition(b"\0")
-            if there != name:
+            theirs, _, value = self._awaited(index, key, what, waiting).partition(b"\0")
+            if theirs != name:
                 raise Diverged(
-                    f"process {index} is at {there.decode(errors='replace')[:200]!r} where process "
+                    f"process {index} is at {theirs.decode(errors='replace')[:200]!r}, and process "
                     f"{self.index} is at {what!r}"
                 )
-            found.append(given)
+            result.append(value)
         # whoever gives this value has all of those before
         self.store.delete(f"{GATHER}{line}{number - 1}/{self.index}")
-        return found
+        return result
 
     def gather_large(
         self, what: str, value: bytes, waiting: Callable[[], object] = lambda: None
@@ -186,14 +186,14 @@ class Processes:
             self._own["done"] = True
             self._tell_the_end(LEAVING_S if self.is_first else 0.0, "done")
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Tell the others that this process is asked to stop."""
         self._own["asked"] = True
 
     @property
     def asked(self) -> bool:
         """True once another process is asked to stop."""
-        return self._asked
+        return self._wanted
 
     def fail(self, text: str) -> None:
         """Tell the others why this process ends; wait until they can have read it."""
@@ -209,8 +209,8 @@ class Processes:
         with contextlib.suppress(ConnectionError, TimeoutError):
             self._beat()
             while self._clock() < until_s:
-                told = self._told().values()
-                if sum(any(state.get(end) for end in ends) for state in told) == self.count:
+                notes = self._told().values()
+                if sum(any(state.get(end) for end in ends) for state in notes) == self.count:
                     return
                 time.sleep(0.05)
 
@@ -228,13 +228,13 @@ class Processes:
         while not self._over.wait(self._beat_s):
             try:
                 self._beat()
-                told = self._told()
+                notes = self._told()
             except (ConnectionError, TimeoutError) as error:
                 return self._lose(f"process 0, which holds the run together, is lost: {error}")
             now_s = self._clock()
             for index, (beat, since_s) in list(last.items()):
-                state = told.get(index, {})
-                self._asked |= bool(state.get("asked"))
+                state = notes.get(index, {})
+                self._wanted |= bool(state.get("asked"))
                 if failed := state.get("failed"):
                     return self._lose(f"process {index} failed: {failed}")
                 if state.get("done"):
@@ -311,18 +311,18 @@ ALONE = Processes()
 
 def difference(tables: Sequence[Sequence[Sequence[str]]]) -> str:
     """Return which processes' tables of (name, digest) differ from that of process 0, and where."""
-    first, found = tables[0], list[str]()
+    first, result = tables[0], list[str]()
     for index, table in enumerate(tables):
         pairs = itertools.zip_longest(first, table, fillvalue=("nothing", ""))
         wrong = [(i, a, b) for i, (a, b) in enumerate(pairs) if list(a) != list(b)]
         names = next(((i, a[0], b[0]) for i, a, b in wrong if a[0] != b[0]), None)
         if names is not None:
             i, a, b = names
-            found.append(f"process {index} has {b} in place {i} where process 0 has {a}")
+            result.append(f"process {index} has {b} in place {i} where process 0 has {a}")
         elif wrong:
             shown = "; ".join(
                 f"{a[0]}: {b[1][:16]} there, {a[1][:16]} on process 0" for _, a, b in wrong[:SHOWN]
             )
             more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            found.append(f"process {index} differs in {len(wrong)} of {len(first)}: {shown}{more}")
-    return "; ".join(found)
+            result.append(f"process {index} differs in {len(wrong)} of {len(first)}: {shown}{more}")
+    return "; ".join(result)

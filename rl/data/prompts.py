@@ -10,7 +10,7 @@ import numpy as np
 from models.tokenizer import Tokenizer
 from rl.data.tasks import Example, Task, TaskConfig
 
-MOST_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
+MAX_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,9 +42,9 @@ class DrafterConfig:
         TreeConfig(self.max_depth, self.top_k, self.proposal)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("draft_vocab_size", "steps_after_rollout") else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+            low = 0 if field.name in ("draft_vocab_size", "steps_after_rollout") else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < low:
+                raise ValueError(f"{field.name} must be at least {low}, got {value}")
 
     @property
     def tree(self) -> TreeConfig:

@@ -95,7 +95,7 @@ class SpotTrainer:
             leads = self._states.leads(worker_id)
         if leads is None:
             return False
-        began_s, step = self._clock(), self.trainer.step
+        start_s, step = self._clock(), self.trainer.step
         with runner.mesh_context():
             context = self._context(runner)
         with context.runner.mesh_context():
@@ -103,7 +103,7 @@ class SpotTrainer:
         if kind is None:
             return False
         with self._lock:
-            self.spans.append(Span(worker_id, kind, step, began_s, self._clock()))
+            self.spans.append(Span(worker_id, kind, step, start_s, self._clock()))
         return True
 
     def dismiss(self) -> None:

@@ -26,7 +26,7 @@ from rl.packing import Response
 from rl.runtime.run_files import SAMPLES_FILE
 
 IDS = "prompt_ids", "response_ids"
-LEAST_TOKENS = 3  # an entry of training spans three tokens
+MIN_TOKENS = 3  # an entry of training spans three tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Drafter
             else:
                 prompt, response = (_ids(row, k, model, where) for k in IDS)
             length = len(prompt) + len(response)
-            if not prompt or not response or length < LEAST_TOKENS:
+            if not prompt or not response or length < MIN_TOKENS:
                 too_short += 1
             elif length > model.max_positions:
                 too_long += 1

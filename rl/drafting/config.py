@@ -8,7 +8,7 @@ from typing import Literal
 
 from spec.budget.config import MODEL
 
-MOST_WINDOW = 32  # no drafting worker drafts further ahead
+MAX_WINDOW = 32  # no drafting worker drafts further ahead
 Ahead = Literal["free_running", "enumeration"]
 Method = Literal["model", "learned", "own", "group", "history", "histospec"]
 
@@ -45,8 +45,8 @@ class DraftingConfig:
     def __post_init__(self) -> None:
         if self.ahead not in (known := typing.get_args(Ahead)):
             raise ValueError(f"expected ahead of {', '.join(known)}, got {self.ahead!r}")
-        if self.window is not None and not 1 <= self.window <= MOST_WINDOW:
-            raise ValueError(f"window must be 1 … {MOST_WINDOW}, got {self.window}")
+        if self.window is not None and not 1 <= self.window <= MAX_WINDOW:
+            raise ValueError(f"window must be 1 … {MAX_WINDOW}, got {self.window}")
         if self.fan_out < 1:
             raise ValueError(f"fan_out must be at least 1, got {self.fan_out}")
         for name in ("workers", "reconfigure_tokens", "requests_per_helper"):

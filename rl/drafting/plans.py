@@ -34,7 +34,7 @@ from spec.round_times import RoundTimes
 DECAY = 0.999  # of the counts of rounds with a draft, a round
 PRIOR_ROUNDS = 20.0  # weight of the assumed share
 FIRST_HITS = 0.85  # assumed before any draft was seen
-PATIENCE = 0.1  # of a round, for drafts that are due
+DEADLINE = 0.1  # of a round, for drafts that are due
 COMMON = RequestPlan(0, True, 0.0)  # of requests that are not accepted less than the others
 FIRST_WINDOW = 4  # if no seconds are measured
 
@@ -98,8 +98,8 @@ class MeasuredSeconds:
     @classmethod
     def of(cls, costs: Costs, times: RoundTimes, draft_s: float) -> MeasuredSeconds:
         """Return seconds for requests of half the longest cache that was measured."""
-        longest = max(positions for _, _, positions in times.rounds)
-        return cls(costs, times, longest / 2, draft_s)
+        max_length = max(positions for _, _, positions in times.rounds)
+        return cls(costs, times, max_length / 2, draft_s)
 
     def draft(self, requests: float) -> float:
         """Return the seconds of a draft token of each request."""
@@ -203,10 +203,10 @@ class Planner:
 
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
-        patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0)
+        deadline_s = DEADLINE * seconds.verify(each, 0) + max(late_s, 0.0)
         if self._runs_freely:  # only a block of many cases is worth waiting for
-            patience_s = 0.0
-        return _RolloutPlans(of_batch, self.observed, own if every else None, patience_s)
+            deadline_s = 0.0
+        return _RolloutPlans(of_batch, self.observed, own if every else None, deadline_s)
 
     def _window(self, batch: int) -> int:
         """Return the window with the most tokens a second for a worker's batch."""
@@ -278,10 +278,10 @@ class _RolloutPlans(RequestPlans):
         of_batch: Callable[[int], DraftPlan],
         observed: Observed,
         own: Callable[[int], Reconfiguration] | None = None,
-        patience_s: float = 0.0,
+        deadline_s: float = 0.0,
     ) -> None:
         self._of_batch, self._observed, self._own = of_batch, observed, own
-        self.patience_s = patience_s
+        self.deadline_s = deadline_s
         self._plans = dict[int, DraftPlan]()
         self._tokens = dict[int, int]()  # of each response, when it was last observed
 

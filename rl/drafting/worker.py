@@ -156,21 +156,21 @@ class DraftingWorker:
 
         A step of the longest window is timed: it takes as long for fewer requests.
         """
-        found, window = dict[str, float](), self._max_window
+        result, window = dict[str, float](), self._max_window
         prompt, none, plan = np.zeros(1, np.int32), np.zeros(0, np.int32), DraftPlan(window)
         for method in self._models:
             with self.engine.mesh_context():
                 ahead = self.make_ahead(Rollout.of(method, step_key(0, 0), sampling))
                 tries = list[float]()
                 for n in range(REPEATS + 1):
-                    given = 1 + n, n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0)
+                    args = 1 + n, n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0)
                     rows = range(self.engine.config.max_slots)
-                    ahead.update([Commit(r, *given) for r in rows], ())
-                    began_s = self._clock()
+                    ahead.update([Commit(r, *args) for r in rows], ())
+                    start_s = self._clock()
                     ahead.step()
-                    tries.append(self._clock() - began_s)
-            found[method] = max(float(np.median(tries[1:])), MIN_SECONDS) / window
-        return found
+                    tries.append(self._clock() - start_s)
+            result[method] = max(float(np.median(tries[1:])), MIN_SECONDS) / window
+        return result
 
     def take_spans(self) -> tuple[Span, ...]:
         """Return when its steps were, the latest of those since the last call."""
@@ -199,16 +199,16 @@ class DraftingWorker:
         return self._models[rollout.method].make_drafter(kind, context, self._max_window)
 
     def _programs(self, rollout: Rollout) -> list[Program]:
-        rows, found = self.engine.config.max_slots, list[Program]()
+        rows, result = self.engine.config.max_slots, list[Program]()
         with self.engine.mesh_context():
             for S in self.engine.position_sizes(rows):
                 drafter = self._drafter(rollout)
                 if isinstance(drafter, EnumeratingDraftModel):
-                    given = rows, S, self._max_window, self._config.fan_out
-                    found += drafter.enumerating(*given)
+                    args = rows, S, self._max_window, self._config.fan_out
+                    result += drafter.enumerating(*args)
                 else:
-                    found += drafter.programs(rows, S)
-        return found
+                    result += drafter.programs(rows, S)
+        return result
 
     def _forget(self) -> None:
         self._start = secrets.token_hex(8)
@@ -232,13 +232,13 @@ class DraftingWorker:
                 self._step(self._rollouts[rollout])
 
     def _step(self, drafted: _Drafted) -> None:
-        began_s = self._clock()
+        start_s = self._clock()
         blocks = drafted.ahead.step()
         if not blocks:
             return
         ended_s = self._clock()
-        self.num_steps, self.busy_s = self.num_steps + 1, self.busy_s + ended_s - began_s
-        self._spans.append((began_s, ended_s))
+        self.num_steps, self.busy_s = self.num_steps + 1, self.busy_s + ended_s - start_s
+        self._spans.append((start_s, ended_s))
         for block in blocks:
             if (link := drafted.links.get(block.request_id)) is not None:
                 drafted.blocks.setdefault(link, []).append(block)
@@ -272,13 +272,13 @@ class Peer:
             if draft is not self.draft:
                 return  # another link has noticed
             self.failures += 1
-            is_given_up = self.failures > MAX_RESTARTS or isinstance(error, ActorDied)
-            if is_given_up:
+            has_failed = self.failures > MAX_RESTARTS or isinstance(error, ActorDied)
+            if has_failed:
                 self.draft = None
             elif isinstance(error, TimeoutError) and self._replace is not None:
                 self.draft = self._replace()
             line = str(error).strip().partition("\n")[0][:300]
-            end = "verifying workers go on without it" if is_given_up else "it starts again"
+            end = "verifying workers go on without it" if has_failed else "it starts again"
             self._report(f"warning: {self._name} failed: {type(error).__name__}: {line}; {end}")
 
 

@@ -122,15 +122,15 @@ def fills(
     holders = dict[tuple[int, int | None], int]()  # by part and prompt; −1: any part
     for row in sorted(range(len(held)), key=lambda r: is_busy[r]):
         holders[-1, held[row]] = holders[parts[row], held[row]] = row
-    copies, computed, begun = [], [], set[int]()
+    copies, computed, started = [], [], set[int]()
     for row, prompt in lacking.items():
         source = holders.get((parts[row], prompt), holders.get((-1, prompt)))
         if held[row] is not None:
             computed.append(row)  # tokens behind the prompt
         elif source is not None:
             copies.append((source, row))
-        elif prompt not in begun:
-            begun.add(prompt)
+        elif prompt not in started:
+            started.add(prompt)
             computed.append(row)
     return copies, computed
 
@@ -234,7 +234,7 @@ class _Common:
     def __init__(self, pages: PageTable, table: SlotTable, busy: Sequence[int]) -> None:
         self._pages, self._table, self._used_P = pages, table, pages.used_by(busy)
         key = {row: (pages.part_of(row), int(table.prompt_B[row])) for row in busy}
-        self._asked = set(key.values())  # also by rows that lack it as yet
+        self._wanted = set(key.values())  # also by rows that lack it as yet
         self._held = {key[row] for row in busy if table.prompts[row] is not None}
 
     def num_pages(self, p: PartialRequest, number: int, row: int) -> int:
@@ -245,15 +245,15 @@ class _Common:
             return full if key in self._held else 0
         if self._table.prompts[row] == number:  # it keeps those that the row has
             return int(self._used_P[self._pages.pages_of(row, prompt_tokens)].sum())
-        return full if key in self._asked else 0
+        return full if key in self._wanted else 0
 
     def add(self, p: PartialRequest, number: int, row: int) -> None:
         """Note that it gets this row."""
         key = self._pages.part_of(row), number
         keeps = p.kv is None and self._table.prompts[row] == number
-        self._asked.add(key)
+        self._wanted.add(key)
         if p.kv is not None or keeps:
             self._held.add(key)
         if keeps:
-            kept = self._pages.pages_of(row, len(p.request.prompt_ids) - 1)
-            self._used_P[kept] = True
+            keep = self._pages.pages_of(row, len(p.request.prompt_ids) - 1)
+            self._used_P[keep] = True

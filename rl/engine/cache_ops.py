@@ -122,10 +122,10 @@ def read_rows(
         size = cache.num_positions
         return readable(resize_layer(rows, row_P, num_positions=size, kind=kind))
 
-    found = jax.device_get(map_arrays(some, cache))
+    result = jax.device_get(map_arrays(some, cache))
 
     def row(p: int, n: int) -> KVCache:
-        return map_arrays(lambda rows, kind: np.take(rows[p], range(n), kind.axis - 1), found)
+        return map_arrays(lambda rows, kind: np.take(rows[p], range(n), kind.axis - 1), result)
 
     return [HostKv(row(p, n)) for p, n in enumerate(num_tokens)]
 

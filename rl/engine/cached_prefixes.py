@@ -47,13 +47,13 @@ class CachedPrefixes:
     ) -> None:
         self.in_chunks = in_chunks
         self._rule, self._endings, self.counts = rule, endings, counts
-        self._begun_counts = CachedCounts()
+        self._started_counts = CachedCounts()
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
-        self.least_logprobs_BL = np.zeros((num_slots, longest), np.float32)
+        self.min_logprobs_BL = np.zeros((num_slots, longest), np.float32)
         self.end_B = np.zeros(num_slots, np.int32)
-        self.kept_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
+        self.saved_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
         self.begun_BL = np.zeros((num_slots, longest), np.int32)
-        self.begun_tokens_B = np.zeros(num_slots, np.int32)
+        self.started_tokens_B = np.zeros(num_slots, np.int32)
         self.of_begun_B = np.zeros(num_slots, bool)  # the chain is what was begun
 
     @property
@@ -68,18 +68,18 @@ class CachedPrefixes:
     def enter(self, row: int, partial: PartialRequest) -> None:
         """Put a request into a row; one whose tokens so far were all kept goes on with the rest."""
         request, prefix, response = partial.request, partial.prefix, _NONE
-        self.end_B[row], self.kept_B[row], self.of_begun_B[row] = 0, 0, False
+        self.end_B[row], self.saved_B[row], self.of_begun_B[row] = 0, 0, False
         if prefix is not None:
-            self.kept_B[row], response = prefix.reused_tokens, prefix.response_ids
-        begun = self._usable(request, np.asarray(request.begun, np.int32))
-        self.begun_BL[row, : len(begun)], self.begun_tokens_B[row] = begun, len(begun)
-        if not self._start_cached(row, partial, begun):
-            self._resume_begun(row, response)
+            self.saved_B[row], response = prefix.reused_tokens, prefix.response_ids
+        started = self._usable(request, np.asarray(request.begun, np.int32))
+        self.begun_BL[row, : len(started)], self.started_tokens_B[row] = started, len(started)
+        if not self._start_cached(row, partial, started):
+            self._resume_started(row, response)
 
     def _start_cached(self, row: int, partial: PartialRequest, begun: np.ndarray) -> bool:
         """Let the row go on with its cached response; return False if that is of no use."""
         request, rule = partial.request, self._rule
-        if rule is None or request.cached is None or partial.num_tokens > self.kept_B[row]:
+        if rule is None or request.cached is None or partial.num_tokens > self.saved_B[row]:
             return False
         tokens = self._usable(request, request.cached.tokens)
         n = len(tokens)
@@ -90,7 +90,7 @@ class CachedPrefixes:
         self.tokens_BL[row, :n], self.end_B[row] = tokens, n
         if self.given:
             name = request.request_id % NOISE_NAMES  # what is begun ahead has the step's draws
-            self.least_logprobs_BL[row, :n] = rule.least_logprobs(name, request.cached, n)
+            self.min_logprobs_BL[row, :n] = rule.min_logprobs(name, request.cached, n)
         return True
 
     def _usable(self, request: Request, tokens: np.ndarray) -> np.ndarray:
@@ -98,18 +98,18 @@ class CachedPrefixes:
         tokens = tokens[: request.limit(self._endings.sampling)]
         return tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
 
-    def _resume_begun(self, row: int, response: np.ndarray) -> None:
+    def _resume_started(self, row: int, response: np.ndarray) -> None:
         """Let the row go on with what was begun, if its response so far is the start of it."""
-        n, begun = len(response), self.begun_BL[row, : self.begun_tokens_B[row]]
-        if n < len(begun) and np.array_equal(begun[:n], response):
-            self.tokens_BL[row, : len(begun)], self.end_B[row] = begun, len(begun)
+        n, started = len(response), self.begun_BL[row, : self.started_tokens_B[row]]
+        if n < len(started) and np.array_equal(started[:n], response):
+            self.tokens_BL[row, : len(started)], self.end_B[row] = started, len(started)
             self.of_begun_B[row] = True
 
     def most_gained(self, waiting: PartialRequest) -> int:
         """Return how many tokens of a waiting request chunks may verify."""
-        cached, begun = waiting.request.cached, waiting.request.begun
-        longest = max(0 if cached is None else len(cached.tokens), len(begun))
-        return max(0, longest - waiting.num_tokens) if self.in_chunks else 0
+        cached, started = waiting.request.cached, waiting.request.begun
+        max_length = max(0 if cached is None else len(cached.tokens), len(started))
+        return max(0, max_length - waiting.num_tokens) if self.in_chunks else 0
 
     def goes_on(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows' requests that may still keep tokens; bool."""
@@ -117,7 +117,7 @@ class CachedPrefixes:
 
     def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
         """Write the chains, of up to `most_A` tokens, to the drafts of those who have one."""
-        rates = [_kept_rate(self.counts), _kept_rate(self._begun_counts)]
+        rates = [_kept_rate(self.counts), _kept_rate(self._started_counts)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         rows_A, source = live.rows_A, int(Source.CACHED)
         rate_A = np.where(self.of_begun_B[rows_A], rates[1], rates[0])
@@ -127,16 +127,16 @@ class CachedPrefixes:
     def give(self, nodes_5M: np.ndarray, emitted_B: np.ndarray) -> None:
         """Write the tokens that may be kept behind the nodes of a round to its table."""
         end_B = np.where(self.of_begun_B, 0, self.end_B).astype(np.int32)
-        _give(nodes_5M, emitted_B, end_B, self.tokens_BL, self.least_logprobs_BL)
+        _give(nodes_5M, emitted_B, end_B, self.tokens_BL, self.min_logprobs_BL)
 
     def give_chunks(self, chunks_TX: np.ndarray, prompt_tokens_B: np.ndarray) -> np.ndarray:
         """Return the tokens that may be kept behind those of chunks, and their bounds; [2, X]."""
-        given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
+        inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
         end_B = np.where(self.of_begun_B | (not self.given), 0, self.end_B).astype(np.int32)
         _give_chunks(
-            chunks_TX, prompt_tokens_B, end_B, self.tokens_BL, self.least_logprobs_BL, given_2X
+            chunks_TX, prompt_tokens_B, end_B, self.tokens_BL, self.min_logprobs_BL, inputs_2X
         )
-        return given_2X
+        return inputs_2X
 
     def stand(
         self,
@@ -156,7 +156,7 @@ class CachedPrefixes:
         self,
         tokens_BN: np.ndarray,
         count_B: np.ndarray,
-        kept_B: np.ndarray,
+        saved_B: np.ndarray,
         emitted_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> np.ndarray:
@@ -167,25 +167,25 @@ class CachedPrefixes:
         """
         agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
         ruled_B = ~self.of_begun_B & self.given
-        given_B = np.where(ruled_B, np.minimum(kept_B, count_B), 0).astype(np.int32)
-        kept_B = np.where(ruled_B, given_B, agreeing_B)
-        self.kept_B += np.where(self.of_begun_B, 0, kept_B).astype(np.int32)
+        given_B = np.where(ruled_B, np.minimum(saved_B, count_B), 0).astype(np.int32)
+        saved_B = np.where(ruled_B, given_B, agreeing_B)
+        self.saved_B += np.where(self.of_begun_B, 0, saved_B).astype(np.int32)
         total_B = emitted_B + count_B
-        over_B = (kept_B < count_B) | (total_B >= self.end_B) | stopped_B
+        over_B = (saved_B < count_B) | (total_B >= self.end_B) | stopped_B
         for row in np.nonzero(over_B & (self.end_B > 0) & (count_B > 0))[0].tolist():
             before, now = int(emitted_B[row]), int(count_B[row])
-            counts = self._begun_counts if self.of_begun_B[row] else self.counts
-            kept = before + int(kept_B[row]) if self.of_begun_B[row] else int(self.kept_B[row])
-            counts.add(int(self.end_B[row]), kept)
+            counts = self._started_counts if self.of_begun_B[row] else self.counts
+            keep = before + int(saved_B[row]) if self.of_begun_B[row] else int(self.saved_B[row])
+            counts.add(int(self.end_B[row]), keep)
             self.end_B[row] = 0
-            if not self.of_begun_B[row] and self.begun_tokens_B[row] and not stopped_B[row]:
+            if not self.of_begun_B[row] and self.started_tokens_B[row] and not stopped_B[row]:
                 emitted = self.tokens_BL[row, :before], tokens_BN[row, :now]
-                self._resume_begun(row, np.concatenate(emitted))
+                self._resume_started(row, np.concatenate(emitted))
         return given_B
 
     def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:
         """Return the row's response with who drew the tokens that a rule kept, and how many."""
-        n = int(self.kept_B[row])
+        n = int(self.saved_B[row])
         assert partial.request.cached is not None or n == 0
         scores = None if partial.request.cached is None else partial.request.cached.scores
         prefix = dataclasses.replace(prefix, reused_tokens=n)
@@ -205,7 +205,7 @@ class CachedPrefixes:
         """Append rows without a request."""
         now = len(self.end_B)
         self.keep([*range(now), *[0] * (num_slots - now)])
-        self.end_B[now:] = self.kept_B[now:] = self.begun_tokens_B[now:] = 0
+        self.end_B[now:] = self.saved_B[now:] = self.started_tokens_B[now:] = 0
 
 
 _NONE = np.zeros(0, np.int32)
@@ -228,7 +228,7 @@ def _draft(tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts):  # typ
 
 
 @numba.njit(cache=True, nogil=True)
-def _give(nodes_5M, emitted_B, end_B, tokens_BL, least_BL):  # type: ignore[no-untyped-def]
+def _give(nodes_5M, emitted_B, end_B, tokens_BL, min_BL):  # type: ignore[no-untyped-def]
     depth = 0
     for m in range(nodes_5M.shape[1]):
         b = nodes_5M[1, m]
@@ -238,11 +238,11 @@ def _give(nodes_5M, emitted_B, end_B, tokens_BL, least_BL):  # type: ignore[no-u
         at = emitted_B[b] + depth
         if at < end_B[b]:
             nodes_5M[3, m] = tokens_BL[b, at]
-            nodes_5M[4, m] = least_BL[b, at : at + 1].view(np.int32)[0]
+            nodes_5M[4, m] = min_BL[b, at : at + 1].view(np.int32)[0]
 
 
 @numba.njit(cache=True, nogil=True)
-def _give_chunks(chunks_TX, prompt_B, end_B, tokens_BL, least_BL, given_2X):  # type: ignore[no-untyped-def]
+def _give_chunks(chunks_TX, prompt_B, end_B, tokens_BL, min_BL, given_2X):  # type: ignore[no-untyped-def]
     C = chunks_TX.shape[1] - 2
     for t in range(len(chunks_TX)):
         b = chunks_TX[t, 0]
@@ -250,22 +250,22 @@ def _give_chunks(chunks_TX, prompt_B, end_B, tokens_BL, least_BL, given_2X):  # 
             at = chunks_TX[t, 1] + c + 1 - prompt_B[b]
             if 0 <= at < end_B[b]:
                 given_2X[0, t * C + c] = tokens_BL[b, at]
-                given_2X[1, t * C + c] = least_BL[b, at : at + 1].view(np.int32)[0]
+                given_2X[1, t * C + c] = min_BL[b, at : at + 1].view(np.int32)[0]
 
 
 @numba.njit(cache=True, nogil=True)
 def _stand(chunks_TX, drawn_X, kind_X, prompt_B, emitted_B, end_B, ruled_B, tokens_BL):  # type: ignore[no-untyped-def]
-    C, found_X, at_B = chunks_TX.shape[1] - 2, np.zeros_like(kind_X), emitted_B.copy()
+    C, result_X, at_B = chunks_TX.shape[1] - 2, np.zeros_like(kind_X), emitted_B.copy()
     for t in range(len(chunks_TX)):
         b = chunks_TX[t, 0]
         for c in range(C if b >= 0 else 0):
             x, at = t * C + c, chunks_TX[t, 1] + c + 1 - prompt_B[b]
             if at != at_B[b] or at >= end_B[b]:
                 continue
-            found_X[x] = kind_X[x]
-            kept = kind_X[x] == KEPT if ruled_B[b] else drawn_X[x] == tokens_BL[b, at]
-            at_B[b] = at + 1 if kept else -1
-    return found_X
+            result_X[x] = kind_X[x]
+            keep = kind_X[x] == KEPT if ruled_B[b] else drawn_X[x] == tokens_BL[b, at]
+            at_B[b] = at + 1 if keep else -1
+    return result_X
 
 
 @numba.njit(cache=True, nogil=True)

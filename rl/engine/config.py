@@ -12,7 +12,7 @@ POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
 PART_MULTIPLE = 32  # and the others
 POSITION_PARTS = (8, 2)  # of the last bucket: the others
 CacheKind = Literal["auto", "rows", "pages"]
-MOST_PAIRS = 12  # of slots and positions
+MAX_PAIRS = 12  # of slots and positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "pages" else 1
-            if isinstance(value, int) and value < least:
-                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+            value, low = getattr(self, field.name), 0 if field.name == "pages" else 1
+            if isinstance(value, int) and value < low:
+                raise ValueError(f"{field.name} must be at least {low}, got {value}")
         kinds = get_args(CacheKind)
         if self.cache not in kinds:
             raise ValueError(f"cache must be one of {', '.join(kinds)}, got {self.cache!r}")
@@ -82,13 +82,13 @@ class EngineConfig:
         Each way has one more than a slot can need: a shared prompt may end inside a page. Raises
         ValueError if `pages` are fewer.
         """
-        most, ways = self.slot_pages(longest_tokens), batch_ways
+        high, ways = self.slot_pages(longest_tokens), batch_ways
         pages = found_size("Engine.pages", self.pages)
         if not pages:
-            return ways * max(most + 1, -(-num_slots // ways) * most)
-        if pages // ways <= most:
+            return ways * max(high + 1, -(-num_slots // ways) * high)
+        if pages // ways <= high:
             raise ValueError(
-                f"expected Engine.pages of at least {ways * (most + 1)}, for a request of "
+                f"expected Engine.pages of at least {ways * (high + 1)}, for a request of "
                 f"{longest_tokens} tokens in pages of {self.page_tokens} in each of {ways} part(s) "
                 f"of the devices, got {pages}: raise it, or lower Sampling.max_new_tokens"
             )
@@ -101,9 +101,9 @@ class EngineConfig:
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
         """Return the numbers of chunks of passes that draw behind their tokens, smallest first."""
-        most = min(self.max_round_nodes // chunk_tokens, num_slots)
-        sizes = buckets(most, self.prefill_rows)
-        return [size for size in sizes if size <= most] or sizes[:1]
+        high = min(self.max_round_nodes // chunk_tokens, num_slots)
+        sizes = buckets(high, self.prefill_rows)
+        return [size for size in sizes if size <= high] or sizes[:1]
 
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""
@@ -115,12 +115,12 @@ class EngineConfig:
         Each is a program for every batch and round. Until a request has grown to 18k positions its
         rounds read 1.41 times the keys that it has; with all sizes 64 · 2^i it would be 1.28.
         """
-        least = self.min_positions
-        if longest_tokens <= least:
-            return [least]
-        last = _rounded_up(longest_tokens, min(least, POSITIONS_MULTIPLE))
-        parts = [_rounded_up(last // part, min(least, PART_MULTIPLE)) for part in POSITION_PARTS]
-        return sorted({last, *(max(least, size) for size in parts)})
+        low = self.min_positions
+        if longest_tokens <= low:
+            return [low]
+        last = _rounded_up(longest_tokens, min(low, POSITIONS_MULTIPLE))
+        parts = [_rounded_up(last // part, min(low, PART_MULTIPLE)) for part in POSITION_PARTS]
+        return sorted({last, *(max(low, size) for size in parts)})
 
     def batch_positions(self, num_slots: int, most_slots: int, longest_tokens: int) -> list[int]:
         """Return the buckets of positions of `num_slots` rows, of at most `most_slots`.
@@ -130,16 +130,16 @@ class EngineConfig:
         """
         sizes = self.position_sizes(longest_tokens)
         drained = buckets(most_slots, self.slot_bucket(1))
-        if len(drained) * len(sizes) <= MOST_PAIRS:
+        if len(drained) * len(sizes) <= MAX_PAIRS:
             return sizes
-        least = sizes[0] * most_slots
-        return [size for size in sizes if size * num_slots >= least] or sizes[-1:]
+        low = sizes[0] * most_slots
+        return [size for size in sizes if size * num_slots >= low] or sizes[-1:]
 
     def node_sizes(self, num_slots: int) -> list[int]:
         """Return the numbers of nodes of rounds with draft tokens, smallest first."""
-        most = num_slots * min(max(self.max_round_nodes // num_slots, 2), self.max_nodes)
-        sizes = [m for m in buckets(most, num_slots) if num_slots < m < most]
-        return [*sizes, most] if most > num_slots else []
+        high = num_slots * min(max(self.max_round_nodes // num_slots, 2), self.max_nodes)
+        sizes = [m for m in buckets(high, num_slots) if num_slots < m < high]
+        return [*sizes, high] if high > num_slots else []
 
     def sizes_beside_prompts(self, num_slots: int) -> list[int]:
         """Return those of rounds that compute prompts too: of four and eight nodes a slot."""

@@ -78,7 +78,7 @@ class Endings:
     ) -> None:
         self.sampling = sampling
         self._stop_ids = {*stop_ids, *sampling.stop_ids}
-        self._words = words
+        self._texts = words
         self._numbers: dict[SamplingConfig, int] = {}
         self._rules = _NO_RULES
         self.unknown_to_device = False  # whether there are ends that only the host finds
@@ -90,7 +90,7 @@ class Endings:
         number = self._numbers.get(sampling)
         if number is None:
             strings = list(dict.fromkeys((*self.sampling.stop, *sampling.stop)))
-            if strings and self._words is None:
+            if strings and self._texts is None:
                 raise ValueError(
                     f"Sampling.stop has {strings[0]!r}, and the text of tokens is not known: "
                     "expected a tokenizer with the rollout, for example "
@@ -118,7 +118,7 @@ class Endings:
         stopped_B: np.ndarray,
     ) -> None:
         """Lower `count_B` to the tokens up to each end, set `stopped_B`, advance `state_B`."""
-        rules, words = self._rules, self._words or NO_TEXT
+        rules, texts = self._rules, self._texts or NO_TEXT
         _cut(
             tokens_BN,
             count_B,
@@ -128,8 +128,8 @@ class Endings:
             rules.ids_RE,
             rules.next_SC,
             rules.complete_S,
-            words.bytes_N,
-            words.starts,
+            texts.bytes_N,
+            texts.starts,
         )
 
 

@@ -105,8 +105,8 @@ class Engine(ModelRunner):
         """
         self.check(requests, spec.sampling)
         spec.endings(requests)
-        longest, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
-        with self.rollout(spec, max_requests=len(requests), max_tokens=longest, stats=stats):
+        max_length, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
+        with self.rollout(spec, max_requests=len(requests), max_tokens=max_length, stats=stats):
             self._waiting.add([PartialRequest(r) for r in requests], is_new=True)
             while self.has_work:
                 for trajectory in self.step():
@@ -142,8 +142,8 @@ class Engine(ModelRunner):
         self.expect(max_requests, max_tokens)
         endings = spec.endings()
         if spec.rule is not None or spec.begun:
-            given = spec.rule, endings, self.stats.cached, num_slots, max_tokens
-            cached = CachedPrefixes(*given, in_chunks=self._verifies_in_chunks(spec, num_slots))
+            args = spec.rule, endings, self.stats.cached, num_slots, max_tokens
+            cached = CachedPrefixes(*args, in_chunks=self._verifies_in_chunks(spec, num_slots))
         # a fetch may write one beyond
         table = SlotTable(num_slots, max_tokens + 1, endings, cached)
         self._waiting = WaitingQueue(table.known_prompts)
@@ -168,7 +168,7 @@ class Engine(ModelRunner):
 
     def step(self) -> list[Event]:
         """Admit, run one fetch's rounds, retire; return which requests or chunks ended."""
-        began_s = self.clock()
+        start_s = self.clock()
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
         self._preempt()
@@ -181,7 +181,7 @@ class Engine(ModelRunner):
         if not table.num_busy:
             return []
         self._rows.wait_in_turn()
-        self._round(began_s)
+        self._round(start_s)
         return [*self._chunk_ends(), *self._retire_ended()]
 
     def extend(self, request_id: int, max_tokens: int) -> None:
@@ -288,7 +288,7 @@ class Engine(ModelRunner):
         decision = plain(len(table))
         draws = self._rows.draws_next(waits=len(self._waiting) > 0)
         if not draws:
-            prompts_B = table.busy_B & (table.lacking_tokens_B > 0) & ~table.verifies_B
+            prompts_B = table.busy_B & (table.missing_tokens_B > 0) & ~table.verifies_B
             drafts, decision = self._speculator.decide(
                 live, len(table), self._rows.num_positions, table.cached, int(prompts_B.sum())
             )

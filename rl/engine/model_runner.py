@@ -99,20 +99,20 @@ class ModelRunner:
 
     def kv_tokens(self, num_slots: int, longest_tokens: int) -> int:
         """Return how many positions so many requests can hold together, however they share them."""
-        most = num_slots * longest_tokens
+        high = num_slots * longest_tokens
         if not (self.is_paged and self.config.pages):
-            return most
+            return high
         pages = self.config.num_pages(num_slots, longest_tokens, self.batch_ways)
-        return max(longest_tokens, min(most, (pages - num_slots) * self.config.page_tokens))
+        return max(longest_tokens, min(high, (pages - num_slots) * self.config.page_tokens))
 
     def empty_cache(self, num_slots: int, num_positions: int) -> Cache:
         """Return an empty cache on these devices, never whole on one of several."""
-        kept = self.dtype, self.feature_layers
+        keep = self.dtype, self.feature_layers
         if not self.is_paged:
-            return kv_cache.init(self.model, num_slots, num_positions, *kept, self.zero_rows)
+            return kv_cache.init(self.model, num_slots, num_positions, *keep, self.zero_rows)
         T = self.config.page_tokens
         size = num_slots, num_positions // T, self.num_pages, T
-        return paged_cache.init(self.model, *size, *kept, self.zero_rows)
+        return paged_cache.init(self.model, *size, *keep, self.zero_rows)
 
     def full_cache(self, num_slots: int, num_positions: int) -> Cache:
         """Return an empty cache all of whose positions can be read, to time rounds with."""
@@ -239,8 +239,8 @@ class ModelRunner:
         sizes = self.config.position_sizes(self.longest_tokens)
         for first in range(0, len(entering), P):
             kvs, rows = zip(*entering[first : first + P], strict=True)
-            longest = max(kv.num_tokens for kv in kvs)
-            T = min(s for s in (*sizes, cache.num_positions) if s >= longest)
+            max_length = max(kv.num_tokens for kv in kvs)
+            T = min(s for s in (*sizes, cache.num_positions) if s >= max_length)
             new = kv_cache.map_arrays(self.put_kv, cache_ops.stacked(kvs, P, T))
             cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
         return cache
@@ -249,13 +249,13 @@ class ModelRunner:
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[HostKv]:
         """Return keys and values of the rows' first tokens, on the host."""
-        P, found = self.config.prefill_rows, list[HostKv]()
+        P, result = self.config.prefill_rows, list[HostKv]()
         for first in range(0, len(rows), P):
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
             row_P[: len(rows[some])] = rows[some]
             places = self.put(row_P), num_tokens[some]
-            found += cache_ops.read_rows(cache, *places, self.readable)
-        return found
+            result += cache_ops.read_rows(cache, *places, self.readable)
+        return result
 
     def copy_states(
         self, cache: kv_cache.KVCache, row: int, num_tokens: int
@@ -346,8 +346,8 @@ class ModelRunner:
         if self.mesh is None:
             arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
             scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
-            here = jax.local_devices()[0] if scattered and self.device is None else self.device
-            return jax.device_put(params, here)
+            local = jax.local_devices()[0] if scattered and self.device is None else self.device
+            return jax.device_put(params, local)
         shardings = sharding.param_shardings(self.mesh, transformer.param_specs(model))
         return jax.tree.map(_shape if self.makes_shapes else sharding.put, params, shardings)
 

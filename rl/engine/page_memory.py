@@ -115,7 +115,7 @@ class PageMemory:
 
     @staticmethod
     def _lacks_prompt(table: SlotTable, row: int) -> bool:
-        return bool(table.lacking_tokens_B[row] > 0) and table.prompts[row] is None
+        return bool(table.missing_tokens_B[row] > 0) and table.prompts[row] is None
 
     def _holders(self, table: SlotTable, part: int, number: int) -> list[int]:
         """Return the rows of a part that have pages with this prompt, whole."""
@@ -129,10 +129,10 @@ class PageMemory:
 
         The only one that rows without pages wait for is given up as a last resort.
         """
-        pages, lacking = self._pages, table.lacking()
+        pages, missing = self._pages, table.lacking()
         waited_for = {
             number
-            for row, number in lacking.items()
+            for row, number in missing.items()
             if self._lacks_prompt(table, row) and not pages.held_B[row]
             if pages.part_of(row) == part
         }
@@ -183,8 +183,8 @@ class PageMemory:
                 pages.share(source, row, full * pages.page_tokens)
                 self._shared[row] = full
             while not self._reserve(row, kv.num_tokens):
-                found = self._forget_prompt(table, part, last_resort=True)
-                assert found, f"no pages for what row {row} brings: {self.books(table)}"
+                result = self._forget_prompt(table, part, last_resort=True)
+                assert result, f"no pages for what row {row} brings: {self.books(table)}"
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
         """Check that rows have pages for so many positions, or none: these wait for a prompt."""
@@ -207,7 +207,7 @@ class PageMemory:
         """Return who has which pages, for an error's message."""
         pages, books = self._pages, list[str]()
         for row in range(len(table)):
-            state = f"lacks {table.lacking_tokens_B[row]}" if table.busy_B[row] else "free"
+            state = f"lacks {table.missing_tokens_B[row]}" if table.busy_B[row] else "free"
             has = "has" if table.prompts[row] is not None else "has not"
             books.append(
                 f"row {row} ({state}): {pages.held_B[row]} pages for {table.total_tokens_B[row]} "
@@ -224,7 +224,7 @@ class PageMemory:
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Give rows the prompts of others, (from row, to row); return those that have theirs."""
-        found, moved = list[int](), list[tuple[int, int]]()
+        result, moved = list[int](), list[tuple[int, int]]()
         oldest = next(iter(table.lacking()))
         for source, row in copies:
             if table.prompts[source] is None:
@@ -232,13 +232,13 @@ class PageMemory:
             copied = self._share(source, row, table, row == oldest)
             if copied is not None:
                 moved += copied
-                found.append(row)
+                result.append(row)
         cache, table_BN = self.held, self.held.table_BN
         for places in _parts(moved, cache_ops.PAGES_AT_ONCE):
             source_X, target_X = (self._runner.put(x) for x in places)
             cache = cache_ops.copy_pages(_tableless(cache), source_X, target_X)
         self.cache = dataclasses.replace(cache, table_BN=table_BN)
-        return found
+        return result
 
     def _share(
         self, source: int, row: int, table: SlotTable, is_oldest: bool
@@ -272,7 +272,7 @@ class PageMemory:
 
     def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
         """Return keys and values of the rows' first tokens, on the host."""
-        cache, found = _tableless(self.held), list[HostKv]()
+        cache, result = _tableless(self.held), list[HostKv]()
         for row, tokens in zip(rows, num_tokens, strict=True):
             pages = self._pages.pages_of(row, tokens).tolist()
             parts = []
@@ -280,8 +280,8 @@ class PageMemory:
                 some = self._runner.put(_padded(pages[first : first + cache_ops.PAGES_AT_ONCE]))
                 read = cache_ops.read_pages(cache, some)
                 parts.append(jax.tree.map(self._runner.readable, read))
-            found.append(cache_ops.host_of_pages(jax.device_get(parts), tokens, cache))
-        return found
+            result.append(cache_ops.host_of_pages(jax.device_get(parts), tokens, cache))
+        return result
 
     def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
         """Return copies on the device of the hidden states of a row's first tokens."""
@@ -328,9 +328,9 @@ def _tableless(cache: PagedCache) -> PagedCache:
 
 
 def _padded(pages: Sequence[int], size: int = cache_ops.PAGES_AT_ONCE) -> np.ndarray:
-    found = np.full(size, -1, np.int32)
-    found[: len(pages)] = pages
-    return found
+    result = np.full(size, -1, np.int32)
+    result[: len(pages)] = pages
+    return result
 
 
 def _parts(moved: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -87,12 +87,12 @@ class Rounds:
         nodes_5M = pack(drafts, taken_A, live.rows_A, B, M, widest)
         if self._table.cached is not None and self._table.cached.given:
             self._table.cached.give(nodes_5M, self._table.emitted_B)
-        found = self._round(nodes_5M)
+        result = self._round(nodes_5M)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = taken_A > 0
-        drawn = self._fetched(live, unpack_draws, found)
-        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
+        drawn = self._fetched(live, unpack_draws, result)
+        tokens_BN, logprobs_BN, count_B, keep_B = by_slot(*drawn, nodes_5M[1], B)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, keep_B)
         self._count(M, 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
@@ -103,7 +103,7 @@ class Rounds:
         chunks_TX = rows.next_chunks() if rows.ready(draws=False) else None
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
         runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
-        *state, found, entries = verify_round(
+        *state, result, entries = verify_round(
             self._spec.params,
             *state,
             slots,
@@ -115,7 +115,7 @@ class Rounds:
         rows.stepped(*state)
         self._called()
         self._write_chunks(entries, chunks_TX)
-        return found
+        return result
 
     def prompt_round(self) -> jax.Array:
         """Call one round without draft tokens that computes chunks; its result."""
@@ -123,7 +123,7 @@ class Rounds:
         slots, state = self._device_slots(), rows.for_round()
         chunks_TX, sizes = rows.next_chunks(), (len(table), rows.num_positions)
         runner.record.note("a prompt round", sizes, table, chunks_TX)
-        *state, found, entries = decode_beside_chunks(
+        *state, result, entries = decode_beside_chunks(
             self._spec.params,
             *state,
             slots,
@@ -134,23 +134,23 @@ class Rounds:
         rows.stepped(*state, waits=False)
         self._called()
         self._write_chunks(entries, chunks_TX)
-        return found
+        return result
 
     def _write_chunks(self, entries: Entries | None, chunks_TX: np.ndarray | None) -> None:
         if chunks_TX is not None:
             assert entries is not None
             self._stats.prefilled_tokens += self._rows.write_chunks(entries, chunks_TX)
 
-    def compute_prompts(self, most_rounds: int) -> list[jax.Array]:
+    def compute_prompts(self, max_rounds: int) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; return results to wait for.
 
         Rows join once they lack nothing; one with a cached response is decided on first.
         """
-        found, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
-        while len(found) < most_rounds and rows.ready(draws=False) and not self._undecided(live_B):
-            found.append(self.prompt_round())
+        result, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
+        while len(result) < max_rounds and rows.ready(draws=False) and not self._undecided(live_B):
+            result.append(self.prompt_round())
             rows.copy_prompts()
-        return found
+        return result
 
     def draw_in_chunks(self, live: LiveSlots) -> Fetched:
         """Compute chunks of rows that do not take part in rounds yet; decide on cached tokens."""
@@ -164,15 +164,15 @@ class Rounds:
         self._called()
         for chunks_TX, (_, entries) in zip(passes, results, strict=True):
             self._write_chunks(entries, chunks_TX)
-        found, chunks_TX = [drawn for drawn, _ in results], np.concatenate(passes)
-        tokens_X, logprobs_X, kind_X = self._fetched(live, _in_turn, found)
+        result, chunks_TX = [drawn for drawn, _ in results], np.concatenate(passes)
+        tokens_X, logprobs_X, kind_X = self._fetched(live, _in_turn, result)
         state = table.prompt_tokens_B, table.emitted_B, table.limit_B
         kind_X = table.cached.stand(chunks_TX, tokens_X, kind_X, *state)
         self.cached_in_chunks = int(np.count_nonzero(kind_X))
         slots_X = np.repeat(chunks_TX[:, 0], chunks_TX.shape[1] - 2)
         drawn = by_slot(tokens_X, logprobs_X, kind_X, slots_X, len(table))
-        tokens_BN, logprobs_BN, count_B, kept_B = drawn
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, kept_B)
+        tokens_BN, logprobs_BN, count_B, keep_B = drawn
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, keep_B)
         self._count(len(table), 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
@@ -182,10 +182,10 @@ class Rounds:
         """Return the call of a pass of chunks that draw."""
         table, rows, runner = self._table, self._rows, self._runner
         assert table.cached is not None
-        given_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
+        inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
         sizes = len(table), rows.num_positions
-        runner.record.note("chunks alone", sizes, table, chunks_TX, given_2X)
-        tables = runner.argument(chunks_TX), runner.argument(given_2X)
+        runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
+        tables = runner.argument(chunks_TX), runner.argument(inputs_2X)
         options = runner.prompt_options(self._scheme)
         return partial(chunks_alone, self._spec.params, rows.cache, slots, *tables, **options)
 
@@ -195,22 +195,22 @@ class Rounds:
         (joined,) = np.nonzero(table.live_B & ~live_B)
         return table.cached is not None and bool(table.cached.goes_on(joined).any())
 
-    def _decode(self, live: LiveSlots, most_rounds: int, limits: Limits) -> Fetched:
+    def _decode(self, live: LiveSlots, max_rounds: int, limits: Limits) -> Fetched:
         """Up to `most_rounds` rounds without draft tokens."""
         table = self._table
         B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
-        rounds = min(most_rounds, int(left_B.max()))
+        rounds = min(max_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
-        most_B = np.where(table.busy_B, table.cached_tokens_B + np.minimum(left_B, rounds), 0)
-        self._rows.reserve(most_B)
+        max_B = np.where(table.busy_B, table.cached_tokens_B + np.minimum(left_B, rounds), 0)
+        self._rows.reserve(max_B)
         live_B = table.live_B
-        found = self.compute_prompts(rounds)
-        if rounds > (beside_prompts := len(found)) and not self._undecided(live_B):
+        result = self.compute_prompts(rounds)
+        if rounds > (beside_prompts := len(result)) and not self._undecided(live_B):
             slots = self._device_slots()
             sizes = B, self._rows.num_positions, rounds - beside_prompts, limits.stop_after
             self._runner.record.note("plain rounds", sizes, table)
-            *state, found_3RB = decode_rounds(
+            *state, result_3RB = decode_rounds(
                 self._spec.params,
                 *self._rows.for_round(),
                 slots,
@@ -221,10 +221,10 @@ class Rounds:
             )
             self._rows.stepped(*state, waits=False)
             self._called()
-            found.append(found_3RB)
-        drawn = self._fetched(live, _in_turn, found)
-        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, np.arange(len(drawn[0])) % B, B)
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), kept_B)
+            result.append(result_3RB)
+        drawn = self._fetched(live, _in_turn, result)
+        tokens_BN, logprobs_BN, count_B, keep_B = by_slot(*drawn, np.arange(len(drawn[0])) % B, B)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), keep_B)
         self._count(B, max(beside_prompts, int(count_B.max())))
         return Fetched(tokens_BN, count_B, count_B)
 
@@ -236,35 +236,35 @@ class Rounds:
         options = self._runner.draft_options(self._scheme, B, decision)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         gain_B = np.minimum(left_B, options["shape"].tree_nodes)
-        most_B = np.where(table.busy_B, table.cached_tokens_B + gain_B, 0)
-        rows.reserve(most_B, drafter.num_positions)
-        given = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
+        max_B = np.where(table.busy_B, table.cached_tokens_B + gain_B, 0)
+        rows.reserve(max_B, drafter.num_positions)
+        args = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
         # the likeliest n draft tokens are n deep at most
-        depth = min(given.depth, decision.tree_tokens)
+        depth = min(args.depth, decision.tree_tokens)
         limits_4 = [decision.num_rounds, *limits, depth]
         scale_B, slots = np.ones(B, np.float32), self._device_slots()
         if decision.scale_A is not None:
             scale_B[live.rows_A] = decision.scale_A
-        made = np.array(limits_4, np.int32), scale_B
+        created = np.array(limits_4, np.int32), scale_B
         sizes = B, decision.num_nodes, rows.num_positions
-        self._runner.record.note("rounds that draft", sizes, table, *made)
-        *state, draft_cache, found = draft_rounds(
+        self._runner.record.note("rounds that draft", sizes, table, *created)
+        *state, draft_cache, result = draft_rounds(
             self._spec.params,
             *rows.for_round(),
             slots,
             self._stop_E,
-            given.cache,
-            given.constants,
-            given.table_RX,
-            *map(self._runner.argument, made),
+            args.cache,
+            args.constants,
+            args.table_RX,
+            *map(self._runner.argument, created),
             **options,
-            drafting=given.drafting,
+            drafting=args.drafting,
         )
         rows.stepped(*state)
         self._called()
         total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         acceptance = []
-        for r in self._fetched(live, unpack_rounds, found):
+        for r in self._fetched(live, unpack_rounds, result):
             drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all ends
             count_B = self._commit(
                 r.tokens_BN, r.logprobs_BN, drawn_B, r.drafted_B > 0, np.zeros_like(drawn_B)
@@ -297,11 +297,11 @@ class Rounds:
         logprobs_BN: np.ndarray,
         drawn_B: np.ndarray,
         drafted_B: np.ndarray,
-        kept_B: np.ndarray,
+        saved_B: np.ndarray,
     ) -> np.ndarray:
         """Append the tokens that a fetch brought each slot; returns how many it got."""
         live_B = self._table.live_B
-        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, kept_B)
+        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, saved_B)
         self._rows.joined(np.nonzero(self._table.live_B & ~live_B)[0].tolist())
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device goes on there

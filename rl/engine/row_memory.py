@@ -52,8 +52,8 @@ class RowMemory:
         waiting = waiting[: len(free)]
         new = [table.known_prompts.of(p.request.prompt_ids)[0] for p in waiting if p.kv is None]
         rows = admission.assign(new, free, table.prompts, wanted_later)
-        left, given = iter(sorted(set(free).difference(rows))), iter(rows)
-        return [next(given if p.kv is None else left) for p in waiting]
+        left, args = iter(sorted(set(free).difference(rows))), iter(rows)
+        return [next(args if p.kv is None else left) for p in waiting]
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
@@ -74,8 +74,8 @@ class RowMemory:
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
         """Take the next bucket of positions until so many fit into each row."""
-        num_slots, most = self.held.num_slots, int(tokens_B.max(initial=least_positions))
-        while self.held.num_positions < most:
+        num_slots, high = self.held.num_slots, int(tokens_B.max(initial=least_positions))
+        while self.held.num_positions < high:
             sizes = self._runner.round_positions(num_slots)
             larger = next(s for s in sizes if s > self.held.num_positions)
             self._resize(range(num_slots), larger)
@@ -128,9 +128,9 @@ class RowMemory:
 
     def take_rows(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was; those that were none are new."""
-        [least, *_] = self._runner.round_positions(len(rows))
+        [low, *_] = self._runner.round_positions(len(rows))
         before = self.held.num_slots
-        self._resize([r if r < before else 0 for r in rows], max(self.held.num_positions, least))
+        self._resize([r if r < before else 0 for r in rows], max(self.held.num_positions, low))
 
     def _resize(self, rows: Sequence[int], num_positions: int) -> None:
         self._runner.before_positions(num_positions)

@@ -204,9 +204,9 @@ class SlotCache:
         table, rows, passes = self.table, self.ready(draws=True), list[np.ndarray]()
         assert rows, self._stuck()
         sizes = self._runner.drawing_chunks(len(table))
-        most = max(len(rows) // self._runner.num_at_once, sizes[0])
+        high = max(len(rows) // self._runner.num_at_once, sizes[0])
         while rows:
-            T = max([n for n in sizes if n <= min(most, len(rows))], default=sizes[0])
+            T = max([n for n in sizes if n <= min(high, len(rows))], default=sizes[0])
             passes.append(self._chunks(rows[:T], T, table.known_tokens_B, most_of_row=1))
             rows = rows[T:]
         return passes
@@ -231,15 +231,15 @@ class SlotCache:
 
     def _fills(self) -> tuple[list[tuple[int, int]], list[int]]:
         table = self.table
-        if not (lacking := table.lacking()):  # as in most rounds
+        if not (missing := table.lacking()):  # as in most rounds
             return [], []
         parts = self._memory.parts(len(table))
-        return admission.fills(lacking, table.prompts, parts, table.busy_B.tolist())
+        return admission.fills(missing, table.prompts, parts, table.busy_B.tolist())
 
     def _starts(self, row: int, end: int, chunk_tokens: int) -> Iterator[int]:
         """Yield where chunks of what the row lacks begin."""
         table = self.table
-        held = int(table.known_tokens_B[row] - table.lacking_tokens_B[row])
+        held = int(table.known_tokens_B[row] - table.missing_tokens_B[row])
         for start in range(held, end, chunk_tokens):
             yield self._memory.chunk_start(row, start)
 
@@ -247,16 +247,16 @@ class SlotCache:
         """Write what a round computed for chunks; return how many tokens rows lacked of them."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
-        C, found = self._runner.chunk_tokens, 0
+        C, result = self._runner.chunk_tokens, 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
-            found += self._filled(row, start + C)
-        return found
+            result += self._filled(row, start + C)
+        return result
 
     def _filled(self, row: int, num_tokens: int) -> int:
-        found = self.table.filled(row, num_tokens)
+        result = self.table.filled(row, num_tokens)
         if self.table.live_B[row]:
             self.joined([row])
-        return found
+        return result
 
     def joined(self, rows: Iterable[int]) -> None:
         """Note that rows lack nothing any more."""

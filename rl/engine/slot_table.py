@@ -41,11 +41,11 @@ class Prompts:
 
     def of(self, prompt: Prompt) -> tuple[int, Prompt, np.ndarray]:
         """Return the prompt's number, the object that came first, and its tokens."""
-        found = self._by_id.get(id(prompt)) or self._known.get(prompt)
-        if found is None:
-            found = len(self._known), prompt, np.array(prompt, np.int32)
-            self._known[prompt] = self._by_id[id(prompt)] = found
-        return found
+        result = self._by_id.get(id(prompt)) or self._known.get(prompt)
+        if result is None:
+            result = len(self._known), prompt, np.array(prompt, np.int32)
+            self._known[prompt] = self._by_id[id(prompt)] = result
+        return result
 
 
 class SlotTable:
@@ -77,7 +77,7 @@ class SlotTable:
         self.limit_B = np.zeros(B, np.int32)  # of response tokens, in the row
         self.final_B = np.zeros(B, np.int32)  # of response tokens, at all
         self.busy_B = np.zeros(B, bool)
-        self.lacking_tokens_B = np.zeros(B, np.int32)  # whose keys and values are to be computed
+        self.missing_tokens_B = np.zeros(B, np.int32)  # whose keys and values are to be computed
         self.entered_B = np.zeros(B, np.int64)  # when its request came: rows are numbered as taken
         self._num_entered = 0
         self.request_ids_B = np.zeros(B, np.int64)
@@ -97,7 +97,7 @@ class SlotTable:
     @property
     def live_B(self) -> np.ndarray:
         """Return the rows that take part in rounds."""
-        return self.busy_B & (self.lacking_tokens_B == 0)
+        return self.busy_B & (self.missing_tokens_B == 0)
 
     @property
     def cached_tokens_B(self) -> np.ndarray:
@@ -122,7 +122,7 @@ class SlotTable:
     def verifies_B(self) -> np.ndarray:
         """Return the rows that lack what draws in chunks decide on, and nothing else."""
         unsure_B = self.known_tokens_B - self.cached_tokens_B
-        return self.busy_B & (unsure_B > 0) & (self.lacking_tokens_B == unsure_B)
+        return self.busy_B & (unsure_B > 0) & (self.missing_tokens_B == unsure_B)
 
     @property
     def emitted_B(self) -> np.ndarray:
@@ -138,19 +138,19 @@ class SlotTable:
 
     def lacking(self) -> dict[int, int]:
         """Return the rows that lack something, in order of admission, and their prompts."""
-        if not (self.busy_B & (self.lacking_tokens_B > 0)).any():  # as in most rounds
+        if not (self.busy_B & (self.missing_tokens_B > 0)).any():  # as in most rounds
             return {}
-        return {r: int(self.prompt_B[r]) for r in self.oldest_first() if self.lacking_tokens_B[r]}
+        return {r: int(self.prompt_B[r]) for r in self.oldest_first() if self.missing_tokens_B[r]}
 
     def filled(self, row: int, num_tokens: int) -> int:
         """Note that the row's cache holds so many tokens; return how many of them it lacked."""
-        before = int(self.lacking_tokens_B[row])
+        before = int(self.missing_tokens_B[row])
         if num_tokens >= self.prompt_tokens_B[row] - 1:
             self.prompts[row] = int(self.prompt_B[row])
         sure = int(self.total_tokens_B[row]) - 1
         held = min(num_tokens, sure)  # draws decide on the rest
-        self.lacking_tokens_B[row] = lacking = int(self.known_tokens_B[row]) - held
-        return before - lacking
+        self.missing_tokens_B[row] = missing = int(self.known_tokens_B[row]) - held
+        return before - missing
 
     def enter(self, row: int, partial: PartialRequest, filled_tokens: int | None = None) -> None:
         """Put a request into a row, whose cache holds its first `filled_tokens`; None: all."""
@@ -187,7 +187,7 @@ class SlotTable:
         first, now = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         end = int(self.known_tokens_B[row]) + 1
         self.tokens_BL[row, now:end] = self.cached.tokens_BL[row, now - first : end - first]
-        self.lacking_tokens_B[row] = end - now
+        self.missing_tokens_B[row] = end - now
 
     def commit(
         self,
@@ -195,7 +195,7 @@ class SlotTable:
         logprobs_BN: np.ndarray,
         count_B: np.ndarray,
         drafted_B: np.ndarray,
-        kept_B: np.ndarray,
+        saved_B: np.ndarray,
     ) -> np.ndarray:
         """Append the first `count_B` of each slot's tokens, up to its end; return how many it got.
 
@@ -206,11 +206,11 @@ class SlotTable:
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
         if self.cached is not None:
             state = self.emitted_B, self.stopped_B
-            kept_B = self.cached.commit(tokens_BN, count_B, kept_B, *state)
-        found = tokens_BN, logprobs_BN, count_B, drafted_B, kept_B
+            saved_B = self.cached.commit(tokens_BN, count_B, saved_B, *state)
+        result = tokens_BN, logprobs_BN, count_B, drafted_B, saved_B
         rows = self.tokens_BL, self.logprobs_BL, self.origins_BL, self.total_tokens_B
-        _append(*found, *rows)
-        for row in np.nonzero(self.lacking_tokens_B * count_B)[0].tolist():  # drawn in chunks
+        _append(*result, *rows)
+        for row in np.nonzero(self.missing_tokens_B * count_B)[0].tolist():  # drawn in chunks
             self._look_ahead(row)
         return count_B
 
@@ -341,7 +341,7 @@ PLAIN, ACCEPTED, BONUS, REUSED = map(int, Origin)
 
 @numba.njit(cache=True, nogil=True)
 def _append(  # type: ignore[no-untyped-def]
-    tokens_BN, logprobs_BN, count_B, drafted_B, kept_B, tokens_BL, logprobs_BL, origins_BL, total_B
+    tokens_BN, logprobs_BN, count_B, drafted_B, saved_B, tokens_BL, logprobs_BL, origins_BL, total_B
 ):
     for b in range(len(total_B)):
         for n in range(count_B[b]):
@@ -349,5 +349,5 @@ def _append(  # type: ignore[no-untyped-def]
             tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
             origin = BONUS if n == count_B[b] - 1 else ACCEPTED
             origin = origin if drafted_B[b] else PLAIN
-            origins_BL[b, at] = REUSED if n < kept_B[b] else origin
+            origins_BL[b, at] = REUSED if n < saved_B[b] else origin
         total_B[b] += count_B[b]

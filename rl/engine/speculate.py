@@ -38,7 +38,7 @@ class Speculator:
         self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
-        self._asked_A: np.ndarray | None = None  # for whom the drafter was asked; None: for all
+        self._wanted_A: np.ndarray | None = None  # for whom the drafter was asked; None: for all
 
     def decide(
         self,
@@ -46,7 +46,7 @@ class Speculator:
         num_slots: int,
         num_positions: int,
         cached: CachedPrefixes | None = None,
-        num_lacking: int = 0,
+        num_missing: int = 0,
     ) -> tuple[Drafts | None, DraftDecision]:
         """Return the drafts of a round, and which of their tokens to verify.
 
@@ -54,30 +54,30 @@ class Speculator:
         while most rows lack their prompt.
         """
         sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
-        if num_lacking:
-            few = num_lacking <= len(live)
+        if num_missing:
+            few = num_missing <= len(live)
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
-        undrafted, self._asked_A = plain(num_slots, rounds), None
+        undrafted, self._wanted_A = plain(num_slots, rounds), None
         # the last token of a response is never a draft token: it comes with the one before
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
         chained_A = np.zeros(len(live), bool)
         if cached is not None:
             chained_A = cached.goes_on(live.rows_A)
-        most_A = np.zeros(len(live), np.int32)
+        max_A = np.zeros(len(live), np.int32)
         is_asked = sizes and not self._undrafted.lasts(live, num_slots)
         if self.drafter is not None and is_asked:
             self.drafter.skipped = self._budget.skips(live, num_slots, num_positions)
-            most_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
-            most_A[chained_A] = 0
-        if not most_A.any() and not chained_A.any():
+            max_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
+            max_A[chained_A] = 0
+        if not max_A.any() and not chained_A.any():
             return None, undrafted
-        can_be_unseen = not num_lacking and not chained_A.any()
+        can_be_unseen = not num_missing and not chained_A.any()
         unseen = self._unseen(live, sizes, num_slots) if can_be_unseen else None
         if unseen is not None:
             return None, unseen
-        drafts = self._propose(live, most_A)
+        drafts = self._propose(live, max_A)
         if cached is not None and chained_A.any():
             cached.draft(live, np.where(chained_A, left_A, 0), drafts)
         decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
@@ -99,8 +99,8 @@ class Speculator:
         self.in_rounds = self.drafter.in_rounds()
         if self.in_rounds is None:
             return None
-        most = min(self.in_rounds.max_tokens, self._config.max_nodes - 1)
-        decision = self._budget.choose_on_device(live, most, sizes, num_slots)
+        high = min(self.in_rounds.max_tokens, self._config.max_nodes - 1)
+        decision = self._budget.choose_on_device(live, high, sizes, num_slots)
         return None if decision is None else self._cut(decision)
 
     def _cut(self, decision: DraftDecision) -> DraftDecision:
@@ -111,15 +111,15 @@ class Speculator:
         """Return the drafts of requests that may have some: the drafter knows of no others."""
         max_nodes = self._config.max_nodes - 1
         if (most_A > 0).all():
-            return self._asked(live, most_A)
-        self._asked_A = most_A > 0
+            return self._wanted(live, most_A)
+        self._wanted_A = most_A > 0
         drafts = no_drafts(len(live), max_nodes)
-        if self._asked_A.any():
-            some = live.take(self._asked_A)
-            drafts.put(self._asked_A, self._asked(some, most_A[self._asked_A]))
+        if self._wanted_A.any():
+            some = live.take(self._wanted_A)
+            drafts.put(self._wanted_A, self._wanted(some, most_A[self._wanted_A]))
         return drafts
 
-    def _asked(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
+    def _wanted(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
         assert self.drafter is not None, "nobody may draft"
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
@@ -153,12 +153,12 @@ class Speculator:
         else:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
-        told, asked_A = (live, drafts, acceptance), self._asked_A
-        if asked_A is not None:
-            told = live.take(asked_A), drafts.take(asked_A), acceptance.take(asked_A)
-        if self.drafter is not None and len(told[0]):
-            self._budget.observe(*told)
-            self.drafter.observe(*told[1:])
+        notes, wanted_A = (live, drafts, acceptance), self._wanted_A
+        if wanted_A is not None:
+            notes = live.take(wanted_A), drafts.take(wanted_A), acceptance.take(wanted_A)
+        if self.drafter is not None and len(notes[0]):
+            self._budget.observe(*notes)
+            self.drafter.observe(*notes[1:])
         return acceptance
 
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:

@@ -75,21 +75,21 @@ def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
 
 def merged(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
     """Return at most `most` spans that cover these, of which the shortest pauses are left out."""
-    found: list[list[float]] = []
-    for began_s, ended_s in sorted(spans):
-        if found and began_s <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], ended_s)
+    result: list[list[float]] = []
+    for start_s, ended_s in sorted(spans):
+        if result and start_s <= result[-1][1]:
+            result[-1][1] = max(result[-1][1], ended_s)
         else:
-            found.append([began_s, ended_s])
-    pauses = [(b[0] - a[1], i) for i, (a, b) in enumerate(itertools.pairwise(found))]
-    kept = {i for _, i in sorted(pauses, reverse=True)[: most - 1]}
+            result.append([start_s, ended_s])
+    pauses = [(b[0] - a[1], i) for i, (a, b) in enumerate(itertools.pairwise(result))]
+    keep = {i for _, i in sorted(pauses, reverse=True)[: most - 1]}
     whole: list[list[float]] = []
-    for i, span in enumerate(found):
-        if i and i - 1 not in kept:
+    for i, span in enumerate(result):
+        if i and i - 1 not in keep:
             whole[-1][1] = span[1]
         else:
             whole.append(span)
-    return tuple((began_s, ended_s) for began_s, ended_s in whole)
+    return tuple((start_s, ended_s) for start_s, ended_s in whole)
 
 
 class WorkerLog:
@@ -99,7 +99,7 @@ class WorkerLog:
     """
 
     def __init__(self, after_step: int) -> None:
-        self._leg = after_step
+        self._launch = after_step
         self._zero_s: float | None = None
         self._places: dict[str, str] = {}  # of those that are present
         self._known: set[str] = set()
@@ -137,7 +137,7 @@ class WorkerLog:
     def _happened(
         self, parts: Sequence[WorkerPart], events: Sequence[WorkerEvent]
     ) -> list[WorkerEvent]:
-        found = []
+        result = []
         # engines without a scheduler tell of no joins
         seen = [
             WorkerEvent(p.name, p.place, "joined", p.busy_s[0][0])
@@ -152,12 +152,12 @@ class WorkerLog:
                     continue
                 if before is not None:
                     lost = dataclasses.replace(event, place=before, kind="killed")
-                    found.append(dataclasses.replace(lost, why="between two rollouts"))
+                    result.append(dataclasses.replace(lost, why="between two rollouts"))
                 self._places[event.name] = event.place
             else:
                 self._places.pop(event.name, None)
-            found.append(event)
-        return found
+            result.append(event)
+        return result
 
     def _age(self, parts: Sequence[WorkerPart]) -> tuple[int, float]:
         """Return the versions, and the seconds, that weights in use were behind at most."""
@@ -177,7 +177,7 @@ class WorkerLog:
         events: Sequence[WorkerEvent],
         updated_s: float,
     ) -> WorkerStep:
-        most = max(1, min(MAX_SPANS_EACH, MAX_SPANS // len(parts)))
+        high = max(1, min(MAX_SPANS_EACH, MAX_SPANS // len(parts)))
 
         def since(seconds: float) -> float:
             return round(max(seconds - zero_s, 0.0), 4)
@@ -187,11 +187,11 @@ class WorkerLog:
             return dataclasses.replace(record, **texts, **changes)
 
         def spans(part: WorkerPart) -> tuple[Span, ...]:
-            return tuple((since(s), since(e)) for s, e in merged(part.busy_s, most))
+            return tuple((since(s), since(e)) for s, e in merged(part.busy_s, high))
 
         return WorkerStep(
             step,
-            self._leg,
+            self._launch,
             since(updated_s),
             tuple(short(p, busy_s=spans(p)) for p in parts),
             tuple(short(e, at_s=since(e.at_s)) for e in events[:MAX_SPANS]),
@@ -216,7 +216,7 @@ def read_workers(folder: Path) -> list[WorkerStep]:
         if run.size_bytes(WORKERS_FILE) > 2 * MAX_BYTES:
             raise ValueError(f"{path}: expected at most {2 * MAX_BYTES:,} bytes: delete it")
         content = run.read(WORKERS_FILE)
-    found = list[WorkerStep]()
+    result = list[WorkerStep]()
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
@@ -224,14 +224,14 @@ def read_workers(folder: Path) -> list[WorkerStep]:
             step: WorkerStep = of_json(json.loads(line), WorkerStep)
             if max(len(step.parts), len(step.events)) > MAX_WORKERS:
                 raise ValueError(f"more than {MAX_WORKERS:,} workers")
-            if any(began_s > ended_s for p in step.parts for began_s, ended_s in p.busy_s):
+            if any(start_s > ended_s for p in step.parts for start_s, ended_s in p.busy_s):
                 raise ValueError("a span that ends before it begins")
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}:{number} is not a step's workers that a run wrote ({error}): delete it"
             ) from error
-        found.append(step)
-    return found
+        result.append(step)
+    return result
 
 
 def of_json(value: Any, kind: Any) -> Any:

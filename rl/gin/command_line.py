@@ -95,5 +95,5 @@ def _meant(argument: str, parser: argparse.ArgumentParser, schema: type) -> str:
     if re.fullmatch(r"[A-Z]\w*\.\w+", name):
         return f" Did you mean --gin.{name}{equals}{value}?"
     if homes := fields_called(name, schema):
-        return f" Did you mean {' or '.join(f'--gin.{home}{equals}{value}' for home in homes)}?"
+        return f" Did you mean {' or '.join(f'--gin.{base}{equals}{value}' for base in homes)}?"
     return nearest(flag, re.findall(r"--[\w-]+", parser.format_help()))

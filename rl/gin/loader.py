@@ -158,9 +158,9 @@ class _Section:
             if example is dataclasses.MISSING or example is None:
                 example = self.example(field)
             known = [choice for choice in choices(hint) if isinstance(choice, str)]
-            words = value if isinstance(value, (list, tuple)) else (value,)
-            unknown = [w for w in words if isinstance(w, str) and w not in known]
-            near = next(filter(None, (nearest(word, known) for word in unknown)), "")
+            texts = value if isinstance(value, (list, tuple)) else (value,)
+            unknown = [w for w in texts if isinstance(w, str) and w not in known]
+            near = next(filter(None, (nearest(term, known) for term in unknown)), "")
             raise ConfigError(
                 f"{where}: {self.name}.{field}: expected {spell(hint)}, got "
                 f"{type(value).__name__} {shown(value, 200)}.{near} "

@@ -27,9 +27,9 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 
 def require(section: Any, **rules: tuple[bool, str]) -> None:
     """Raise ValueError for the first field of `section` whose (rule, words) does not hold."""
-    for field, (holds, words) in rules.items():
+    for field, (holds, texts) in rules.items():
         if not holds:
-            raise ValueError(f"{field} must be {words}, got {getattr(section, field)}")
+            raise ValueError(f"{field} must be {texts}, got {getattr(section, field)}")
 
 
 CORRECTIONS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequence_mask:LOW:HIGH"

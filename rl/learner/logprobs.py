@@ -177,7 +177,7 @@ def by_sample(
         passes.append(in_turn(run(place(p.batch))))
         keep_pace(passes, on_pass)
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
-    for p, found_EM in zip(packed, jax.device_get(passes), strict=True):
+    for p, result_EM in zip(packed, jax.device_get(passes), strict=True):
         for e, i in enumerate(p.sample_indices):
-            result[i] = found_EM[e, : samples[i].trajectory.num_tokens]
+            result[i] = result_EM[e, : samples[i].trajectory.num_tokens]
     return result

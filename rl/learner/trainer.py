@@ -60,9 +60,9 @@ class Learner:
 
 
 def _loss(params: Params, batch: MicroBatch, scalars: StepScalars, recipe: TrainSpec) -> Any:
-    found_EM = logprobs.logprobs_and_entropy(params, batch, recipe)
+    result_EM = logprobs.logprobs_and_entropy(params, batch, recipe)
     rest = batch.inputs, scalars.normaliser, scalars.unmoved
-    return losses.loss(recipe.algorithm, *found_EM, *rest)
+    return losses.loss(recipe.algorithm, *result_EM, *rest)
 
 
 POLICY = Network(

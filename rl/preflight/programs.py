@@ -145,8 +145,8 @@ class RunPrograms:
         engine, specs = self.engine, transformer.param_specs(self.model)
         with engine.mesh_context(), engine.shapes_only():
             shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
-            reach = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
-            settings = engine, engine.place(shapes), self.config.sampling, reach
+            bounds = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
+            settings = engine, engine.place(shapes), self.config.sampling, bounds
             yield from Pool(*settings).programs()
 
     def _of_rollouts(self, program: Program) -> RunProgram:

@@ -35,18 +35,18 @@ SLOTS, PAGES, MICRO_BATCH = SIZES
 
 def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
     """Return values for `config.open_sizes` on the devices of this process, which it opens."""
-    here = devices.found()
-    bytes_each = opened_devices(here).bytes_each
+    local = devices.found()
+    bytes_each = opened_devices(local).bytes_each
     if bytes_each is None:
         raise ValueError(
             f"{', '.join(config.open_sizes)}: expected devices that report their memory, got "
-            f"{here[0].device_kind}, which does not: write the numbers that rl.preflight finds"
+            f"{local[0].device_kind}, which does not: write the numbers that rl.preflight finds"
         )
 
     def on_compiled(name: str, done: int, total: int) -> None:
         say(f"sizes of 'auto': {done} of {total} compiled: {name}", sys.stderr)
 
-    fitting = Fitting(attached(here, bytes_each), here, on_compiled=on_compiled)
+    fitting = Fitting(attached(local, bytes_each), local, on_compiled=on_compiled)
     return find(fitting, config, model)
 
 
@@ -71,9 +71,9 @@ class _Search:
         run = fitting.programs(config.with_sizes({n: small[n] for n in self._open}), model)
         self._is_paged = run.engine.is_paged
         self._ways, row_ways = run.engine.batch_ways, axis_ways(run.mesh.shape, "batch")
-        reach = rollout_reach(config)
-        self._max_tokens = reach.max_prompt_tokens + config.sampling.longest_new_tokens
-        requests = -(-reach.max_requests // config.sched.workers)
+        bounds = rollout_reach(config)
+        self._max_tokens = bounds.max_prompt_tokens + config.sampling.max_any_new_tokens
+        requests = -(-bounds.max_requests // config.sched.workers)
         row_tokens = packing.batch_shape(1, config.longest_tokens).length
         max_rows = -(-config.rollout.num_requests // row_ways)
         rows = max(1, min(max_rows, MICRO_BATCH_TOKENS // row_tokens))

@@ -121,10 +121,10 @@ class WorkerActor:
     def compile(self, weights: Offer, bounds: Bounds) -> None:
         """Compile what rollouts can reach."""
         params = self._params(weights)
-        here = self._settings.model_here
-        drafters = {name: x for name, x in self._drafters.items() if name != MODEL or here}
-        self._reach = reach = dataclasses.replace(bounds.reach, drafters=drafters)
-        compile_buckets.warm_up(self.engine, params, bounds.sampling, reach)
+        local = self._settings.model_here
+        drafters = {name: x for name, x in self._drafters.items() if name != MODEL or local}
+        self._reach = extent = dataclasses.replace(bounds.reach, drafters=drafters)
+        compile_buckets.warm_up(self.engine, params, bounds.sampling, extent)
         if bounds.batch is not None:
             self._compile_gradient(bounds.batch, params)
 
@@ -144,9 +144,11 @@ class WorkerActor:
                     path.write_text(rounds)
                 speculation.times = load_or_measure(path, *measured)
                 rounds = path.read_text()
-                apart = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
+                separate = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
                 args = settings.speculation, speculation.times, *measured[:3]
-                compile_buckets.compile_host_kernels(*args, self._drafters, settings.tuner, apart)
+                compile_buckets.compile_host_kernels(
+                    *args, self._drafters, settings.tuner, separate
+                )
                 if settings.speculation.history_source is not None:
                     compile_join(history_rule(settings.speculation))
         return Measured(rounds or "", moves, self.engine.clock())

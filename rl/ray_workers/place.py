@@ -242,7 +242,7 @@ class RayPlace:
 
     @property
     def may_return(self) -> bool:
-        return self.actor.given_up is None and not self._is_unfit
+        return self.actor.fatal_error is None and not self._is_unfit
 
     @property
     def is_ready(self) -> bool:
@@ -290,17 +290,17 @@ class RayPlace:
     def join(self, limits: WorkerLimits) -> None:
         self._stats, self._rollout, self._start = EngineStats(), 0, self.actor.num_starts
         self._drafter_version = None
-        self._ask("join", limits, is_work=False)
+        self._request("join", limits, is_work=False)
 
     def call(self, commands: Sequence[Command]) -> Future[Report]:
         sent = [self._sent(command) for command in commands]
         drafter = self._shared.drafter(self._drafter_version)
         if drafter is not None:
             self._drafter_version = drafter[0]
-        reply = self._ask("step", sent, ROUNDS_S, drafter, is_work=bool(commands))
+        reply = self._request("step", sent, ROUNDS_S, drafter, is_work=bool(commands))
         return then(reply, self._settle)
 
-    def _ask(self, method: str, *args: Any, is_work: bool) -> Future[Any]:
+    def _request(self, method: str, *args: Any, is_work: bool) -> Future[Any]:
         """Call the program that has joined: a call of its successor would wait for its start."""
         actor = self.actor
         if actor.is_there and actor.num_starts == self._start:
@@ -316,7 +316,7 @@ class RayPlace:
         return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
 
     def leave(self, *, abort: bool) -> Future[Report]:
-        return then(self._ask("leave", abort, is_work=False), self._settle)
+        return then(self._request("leave", abort, is_work=False), self._settle)
 
     def abandon(self) -> None:
         """The actor ends by itself."""
@@ -360,7 +360,7 @@ class RayPlace:
         """Return the gradient and metrics of a micro-batch. Raises ProgramLost."""
         offer, drafter = self._shared.weights.publish(policy), self._shared.training(step, params)
         rows = jax.tree.map(np.asarray, batch)
-        reply = self._ask("gradients", offer, drafter, rows, is_work=True)
+        reply = self._request("gradients", offer, drafter, rows, is_work=True)
         try:
             result: tuple[EagleParams, Mapping[str, float]] = reply.result()
         except ProgramLost:

@@ -48,9 +48,9 @@ class Lanes:
         rounds_s = [start_s for part in self.parts for start_s, _ in part.busy_s]
         late = []
         for event in (e for e in self.events if e.kind == "joined"):
-            leg_s = max([0.0, *(t for t in self.resumed_s if t <= event.at_s)])
-            first_s = min((s for s in rounds_s if s >= leg_s), default=leg_s)
-            if event.at_s > first_s + 0.02 * (self.end_s - leg_s):
+            launch_s = max([0.0, *(t for t in self.resumed_s if t <= event.at_s)])
+            first_s = min((s for s in rounds_s if s >= launch_s), default=launch_s)
+            if event.at_s > first_s + 0.02 * (self.end_s - launch_s):
                 late.append(event)
         return late
 
@@ -160,10 +160,10 @@ class WorkersTimeline:
 def lanes_of(rows: Sequence[WorkerStep]) -> Lanes:
     """Return the steps of a run on one axis."""
     parts, events, ends_s, resumed_s = [], [], list[float](), list[float]()
-    offset_s, leg = 0.0, rows[0].leg
+    offset_s, launch = 0.0, rows[0].leg
     for row in rows:
-        if row.leg != leg:
-            offset_s, leg = ends_s[-1], row.leg
+        if row.leg != launch:
+            offset_s, launch = ends_s[-1], row.leg
             resumed_s.append(offset_s)
         for part in row.parts:
             spans = tuple((start + offset_s, end + offset_s) for start, end in part.busy_s)

@@ -77,11 +77,11 @@ def load(function: str, extract: str) -> BuiltIn | UserFunction:
         return BuiltIn(function, extract)
     path, name = split_user_function(function)
     module = _user_module(path)
-    if not callable(found := getattr(module, name, None)):
+    if not callable(result := getattr(module, name, None)):
         raise ValueError(f"{path} defines no function {name!r}{did_you_mean(name, vars(module))}")
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(result):
         raise ValueError(f"{name} in {path} is async; expected a plain function")
-    return UserFunction(found)
+    return UserFunction(result)
 
 
 def exact_match(completion: str, answer: str | None, extract: str) -> float | None:
@@ -89,10 +89,10 @@ def exact_match(completion: str, answer: str | None, extract: str) -> float | No
     if answer is None:
         return None
     response, gold = extract_answer(extract, completion), expected_answer(extract, answer)
-    return float(response is not None and _words(response) == _words(gold))
+    return float(response is not None and _texts(response) == _texts(gold))
 
 
-def _words(text: str) -> list[str]:
+def _texts(text: str) -> list[str]:
     return text.casefold().split()
 
 

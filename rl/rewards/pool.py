@@ -18,7 +18,7 @@ from rl.rewards.config import RewardConfig, validate
 from rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
 from rl.rewards.scores import (
     MARGIN_S,
-    MOST_ATTEMPTS,
+    MAX_ATTEMPTS,
     Outcomes,
     Rewards,
     Score,
@@ -167,7 +167,7 @@ class RewardPool(Rewards):
 
     def _score(self, slot: int, job: bytes) -> Outcomes:
         stopped: WorkerStopped | None = None
-        for _ in range(MOST_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             self._refill(slot)
             if self._closed:
                 raise RuntimeError("the reward pool was closed before this sample was scored")
@@ -189,7 +189,7 @@ class RewardPool(Rewards):
                     outcomes[stopped.function] = [None, stopped.kind, message]
                     return outcomes
         text = (
-            f"{MOST_ATTEMPTS} reward workers ended before they could start on one sample (the "
+            f"{MAX_ATTEMPTS} reward workers ended before they could start on one sample (the "
             f"last: {stopped}): does its task need more than Reward.memory_limit_mib?"
         )
         raise self._fail(RewardWorkerError(text))
@@ -197,7 +197,7 @@ class RewardPool(Rewards):
 
 def sample_limit_s(config: RewardConfig, startup_s: float = STARTUP_S) -> float:
     """All limits of one sample together."""
-    return MOST_ATTEMPTS * (2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S)
+    return MAX_ATTEMPTS * (2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S)
 
 
 def job_body(job: ScoreJob) -> bytes:

@@ -14,7 +14,7 @@ from rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
 from rl.rewards.pool import STARTUP_S, RewardPool, job_body, sample_limit_s
 from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import MARGIN_S, MOST_ATTEMPTS, Outcomes, Rewards, Score, ScoreJob
+from rl.rewards.scores import MARGIN_S, MAX_ATTEMPTS, Outcomes, Rewards, Score, ScoreJob
 from rl.runtime.waits import ProgramLost
 
 
@@ -61,7 +61,7 @@ class Scorers(Rewards):
         }
         settings = dataclasses.replace(settings, files=files, start_s=start_s)
         again_s = 2 * start_s + settings.deadline_s
-        super().__init__(config, sample_limit_s(config) + MOST_ATTEMPTS * again_s)
+        super().__init__(config, sample_limit_s(config) + MAX_ATTEMPTS * again_s)
         args, self._is_closed = (config, tuple(tasks), os.getcwd()), False
         target, concurrency = f"{__name__}:{ScoringActor.__name__}", 2 * config.workers
         self.actors = [
@@ -98,8 +98,8 @@ class Scorers(Rewards):
 
     def _place(self, body: bytes, scored: Future[Score], num_losses: int) -> None:
         with self._lock:
-            there = [actor for actor in self.actors if actor.given_up is None] or self.actors
-            actor = min(there, key=lambda a: (not a.is_there, self._num_jobs[a]))
+            remote = [actor for actor in self.actors if actor.fatal_error is None] or self.actors
+            actor = min(remote, key=lambda a: (not a.is_there, self._num_jobs[a]))
             self._num_jobs[actor] += 1
 
         def finish(sent: Future[Outcomes]) -> None:
@@ -112,10 +112,10 @@ class Scorers(Rewards):
                 scored.set_exception(RuntimeError("closed before this sample was scored"))
             elif not isinstance(error, ProgramLost):
                 scored.set_exception(error)
-            elif num_losses + 1 < MOST_ATTEMPTS:
+            elif num_losses + 1 < MAX_ATTEMPTS:
                 self._place(body, scored, num_losses + 1)
             else:
-                text = f"{MOST_ATTEMPTS} scorers were lost while they had one sample: {error}"
+                text = f"{MAX_ATTEMPTS} scorers were lost while they had one sample: {error}"
                 self._error = RewardWorkerError(text)
                 scored.set_exception(self._error)
 

@@ -19,7 +19,7 @@ from rl.rewards.process import RewardWorkerError
 from rl.rewards.worker import LARGEST_REWARD
 
 # A worker that dies before a sample's scoring starts is not that sample's fault.
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 MARGIN_S = 30.0  # beyond the sum of the limits: to start a process, or reap one
 _POLL_S = 0.1
 Outcomes = list[list[Any]]  # value, kind of failure and message of each function

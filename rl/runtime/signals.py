@@ -64,9 +64,9 @@ class Watch:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._limits, self._clock, self._end_process = limits or Limits(), clock, end
-        self._should_stop, self._standing = should_stop, standing
+        self._should_stop, self._last_saved = should_stop, standing
         self._say, self._close = say, close
-        self._part, self._alive_s = STARTING, clock()
+        self._part, self._heartbeat_s = STARTING, clock()
         self._noted, self._saving = False, saving
         self._stop_requested_s: float | None = None
         self._main = threading.get_ident()
@@ -81,7 +81,7 @@ class Watch:
         if self._part == SAVING and self._stop_requested_s is not None:
             self._stop_requested_s = self._clock()  # the time to leave restarts
         self._part = part
-        self.alive()
+        self.heartbeat()
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
@@ -93,13 +93,13 @@ class Watch:
         finally:
             self.at(before)
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Record a heartbeat of the main thread."""
-        self._alive_s = self._clock()
+        self._heartbeat_s = self._clock()
 
     def asked(self) -> bool:
         """Return whether a stop was requested; a heartbeat as well."""
-        self.alive()
+        self.heartbeat()
         return self._noted or self._should_stop()
 
     def check(self) -> None:
@@ -110,7 +110,7 @@ class Watch:
     @property
     def exit_status(self) -> int:
         """The status of a stopped run: 75 if it can be resumed, else the signal's."""
-        return EXIT_STOPPED if self._standing()[0] else 128 + self.signal
+        return EXIT_STOPPED if self._last_saved()[0] else 128 + self.signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in Python; its number is in the pipe already."""
@@ -148,7 +148,7 @@ class Watch:
             return  # others' handlers write to the pipe as well
         first, self.signal = self._stop_requested_s is None, number
         if self._part == STARTING:
-            self._end(f"stopped before step {self._standing()[0] + 1}")
+            self._end(f"stopped before step {self._last_saved()[0] + 1}")
         elif first:
             self._stop_requested_s = self._clock()
             self._speak(f"stopping: saving {self._saving}...")
@@ -158,7 +158,7 @@ class Watch:
     def _check_limits(self) -> None:
         """End the process if the main thread made no progress, or did not leave, in time."""
         now_s, limits, part = self._clock(), self._limits, self._part
-        silent_s = now_s - self._alive_s
+        silent_s = now_s - self._heartbeat_s
         if silent_s > (limits.compile_s if part in LONG_PARTS else limits.hang_s):
             where = code_line(self._main)
             what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
@@ -169,9 +169,9 @@ class Watch:
                 self._end(f"stopped at {part}, which did not come to an end in {late_s:.1f} s")
 
     def _end(self, text: str, status: int | None = None) -> None:
-        _, standing = self._standing()
+        _, last_saved = self._last_saved()
         status = self.exit_status if status is None else status
-        self._speak(f"{text}; {standing}", self._close)
+        self._speak(f"{text}; {last_saved}", self._close)
         self._over.set()
         self._end_process(status)
 

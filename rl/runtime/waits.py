@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Deadline:
     """The time to wait without progress; `alive` is called on progress."""
 
     hang_limit_s: float = HANG_LIMIT_S
-    alive: Callable[[], object] = lambda: None
+    heartbeat: Callable[[], object] = lambda: None
 
 
 class Hang(RuntimeError):
@@ -37,14 +37,14 @@ class ProgramLost(RuntimeError):
 
 
 def result_of(
-    future: Future[T], what: str, patience: Patience, progress: Callable[[], Any] = lambda: None
+    future: Future[T], what: str, patience: Deadline, progress: Callable[[], Any] = lambda: None
 ) -> T:
     """Return the future's result. Raises Hang once `progress` has not changed for too long."""
     seen, since_s = progress(), time.monotonic()
     while not wait([future], min(POLL_S, patience.hang_limit_s)).done:
         now, now_s = progress(), time.monotonic()
         if now != seen:
-            patience.alive()
+            patience.heartbeat()
             seen, since_s = now, now_s
         elif now_s - since_s > patience.hang_limit_s:
             waiter = threading.current_thread().name

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
-from rl.runtime.waits import Hang, Patience, result_of
+from rl.runtime.waits import Deadline, Hang, result_of
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import (
     NO_DRAFTERS,
@@ -53,11 +53,11 @@ MAX_WORKERS = 2**16
 def history_rule(config: SpeculationConfig) -> ProposalRule:
     """Return the rule by which the history source of a configuration drafts."""
     assert config.history_source is not None
-    rule, (longest, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
+    rule, (max_length, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
     if config.history_source != "histospec":
         return rule
     max_tokens = max(rule.path_tokens, config.window_tokens[2])
-    return rule._replace(longest=longest, shortest=shortest, path_tokens=max_tokens)
+    return rule._replace(longest=max_length, shortest=shortest, path_tokens=max_tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,14 +112,14 @@ class Speculation:
         tuner: TunerConfig | None = None,
         *,
         seed: int = 0,
-        patience: Patience | None = None,
+        patience: Deadline | None = None,
     ) -> None:
         wanted = {LEARNED: config.learns, MODEL: config.asks_model}
         assert drafters.keys() == {n for n in wanted if wanted[n]}, "those that the sources name"
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
         self.seconds = RunSeconds(config.losing_steps)  # of the run's steps so far
-        self._cache, self._patience = cache, patience or Patience()
+        self._cache, self._deadline = cache, patience or Deadline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the current rollout, or the last one
@@ -201,9 +201,9 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert times is not None, "a bandit needs the measured seconds of a round"
-            bandit, here = self.bandit(context.runner.number), self._deepest_here
+            bandit, local = self.bandit(context.runner.number), self._deepest_here
             budget: Budget | None = BanditBudget(
-                *(bandit, times, union, here), is_copy=lambda r: copy_of(r)[1] > 0
+                *(bandit, times, union, local), is_copy=lambda r: copy_of(r)[1] > 0
             )
         else:
             budget = make_budget(self.config.budget, times, self.config.window_tokens)
@@ -242,8 +242,8 @@ class Speculation:
     @property
     def _deepest_here(self) -> dict[str, int]:
         """Return the drafters on the devices of verifying workers, and how deep they draft."""
-        apart = self.apart.keys() | self.apart_elsewhere
-        return {name: x.max_depth for name, x in self.drafters.items() if name not in apart}
+        separate = self.apart.keys() | self.apart_elsewhere
+        return {name: x.max_depth for name, x in self.drafters.items() if name not in separate}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the state of the workers' tuners."""
@@ -325,7 +325,7 @@ class Speculation:
         if self._building is None:
             return None
         try:
-            return result_of(self._building, "the index of the prompts' history", self._patience)
+            return result_of(self._building, "the index of the prompts' history", self._deadline)
         except Hang:
             self._building = None  # so that a save after this does not wait for it again
             raise
@@ -336,8 +336,8 @@ class Speculation:
         if self.for_others:
             workers = self.history_workers
             shards = () if workers is None else workers.build(prompts, self._cache)
-            there = {key for shard in shards for key in shard.keys if key not in shard.damaged}
-            groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - start_s
+            remote = {key for shard in shards for key in shard.keys if key not in shard.damaged}
+            groups, seconds = self._groups(prompts.keys() - remote), time.perf_counter() - start_s
             return _Built(None, frozenset(prompts), seconds, groups, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, history_rule(self.config))

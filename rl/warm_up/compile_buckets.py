@@ -118,7 +118,7 @@ class LongerBuckets:
         sizes = [pool.engine.round_positions(B) for B in pool.slots]
         prompt = pool.reach.max_prompt_tokens
         # the positions that rollouts start with, whatever the number of their slots
-        self.most_positions = limit = max(
+        self.max_positions = limit = max(
             next((s for s in some if s > prompt), some[-1]) for some in sizes
         )
         self.done = False
@@ -137,7 +137,7 @@ class LongerBuckets:
         pool.engine.before_positions = self._before_positions
 
     def _before_positions(self, num_positions: int) -> None:
-        if num_positions > self.most_positions:
+        if num_positions > self.max_positions:
             self._compile()
 
     def _compile(self) -> None:
@@ -161,7 +161,7 @@ class LongerBuckets:
             placed = pool.params = pool.engine.place(params)
             run_once(pool.engine, self._longer)
             if times is not None:
-                rest = placed, pool.sampling, pool.reach, self.most_positions
+                rest = placed, pool.sampling, pool.reach, self.max_positions
                 round_times.complete(path, times, pool.engine, *rest, processes=processes)
         pool.params = jax.tree.map(_shape, placed)
         self.done = True

@@ -71,7 +71,7 @@ def round_buckets(
     engine: Engine, sampling: SamplingConfig, reach: Reach
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (slots, nodes, positions) of every round that rollouts can reach."""
-    engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.longest_new_tokens)
+    engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.max_any_new_tokens)
     for B in _slot_sizes(engine, reach.max_requests):
         for S in engine.round_positions(B):
             for M in (B, *engine.config.node_sizes(B)):
@@ -95,7 +95,7 @@ class Pool:
     ) -> None:
         self.engine, self.params, self.sampling, self.reach = engine, params, sampling, reach
         self.slots = _slot_sizes(engine, reach.max_requests)
-        engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.longest_new_tokens)
+        engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.max_any_new_tokens)
         self.buckets = [(B, S) for B in self.slots for S in engine.round_positions(B)]
         self.positions = sorted({S for _, S in self.buckets})
         # prompts come while rows move, else before the batch shrinks
@@ -205,8 +205,8 @@ class Pool:
 
     def _chunks_alone(self, B: int, S: int, T: int) -> Arguments:
         params, cache, _, slots, _ = self._at_rest(B, S)
-        given_2X = np.full((2, T * self.engine.chunk_tokens), NOT_GIVEN, np.int32)
-        tables = self._no_chunks(T), self.engine.argument(given_2X)
+        inputs_2X = np.full((2, T * self.engine.chunk_tokens), NOT_GIVEN, np.int32)
+        tables = self._no_chunks(T), self.engine.argument(inputs_2X)
         return (params, cache, slots, *tables), self.engine.prompt_options(self.sampling.scheme)
 
     def _write_chunks(self, B: int, S: int, T: int) -> Arguments:

@@ -39,7 +39,7 @@ from spec.sampling import step_key
 from spec.verify import Slots, chunks_alone, decode_rounds, verify_round
 
 REPEATS = 7
-LEAST_SECONDS = 1e-9
+MIN_SECONDS = 1e-9
 CHUNKS = 0  # in place of a number of nodes
 
 
@@ -49,7 +49,7 @@ def load_or_measure(
     params: transformer.Params,
     sampling: SamplingConfig,
     reach: Reach,
-    most_positions: int | None = None,
+    max_positions: int | None = None,
     *,
     beside: Sequence[Engine] = (),
     processes: Processes = ALONE,
@@ -64,17 +64,17 @@ def load_or_measure(
     valid_for = _valid_for(engine, buckets, reach, 1 + len(beside))
     if (table := _table_in(path, valid_for, processes)) is not None:
         return table
-    now = [b for b in buckets if most_positions is None or b[2] <= most_positions]
+    now = [b for b in buckets if max_positions is None or b[2] <= max_positions]
     options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
     times = measure(engine, params, sampling, now, draws=reach.reuse, **options)
-    if most_positions is None:
+    if max_positions is None:
         if processes.is_first:
             write_rounds(path, times, valid_for)
         return times
     for B, M, S in buckets:
-        if S > most_positions:
-            longest = max(s for b, m, s in now if (b, m) == (B, M))
-            times.put(RoundTimes({(B, M, S): times.rounds[B, M, longest]}))
+        if S > max_positions:
+            max_length = max(s for b, m, s in now if (b, m) == (B, M))
+            times.put(RoundTimes({(B, M, S): times.rounds[B, M, max_length]}))
     return times
 
 
@@ -90,7 +90,7 @@ def complete(
     params: transformer.Params,
     sampling: SamplingConfig,
     reach: Reach,
-    most_positions: int,
+    max_positions: int,
     *,
     processes: Processes = ALONE,
 ) -> None:
@@ -98,7 +98,7 @@ def complete(
     buckets = list(round_buckets(engine, sampling, reach))
     valid_for = _valid_for(engine, buckets, reach, num_workers=1)
     if _table_in(path, valid_for, processes) is None:
-        rest = [bucket for bucket in buckets if bucket[2] > most_positions]
+        rest = [bucket for bucket in buckets if bucket[2] > max_positions]
         measured = engine, params, sampling, rest
         times.put(measure(*measured, draws=reach.reuse, processes=processes))
         if processes.is_first:
@@ -180,7 +180,7 @@ def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
     by_size: dict[int, list[float]] = {}
     for size, taken_s in tries:
         by_size.setdefault(size, []).append(taken_s)
-    return {n: max(float(statistics.median(s[1:])), LEAST_SECONDS) for n, s in by_size.items()}
+    return {n: max(float(statistics.median(s[1:])), MIN_SECONDS) for n, s in by_size.items()}
 
 
 class _Rounds:
@@ -205,7 +205,7 @@ class _Rounds:
         """Time a round with draft tokens, one of a fetch of plain rounds, or a pass of `CHUNKS`."""
         slots, rounds = self._busy_slots(), 1
         jax.block_until_ready((self._cache, slots))
-        began_s = self._engine.clock()
+        start_s = self._engine.clock()
         if num_nodes == CHUNKS:
             self._round_in_chunks(slots)
         elif num_nodes > len(self._table):
@@ -213,7 +213,7 @@ class _Rounds:
         else:
             rounds = self._engine.config.rounds_per_fetch
             self._plain_rounds(slots, rounds)
-        return (self._engine.clock() - began_s) / rounds
+        return (self._engine.clock() - start_s) / rounds
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
         """Median seconds of the drafts of all rows, by depth: one, and the deepest."""
@@ -228,9 +228,9 @@ class _Rounds:
         tries = []
         for depth in sorted({1, drafter.depth}) * (REPEATS + 1):
             drafter.depth = depth
-            began_s = self._engine.clock()
+            start_s = self._engine.clock()
             drafter.propose(live, np.full(len(live), max_tokens, np.int32), max_tokens)
-            tries.append((depth, self._engine.clock() - began_s))
+            tries.append((depth, self._engine.clock() - start_s))
         return _medians(tries)
 
     def _drafted_round(self, slots: Slots, num_nodes: int) -> None:
@@ -247,12 +247,12 @@ class _Rounds:
             *state, engine.argument(nodes_5M), self._stop_E, None, **options
         )
         self._drafter.committed(live)
-        emitted_BN, logprobs_BN, count_B, kept_B = by_slot(
+        emitted_BN, logprobs_BN, count_B, keep_B = by_slot(
             *unpack_draws(results), nodes_5M[1], len(table)
         )
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, kept_B)
+        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, keep_B)
 
     def _round_in_chunks(self, slots: Slots) -> None:
         engine, B = self._engine, len(self._table)
@@ -260,9 +260,9 @@ class _Rounds:
         chunks_TX = engine.no_chunks(T)
         chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, start)], axis=1)
         chunks = engine.argument(chunks_TX)
-        given_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
+        inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
         results, entries = chunks_alone(
-            *(self._spec.params, self._cache, slots, chunks, engine.argument(given_2X)),
+            *(self._spec.params, self._cache, slots, chunks, engine.argument(inputs_2X)),
             **engine.prompt_options(self._spec.sampling.scheme),
         )
         self._cache = cache_ops.write_chunks(self._cache, entries, chunks)

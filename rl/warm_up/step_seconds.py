@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # which loads the engine
     from rl.speculation.sources import Speculation
 
 MAX_BYTES = 2**28  # of the file that is read: a step takes some 500 bytes
-MOST_SECONDS = 1e12  # of all rounds of a step, of all workers
+MAX_SECONDS = 1e12  # of all rounds of a step, of all workers
 WHAT = "seconds of steps"
 
 
@@ -56,9 +56,9 @@ def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket,
         count = int(r.rounds_A.max(initial=0))
         if r.prompt_tokens or not count or (r.drafted and count > 1):
             continue
-        began_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
+        start_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
-        fetches.setdefault(bucket, []).append((count, (r.ended_s - began_s) / count))
+        fetches.setdefault(bucket, []).append((count, (r.ended_s - start_s) / count))
 
     def median(some: Sequence[tuple[int, float]]) -> tuple[int, float]:
         counts, seconds = zip(*some, strict=True)
@@ -160,7 +160,7 @@ def _step(line: bytes) -> tuple[int, StepSeconds]:
     for *bucket, count, mean_s in row["rounds"]:
         slots, nodes, positions = map(_count, bucket)
         rounds[slots, nodes, positions] = _count(count), _seconds(mean_s, 0.0)
-    totals = _seconds(row["rollout_s"], 0.0), _seconds(row["saved_s"], -MOST_SECONDS)
+    totals = _seconds(row["rollout_s"], 0.0), _seconds(row["saved_s"], -MAX_SECONDS)
     return _count(row["step"]), StepSeconds(*totals, rounds)
 
 
@@ -171,6 +171,6 @@ def _count(value: Any) -> int:
 
 
 def _seconds(value: Any, least: float) -> float:
-    if type(value) not in (int, float) or not least <= value < MOST_SECONDS:
+    if type(value) not in (int, float) or not least <= value < MAX_SECONDS:
         raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
     return float(value)

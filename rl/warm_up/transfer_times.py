@@ -108,7 +108,7 @@ def _timed(engine: Engine, move: Callable[[], Cache]) -> float:
     """Median seconds of `move`, which returns the cache."""
     taken = []
     for _ in range(1 + REPEATS):  # the first one allocates its memory
-        began_s = engine.clock()
+        start_s = engine.clock()
         jax.block_until_ready(move())
-        taken.append(engine.clock() - began_s)
+        taken.append(engine.clock() - start_s)
     return statistics.median(taken[1:])

@@ -30,7 +30,7 @@ BLOCK = 16384  # elements; below 2**16, as counts are uint16
 _CHUNK = 64 * BLOCK  # elements that one call encodes, so that the scratch memory is small
 _NONE, _GAPS, _BITMAP, _DENSE = 0, 1, 2, 3
 Run = Callable[..., Iterable[Any]]
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_TERMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -46,8 +46,8 @@ def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list
     tasks = []
     for at, (old, new) in enumerate(pairs):
         assert old.dtype == new.dtype and old.size == new.size
-        word = _WORDS[old.dtype.itemsize]
-        old_n, new_n = old.reshape(-1).view(word), new.reshape(-1).view(word)
+        term = _TERMS[old.dtype.itemsize]
+        old_n, new_n = old.reshape(-1).view(term), new.reshape(-1).view(term)
         for n in range(0, new_n.size, _CHUNK):
             tasks.append((at, old_n[n : n + _CHUNK], new_n[n : n + _CHUNK]))
     parts: list[list[np.ndarray]] = [[] for _ in pairs]

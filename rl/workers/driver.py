@@ -79,7 +79,7 @@ class Driver:
         self.places, self._scheduler, self._limits = places, scheduler, limits
         self._clock, self._deliver, self._later = clock, deliver, later
         self._can_restart, self._idle_work, self._acceptance = can_restart, idle_work, acceptance
-        self._began_s = self._profiled_s = clock()
+        self._start_s = self._profiled_s = clock()
         self.requests, self.counts = RequestTable(pool_bytes), StepCounts()
         self._workers, self._num_joined = dict[int, _Worker](), 0
         self._failures: collections.Counter[int] = collections.Counter()  # by place
@@ -139,7 +139,7 @@ class Driver:
         """Pass an event to the scheduler, and carry out its actions."""
         if not self.places:
             return  # another process has the workers, and all requests
-        for action in self._scheduler.handle(event, self._clock() - self._began_s):
+        for action in self._scheduler.handle(event, self._clock() - self._start_s):
             match action:
                 case Start():
                     self._start(action)
@@ -186,8 +186,8 @@ class Driver:
             worker.prepared.add(live.step)
             spec, oldest = self._specs[live.step], min(self._specs)
             worker.inbox.append(messages.Prepare(live.step, spec, oldest))
-        begun = live.start(kv if start.kv is Kv.POOL else None, start.max_tokens)
-        worker.inbox.append(messages.Begin(live.step, begun))
+        started = live.start(kv if start.kv is Kv.POOL else None, start.max_tokens)
+        worker.inbox.append(messages.Begin(live.step, started))
 
     def _copy(self, action: protocol.Copy) -> None:
         """Have a worker return a copy of a request, which another one starts."""

@@ -34,8 +34,8 @@ class LiveRequest:
     def start(self, kv: HostKv | None, max_tokens: int) -> PartialRequest:
         """Return what a worker starts with; it generates lost tokens beside its `max_tokens`."""
         known = 0 if self.prefix is None else len(self.prefix.response_ids)
-        most = max_tokens + self.generated_tokens - known
-        return PartialRequest(self.request, self.prefix, kv, most)
+        high = max_tokens + self.generated_tokens - known
+        return PartialRequest(self.request, self.prefix, kv, high)
 
 
 class RequestTable:

@@ -48,7 +48,7 @@ class Session:
         self._deliver = deliver or self._results.put
         options |= {"clock": clock, "deliver": self._deliver, "later": self._mail.put}
         self._driver = Driver(*given, **options)
-        self._clock, self._hang_limit_s, self._alive_s = clock, hang_limit_s, clock()
+        self._clock, self._hang_limit_s, self._heartbeat_s = clock, hang_limit_s, clock()
         self._samplings: dict[int, SamplingConfig] = {}
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
@@ -145,7 +145,7 @@ class Session:
 
     @property
     def _silent_s(self) -> float:
-        return self._clock() - self._alive_s
+        return self._clock() - self._heartbeat_s
 
     def num_tokens(self, step: int) -> int:
         """Return the tokens that all workers emitted in a step so far."""
@@ -177,7 +177,7 @@ class Session:
 
     def run_once(self, timeout_s: float) -> None:
         """Handle the mail that is there, or comes within `timeout_s`; then call workers."""
-        self._alive_s = self._clock()
+        self._heartbeat_s = self._clock()
         self._driver.begin_turn()
         try:
             self._mail.get(timeout=timeout_s)()

@@ -82,9 +82,9 @@ class Aimd(Budget):
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         accepted_A = acceptance.accepted_AN.sum(axis=1)
         if acceptance.verified:
-            longest_A = longest_paths(drafts, acceptance.observed_AN)
+            max_length_A = longest_paths(drafts, acceptance.observed_AN)
             before_A = self._windows.get(live)
-            windows_A = next_windows(before_A, longest_A, accepted_A, self._window_tokens)
+            windows_A = next_windows(before_A, max_length_A, accepted_A, self._window_tokens)
             self._windows.set(live, windows_A)
         elif not drafts.count_A.any():
             return

@@ -25,7 +25,7 @@ from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafts, LiveSlots, Source
 from spec.round_times import RoundTimes
 
-_WORDS = 2**64  # of the counter between two draws, so that draws never overlap
+_TERMS = 2**64  # of the counter between two draws, so that draws never overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BegMab:
         if len(candidates) == 1 or untried:
             return (untried or candidates)[0]
         # a generator for each draw, so that the state is a number
-        bits = np.random.Philox(key=self._seed, counter=self._draws * _WORDS)
+        bits = np.random.Philox(key=self._seed, counter=self._draws * _TERMS)
         self._draws += 1
         rng = np.random.Generator(bits)
         if rng.random() < self.config.epsilon:
@@ -124,11 +124,11 @@ class BegMab:
 
     def rewards(self) -> dict[str, list[float]]:
         """Return all rewards in the windows, by name."""
-        found = dict[str, list[float]]()
+        result = dict[str, list[float]]()
         for (_, name), rewards in self._rewards.items():
             if rewards:
-                found.setdefault(name, []).extend(rewards)
-        return found
+                result.setdefault(name, []).extend(rewards)
+        return result
 
     def state(self) -> dict[str, Any]:
         """Return plain data, from which later decisions are the same."""
@@ -140,11 +140,11 @@ class BegMab:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned: strategies that it does not have are untried."""
-        found = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
+        result = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
         self._seed, self._draws = state["seed"], state["draws"]
         for key, rewards in self._rewards.items():
             rewards.clear()
-            rewards.extend(found.get(key, ()))
+            rewards.extend(result.get(key, ()))
 
     def _bucket(self, batch_size: int) -> int:
         """Return i with batch_size in [t_i, t_{i+1} − 1], from 0; the last range has no end."""
@@ -182,8 +182,8 @@ def strategies(
     config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int]
 ) -> list[Strategy]:
     """Return the arms; `deepest` has the levels of device drafters, not of drafting workers."""
-    found = tuple(s for s in sources if s not in deepest)
-    together = [found, tuple(sources)] if len(found) > 1 else [tuple(sources)]
+    result = tuple(s for s in sources if s not in deepest)
+    together = [result, tuple(sources)] if len(result) > 1 else [tuple(sources)]
     choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
     arms = [PLAIN]
     for tokens in config.verify_tokens:
@@ -198,10 +198,10 @@ def strategies(
 
 def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
     """Return the nodes of rounds of this many slots, before they are rounded up."""
-    least, most = _batch_size(1, num_slots), num_slots
-    ends = (*config.thresholds[1:], most + 1)
+    low, high = _batch_size(1, num_slots), num_slots
+    ends = (*config.thresholds[1:], high + 1)
     ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
-    reached = [tokens for first, end, tokens in ranges if first <= most and least < end]
+    reached = [tokens for first, end, tokens in ranges if first <= high and low < end]
     return {num_slots * (tokens + 1) for tokens in reached}
 
 
@@ -269,10 +269,10 @@ class BanditBudget(Budget):
     ) -> DraftDecision:
         # as many nodes as the range's strategies may have: one size of each range is compiled
         self._is_mixed = bool(drafts.cached_A.any())
-        most = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
+        high = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
         if not self._is_mixed:
-            most = self._strategy.verify_tokens
-        wanted = num_slots * (most + 1)
+            high = self._strategy.verify_tokens
+        wanted = num_slots * (high + 1)
         self._size = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
         taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
         if not taken_A.any() or (self._is_mixed and not self._pays(drafts, taken_A)):

@@ -214,8 +214,8 @@ class Enumerating(DraftingAhead):
             request.wants = False
         self.depth = depth = max(_window(request) for request in requests)
         live = self.texts.live(wanting)
-        given = live, chain_AK, depth, self._fan_out
-        tokens_AZFN, second_AZFK, prob_AZF = self._drafter.outcomes(*given)
+        args = live, chain_AK, depth, self._fan_out
+        tokens_AZFN, second_AZFK, prob_AZF = self._drafter.outcomes(*args)
         p = self._right / self._seen
         blocks = []
         for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):

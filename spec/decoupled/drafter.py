@@ -144,13 +144,13 @@ def _follow(  # type: ignore[no-untyped-def]
     return stale
 
 
-LACKING_SHARE = 0.5  # share of requests without a draft above which a round waits
+MISSING_SHARE = 0.5  # share of requests without a draft above which a round waits
 
 
 class RequestPlans(Protocol):
     """Plans the drafts of each request, by its observed acceptance."""
 
-    patience_s: float
+    deadline_s: float
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         """Return the plan of a request on a worker with a batch of this many."""
@@ -166,8 +166,8 @@ class RequestPlans(Protocol):
 class OnePlan(RequestPlans):
     """One plan for all requests."""
 
-    def __init__(self, plan: DraftPlan, patience_s: float = 0.0) -> None:
-        self._plan, self.patience_s = plan, patience_s
+    def __init__(self, plan: DraftPlan, deadline_s: float = 0.0) -> None:
+        self._plan, self.deadline_s = plan, deadline_s
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plan
@@ -191,14 +191,14 @@ class DecoupledDrafter(Drafter):
         plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
         window_A = np.array([plan.window for plan in plans], np.int64)
         max_A = np.minimum(max_nodes_A, np.array([plan.max_nodes for plan in plans], np.int32))
-        given = live, window_A, max_A, max_nodes
+        args = live, window_A, max_A, max_nodes
         self._take(live)
-        drafts = self.received.drafts(*given)
-        if self._plans.patience_s and self._worth_waiting(live, drafts):
+        drafts = self.received.drafts(*args)
+        if self._plans.deadline_s and self._worth_waiting(live, drafts):
             for link in self._links:
-                link.wait(self._plans.patience_s / len(self._links))
+                link.wait(self._plans.deadline_s / len(self._links))
             self._take(live)
-            drafts = self.received.drafts(*given)
+            drafts = self.received.drafts(*args)
         self._send(live, drafts)
         self._last = live
         return drafts
@@ -228,8 +228,8 @@ class DecoupledDrafter(Drafter):
     def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
         """Return True if most requests lack both a draft and a block of their last commit."""
         sent = [self._sent.get(r, (-1, 0, -1))[2] for r in live.request_ids_A.tolist()]
-        lacking_A = (drafts.count_A == 0) & (np.array(sent) > self.received.rounds(live))
-        return lacking_A.sum() >= LACKING_SHARE * len(live)
+        missing_A = (drafts.count_A == 0) & (np.array(sent) > self.received.rounds(live))
+        return missing_A.sum() >= MISSING_SHARE * len(live)
 
     def _take(self, live: LiveSlots) -> None:
         for link in self._links:

@@ -44,10 +44,10 @@ class PassSizes:
     chunk_widths: tuple[int, ...]
     pass_tokens: int = 512
 
-    def shape(self, lacking_tokens: int, num_rows: int, num_positions: int) -> tuple[int, int]:
+    def shape(self, missing_tokens: int, num_rows: int, num_positions: int) -> tuple[int, int]:
         """Return (P, C) of a pass where the row that lacks most lacks so many tokens."""
         widths = [min(w, num_positions) for w in self.chunk_widths]
-        C = next((w for w in widths if w >= lacking_tokens), widths[-1])
+        C = next((w for w in widths if w >= missing_tokens), widths[-1])
         return min(num_rows, max(1, self.pass_tokens // C)), C
 
 
@@ -116,10 +116,10 @@ class DraftCache:
         table_BX[rows_A, -3:] = live.processing(sampling).view(np.int32)
         return self._runner.argument(table_BX)
 
-    def complete(self, live: LiveSlots, lacking_tokens: int = 0) -> None:
+    def complete(self, live: LiveSlots, missing_tokens: int = 0) -> None:
         """Note that these rows have the entries of all but the last tokens of their requests."""
         rows_A, _ = self.rows.follow(live)
-        known_A = np.maximum(live.total_tokens_A - lacking_tokens, 0)
+        known_A = np.maximum(live.total_tokens_A - missing_tokens, 0)
         self.rows.known_B[rows_A] = np.where(self.has_room(rows_A), known_A, 0)
 
     @property
@@ -219,16 +219,16 @@ class DraftCache:
         """Compute entries until no row lacks more than its window, the longest first."""
         held, passes, total_A = self.rows, self.passes, live.total_tokens_A
         while True:
-            lacking_A = total_A - held.known_B[rows_A] - passes.window_tokens
-            longest = int(lacking_A.max())
-            if longest <= 0:
+            missing_A = total_A - held.known_B[rows_A] - passes.window_tokens
+            max_length = int(missing_A.max())
+            if max_length <= 0:
                 return
             assert self.arrays is not None
-            P, C = passes.shape(longest, len(held), self.arrays.num_positions)
-            chunks_A = -(-np.maximum(lacking_A, 0) // C)
+            P, C = passes.shape(max_length, len(held), self.arrays.num_positions)
+            chunks_A = -(-np.maximum(missing_A, 0) // C)
             if not self.drafting.apart:
                 chunks_A = np.minimum(chunks_A, 1)
-            order_A = np.argsort(-lacking_A, kind="stable")
+            order_A = np.argsort(-missing_A, kind="stable")
             a_P = np.repeat(order_A, chunks_A[order_A])[:P]
             nth_P = np.concatenate([np.arange(n) for n in chunks_A[order_A]])[:P]
             rows_P, total_P = rows_A[a_P], total_A[a_P]

@@ -39,7 +39,7 @@ class CachingDrafter(Drafter, Protocol):
     source: Source
     depth: int
     max_tokens: int
-    lacking_tokens: int = 0  # whose entries rows lack after rounds on the device
+    missing_tokens: int = 0  # whose entries rows lack after rounds on the device
     _held: DraftCache
     _sampling: SamplingConfig
 
@@ -80,8 +80,8 @@ class CachingDrafter(Drafter, Protocol):
         some, max_A, features = live.take(chosen_A), max_A[chosen_A], self.features()
         depth = min(self.reach(), int(max_A.max()))  # the best n draft tokens are n deep at most
         # what reads the policy's cache is as long as that
-        longest = int((some.total_tokens_A + np.minimum(max_A, depth)).max())
-        num_positions = features[0].shape[2] if features else longest
+        max_length = int((some.total_tokens_A + np.minimum(max_A, depth)).max())
+        num_positions = features[0].shape[2] if features else max_length
         rows_A, acceptance_A2 = held.follow(live, some, num_positions, (self.constants(), features))
         self.observe_chains(acceptance_A2)
         has_room_A = held.has_room(rows_A)
@@ -91,11 +91,11 @@ class CachingDrafter(Drafter, Protocol):
         if not len(chosen_A):
             return drafts
         table_BX = held.ends(some, rows_A, max_A, self._sampling)
-        given = self.constants(), features
-        args, options = self._draft_arguments(given, held.taken(), table_BX, depth)
+        call_args = self.constants(), features
+        args, options = self._draft_arguments(call_args, held.taken(), table_BX, depth)
         held.arrays, packed = draft(*args, **options)
-        tokens_AX, parents_AX, prob_AX, found_A = (x[rows_A] for x in unpack(packed))
-        count_A = np.minimum(found_A, max_A)
+        tokens_AX, parents_AX, prob_AX, result_A = (x[rows_A] for x in unpack(packed))
+        count_A = np.minimum(result_A, max_A)
         self.note_drafts(some, rows_A, tokens_AX, count_A)
         return fill(drafts, chosen_A, tokens_AX, parents_AX, prob_AX, count_A)
 
@@ -116,15 +116,15 @@ class CachingDrafter(Drafter, Protocol):
         return self._held.num_positions
 
     def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
-        held, given = self._held, (self.constants(), self.features())
-        rows_A, acceptance_A2 = held.follow(live, live, num_positions, given)
+        held, args = self._held, (self.constants(), self.features())
+        rows_A, acceptance_A2 = held.follow(live, live, num_positions, args)
         self.observe_chains(acceptance_A2)
         max_A = np.where(held.has_room(rows_A), max_tokens, 0)
         return self._rounds_input(held.taken(), held.ends(live, rows_A, max_A, self._sampling))
 
     def leave_rounds(self, live: LiveSlots, cache: Cache, acceptance_X2: np.ndarray) -> None:
         self._held.arrays = cache
-        self._held.complete(live, self.lacking_tokens)
+        self._held.complete(live, self.missing_tokens)
         self.observe_chains(acceptance_X2)
 
     def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:

@@ -75,13 +75,13 @@ def draft_rounds(
     policy_states = (cache.states,) if cache.features else ()
     state = drafting.begin((constants, policy_states), draft_cache, _at_rest(table, slots))
     active_before, emitted_before_B = jnp.sum(slots.active), slots.emitted
-    longest, M = jnp.minimum(depth + 1, N), shape.num_nodes
+    max_length, M = jnp.minimum(depth + 1, N), shape.num_nodes
 
     def more(carry: tuple) -> jax.Array:
         r, _, _, slots, _, _, _ = carry
         left = jnp.sum(slots.active)
-        next_B = jnp.minimum(longest, slots.limit - slots.emitted)
-        gained_B = slots.emitted - emitted_before_B + longest
+        next_B = jnp.minimum(max_length, slots.limit - slots.emitted)
+        gained_B = slots.emitted - emitted_before_B + max_length
         fits_B = (slots.length + next_B <= S) & (gained_B <= max_tokens)
         waits = active_before - left < stop_after
         return (r < num_rounds) & (left > 0) & waits & jnp.all(fits_B | ~slots.active)

@@ -192,11 +192,11 @@ class RowPages:
         """Make row i what row `row_X[i]` was; further rows, and those of other parts, are new."""
         before, ways = len(self._table), self._table.ways
         part_B = np.arange(len(rows)) * ways // len(rows)
-        kept_B = np.pad(row_X, (0, len(rows) - len(row_X)), constant_values=-1)
-        kept_B = np.where(kept_B * ways // before == part_B, kept_B, -1)
-        self._table.take_rows(kept_B.tolist())
-        rows.known_B[kept_B < 0] = 0
-        self.has_room_B = np.where(kept_B < 0, False, self.has_room_B[np.maximum(kept_B, 0)])
+        keep_B = np.pad(row_X, (0, len(rows) - len(row_X)), constant_values=-1)
+        keep_B = np.where(keep_B * ways // before == part_B, keep_B, -1)
+        self._table.take_rows(keep_B.tolist())
+        rows.known_B[keep_B < 0] = 0
+        self.has_room_B = np.where(keep_B < 0, False, self.has_room_B[np.maximum(keep_B, 0)])
         self._is_stale = True
 
     def on_device(self, cache: Cache | None, runner: Any) -> PagedCache:

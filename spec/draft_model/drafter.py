@@ -36,7 +36,7 @@ from spec.drafter import (
 )
 from spec.sampling import Processing
 
-LACKING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw behind it
+MISSING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw behind it
 
 # the least probability, the rollout's key, and probabilities of draws with shared noise by depth
 Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
@@ -80,8 +80,8 @@ class ChainDrafting:
         ends = dataclasses.replace(
             ends, max_B=jnp.minimum(ends.max_B, jnp.minimum(depth, max_tokens))
         )
-        given = params, state[0], ends, min_prob, key
-        cache, tokens_RX, prob_RX = _chains(self, *given, max_tokens)
+        args = params, state[0], ends, min_prob, key
+        cache, tokens_RX, prob_RX = _chains(self, *args, max_tokens)
         parents_RX = jnp.broadcast_to(jnp.arange(max_tokens, dtype=jnp.int32) - 1, tokens_RX.shape)
         if self.scheme is not None:
             prob_X = jnp.take(mean_prob_K, jnp.arange(max_tokens), mode="clip")
@@ -184,7 +184,7 @@ class DraftModelDrafter(CachingDrafter):
     `model` has the vocabulary of the runner's; `params` are on its devices.
     """
 
-    source, lacking_tokens = Source.MODEL, LACKING_TOKENS
+    source, missing_tokens = Source.MODEL, MISSING_TOKENS
     may_be_paged = True
 
     def __init__(
@@ -220,7 +220,7 @@ class DraftModelDrafter(CachingDrafter):
         self._held.rows.drafted(rows_A, tokens_AX, count_A)
 
     def in_rounds(self) -> RoundsDrafter | None:
-        return self if self._held.passes.window_tokens >= LACKING_TOKENS else None
+        return self if self._held.passes.window_tokens >= MISSING_TOKENS else None
 
     # -- probabilities ---------------------------------------------------------------------
 

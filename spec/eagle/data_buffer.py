@@ -148,12 +148,12 @@ class DataBuffer:
             now = list(self._steps.get(step, ()))
             ages = range(self.config.max_age_steps, 0, -1)
             before = [c for age in ages for c in self._steps.get(step - age, ())]
-        longest = max(map(_length, now), default=0)
+        max_length = max(map(_length, now), default=0)
         lengths = np.asarray(list(map(_length, before)), np.float64)
         # in the order of log(weight) + Gumbel noise: draws proportional to weight, without
         # replacement
         order = np.argsort(-(np.log(lengths) + rng.gumbel(size=len(before))), kind="stable")
-        min_length = longest if (lengths > longest).any() else 0
+        min_length = max_length if (lengths > max_length).any() else 0
         long = [before[i] for i in order if lengths[i] > min_length]
         others = [before[i] for i in order if lengths[i] <= min_length]
         now = [now[i] for i in rng.permutation(len(now))]

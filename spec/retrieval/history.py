@@ -125,9 +125,9 @@ class LastResponseDrafter(Drafter):
     """Drafts a chain a request from `cached`, last epoch's responses by request id."""
 
     def __init__(self, cached: Mapping[int, np.ndarray]) -> None:
-        longest = max(map(len, cached.values()), default=0)
+        max_length = max(map(len, cached.values()), default=0)
         self._index = {request_id: f for f, request_id in enumerate(cached)}
-        tokens_FL = np.full((len(cached), longest), PADDING, np.int32)
+        tokens_FL = np.full((len(cached), max_length), PADDING, np.int32)
         for row_L, tokens in zip(tokens_FL, cached.values(), strict=True):
             row_L[: len(tokens)] = tokens
         length_F = np.array([len(t) for t in cached.values()], np.int32)

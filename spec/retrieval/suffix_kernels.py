@@ -167,8 +167,8 @@ def _drop_edges(a, state):
             gap = (gap + 1) & mask
         slot = (gap + 1) & mask
         while table[slot] != 0:
-            home = (table[slot] >> 32) & mask
-            if ((slot - home) & mask) >= ((slot - gap) & mask):
+            base = (table[slot] >> 32) & mask
+            if ((slot - base) & mask) >= ((slot - gap) & mask):
                 table[gap] = table[slot]
                 gap = slot
             slot = (slot + 1) & mask

@@ -141,9 +141,7 @@ class PrefixRule:
     step: int
     greedy: bool = False
 
-    def least_logprobs(
-        self, request_id: int, cached: CachedResponse, num_tokens: int
-    ) -> np.ndarray:
+    def min_logprobs(self, request_id: int, cached: CachedResponse, num_tokens: int) -> np.ndarray:
         """Return the log-probability from which on each of the first tokens is kept; float32 [n].
 
             log u + log p_old − log λ,   u uniform: kept with probability min(1, λ · p_new / p_old)
@@ -155,15 +153,15 @@ class PrefixRule:
             return np.full(num_tokens, -np.inf, np.float32)
         draws = np.random.default_rng([self.seed, ACCEPTANCE, self.step, request_id])
         if self.mode.name == "random":
-            kept = int(draws.integers(num_tokens)) if num_tokens else 0
-            return np.where(np.arange(num_tokens) < kept, -np.inf, np.inf).astype(np.float32)
+            keep = int(draws.integers(num_tokens)) if num_tokens else 0
+            return np.where(np.arange(num_tokens) < keep, -np.inf, np.inf).astype(np.float32)
         if self.log_lenience == -math.inf:
             return np.full(num_tokens, np.inf, np.float32)
         assert cached.scores is not None, "lenience compares with log-probs that were kept"
         with np.errstate(divide="ignore"):  # u may be 0
-            least = np.log(draws.random(num_tokens)) - self.log_lenience
+            low = np.log(draws.random(num_tokens)) - self.log_lenience
         if self.greedy:  # p_new and p_old are 1 if the policy can draw the token
-            least = np.where(least < 0, -np.inf, np.inf)
+            low = np.where(low < 0, -np.inf, np.inf)
         else:
-            least += cached.scores.logprobs[:num_tokens]
-        return np.maximum(least, np.finfo(np.float32).min).astype(np.float32)
+            low += cached.scores.logprobs[:num_tokens]
+        return np.maximum(low, np.finfo(np.float32).min).astype(np.float32)

@@ -211,8 +211,8 @@ def test_a_planted_fault_bounds_one_place_off_would_be_found(
     name = "_give" if times is NODES else "_give_chunks"
     give = getattr(cached_prefixes, name)
 
-    def off(table, at_B, end_B, tokens_BL, least_BL, *found):
-        give(table, at_B, end_B, tokens_BL, np.roll(least_BL, 1, axis=1), *found)
+    def off(table, at_B, end_B, tokens_BL, min_BL, *found):
+        give(table, at_B, end_B, tokens_BL, np.roll(min_BL, 1, axis=1), *found)
 
     monkeypatch.setattr(cached_prefixes, name, off)
     want, mine = golden("plain"), rule("lenient:1")
@@ -228,7 +228,7 @@ def wrongly_kept(params, given, got, sampling, mine):
         if r.cached is None:
             continue
         tokens, n = usable(r, r.cached.tokens), int((t.origins == Origin.REUSED).sum())
-        least = mine.least_logprobs(r.request_id, r.cached, len(tokens))
+        least = mine.min_logprobs(r.request_id, r.cached, len(tokens))
         new, possible = given_logprobs(params, r.prompt_ids, tokens, sampling)
         sure = np.abs(new - least) > TOLERANCE
         keeps = possible & (new >= least)

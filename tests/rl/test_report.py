@@ -268,9 +268,9 @@ def test_every_plot_has_a_caption_of_one_sentence(tmp_path):
 
 def rollout_round(began_s: float, num_nodes: int, ids: list[int]) -> RoundRecord:
     marks = [began_s + 0.25 * i for i in range(6)]
-    alive = np.array(ids)
+    heartbeat = np.array(ids)
     emitted_A, one_A = np.full(len(ids), num_nodes), np.ones(len(ids), int)
-    return RoundRecord(*marks, 4, 4 * num_nodes, 64, alive, alive, one_A, emitted_A)
+    return RoundRecord(*marks, 4, 4 * num_nodes, 64, heartbeat, heartbeat, one_A, emitted_A)
 
 
 def _base64(data: bytes) -> str:

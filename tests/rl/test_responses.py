@@ -137,14 +137,14 @@ def test_every_group_is_answered_by_one_and_nobody_has_many_more() -> None:
         ]  # type: ignore[arg-type]
         held = [[g for g in range(GROUPS) if one.answers(g)] for one in partition]
         assert sorted(itertools.chain(*held)) == list(range(GROUPS))
-        assert max(map(len, held)) == partition[0].most_groups(GROUPS)
+        assert max(map(len, held)) == partition[0].max_groups(GROUPS)
 
 
 def test_process_0_answers_and_scores_all_where_it_speaks_for_workers() -> None:
     partition = [Partition(Processes(i, 3, object()), is_central=True) for i in range(3)]  # type: ignore[arg-type]
     assert [one.scores_any for one in partition] == [True, False, False]
     for one in partition:
-        assert one.most_groups(GROUPS) == GROUPS
+        assert one.max_groups(GROUPS) == GROUPS
         assert {one.answers(g) for g in range(GROUPS)} == {one.processes.is_first}
     assert all(Partition(p).scores_any for p in (ALONE, partition[1].processes))
 

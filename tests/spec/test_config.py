@@ -30,7 +30,7 @@ def test_a_task_s_settings_replace_those_of_all_and_its_stops_are_added():
     assert config.of("c") is None
     assert config.at(0.0).of("a") == dataclasses.replace(config.of("a"), temperature=0.0)
     assert SamplingConfig(by_task=("a: temperature=0.5",)).at(0.0).by_task == ()
-    assert config.longest_new_tokens == 256 and len(config.variants) == 4
+    assert config.max_any_new_tokens == 256 and len(config.variants) == 4
 
 
 @pytest.mark.parametrize(

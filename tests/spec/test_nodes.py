@@ -26,7 +26,7 @@ def test_packing_by_hand():
     assert (got[3] == nodes.NOT_GIVEN).all()
     got[3:, 4] = 9, np.array(-1.5, np.float32).view(np.int32)
     given = nodes.unpack(jnp.asarray(got))
-    assert (int(given.given_M[4]), float(given.least_logprob_M[4])) == (9, -1.5)
+    assert (int(given.given_M[4]), float(given.min_logprob_M[4])) == (9, -1.5)
 
 
 @pytest.mark.parametrize(("num_nodes", "max_nodes"), [(4, 9), (8, 3)])

@@ -34,7 +34,7 @@ from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.parallel_compile import compile_all
 from rl.runtime.signals import STARTING, Limits, Watch
-from rl.runtime.waits import POLL_S, Hang, Patience
+from rl.runtime.waits import POLL_S, Deadline, Hang
 from rl.speculation import sources
 from rl.trajectory import FinishReason, Request, Trajectory
 from rl.workers.config import SchedConfig
@@ -207,7 +207,7 @@ def background_save(part: str, never: Never) -> str:
 def turn_to_save(never: Never) -> str:
     """Another directory's save has the turn, and does not go on."""
     with _save_that_hangs("wait_until_finished", never) as (_, folder):
-        with checkpointer.Checkpointer(folder / "other", patience=Patience(LIMIT_S)) as other:
+        with checkpointer.Checkpointer(folder / "other", patience=Deadline(LIMIT_S)) as other:
             return words_of(Hang, lambda: other.save(1, {"x": jnp.zeros(2)}))
 
 
@@ -215,7 +215,7 @@ def turn_to_save(never: Never) -> str:
 def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Checkpointer, Path]]:
     """A save that does not go on in the background, and a folder beside its own."""
     with tempfile.TemporaryDirectory() as folder:
-        saver = checkpointer.Checkpointer(Path(folder, "one"), patience=Patience(LIMIT_S))
+        saver = checkpointer.Checkpointer(Path(folder, "one"), patience=Deadline(LIMIT_S))
         where = checkpointer.manifest if part == "write_manifest" else saver._orbax
         written = getattr(where, part)
 
@@ -230,14 +230,14 @@ def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Che
                 yield saver, Path(folder)
             finally:
                 never.set()
-                saver._hangs, saver._patience = False, Patience(NEVER_S)  # it now ends
+                saver._hangs, saver._deadline = False, Deadline(NEVER_S)  # it now ends
                 saver.close()
 
 
 def history_index(never: Never) -> str:
     """The index of the next step's prompts is never built; the save that follows does not wait."""
     config = sources.SpeculationConfig(sources=("history",))
-    patience = Patience(LIMIT_S)
+    patience = Deadline(LIMIT_S)
     with (
         mock.patch.object(sources, "build_index", lambda *_: never.wait(NEVER_S)),
         sources.Speculation(config, RolloutCache(), patience=patience) as speculates,

@@ -131,7 +131,7 @@ def test_a_request_to_stop_is_told_to_the_others() -> None:
     def work(p: Processes) -> bool:
         with p:
             if p.index == 0:
-                p.ask_to_stop()
+                p.request_stop()
             for _ in range(200):
                 if p.any("asked", p.asked):
                     return True

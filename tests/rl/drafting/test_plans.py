@@ -7,10 +7,10 @@ import pytest
 
 from rl.drafting.config import DraftingConfig, methods_of
 from rl.drafting.plans import (
+    DEADLINE,
     DECAY,
     FIRST_HITS,
     FIRST_WINDOW,
-    PATIENCE,
     PRIOR_ROUNDS,
     MeasuredSeconds,
     Observed,
@@ -154,7 +154,7 @@ def test_without_measured_seconds_there_is_a_window_all_the_same():
     assert planner().plans().plan(5, 8 / 3) == DraftPlan(3)  # at most 3
     assert planner(max_window=9).plans().plan(5, 8 / 3) == DraftPlan(FIRST_WINDOW)
     assert planner(max_window=9, window=6).plans().plan(5, 8 / 3) == DraftPlan(6)
-    assert planner().plans().patience_s == 0.0
+    assert planner().plans().deadline_s == 0.0
 
 
 def test_a_rollouts_window_is_the_planned_one():
@@ -172,13 +172,13 @@ def test_patience_is_for_drafts_of_all_cases():
     each = 8 / 3
     options = {"measured": seconds(0.010), "window": 3}
     late_s = 3 * 0.010 - (0.010 + 0.001 * each * 3)
-    for ahead, wanted in (("enumeration", PATIENCE * 0.010 + late_s), ("free_running", 0.0)):
+    for ahead, wanted in (("enumeration", DEADLINE * 0.010 + late_s), ("free_running", 0.0)):
         found = planner(ahead=ahead, **options)
         found.drafting_workers = 1
-        assert found.plans().patience_s == pytest.approx(wanted)
+        assert found.plans().deadline_s == pytest.approx(wanted)
     quick = planner(measured=seconds(), window=3)
     quick.drafting_workers = 1
-    assert quick.plans().patience_s == pytest.approx(PATIENCE * 0.010)
+    assert quick.plans().deadline_s == pytest.approx(DEADLINE * 0.010)
 
 
 # --- the draft ladder -------------------------------------------------------------------

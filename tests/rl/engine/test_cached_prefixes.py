@@ -40,9 +40,9 @@ def commit(table, rows, kept=None):
     tokens_BN, count_B = np.zeros((B, 8), np.int32), np.zeros(B, np.int32)
     for b, tokens in rows.items():
         tokens_BN[b, : len(tokens)], count_B[b] = tokens, len(tokens)
-    kept_B = np.array([(kept or {}).get(b, 0) for b in range(B)])
+    saved_B = np.array([(kept or {}).get(b, 0) for b in range(B)])
     logprobs_BN = np.full((B, 8), -0.5, np.float32)
-    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 1, kept_B)
+    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 1, saved_B)
 
 
 def chains(table, most=31):
@@ -69,7 +69,7 @@ def test_chains_begin_behind_the_tokens_kept_so_far():
 
 def test_a_request_that_leaves_goes_on_where_it_was():
     table, cached = table_of("lenient:1", [request(0), request(1)])
-    bounds = cached.least_logprobs_BL[0].copy()
+    bounds = cached.min_logprobs_BL[0].copy()
     commit(table, {0: [5, 6], 1: [5, 4]}, {0: 2, 1: 1})
     left = [table.leave(row, 7) for row in (0, 1)]
     assert [p.prefix.reused_tokens for p in left] == [2, 1]
@@ -80,7 +80,7 @@ def test_a_request_that_leaves_goes_on_where_it_was():
     other.enter(2, left[0])
     other.enter(3, left[1])
     assert there.goes_on(np.array([2, 3])).tolist() == [True, False]
-    np.testing.assert_array_equal(there.least_logprobs_BL[2], bounds)
+    np.testing.assert_array_equal(there.min_logprobs_BL[2], bounds)
     assert chains(other).tokens_AN[0, :3].tolist() == [7, 8, 9]
     commit(other, {2: [7, 8, 9]}, {2: 3})
     done = other.retire(2, 8)
@@ -178,8 +178,8 @@ def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
         table.filled(row, start + C)
     slots_X = np.repeat(chunks_TX[:, 0], C)
     logprobs_X = np.full(len(drawn_X), -0.5, np.float32)
-    tokens_BN, logprobs_BN, count_B, kept_B = by_slot(drawn_X, logprobs_X, kind_X, slots_X, B)
-    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 0, kept_B).tolist()
+    tokens_BN, logprobs_BN, count_B, saved_B = by_slot(drawn_X, logprobs_X, kind_X, slots_X, B)
+    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 0, saved_B).tolist()
 
 
 def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():
@@ -187,5 +187,5 @@ def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():
     table, cached = chunked("full", [r])
     chunks_TX = np.array([[0, 1, 2, 5, 6]], np.int32)
     assert drawn_in_chunks(table, chunks_TX, [5, 4, 7], kept=[0]) == [2, 0]
-    assert cached.goes_on(np.array([0]))[0] and table.lacking_tokens_B[0] == 2
+    assert cached.goes_on(np.array([0]))[0] and table.missing_tokens_B[0] == 2
     assert table.tokens_BL[0, 2:6].tolist() == [5, 4, 3, 3]

@@ -123,7 +123,7 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
 
     class Watched(Engine):
         def _preempt(self):
-            before = self._table.lacking_tokens_B * self._table.busy_B
+            before = self._table.missing_tokens_B * self._table.busy_B
             super()._preempt()
             lacked.extend(before[~self._table.busy_B].tolist())
 

@@ -157,6 +157,6 @@ def test_rounds_of_several_workers_are_sorted_by_their_start():
     assert [r.began_s for r in stats.timeline] == [0, 5, 20, 25]
     assert stats.tokens == 3
     # request 2 goes on at the other worker: it is alive in between
-    times_s, alive = timeline_plot.requests_alive(stats.timeline)
+    times_s, heartbeat = timeline_plot.requests_alive(stats.timeline)
     assert times_s == [0, 5, 15, 30, 35]
-    assert alive == [2, 3, 2, 1, 0]
+    assert heartbeat == [2, 3, 2, 1, 0]

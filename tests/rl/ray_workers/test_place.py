@@ -26,7 +26,7 @@ LIMITS = WorkerLimits(60, 4, 60)
 class NotedActor:
     """Calls wait until `answer` is called."""
 
-    where, given_up, is_there, num_starts = "far away", None, True, 1
+    where, fatal_error, is_there, num_starts = "far away", None, True, 1
 
     def __init__(self):
         self.calls = []

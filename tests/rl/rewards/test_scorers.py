@@ -79,7 +79,7 @@ def test_samples_are_not_sent_for_ever_nor_scorers_started_for_ever(monkeypatch)
         for _ in range(2):
             with pytest.raises(RewardWorkerError, match="3 scorers were lost .* no memory"):
                 there.result(there.submit(job(0)))
-        assert there.actors[0].given_up is not None
+        assert there.actors[0].fatal_error is not None
 
 
 def test_closing_fails_what_is_scored(monkeypatch):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
-from rl.runtime.waits import Hang, Patience, code_line, result_of
+from rl.runtime.waits import Deadline, Hang, code_line, result_of
 
 TINY = Limits(hang_s=30.0, compile_s=30.0, stop_s=30.0)
 
@@ -148,15 +148,15 @@ def test_signal_handlers_are_restored():
 def test_a_wait_without_progress_is_a_hang_and_one_with_progress_is_none():
     from concurrent.futures import Future
 
-    alive, beats = [], iter(range(8))
-    patience = Patience(0.2, lambda: alive.append(1))
+    heartbeat, beats = [], iter(range(8))
+    patience = Deadline(0.2, lambda: heartbeat.append(1))
     began_s = time.monotonic()
     with pytest.raises(Hang, match="MainThread waits for a copy: no sign of life for 0"):
         result_of(Future(), "a copy", patience, lambda: next(beats, None))
-    assert len(alive) == 8 and time.monotonic() - began_s > 0.5
+    assert len(heartbeat) == 8 and time.monotonic() - began_s > 0.5
     done: Future[int] = Future()
     done.set_result(5)
-    assert result_of(done, "a number", Patience(0.0)) == 5
+    assert result_of(done, "a number", Deadline(0.0)) == 5
 
 
 def test_the_code_line_of_a_thread():

@@ -15,7 +15,7 @@ from whole_steps import whole_steps
 
 from rl import setup as run_setup
 from rl.checkpoint import checkpointer
-from rl.runtime.waits import Hang, Patience
+from rl.runtime.waits import Deadline, Hang
 from rl.speculation import sources
 from rl.workers import driver
 from tests.support import tiny_run
@@ -66,14 +66,14 @@ def test_a_worker_without_requests_is_ended_by_close():
 
 @pytest.mark.fault
 def test_a_save_waits_while_another_makes_progress(tmp_path, monkeypatch):
-    alive, beats = [], iter(range(8))
+    heartbeat, beats = [], iter(range(8))
     other = SimpleNamespace(directory="there", _progress=lambda: next(beats, None))
     monkeypatch.setattr(checkpointer, "_writer", other)
-    patience, began_s = Patience(0.2, lambda: alive.append(1)), time.monotonic()
+    patience, began_s = Deadline(0.2, lambda: heartbeat.append(1)), time.monotonic()
     with checkpointer.Checkpointer(tmp_path, patience=patience) as saver, checkpointer._writing:
         with pytest.raises(Hang, match="waits for a save in there: no sign of life for 0"):
             saver.save(1, {"x": jnp.zeros(2)})
-    assert len(alive) >= 8 and time.monotonic() - began_s > 0.5
+    assert len(heartbeat) >= 8 and time.monotonic() - began_s > 0.5
 
 
 @pytest.mark.fault
@@ -83,7 +83,7 @@ def test_an_index_that_hangs_ends_the_run_with_the_last_whole_step_saved(
     never = threading.Event()
 
     def impatient(*args, **options):
-        return sources.Speculation(*args, **options | {"patience": Patience(0.3)})
+        return sources.Speculation(*args, **options | {"patience": Deadline(0.3)})
 
     build, begun = sources.build_index, []
 

@@ -56,11 +56,11 @@ def test_longer_buckets_are_compiled_once_and_after_that_nothing(tmp_path, outgr
     told, watch = [], Parts()
     pool = Pool(engine, params, SAMPLING, REACH)
     longer = LongerBuckets(pool, watch, lambda done, total: told.append((done, total)))
-    assert longer.most_positions == 16
+    assert longer.max_positions == 16
     longer.warm_up()
     path = tmp_path / "round_times.json"
     args = engine, params, SAMPLING, REACH
-    times = round_times.load_or_measure(path, *args, longer.most_positions)
+    times = round_times.load_or_measure(path, *args, longer.max_positions)
     assert times(2, 2, 32) == times(2, 2, 16) == 1 / CONFIG.rounds_per_fetch
     assert not told and not path.exists()
     run(engine, params, 4)  # what a rollout itself compiles is shared with all others
@@ -86,4 +86,4 @@ def test_the_first_part_holds_the_longest_prompt_whatever_the_slots():
     for max_prompt_tokens, most in ((20, 32), (40, 64)):
         reach = dataclasses.replace(REACH, max_prompt_tokens=max_prompt_tokens)
         pool = Pool(Engine(TINY, CONFIG), params, SAMPLING, reach)
-        assert LongerBuckets(pool, Watch()).most_positions == most
+        assert LongerBuckets(pool, Watch()).max_positions == most

@@ -49,8 +49,8 @@ class NotedPlans(OnePlan):
         self.forgotten += request_ids
 
 
-def made(num_links=1, patience_s=0.0):
-    links, plans = [FakeLink() for _ in range(num_links)], NotedPlans(PLAN, patience_s)
+def made(num_links=1, deadline_s=0.0):
+    links, plans = [FakeLink() for _ in range(num_links)], NotedPlans(PLAN, deadline_s)
     return DecoupledDrafter(links, plans, SamplingConfig(temperature=0.5)), *links
 
 
@@ -197,7 +197,7 @@ def test_a_plan_limits_the_draft_tokens_of_a_round():
 
 
 def test_a_round_waits_where_most_requests_lack_what_is_on_its_way():
-    drafter, link = made(patience_s=0.5)
+    drafter, link = made(deadline_s=0.5)
     one, two = live_texts([1, 2, 3], [1, 2, 3]), live_texts([1, 2, 3, 4], [1, 2, 3, 4])
     assert proposed(drafter, one) == [[], []] and link.waits == [], "nobody was told of yet"
     link.sent_while_waiting = [chain(3, 4, 5)]
@@ -210,7 +210,7 @@ def test_a_round_waits_where_most_requests_lack_what_is_on_its_way():
 
 
 def test_few_that_lack_a_block_keep_nobody_waiting():
-    drafter, link = made(patience_s=0.5)
+    drafter, link = made(deadline_s=0.5)
     live = live_texts(*[[1, 2, 3]] * 3)
     proposed(drafter, live)
     link.sent = [chain(3, 4, request=0), chain(3, 4, request=1)]
@@ -218,14 +218,14 @@ def test_few_that_lack_a_block_keep_nobody_waiting():
 
 
 def test_a_block_that_has_come_and_was_wrong_is_not_waited_for():
-    drafter, link = made(patience_s=0.5)
+    drafter, link = made(deadline_s=0.5)
     proposed(drafter, live_texts([1, 2, 3]))
     link.sent = [chain(3, 9)]
     assert proposed(drafter, live_texts([1, 2, 3, 4])) == [[]] and link.waits == []
 
 
 def test_all_links_together_take_no_longer_than_patience():
-    drafter, *links = made(4, patience_s=0.5)
+    drafter, *links = made(4, deadline_s=0.5)
     live = live_texts(*[[1, 2, 3]] * 4)
     proposed(drafter, live), proposed(drafter, live)
     assert sum(s for link in links for s in link.waits) == pytest.approx(0.5)

@@ -22,7 +22,7 @@ def cached(tokens, logprobs):
 
 def kept(rule, request_id, response, logprobs, possible=True):
     """How many first tokens the rule keeps, of these log-probabilities now."""
-    least = rule.least_logprobs(request_id, response, len(response.tokens))
+    least = rule.min_logprobs(request_id, response, len(response.tokens))
     assert least.dtype == np.float32
     keeps = (least == -np.inf) | (np.asarray(possible) & (np.asarray(logprobs) >= least))
     return len(keeps) if keeps.all() else int(np.argmin(keeps))
@@ -76,8 +76,8 @@ def test_at_temperature_zero_the_most_likely_tokens_stand():
 
 def test_tokens_that_are_not_looked_at_have_no_bound():
     for text in ("random", "lenient:1", "lenient:0", "full"):
-        assert rule(text).least_logprobs(0, EVEN, 2).shape == (2,)
-        assert rule(text).least_logprobs(0, cached([], []), 0).shape == (0,)
+        assert rule(text).min_logprobs(0, EVEN, 2).shape == (2,)
+        assert rule(text).min_logprobs(0, cached([], []), 0).shape == (0,)
     assert rule("coupled").mode.couples_noise and not rule("lenient:1").mode.couples_noise
 
 
