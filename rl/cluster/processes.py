@@ -121,10 +121,10 @@ class Processes:
         result = []
         for index in range(self.count):
             key = f"{GATHER}{line}{number}/{index}"
-            theirs, _, value = self._awaited(index, key, what, waiting).partition(b"\0")
-            if theirs != name:
+            other, _, value = self._awaited(index, key, what, waiting).partition(b"\0")
+            if other != name:
                 raise Diverged(
-                    f"process {index} is at {theirs.decode(errors='replace')[:200]!r}, and process "
+                    f"process {index} is at {other.decode(errors='replace')[:200]!r} where process "
                     f"{self.index} is at {what!r}"
                 )
             result.append(value)
