@@ -121,13 +121,13 @@ class Processes:
         result = []
         for index in range(self.count):
             key = f"{GATHER}{line}{number}/{index}"
-            other, _, value = self._awaited(index, key, what, waiting).partition(b"\0")
+            other, _, payload = self._awaited(index, key, what, waiting).partition(b"\0")
             if other != name:
                 raise Diverged(
                     f"process {index} is at {other.decode(errors='replace')[:200]!r} where process "
                     f"{self.index} is at {what!r}"
                 )
-            result.append(value)
+            result.append(payload)
         # whoever gives this value has all of those before
         self.store.delete(f"{GATHER}{line}{number - 1}/{self.index}")
         return result
