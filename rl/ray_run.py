@@ -322,7 +322,7 @@ class RayRunBuilder(RunBuilder):
     def engine(
         self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
     ) -> RolloutEngine:
-        """Start Ray and its workers; all processes wait for them."""
+        """Start Ray and its workers."""
         config, say = self.config, self.show.message
         speculation.for_others = True
         if config.drafting.workers:
@@ -335,11 +335,6 @@ class RayRunBuilder(RunBuilder):
 
     def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
         """They are actors (`rl.drafting_run.open_actors`)."""
-
-    def rewards(self) -> Rewards:
-        rewards = super().rewards()
-        self.partition.processes.barrier("workers on Ray", self.watch.heartbeat)
-        return rewards
 
     def compile(self, system: System, state: TrainState) -> None:
         super().compile(system, state)
@@ -379,7 +374,6 @@ class FollowerBuilder(RayRunBuilder):
         return None
 
     def rewards(self) -> Rewards:
-        self.partition.processes.barrier("workers on Ray", self.watch.heartbeat)
         return RewardPool(self.config.reward, self._specs)  # not started
 
     def compile_rollouts(

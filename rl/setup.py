@@ -94,6 +94,8 @@ def build(
         learner, state = _learner(config, inputs, mesh)
         engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
         rewards = builder.rewards()
+        if partition.is_central:
+            processes.barrier("workers", watch.heartbeat)
         drafting = builder.drafting_workers(engine, speculation)
         evaluates_apart = config.sched.beside_training and inputs.evals.sets
         eval_engine = builder.eval_engine(engine.dtype) if evaluates_apart else None
@@ -114,7 +116,7 @@ def _partition(config: TrainConfig, processes: Processes) -> Partition:
 
 
 def _builder(config: TrainConfig, partition: Partition) -> type[RunBuilder]:
-    if config.cluster.kind != "ray":
+    if config.cluster.kind != "ray" and partition.scores_any:
         return RunBuilder
     from rl import ray_run
 

@@ -87,7 +87,7 @@ def pack(
 
     Returns numpy batches [num_rows, row_tokens] with each sequence once. Rows are dealt to the
     batches in turn, so that each has long and short sequences. `max_batches` leaves out the
-    emptiest rows beyond them.
+    emptiest rows beyond them. Raises ValueError if windows would not advance.
     """
     windows = _windows(sequences, row_tokens)
     windows.sort(key=lambda w: -w.num_tokens)
@@ -106,7 +106,11 @@ def pack(
 
 
 def _windows(sequences: Sequence[HiddenStates], row_tokens: int) -> list[_Window]:
-    assert row_tokens > OVERLAP_TOKENS, row_tokens
+    if row_tokens <= OVERLAP_TOKENS:
+        raise ValueError(
+            f"expected row_tokens above {OVERLAP_TOKENS}, since a prediction takes three tokens, "
+            f"got {row_tokens}"
+        )
     windows = []
     for index, sequence in enumerate(sequences):
         num_tokens = len(sequence.tokens_T)
