@@ -202,8 +202,10 @@ class SlotTable:
         The first `kept_B` were kept of a cached response; if a slot had draft tokens, all others
         but the last were accepted ones.
         """
-        count_B = count_B.copy()
+        drawn_B, count_B = count_B, count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
+        is_same = self.endings.unknown_to_device or np.array_equal(count_B, drawn_B)
+        assert is_same, "the device went on behind an end that it knows"
         if self.cached is not None:
             state = self.emitted_B, self.stopped_B
             saved_B = self.cached.commit(tokens_BN, count_B, saved_B, *state)
