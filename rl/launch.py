@@ -138,8 +138,6 @@ def main(orders: BinaryIO) -> int:
 
     `orders` is open while the process's actor lives: at its end the process stops as if signaled.
     """
-    from rl.train import train
-
     host_memory.bound_arenas()
     start = Start(**json.loads(orders.readline()))
     threading.Thread(target=_stop_at_end, args=(orders,), name="launcher", daemon=True).start()
@@ -152,7 +150,7 @@ def main(orders: BinaryIO) -> int:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     place = run_process.Place(start.coordinator, start.process_id, start.ray_address)
-    return run_process.run(config, inputs, folder, before, train, place)
+    return run_process.run(config, inputs, folder, before, place)
 
 
 def _config(start: Start) -> TrainConfig:

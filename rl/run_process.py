@@ -8,9 +8,9 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jax.errors import JaxRuntimeError
 
@@ -25,6 +25,7 @@ from rl.inputs import Inputs, remarks
 from rl.learner.gathering import host_copy
 from rl.learner.gradient_accumulation import NonFiniteUpdate
 from rl.learner.optimizer import TrainState
+from rl.loop import train
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
 from rl.responses import PeerFailed
@@ -39,8 +40,6 @@ from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
 from rl.setup import engine_mesh, run_mesh
 from rl.workers.messages import WorkerError
-
-Train = Callable[..., TrainState]  # rl.train.train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,6 @@ def run(
     inputs: Inputs,
     folder: Path,
     before: TrainConfig | None,
-    train: Train,
     place: Place | None = None,
 ) -> int:
     """Join the processes of the run, and train in `folder`; return the exit status.
@@ -83,7 +81,7 @@ def run(
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    one = _RunProcess(shared, inputs, folder, before, train, processes)
+    one = _RunProcess(shared, inputs, folder, before, processes)
     processes.end = one.end_lost
     with processes:
         try:
@@ -110,7 +108,6 @@ class _RunProcess:
     inputs: Inputs
     folder: Path
     before: TrainConfig | None
-    train: Train
     processes: Processes
 
     def run(self, ray_address: str | None) -> int:
@@ -189,8 +186,8 @@ class _RunProcess:
     def _train(self, config: TrainConfig, show: Progress, watch: Watch) -> int:
         """Train and export; report the end and return the exit status."""
         try:
-            options = {"show": show, "watch": watch, "processes": self.processes}
-            state = self.train(config, self.inputs, self.folder, clock=time.perf_counter, **options)
+            options: dict[str, Any] = {"show": show, "watch": watch, "processes": self.processes}
+            state = train(config, self.inputs, self.folder, clock=time.perf_counter, **options)
         except Stopped:
             step, text = run_folder.standing(self.folder)
             self._show_summary(show)

@@ -68,7 +68,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 # are imported by one another, by `preflight` and by commands, which nothing imports.
 RECORDS = {"trajectory", "packing"}
 RUN = {
-    *("config", "config_checks", "inputs", "eval_sets", "evaluation", "train", "run_process"),
+    *("config", "config_checks", "inputs", "eval_sets", "evaluation", "loop", "run_process"),
     *("run_folder", "run_checkpoint", "run_export", "model_card", "system", "step", "rollouts"),
     *("pipeline", "collected", "responses", "setup", "first_programs", "memory", "drafter_run"),
     *("drafting_run", "ray_run", "launch", "ray_trainers"),

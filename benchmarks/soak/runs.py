@@ -273,12 +273,12 @@ def stop(folder: Path) -> dict[str, Any]:
 
 def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
     """Run `rl.train` in this process, which sends itself SIGTERM in `part` and notes the time."""
-    from rl import train
+    from rl import loop, train
     from rl.checkpoint import checkpointer
     from rl.engine.engine import Engine
     from rl.learner import logprobs
 
-    begins, is_reached = train._begins, threading.Event()
+    begins, is_reached = loop._begins, threading.Event()
 
     def send() -> None:
         sent.write_text(repr(time.time()))
@@ -305,7 +305,7 @@ def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
             return function(*args, **options)
 
         setattr(owner, name, slowed)
-    train._begins = watched
+    loop._begins = watched
     return train.main(argv)
 
 

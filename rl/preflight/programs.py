@@ -37,7 +37,8 @@ from spec.verify import verify_round
 
 # Arguments of rollout programs that stay on a device from one program to the next.
 HELD = {
-    *("params", "cache", "pending", "slots", "draft_cache", "given", "asked"),
+    *("params", "cache", "pending", "slots", "draft_cache", "given", "constants"),
+    *("table_RX", "limits_4", "scale_B"),  # of drafts on the device
     *("rows", "features_B1SW", "pages_P1TF"),  # arrays of a cache
 }
 WHOLE_TRAINING = {"accumulate", "token_logprobs", "token_values"}  # steps that run the whole model

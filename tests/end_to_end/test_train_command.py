@@ -161,7 +161,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):
 
 
 def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys, monkeypatch):
-    monkeypatch.setattr(train, "train", None)  # nothing is opened, nothing compiled
+    monkeypatch.setattr("rl.run_process.run", None)  # nothing is opened, nothing compiled
     files = ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "config.gin"]
     before = [(run / file).read_bytes() for file in files]
     assert run_train("--resume", f"--gin.Run.directory='{run}'") == 0

@@ -21,12 +21,12 @@ from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import open_inputs
 from rl.learner import trainer
+from rl.loop import open_rollouts
 from rl.metrics.writer import Timings
 from rl.responses import Partition, PeerFailed
 from rl.run_checkpoint import RunPosition
 from rl.runtime.signals import Stopped, Watch
 from rl.step import train_step
-from rl.train import open_rollouts
 from rl.workers.messages import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play

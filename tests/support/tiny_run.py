@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from models import hf, transformer
 from models.config import ModelConfig
 from policies.make.characters import save_character_tokenizer
+from rl import loop
 from rl import setup as run_setup
-from rl import train as run_train
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import Inputs, open_inputs
@@ -155,7 +155,7 @@ def train(
 ) -> TrainState:
     """Run or resume `config` in this process, in the folder `run`; returns the last state."""
     resolved = load(TrainConfig, [config], [*overrides, f"Run.directory={str(run)!r}"])
-    return run_train.train(
+    return loop.train(
         resolved,
         open_inputs(resolved),
         run,
@@ -179,7 +179,7 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
             clock=time.perf_counter,
         ) as (system, state),
     ):
-        run_train.finish_warm_up(system, state, Path(folder))
+        loop.finish_warm_up(system, state, Path(folder))
         yield system, state
 
 

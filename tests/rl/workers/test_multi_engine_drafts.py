@@ -91,7 +91,7 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
     assert len(drafters) == 2
     for drafter in drafters:
         drafter.wait()
-    heard = [set(d._client.seen.get(0, {})) for d in drafters]
+    heard = [set(d._seen.get(0, {})) for d in drafters]
     assert (set(range(len(requests))) in heard) == shared
 
 
