@@ -12,7 +12,7 @@ def bucket(size: int, smallest: int, largest: int | None = None) -> int:
 
 
 def buckets(size: int, smallest: int) -> list[int]:
-    """Return all buckets up to that of `size`, smallest first."""
+    """Return all buckets up to the one for `size`, smallest first."""
     sizes = [smallest]
     while sizes[-1] < size:
         sizes.append(2 * sizes[-1])

@@ -22,18 +22,18 @@ _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The distribution and the scheme that tokens are drawn by, and where responses end.
+    """The distribution and the scheme that tokens are drawn by, and the ends of responses.
 
     temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at the threshold
     are all kept. `draw` names the scheme: `cdf` inverts the cumulative distribution of blocks of
-    tokens, then that inside the block, at one uniform each per position; `gumbel` takes the argmax
-    of logits plus Gumbel noise per token, which stays the same far more often after an update;
-    `auto` is `gumbel` in a run that verifies earlier draws with the same noise (`Reuse.mode =
-    "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response ends with the first end token of the
-    model or its tokenizer or of `stop_ids`, with the first token that completes one of the strings
-    in `stop`, or at `max_new_tokens`, and includes it. `by_task` has other settings for tasks by
-    name: "gsm: temperature=0.6, max_new_tokens=128"; values are JSON, and `stop` and `stop_ids` are
-    added to those of all tasks.
+    tokens, then the one inside the block, at one uniform each per position; `gumbel` takes the
+    argmax of logits plus Gumbel noise per token, which stays the same far more often after an
+    update; `auto` is `gumbel` in a run that verifies earlier draws with the same noise (`Reuse.mode
+    = "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response ends with the first end token of
+    the model or its tokenizer or of `stop_ids`, with the first token that completes one of the
+    strings in `stop`, or at `max_new_tokens`, and includes it. `by_task` has other settings for
+    tasks by name: "gsm: temperature=0.6, max_new_tokens=128"; values are JSON, and `stop` and
+    `stop_ids` are added to the general ones.
     """
 
     temperature: float = 1.0
@@ -91,7 +91,7 @@ class SamplingConfig:
         return by_name
 
     def of(self, task: str) -> SamplingConfig | None:
-        """Return a task's sampling, if it differs from that of all tasks."""
+        """Return a task's sampling, if it differs from the general one."""
         return self.tasks.get(task)
 
     def at(self, temperature: float) -> SamplingConfig:

@@ -42,7 +42,7 @@ class LiveSlots:
     """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
 
     `tokens_BL` is the engine's table: read it during the call only, and never write to it.
-    `processing_A3` holds temperature, top-k and top-p of each; None: those of the rollout.
+    `processing_A3` holds temperature, top-k and top-p of each; None: the rollout's.
     """
 
     rows_A: np.ndarray
@@ -114,8 +114,8 @@ class Drafts(NamedTuple):
 class Acceptance:
     """Which draft tokens were accepted; bool [A, N] as in their `Drafts`.
 
-    `accepted_AN` is the path that a request's next tokens took, `observed_AN` the draft tokens for
-    which that is known. `verified`: by a round; otherwise plain decoding went past.
+    `accepted_AN` is the path that a request's next tokens took, `observed_AN` the draft tokens with
+    a known outcome. `verified`: by a round; otherwise plain decoding went past.
     """
 
     verified: bool
@@ -238,7 +238,7 @@ class Drafter(Protocol):
         self.finished(live)
 
 
-# what is assumed of draft tokens before any was observed: how many, and their acceptance
+# assumed before any draft token was observed: how many, and their acceptance
 PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
 
 

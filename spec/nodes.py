@@ -30,10 +30,10 @@ NOT_GIVEN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """`tokens_M`, `slots_M` and `parents_M`, int32; the tokens of roots are those of the slots.
+    """`tokens_M`, `slots_M` and `parents_M`, int32; roots have the slots' tokens.
 
     `given_M` is the token that is kept after a node if the policy gives it a log-probability of at
-    least `least_logprob_M`, float32; `NOT_GIVEN` for none. None: of no node. `chunks` are computed
+    least `min_logprob_M`, float32; `NOT_GIVEN` for none. None: of no node. `chunks` are computed
     next to roots alone, and nothing is drawn at their tokens.
     """
 
@@ -55,9 +55,10 @@ def pack(
 ) -> np.ndarray:
     """Return a root for every slot and the first `taken_A` draft tokens of each request; [5, M].
 
-    The rows are those of `Nodes`, float32 as bits; nothing is given. Raises ValueError for drafts
-    that would change tokens: more than `num_nodes` in all or `max_nodes` of a slot (a budget's
-    fault), a parent that does not come before its child, siblings with one token (a drafter's).
+    The rows are the fields of `Nodes`, float32 as bits; nothing is given. Raises ValueError for
+    drafts that would change tokens: more than `num_nodes` in all or `max_nodes` of a slot (a
+    budget's fault), a parent that does not come before its child, siblings with one token (a
+    drafter's).
     """
     taken, max_drafts = int(taken_A.sum()), int(taken_A.max(initial=0))
     if num_slots + taken > num_nodes or max_drafts >= max_nodes:
@@ -177,13 +178,13 @@ def _paths(above_BW: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), step, (start, itself))[0]
 
 
-DRAWN, KEPT = 1, 2  # what an emitted token is; 0: none
+DRAWN, KEPT = 1, 2  # kinds of emitted tokens; 0: none
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Draws of a round at each node; those of `emitted_M` are the slots' next tokens.
+    """Draws of a round at each node; `emitted_M` marks the slots' next tokens.
 
     At nodes of `kept_M` the given token was kept. `of_chunks` are the entries of the chunks'
     tokens.

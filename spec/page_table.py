@@ -1,8 +1,8 @@
-"""Which pages of a paged cache each slot has: reserved, shared by counting, released.
+"""Each slot's pages of a paged cache: reserved, shared by counting, released.
 
-Pure host logic. Slots with the same first tokens may share pages, which nobody writes to then; a
-slot that begins to differ inside a page has a copy of it. On a mesh slots and pages are in as many
-parts as the batch axes have ways, and a slot has pages of its part.
+Pure host logic. Slots with the same first tokens may share pages, which are read-only then; a slot
+that starts to differ inside a page has a copy of it. On a mesh slots and pages are in as many parts
+as the batch axes have ways, and a slot has pages of its part.
 
 B slots, N pages of a slot at most, P pages, T positions of a page.
 """

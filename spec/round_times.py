@@ -1,6 +1,6 @@
-"""Measured seconds of rounds by bucket, by which budgets decide, and their correction in a run.
+"""Measured seconds of rounds by bucket, for budgets, and their correction in a run.
 
-The nodes of a round are those of all its slots: as many as there are slots in plain decoding.
+The nodes of a round cover all its slots: as many as there are slots in plain decoding.
 n = rounds, t = seconds of the table, m = measured seconds.
 """
 
@@ -40,8 +40,8 @@ class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
-    positions); `chunk_seconds` those of passes that draw after the tokens of chunks, by (slots,
-    tokens of chunks, positions).
+    positions); `chunk_seconds` the seconds of passes that draw after the tokens of chunks, by
+    (slots, tokens of chunks, positions).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RoundTimes:
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def scaled(self, factor: float, rounds: Table) -> RoundTimes:
-        """Return these seconds of rounds, with those of drafts and chunks times a factor."""
+        """Return `rounds`, with these seconds of drafts and chunks times a factor."""
         drafts = self._drafts.items()
         scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
         chunks = {at: factor * s for at, s in self._chunks.items()}

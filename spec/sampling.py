@@ -165,8 +165,8 @@ def uniforms(keys: jax.Array) -> jax.Array:
 def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax.Array:
     """Return the first index of positive mass with cumulative mass above the target, else the last.
 
-    A scan in parallel rounds each entry on its own, so that the cumulative mass may
-    move by an ulp where the mass is 0: looking at `upto` alone would draw there.
+    A scan in parallel rounds each entry separately, so that the cumulative mass may move by an ulp
+    at a mass of 0: looking at `upto` alone would draw there.
     """
     index_N = jnp.arange(mass_N.shape[-1])
     positive_N = mass_N > 0
@@ -195,7 +195,7 @@ def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
 def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
     """Return the log of the mass of all blocks, the same however the vocabulary is split."""
     rows = (rows_axis, *[None] * mass_C.ndim)[: mass_C.ndim - 1]
-    # gathered, then cut: XLA fails to partition the other order where the cut splits a part
+    # gathered, then cut: XLA fails to partition the other order if the cut splits a part
     mass_C = constrain(mass_C, *rows, None)
     mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
     return jnp.log(sum_in_order(mass_C))
@@ -236,9 +236,9 @@ def _draw_cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Arr
     """Draw a block by its cumulative mass, then a token of it.
 
     Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
-    additions in sequence instead of V. Each has a uniform of its own: one for both would leave
-    the second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens.
-    A token of mass 0 is never drawn.
+    additions in sequence instead of V. Each has a separate uniform: one for both would leave the
+    second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens. A token of
+    mass 0 is never drawn.
     """
     u_2, W = uniforms(keys), mass_CW.shape[-1]
     upto_C = jnp.cumsum(mass_C, axis=-1)
@@ -268,7 +268,7 @@ def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
 def rank_draws(
     logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
 ) -> jax.Array:
-    """Return scores [..., V]: highest of the draw, then of what a like distribution may draw."""
+    """Return scores [..., V]: highest of the draw, then of draws of a similar distribution."""
     if scheme == "gumbel":
         return jnp.where(temperature[..., None] <= 0, logits_V, _perturbed(logits_V, keys))
     drawn, _ = draw(logits_V, keys, temperature, scheme)
@@ -284,7 +284,7 @@ def draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw tokens from processed logits [..., V], one key per row; return their log-probs too.
 
-    Rows of temperature 0 take the argmax (the first of equals). Log-probabilities are those of the
+    Rows of temperature 0 take the argmax (the first of equals). Log-probabilities are of the
     processed distribution; at temperature 0, of the unscaled one. `mass`: the logits' masses.
     """
     mass = mass or masses(logits_V)

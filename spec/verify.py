@@ -1,9 +1,9 @@
 """The packed round: one forward pass over the nodes of all requests, the draws, the walk.
 
-A round computes token(r, t) at every node and follows, from each slot's root, the child that
-equals the draw; a kept given token (`spec.nodes`) replaces the draw. The emitted tokens are those
-of plain decoding, up to rounding (docs/architecture.md, Exactness); nodes that are roots alone
-*are* plain decoding. Keys and values of accepted nodes are written at the start of the next round.
+A round computes token(r, t) at every node and follows, from each slot's root, the child that equals
+the draw; a kept given token (`spec.nodes`) replaces the draw. The emitted tokens equal plain
+decoding's, up to rounding (docs/architecture.md, Exactness); nodes that are roots alone *are* plain
+decoding. Keys and values of accepted nodes are written at the start of the next round.
 Shape legend in docs/architecture.md; E = end tokens.
 """
 
@@ -50,8 +50,8 @@ class Slots:
         return replicated(self)
 
 
-LOGITS_AT_ONCE = 2**23  # of a device: 32 MiB, of which some five copies exist
-NO_TOKEN = -2  # which no node has
+LOGITS_AT_ONCE = 2**23  # of a device: 32 MiB, in some five copies
+NO_TOKEN = -2  # no node has it
 
 
 def walk(
@@ -79,7 +79,7 @@ def _depths(trees: Trees) -> jax.Array:
 
 
 def _of_nodes(x_BW: jax.Array, trees: Trees) -> jax.Array:
-    """The entries of the nodes; those of padding are of no meaning."""
+    """The entries of the nodes; padding's are meaningless."""
     W = x_BW.shape[1]
     return jnp.take(x_BW.reshape(-1), trees.row_M * W + trees.place_M, mode="clip")
 
@@ -95,7 +95,7 @@ def verify(
     scheme: sampling.Draw,
     max_nodes: int,
 ) -> tuple[Cached, Pending, Slots, Drawn]:
-    """Run one round: write what waits, forward over the nodes, draw at every node, walk."""
+    """Run one round: write pending entries, run all nodes, draw at every node, walk."""
     M, B = len(nodes.tokens_M), len(slots.active)
     cache = cache.written(pending)
     trees, depth_M, of_slots = None, jnp.zeros(M, jnp.int32), slots
@@ -132,7 +132,7 @@ def verify(
 
 
 class _Undrawn(NamedTuple):
-    """The inputs of the draws of M nodes; `of_slots` are those of their slots."""
+    """The inputs of the draws of M nodes; `of_slots` belong to their slots."""
 
     hidden_MD: jax.Array
     nodes: Nodes

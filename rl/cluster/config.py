@@ -17,18 +17,18 @@ class ClusterConfig:
     """The processes of a run, and how they find one another.
 
     `kind`: `local` (this process is the run), `spmd` (several processes run the same command, on
-    devices that are one mesh) or `ray` (rollout workers are actors of Ray: on the cluster at
-    `address` = "HOST:PORT", which this host belongs to, else on a Ray of its own on this host).
-    Process 0 is reached at `coordinator` = "HOST:PORT", with `num_processes` and, for each, its own
-    `process_id`; with `auto` jax finds all three on TPU slices, under SLURM, Open MPI and in
-    Kubernetes. With `ray`, `num_processes` actors train.
+    devices that form one mesh) or `ray` (rollout workers are actors of Ray: on the cluster at
+    `address` = "HOST:PORT", which this host belongs to, else on a Ray that it starts on this host).
+    Process 0 is reached at `coordinator` = "HOST:PORT", with `num_processes` and the `process_id`
+    of each; with `auto` jax finds all three on TPU slices, under SLURM, Open MPI and in Kubernetes.
+    With `ray`, `num_processes` actors train.
 
-    `rollouts`: `local` (each process answers its share of the requests on its own devices) or
-    `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
-    With `ray` as many `scorers`, each with `Reward.workers` processes, score on the cluster's CPUs
-    (0: processes of this host), and as many `history_workers` keep the responses that history
-    drafts from and build the next step's index (0: each rollout worker builds its own). Signs of
-    life of a process may be `deadline_s` apart; so long may joining take.
+    `rollouts`: `local` (each process answers its share of the requests on its devices) or `mesh`
+    (one engine spans the devices of all processes, for policies that no process can hold). With
+    `ray` as many `scorers`, each with `Reward.workers` processes, score on the cluster's CPUs (0:
+    processes of this host), and as many `history_workers` keep the responses that history drafts
+    from and build the next step's index (0: each rollout worker builds an index). Heartbeats of a
+    process may be `deadline_s` apart; joining may take as long.
     """
 
     kind: Kind = "local"
@@ -76,7 +76,7 @@ class ClusterConfig:
 
     @property
     def shared(self) -> ClusterConfig:
-        """This configuration without what tells one process from the others."""
+        """This configuration without the fields that differ between processes."""
         return dataclasses.replace(self, process_id=None)
 
     @property

@@ -127,7 +127,7 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
 
 
 def identity_of(config_text: str, policy: Path, draft_model: Path | None = None) -> dict[str, str]:
-    """Return what the processes of a run must have in common, by name."""
+    """Return the facts that the processes of a run must agree on, by name."""
     files = {POLICY: str(policy)}
     if draft_model is not None:
         files[DRAFT_MODEL] = str(draft_model)

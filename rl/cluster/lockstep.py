@@ -1,7 +1,7 @@
-"""Processes of one mesh that launch different programs are named, instead of hanging together.
+"""Detection of processes of one mesh that launch different programs, instead of a hang.
 
-A thread compares the launches of a process's engine (`rl.engine.lockstep`) with those of process 0,
-through the store that all reach: it runs also while a collective hangs.
+A thread compares the launches of a process's engine (`rl.engine.lockstep`) with process 0's,
+through the shared store: it also runs while a collective hangs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The processes of one run: gathered values, digests and signs of life in a key-value store.
+"""The processes of one run: gathered values, digests and heartbeats in a key-value store.
 
-Only `gather_large` is a collective of devices, which is entered once all have said that they come.
+Only `gather_large` is a collective of devices, which is entered once all have announced it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-POLL_S = 0.5  # between two looks at whether the one that is waited for is alive
-BEATS = 8  # signs of life, at least, in the time after which their absence is a loss
-BEAT_S = 1.0  # between two signs of life, in a job of up to BEATING processes
+POLL_S = 0.5  # between two checks of an awaited process
+BEATS = 8  # min heartbeats within the deadline
+BEAT_S = 1.0  # between two heartbeats, in a job of up to BEATING processes
 BEATING = 64
 LEAVING_S = 4.0  # that the main thread has, once a process is lost, before the run is ended for it
 LARGE_BYTES = 2**20  # from here on values go through the devices' network
@@ -28,7 +28,7 @@ PULSE, GATHER = "reprise/pulse/", "reprise/gather/"
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the run has ended, or shows no sign of life."""
+    """Another process of the run has ended, or sends no heartbeat."""
 
 
 class Diverged(RuntimeError):
@@ -41,7 +41,7 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Wait for a key. Raises TimeoutError, or ConnectionError where the store is gone."""
+        """Wait for a key. Raises TimeoutError, or ConnectionError if the store is gone."""
         ...
 
     def entries(self, prefix: str) -> Mapping[str, bytes]: ...
@@ -50,14 +50,14 @@ class Store(Protocol):
 
 
 class Processes:
-    """The processes of a run, as one of them sees them; a context manager while the run goes on.
+    """The processes of a run, as one of them sees them; a context manager during the run.
 
     All call the same methods in the same order, from their main threads; `what` names the point of
     the run, and is compared. Alone, everything is trivial and there is no store.
 
-    A thread gives signs of life and watches for them. A process that gives none for `deadline_s`,
-    or says that it failed, is lost: waits raise ProcessLost, and if the main thread does not leave
-    a collective within LEAVING_S, `end` is called with the message.
+    A thread sends heartbeats and watches the others'. A process that sends none for `deadline_s`,
+    or reports that it failed, is lost: waits raise ProcessLost, and if the main thread does not
+    leave a collective within LEAVING_S, `end` is called with the message.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Processes:
         self._numbers: dict[str, int] = {}  # of the last gathering, by line
         self._beat_s = min(deadline_s / BEATS, BEAT_S * max(1.0, count / BEATING))
         self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
-        self._wanted = False  # whether another process is asked to stop
+        self._wanted = False  # whether another process was requested to stop
         self._lost: ProcessLost | None = None
         self._left: set[int] = set()  # processes that have departed
         self._over, self._lock = threading.Event(), threading.Lock()
@@ -84,7 +84,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """True for the one process that writes what a run writes once."""
+        """True for the process that writes the run's shared files."""
         return self.index == 0
 
     @property
@@ -102,7 +102,7 @@ class Processes:
     ) -> list[bytes]:
         """Return the values that all processes give, in their order.
 
-        `waiting` is called meanwhile. Another thread than the main one names a `line` of its own.
+        `waiting` is called meanwhile. A thread other than the main one uses a separate `line`.
         Raises ProcessLost, or Diverged if another process is at another point.
         """
         if self.alone:
@@ -168,7 +168,7 @@ class Processes:
         tables = [json.loads(t) for t in self.gather_large(f"digests of {what}", table)]
         raise Diverged(f"{what}: {difference(tables)}")
 
-    # -- signs of life -------------------------------------------------------------------
+    # -- heartbeats ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if not self.alone:
@@ -180,31 +180,31 @@ class Processes:
         self.depart()
 
     def depart(self) -> None:
-        """Tell the others that this process leaves; process 0, which the others need, is last."""
+        """Announce that this process leaves; process 0, which the others need, is last."""
         self._over.set()
         if not self.alone:
             self._own["done"] = True
             self._tell_the_end(LEAVING_S if self.is_first else 0.0, "done")
 
     def request_stop(self) -> None:
-        """Tell the others that this process is asked to stop."""
+        """Announce that this process was requested to stop."""
         self._own["asked"] = True
 
     @property
     def asked(self) -> bool:
-        """True once another process is asked to stop."""
+        """True once another process was requested to stop."""
         return self._wanted
 
     def fail(self, text: str) -> None:
-        """Tell the others why this process ends; wait until they can have read it."""
+        """Announce why this process ends; wait until the others can have read it."""
         if self.alone:
             return
-        self._over.set()  # what the others do now is none of its business
+        self._over.set()  # the others no longer matter
         self._own["failed"] = text
         self._tell_the_end(2 * self._beat_s, "done", "failed")
 
     def _tell_the_end(self, limit_s: float, *ends: str) -> None:
-        """Give a last sign of life; wait until all have told one of these ends, at most so long."""
+        """Send a last heartbeat; wait until all announce one of these ends, at most `limit_s`."""
         until_s = self._clock() + limit_s
         with contextlib.suppress(ConnectionError, TimeoutError):
             self._beat()
@@ -222,7 +222,7 @@ class Processes:
         return self._lost
 
     def _watch(self) -> None:
-        """Give signs of life and watch for those of the others, until the run is over."""
+        """Send heartbeats and watch for the others', until the run is over."""
         last: dict[int, tuple[object, float]]
         last = {i: (None, self._clock()) for i in range(self.count) if i != self.index}
         while not self._over.wait(self._beat_s):
@@ -238,7 +238,7 @@ class Processes:
                 if failed := state.get("failed"):
                     return self._lose(f"process {index} failed: {failed}")
                 if state.get("done"):
-                    self._left.add(index)  # of what it gave before, all can still be read
+                    self._left.add(index)  # its earlier values can still be read
                 if state.get("beat") != beat:
                     last[index] = state.get("beat"), now_s
                 elif now_s - since_s > self._deadline_s:
@@ -257,7 +257,7 @@ class Processes:
             self.store.set(f"{PULSE}{self.index}", json.dumps(self._own).encode())
 
     def _told(self) -> dict[int, dict[str, object]]:
-        """Return the last sign of each process that gave one."""
+        """Return the last heartbeat of each process that sent one."""
         entries = self.store.entries(PULSE)
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries.items()}
 
@@ -310,7 +310,7 @@ ALONE = Processes()
 
 
 def difference(tables: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return which processes' tables of (name, digest) differ from that of process 0, and where."""
+    """Return which processes' tables of (name, digest) differ from process 0's, and where."""
     first, result = tables[0], list[str]()
     for index, table in enumerate(tables):
         pairs = itertools.zip_longest(first, table, fillvalue=("nothing", ""))

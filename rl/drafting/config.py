@@ -25,13 +25,13 @@ class DraftingConfig:
     `workers` of `Sched.workers` draft for the others, by the source `model`, on each of their
     devices; None: as the plan says (not with `Cluster.kind` = `ray`), 0: each worker drafts by
     itself. With `DraftModel.directories` each rollout has the draft model with the most tokens a
-    second, by measured seconds and acceptance. `ahead`: `free_running` continues behind a window
+    second, by measured seconds and acceptance. `ahead`: `free_running` continues after a window
     while it is verified, `enumeration` drafts for all outcomes of the round, with `fan_out` guesses
     of each next token. A `window` has as many draft tokens; None: as the plan says, up to
-    `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0: never) a request that is accepted
-    less than others gets its own window. Workers without requests answer up to
-    `requests_per_helper` of the others' last ones again, each drafting by one of the `methods`, and
-    the first answer counts. Source: SpecActor, section 4.
+    `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0: never) a request with less
+    acceptance than others gets a separate window. Idle workers answer up to `requests_per_helper`
+    of the others' last requests again, each drafting by one of the `methods`, and the first answer
+    counts. Source: SpecActor, section 4.
     """
 
     workers: int | None = 0
@@ -66,5 +66,5 @@ class DraftingConfig:
 
     @property
     def helps(self) -> bool:
-        """True if workers without requests of their own help with those of others."""
+        """True if idle workers help with the requests of others."""
         return self.requests_per_helper > 0

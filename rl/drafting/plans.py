@@ -120,8 +120,8 @@ class MeasuredSeconds:
 class Planner:
     """Plans rollouts of `num_requests` at once on `num_workers` of both kinds.
 
-    `methods` are the draft models (`rl.drafting.config.methods_of`), `method` that of the rollout
-    that began last. `seconds`, and `draft_s` of each method, are set once they are measured.
+    `methods` are the draft models (`rl.drafting.config.methods_of`), `method` the one of the last
+    rollout. `seconds`, and `draft_s` of each method, are set once they are measured.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Planner:
         return Acceptance(self.observed.p, None if self._runs_freely else self.observed.hits)
 
     def choose_method(self) -> str:
-        """Choose the method of a rollout that begins (section 4.2, initial selection)."""
+        """Choose the method of a new rollout (section 4.2, initial selection)."""
         if self.draft_s and self.seconds is not None:
             self.method = self.ranked()[0]
             draft_s = self.draft_s[self.method]
@@ -188,7 +188,7 @@ class Planner:
         )
 
     def plans(self) -> RequestPlans:
-        """Return the plans of one worker's requests in a rollout that begins now."""
+        """Return the plans of one worker's requests in a new rollout."""
         fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
         if seconds is None:
             window = min(fixed or FIRST_WINDOW, self.max_window)
@@ -227,7 +227,7 @@ class Planner:
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
         """Return True if a copy of a request saves more than its keys, values and weights cost.
 
-        On a worker of its own it has rounds of one request; half of `left_tokens` are expected.
+        Alone on a worker it has rounds of one request; half of `left_tokens` are expected.
         """
         seconds = self.seconds
         if seconds is None:
@@ -242,7 +242,7 @@ class Planner:
         return worth_helping(left_tokens / 2, *rates, costs_s)
 
     def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
-        """Return the tokens a second of one of a batch's requests, and of one on its own worker."""
+        """Return the tokens a second of a request in a batch, and alone on a worker."""
         window, each = self.config.window or FIRST_WINDOW, self._each
         round_s = max(seconds.verify(each, window), window * seconds.draft(each))
         helped = max(
@@ -271,7 +271,7 @@ class Planner:
 
 
 class _RolloutPlans(RequestPlans):
-    """Plans by the present batch, and those of requests that have their own."""
+    """Plans by the present batch, and separate ones of some requests."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""A drafting worker, and the link by which a verifying worker calls it.
+"""A drafting worker, and the link that a verifying worker calls it through.
 
     DecoupledDrafter ─ send: commits → DraftingLink ─ a thread → DraftingWorker.draft
     DecoupledDrafter ← take: blocks ── DraftingLink ←── Answer ──┘
 
-The worker is one class, in a thread or a Ray actor (rl.drafting.workers). Links make calls beside
+The worker is one class, in a thread or a Ray actor (rl.drafting.workers). Links make calls during
 the rounds of their verifying workers: if one fails or hangs, drafts are missing meanwhile.
 """
 
@@ -36,10 +36,10 @@ from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Program
 from spec.sampling import KEY_IMPL, step_key
 
-MAX_ROLLOUTS = 3  # whose requests are kept: that of the present step, and those beside it
+MAX_ROLLOUTS = 3  # rollouts with kept requests: the present step's and its neighbours'
 MAX_SPANS = 2**14  # steps of a rollout that the picture of workers shows
 MAX_RESTARTS = 3  # in a row without a block
-LEAVING_S = 5.0  # in which a step may end
+LEAVING_S = 5.0  # for a step to end
 LATE_S = 1.0  # a round does not wait for a call that takes longer
 REPEATS = 3  # of a timed step
 MIN_SECONDS = 1e-7
@@ -146,7 +146,7 @@ class DraftingWorker:
         return Answer(self._start, blocks, bool(blocks) and self._config.ahead == "free_running")
 
     def prepare(self, sampling: SamplingConfig, report: OnCompiled = unwatched) -> None:
-        """Compile all that a rollout with this sampling runs, and run it once."""
+        """Compile all programs of a rollout with this sampling, and run them once."""
         for method in self._models:
             rollout = Rollout.of(method, step_key(0, 0), sampling)
             compile_buckets.prepare(self.engine, self._programs(rollout), report)

@@ -39,7 +39,7 @@ from spec.decoupled.messages import DraftPlan
 from spec.round_times import RoundTimes
 
 T = TypeVar("T")
-BEAT_S = 2.0  # between two calls by which a hang or a loss is noticed
+BEAT_S = 2.0  # between two calls that detect a hang or a loss
 CONCURRENCY = 64  # links that may wait for one another's steps
 NO_MOVES = {1: (0.0, 0.0)}  # seconds of moves between workers: no window depends on them
 
@@ -65,7 +65,7 @@ class DraftingWorkers(DrafterSource):
         self._model = model if isinstance(model, DraftModel) else None
         self._report, self._clock, self._hang_limit_s = report, clock, hang_limit_s
         self._choosing = threading.Lock()
-        self._last: Rollout | None = None  # the rollout that began last
+        self._last: Rollout | None = None  # the last rollout to start
         self._counted = clock(), 0, 0.0  # time, steps and busy seconds at the last `metrics`
         self._verifying: list[int] = []  # numbers of the engines that verify
         self.workers: list[DraftingWorker] = []
@@ -105,7 +105,7 @@ class DraftingWorkers(DrafterSource):
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
         """Return a verifying worker's drafter; a rollout's first call chooses its draft model."""
         rollout = Rollout.of("", context.spec.key, context.spec.sampling)
-        with self._choosing:  # workers begin in threads of their own
+        with self._choosing:  # workers start in separate threads
             if rollout != self._last:
                 self._last = rollout
                 self.planner.choose_method()
@@ -204,7 +204,7 @@ class DraftingSettings:
 
 
 class DraftingActor(DraftingWorker):
-    """A drafting worker in a program of its own, compiled, with the draft model of its folder."""
+    """A drafting worker in a separate program, compiled, with the draft model of its folder."""
 
     def __init__(self, settings: DraftingSettings) -> None:
         keep_programs()
@@ -228,9 +228,9 @@ class DraftingActor(DraftingWorker):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftsApart:
-    """The drafting workers of one verifying worker: programs by number, and what plans need.
+    """The drafting workers of one verifying worker: programs by number, and arguments of plans.
 
-    `planned` are arguments of its `Planner`, `draft_s` is that of `MeasuredSeconds`.
+    `planned` are arguments of its `Planner`, `draft_s` is as in `MeasuredSeconds`.
     """
 
     places: Mapping[int, Handle]
@@ -239,7 +239,7 @@ class DraftsApart:
 
 
 class DraftingActors:
-    """The drafting workers of a run in programs of their own; a context manager, which ends them.
+    """The drafting workers of a run in separate programs; a context manager, which ends them.
 
     `start` starts an actor of `DraftingActor` by its number. A step may take `hang_limit_s`.
     """
@@ -294,8 +294,7 @@ class RemoteDrafts(DrafterSource):
     """The drafters of a verifying worker whose drafting workers are actors; it is kept for the run.
 
     Its planner learns acceptance from all its rollouts. `report` is called with a line about each
-    failure. Before `use` the drafters get no drafts: they serve to compile what they do on the
-    host.
+    failure. Before `use` the drafters get no drafts: they serve to compile their host code.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -304,7 +303,7 @@ class RemoteDrafts(DrafterSource):
         self._peers = list[Peer]()
 
     def use(self, apart: DraftsApart, times: RoundTimes | None) -> None:
-        """Begin a rollout; `times` are the seconds of this worker's rounds, if it has any."""
+        """Start a rollout; `times` are the seconds of this worker's rounds, if it has any."""
         if self._planner is None:
             self._planner = Planner(*apart.planned)
             self._planner.drafting_workers = self._planner.config.workers or 0

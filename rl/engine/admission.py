@@ -1,11 +1,11 @@
-"""Which waiting requests enter which rows, what fills these, and which rows have to leave.
+"""Admission: which requests enter which rows, how rows are filled, and which rows leave.
 
 Pure host logic. A row keeps the keys and values of its prompt after its request has ended, until
-another prompt is written over them: siblings that come later copy from any row that holds theirs.
-So a group's prompt is computed once as long as its requests are admitted in order.
+another prompt overwrites them, so later siblings can copy from any row that holds theirs. A group's
+prompt is thus computed once as long as its requests are admitted in order.
 
-With a budget of positions a row needs what it holds and what the next fetch can add, at most what
-its request may have, and all of a cached response that it verifies in chunks:
+With a budget of positions a row needs its tokens plus the most that the next fetch can add, up to
+its request's limit, and all tokens of a cached response that it verifies in chunks:
 
     needed = min(tokens + most that a fetch adds, most tokens of the request)
 
@@ -113,11 +113,11 @@ def assign(
 def fills(
     lacking: Mapping[int, int], held: Held, parts: Sequence[int], is_busy: Sequence[bool]
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the copies to make, (from row, to row), and the rows to compute something of.
+    """Return the copies to make, (from row, to row), and the rows to compute tokens of.
 
-    `lacking` has the rows that lack something, in order of admission, and their prompts; `parts`
-    has each row's part of the mesh. A row copies its prompt from one that holds it, best from a
-    busy one of its own part, or waits if a row before computes it. No row is both read and written.
+    `lacking`: the prompts of rows that lack tokens, in order of admission; `parts`: each row's part
+    of the mesh. A row copies its prompt from a row that holds it, preferably a busy one of the same
+    part, or waits if an earlier row computes it. No row is both read and written.
     """
     holders = dict[tuple[int, int | None], int]()  # by part and prompt; −1: any part
     for row in sorted(range(len(held)), key=lambda r: is_busy[r]):
@@ -126,7 +126,7 @@ def fills(
     for row, prompt in lacking.items():
         source = holders.get((parts[row], prompt), holders.get((-1, prompt)))
         if held[row] is not None:
-            computed.append(row)  # tokens behind the prompt
+            computed.append(row)  # tokens after the prompt
         elif source is not None:
             copies.append((source, row))
         elif prompt not in started:
@@ -159,7 +159,7 @@ def needed_by(waiting: PartialRequest, table: SlotTable, fetch_tokens: int) -> i
 def num_fitting(
     waiting: Iterable[PartialRequest], table: SlotTable, fetch_tokens: int, budget: int
 ) -> int:
-    """Return how many waiting requests, in order, fit beside what runs; at least one alone."""
+    """Return how many waiting requests, in order, fit; at least one if no row is busy."""
     held, count = int(needed_B(table, fetch_tokens).sum()), 0
     for p in waiting:
         held += needed_by(p, table, fetch_tokens)

@@ -25,7 +25,7 @@ from spec.verify import Slots
 
 STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
 PAGES_AT_ONCE = 16  # that one call copies, reads or writes
-# Columns of the integer table from which the device's slots are made.
+# Columns of the integer table that becomes the device's slots.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
 
 
@@ -53,7 +53,7 @@ def join_slots(
 
 @partial(jax.jit, donate_argnames="cache")
 def write_chunks(cache: Cache, entries: Entries, chunks_TX: jax.Array) -> Cache:
-    """Write the entries of a round's chunks; those behind a row's tokens are dead."""
+    """Write the entries of a round's chunks; entries after a row's tokens are dead."""
     chunks = Chunks.of_table(chunks_TX)
     if isinstance(cache, PagedCache):
         new = entries.keys, entries.values, entries.features
@@ -136,7 +136,7 @@ def copy_states(
 ) -> jax.Array:
     """Return a copy of the hidden states of a row's positions `start …`, [T, W]."""
     W = features_B1SW.shape[-1]
-    # a gather, which leaves rows on their devices, where a dynamic slice would bring all together
+    # a gather leaves rows on their devices; a dynamic slice would bring all together
     dims = jax.lax.GatherDimensionNumbers((0, 1), (0, 1), (0, 2))
     place_2, size = jnp.stack([row, start]), (1, 1, num_tokens, W)
     states_TW = jax.lax.gather(features_B1SW, place_2, dims, size, mode="clip")
@@ -184,7 +184,7 @@ def states_of_pages(pages_P1TF: jax.Array, page_X: jax.Array) -> jax.Array:
 
 
 def host_of_pages(parts: Sequence[PagedCache], num_tokens: int, like: PagedCache) -> HostKv:
-    """Return what was read of a row's pages, [X, K, T, h] each, as one row on the host."""
+    """Return the values read from a row's pages, [X, K, T, h] each, as one row on the host."""
 
     def row(pages: Sequence[Any]) -> np.ndarray:
         rows_KSh = [x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in pages]

@@ -1,10 +1,10 @@
-"""The responses that requests may start from, up to the first token that is not kept.
+"""Earlier responses that requests start from, up to the first token that is not kept.
 
 A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from its
-early tokens (`Request.begun`), or from the one and then the other. They are verified as the rest of
-its prompt, in chunks behind whose tokens a round draws, before its row joins the rounds; if chunks
-do not pay (`spec.round_times.RoundTimes.chunks_pay`) by rounds of the row, as chains of nodes.
-With the same noise a token is kept if the policy draws it; else a rule decides in the round.
+early tokens, or from both in turn. They are verified like the rest of its prompt, in chunks with a
+draw after each token, before its row joins the rounds; if chunks do not pay
+(`spec.round_times.RoundTimes.chunks_pay`) by rounds of the row, as chains of nodes. With the same
+noise a token is kept if the policy draws it; else a rule decides in the round.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,
 X = tokens of chunks.
 """
@@ -25,14 +25,14 @@ from spec.nodes import KEPT, NOT_GIVEN
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
 
-PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # of a rollout: what is assumed to be kept before any was
+PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # kept and verified tokens assumed at the start of a rollout
 
 
 class CachedPrefixes:
-    """The chains of B rows; row b may still keep tokens `emitted … end_B[b]` of its own.
+    """The chains of B rows; row b may still keep its chain's tokens `emitted … end_B[b]`.
 
-    `end_B` is 0 without a chain that goes on. Without a `rule` cached responses are not used;
-    `counts` are of these alone. Chains are verified `in_chunks` or as nodes.
+    `end_B` is 0 without an active chain. Without a `rule` cached responses are not used; `counts`
+    covers only cached responses. Chains are verified `in_chunks` or as nodes.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class CachedPrefixes:
         self.saved_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
         self.begun_BL = np.zeros((num_slots, longest), np.int32)
         self.started_tokens_B = np.zeros(num_slots, np.int32)
-        self.of_begun_B = np.zeros(num_slots, bool)  # the chain is what was begun
+        self.of_begun_B = np.zeros(num_slots, bool)  # the chain is of early tokens
 
     @property
     def given(self) -> bool:
-        """Return whether rounds are given tokens, of which a rule keeps some."""
+        """Return whether rounds receive tokens that a rule may keep."""
         return self._rule is not None and not self._rule.mode.couples_noise
 
     def ruled(self, rows: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ class CachedPrefixes:
         return self.goes_on(rows) & ~self.of_begun_B[rows] & self.given
 
     def enter(self, row: int, partial: PartialRequest) -> None:
-        """Put a request into a row; one whose tokens so far were all kept goes on with the rest."""
+        """Put a request into a row; it resumes its chain if all its tokens so far were kept."""
         request, prefix, response = partial.request, partial.prefix, _NONE
         self.end_B[row], self.saved_B[row], self.of_begun_B[row] = 0, 0, False
         if prefix is not None:
@@ -77,7 +77,7 @@ class CachedPrefixes:
             self._resume_started(row, response)
 
     def _start_cached(self, row: int, partial: PartialRequest, begun: np.ndarray) -> bool:
-        """Let the row go on with its cached response; return False if that is of no use."""
+        """Start the chain of the row's cached response; return False if it is of no use."""
         request, rule = partial.request, self._rule
         if rule is None or request.cached is None or partial.num_tokens > self.saved_B[row]:
             return False
@@ -86,20 +86,20 @@ class CachedPrefixes:
         if n <= partial.num_tokens:
             return False
         if not self.given and len(begun) and begun.tolist() != tokens[: len(begun)].tolist():
-            return False  # what newer weights have drawn
+            return False  # newer weights drew other tokens
         self.tokens_BL[row, :n], self.end_B[row] = tokens, n
         if self.given:
-            name = request.request_id % NOISE_NAMES  # what is begun ahead has the step's draws
+            name = request.request_id % NOISE_NAMES  # requests started ahead have the step's draws
             self.min_logprobs_BL[row, :n] = rule.min_logprobs(name, request.cached, n)
         return True
 
     def _usable(self, request: Request, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens up to where a response ends."""
+        """Return the tokens up to the response's end."""
         tokens = tokens[: request.limit(self._endings.sampling)]
         return tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
 
     def _resume_started(self, row: int, response: np.ndarray) -> None:
-        """Let the row go on with what was begun, if its response so far is the start of it."""
+        """Start the chain of early tokens if they start with the response so far."""
         n, started = len(response), self.begun_BL[row, : self.started_tokens_B[row]]
         if n < len(started) and np.array_equal(started[:n], response):
             self.tokens_BL[row, : len(started)], self.end_B[row] = started, len(started)
@@ -116,7 +116,7 @@ class CachedPrefixes:
         return self.end_B[rows] > 0
 
     def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
-        """Write the chains, of up to `most_A` tokens, to the drafts of those who have one."""
+        """Write the chains, of up to `most_A` tokens, to their requests' drafts."""
         rates = [_kept_rate(self.counts), _kept_rate(self._started_counts)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         rows_A, source = live.rows_A, int(Source.CACHED)
@@ -125,12 +125,12 @@ class CachedPrefixes:
         _draft(self.tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts)
 
     def give(self, nodes_5M: np.ndarray, emitted_B: np.ndarray) -> None:
-        """Write the tokens that may be kept behind the nodes of a round to its table."""
+        """Write the tokens that may be kept after the nodes of a round to its table."""
         end_B = np.where(self.of_begun_B, 0, self.end_B).astype(np.int32)
         _give(nodes_5M, emitted_B, end_B, self.tokens_BL, self.min_logprobs_BL)
 
     def give_chunks(self, chunks_TX: np.ndarray, prompt_tokens_B: np.ndarray) -> np.ndarray:
-        """Return the tokens that may be kept behind those of chunks, and their bounds; [2, X]."""
+        """Return the tokens that may be kept after chunk tokens, and their bounds; [2, X]."""
         inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
         end_B = np.where(self.of_begun_B | (not self.given), 0, self.end_B).astype(np.int32)
         _give_chunks(
@@ -147,7 +147,7 @@ class CachedPrefixes:
         emitted_B: np.ndarray,
         limit_B: np.ndarray,
     ) -> np.ndarray:
-        """Return the kinds of draws behind tokens of chunks; 0 after a row's first that differs."""
+        """Return the kinds of draws after chunk tokens; 0 after a row's first that differs."""
         ruled_B, end_B = self.given & ~self.of_begun_B, np.minimum(self.end_B, limit_B)
         rows = prompt_tokens_B, emitted_B, end_B, ruled_B, self.tokens_BL
         return _stand(chunks_TX, drawn_X, kind_X, *rows)
@@ -160,10 +160,10 @@ class CachedPrefixes:
         emitted_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> np.ndarray:
-        """Take the tokens of a fetch behind `emitted_B` ones; return how many given ones were kept.
+        """Commit a fetch's tokens after `emitted_B` ones; return how many given ones were kept.
 
-        A chain ends with the first token that is not kept, and with its response; behind a cached
-        response early tokens may go on.
+        A chain ends with the first token that is not kept, or with its response; early tokens may
+        resume after a cached response.
         """
         agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
         ruled_B = ~self.of_begun_B & self.given

@@ -8,7 +8,7 @@ from typing import Literal, Self, get_args
 from rl.gin.values import found_size
 from spec.buckets import bucket, buckets
 
-POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
+POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of it
 PART_MULTIPLE = 32  # and the others
 POSITION_PARTS = (8, 2)  # of the last bucket: the others
 CacheKind = Literal["auto", "rows", "pages"]
@@ -100,7 +100,7 @@ class EngineConfig:
         return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.min_positions)
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
-        """Return the numbers of chunks of passes that draw behind their tokens, smallest first."""
+        """Return the numbers of chunks of passes that draw after their tokens, smallest first."""
         high = min(self.max_round_nodes // chunk_tokens, num_slots)
         sizes = buckets(high, self.prefill_rows)
         return [size for size in sizes if size <= high] or sizes[:1]
@@ -123,9 +123,9 @@ class EngineConfig:
         return sorted({last, *(max(low, size) for size in parts)})
 
     def batch_positions(self, num_slots: int, most_slots: int, longest_tokens: int) -> list[int]:
-        """Return the buckets of positions of `num_slots` rows, of at most `most_slots`.
+        """Return the buckets of positions of `num_slots` rows out of at most `most_slots`.
 
-        If there would be more than `MOST_PAIRS` pairs of sizes, fewer rows begin with longer ones:
+        If there would be more than `MAX_PAIRS` pairs of sizes, fewer rows start with longer ones:
         in all they have at least as many positions as all rows in the smallest bucket.
         """
         sizes = self.position_sizes(longest_tokens)
@@ -142,7 +142,7 @@ class EngineConfig:
         return [*sizes, high] if high > num_slots else []
 
     def sizes_beside_prompts(self, num_slots: int) -> list[int]:
-        """Return those of rounds that compute prompts too: of four and eight nodes a slot."""
+        """Return the node counts of rounds that also compute prompts: four and eight a slot."""
         return self.node_sizes(num_slots)[1:3]
 
     def most_nodes(self, num_slots: int) -> int:

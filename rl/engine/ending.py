@@ -30,7 +30,7 @@ def padded_ids(ids: Collection[int]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rules:
-    """All rules, for compiled code: `next_SC` by byte; rule r begins in state `start_R[r]`.
+    """All rules, for compiled code: `next_SC` by byte; rule r starts in state `start_R[r]`.
 
     State 0 belongs to rules without strings.
     """
@@ -102,7 +102,7 @@ class Endings:
         return number
 
     def read(self, rule: int, tokens: np.ndarray) -> tuple[int, int, bool]:
-        """Return (tokens up to the end, state behind them, whether the response ends there)."""
+        """Return (tokens up to the end, state after them, whether the response ends there)."""
         count_B, stopped_B = np.array([len(tokens)], np.int32), np.zeros(1, bool)
         state_B = self._rules.start_R[rule : rule + 1].copy()
         tokens_BN = np.ascontiguousarray(tokens, np.int32)[None]
@@ -147,7 +147,7 @@ def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             state = edges[state][byte]
         complete[state] = True
     next_SC, complete_S = np.zeros((len(edges), 256), np.int32), np.array(complete)
-    queue = [(0, 0)]  # a state, and that of its longest proper ending: shorter texts first
+    queue = [(0, 0)]  # (state, state of its longest proper suffix): shorter texts first
     for state, back in queue:
         if state:
             next_SC[state] = next_SC[back]

@@ -6,10 +6,9 @@
             for event in engine.step():
                 ...                     # a Trajectory, or a ChunkEnd: `extend` or `take` it
 
-Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled
-once; `rl.engine.slot_cache` holds the cache. There is one fetch per device call, and one device
-call is several rounds when no draft is wanted. The engine owns no weights: every rollout brings
-its own.
+Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled once;
+`rl.engine.slot_cache` holds the cache. Each device call has one fetch, and is several rounds when
+no draft is wanted. The engine owns no weights: every rollout brings them.
 """
 
 from __future__ import annotations
@@ -246,7 +245,7 @@ class Engine(ModelRunner):
     # -- admission ---------------------------------------------------------
 
     def _admit(self) -> None:
-        """Fill the free rows, as far as the cache has room."""
+        """Fill free rows while the cache has room."""
         rows, waiting = self._rows, self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
             first = waiting.first(free)
@@ -268,7 +267,7 @@ class Engine(ModelRunner):
         self.stats.preemptions += len(rows) + len(short)
 
     def _leave(self, rows: Sequence[int]) -> None:
-        """Let the requests of rows wait again, the newest behind the others."""
+        """Let the requests of rows wait again, the newest last."""
         leaving = self._leave_rows(np.array(rows, int), self._table.preempt)
         self._waiting.partial.extendleft(leaving)
 
@@ -339,7 +338,7 @@ class Engine(ModelRunner):
         if not len(rows):
             return []
         self._speculator.finished(table.view(rows))
-        # what a copy has seen is the request's own, which may be sent by its worker
+        # a copy has its request's states, which that request's worker may send
         originals = [b for b in rows.tolist() if not copy_of(int(table.request_ids_B[b]))[1]]
         self._rows.send(originals, self._delivery, spec.policy_version)
         return [table.retire(b, spec.policy_version) for b in rows.tolist()]
@@ -362,12 +361,12 @@ class ThreadedEngine(Engine):
         return in_thread(work)
 
     def run(self, *given: Any, **options: Any) -> list[Trajectory]:
-        """See `Engine.run`; what is called back is called in the rollout's thread."""
+        """See `Engine.run`; callbacks run in the rollout's thread."""
         return in_thread(partial(super().run, *given, **options))
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns, or raise what it raises, in a thread of its own."""
+    """Call `work` in a new thread; return its result or raise its error."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 

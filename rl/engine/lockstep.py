@@ -1,6 +1,6 @@
-"""A record of what an engine launches, to be compared between the processes of one mesh.
+"""A record of an engine's launches, to compare between the processes of one mesh.
 
-Another program than the others' hangs in a collective, other inputs spoil all tokens. B = slots.
+A different program hangs in a collective; different inputs spoil all tokens. B = slots.
 """
 
 from __future__ import annotations

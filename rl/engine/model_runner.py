@@ -34,7 +34,7 @@ from spec.page_table import spread
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
-MOST_AT_ONCE = 2  # programs of a CPU, each of which has parts for several cores
+MOST_AT_ONCE = 2  # programs of a CPU; each has parts for several cores
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -70,7 +70,7 @@ class ModelRunner:
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE)
         self._held = threading.local()  # another thread may run rounds meanwhile
         self.before_positions: Callable[[int], None] = lambda num_positions: None
-        self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
+        self.first_slots: set[int] = set()  # the buckets that rollouts start in, if set
 
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Raise ValueError for requests that cannot run."""
@@ -115,7 +115,7 @@ class ModelRunner:
         return paged_cache.init(self.model, *size, *keep, self.zero_rows)
 
     def full_cache(self, num_slots: int, num_positions: int) -> Cache:
-        """Return an empty cache all of whose positions can be read, to time rounds with."""
+        """Return an empty cache with all positions readable, to time rounds with."""
         cache = self.empty_cache(num_slots, num_positions)
         if isinstance(cache, PagedCache):
             slots, slot_pages = cache.table_BN.shape
@@ -211,11 +211,11 @@ class ModelRunner:
         return self.config.chunk_tokens(self.longest_tokens, self.is_paged)
 
     def drawing_chunks(self, num_slots: int) -> list[int]:
-        """Return the numbers of chunks of rounds that draw behind their tokens, smallest first."""
+        """Return the numbers of chunks of rounds that draw after their tokens, smallest first."""
         return self.config.drawing_chunks(num_slots, self.chunk_tokens)
 
     def slots_for(self, num_requests: int) -> int:
-        """Return the bucket of slots that a rollout begins in: prompts are computed in it."""
+        """Return the bucket of slots that a rollout starts in: prompts are computed in it."""
         needed = self.config.slot_bucket(num_requests)
         return min((B for B in self.first_slots if B >= needed), default=needed)
 
@@ -323,7 +323,7 @@ class ModelRunner:
         return self.in_turn(cache_ops.gathered(x)) if self.spans_processes else x
 
     def in_turn(self, results: T) -> T:
-        """Return the results of a program, once they are there if no other may begin before."""
+        """Return the results of a program; wait for them if no other may start before."""
         return devices.in_turn(results) if self.spans_processes else results
 
     @property
@@ -352,7 +352,7 @@ class ModelRunner:
         return jax.tree.map(_shape if self.makes_shapes else sharding.put, params, shardings)
 
     def put_kv(self, x: np.ndarray, kind: kv_cache.Kind) -> jax.Array:
-        """Put keys, values or features of rows on the shards where a cache has them."""
+        """Put keys, values or features of rows on a cache's shards."""
         return sharding.put(x, self._cache_sharding(x.shape, kind.axes))
 
     def _cache_sharding(self, shape: Sequence[int], axes: Sequence[str | None]) -> Sharding | None:
@@ -370,7 +370,7 @@ class ModelRunner:
         return min(MOST_AT_ONCE, os.cpu_count() or 1) if is_cpu else 1
 
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the results of independent calls: a CPU runs those of one thread one by one."""
+        """Return the results of independent calls; a CPU serializes the calls of one thread."""
         if min(self.num_at_once, len(calls)) == 1:
             return [call() for call in calls]
 

@@ -1,7 +1,7 @@
-"""The cache of a worker's slots in pages: a request holds those of the tokens that it has.
+"""The cache of a worker's slots in pages: a request holds pages for its tokens only.
 
-Free rows keep the pages of their prompt until others need them. If pages lack, the newest requests
-leave, wait, and are computed again.
+Free rows keep the pages of their prompt until others need them. If pages run out, the newest
+requests leave, wait, and are computed again.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class PageMemory:
         assert not (short_B & (self._pages.held_B > 0)).any(), "a row outgrew its pages"
 
     def begin(self, row: int, kept_tokens: int) -> None:
-        """Note that a request enters a row, of whose positions the first ones stay."""
+        """Note that a request enters a row; its first `kept_tokens` positions stay."""
         self._release(row, kept_tokens)
 
     def parts(self, num_rows: int) -> Sequence[int]:
@@ -200,7 +200,7 @@ class PageMemory:
         return [self._pages.part_of(row) for row in range(num_rows)]
 
     def has_room(self, row: int) -> bool:
-        """Return whether a row can compute what it lacks now: one that waits has no page."""
+        """Return whether a row can compute its missing tokens now: a waiting one has no page."""
         return bool(self._pages.held_B[row])
 
     def books(self, table: SlotTable) -> str:
@@ -218,7 +218,7 @@ class PageMemory:
         return f"{free} of {each} pages of {pages.page_tokens} are free; {'; '.join(books)}"
 
     def chunk_start(self, row: int, start: int) -> int:
-        """Return where a chunk from `start` on begins: there; shared pages are not written."""
+        """Return the first position of a chunk from `start` on: `start`, to spare shared pages."""
         assert self._pages.held_B[row] > 0, f"row {row} computes a prompt that it has no page for"
         return start
 
@@ -255,7 +255,7 @@ class PageMemory:
             if not self._forget_prompt(table, part, source=source, last_resort=is_oldest):
                 return None
 
-    # -- what comes from the host, and goes there --------------------------------------
+    # -- transfers from and to the host ------------------------------------------------
 
     def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
         """Write keys and values from the host to the starts of rows, but not to shared pages."""

@@ -68,7 +68,7 @@ class RolloutSpec:
 
     `words` is the text of tokens, for stop strings. `drafts` makes each worker's drafter and
     budget; without a budget all draft tokens are verified. `rule` decides how much of cached
-    responses is kept (None: none); requests may have `begun` ahead. `times`, measured seconds of
+    responses is kept (None: none); requests may have early tokens. `times`, measured seconds of
     rounds, choose between verifying these in chunks (None: always) or as nodes. `sink` receives
     responses with hidden states.
     """

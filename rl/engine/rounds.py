@@ -1,6 +1,6 @@
-"""A rollout's calls of the device, by kind of round, and the commit of what they bring.
+"""A rollout's calls of the device, by kind of round, and the commit of their results.
 
-A call is several rounds where the host makes no draft tokens; each brings one fetch.
+A call is several rounds if the host makes no draft tokens; each has one fetch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Rounds:
         return self._decode(live, decision.num_rounds, limits)
 
     def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Fetched:
-        """One round with draft tokens, or with what a rule decides on."""
+        """One round with draft tokens, or with tokens that a rule may keep."""
         B, M, taken_A = len(self._table), decision.num_nodes, decision.taken_A
         assert taken_A is not None
         widest = self._runner.verify_options(self._scheme, B, M)["max_nodes"]
@@ -276,7 +276,7 @@ class Rounds:
         return Fetched(np.zeros((B, 0), np.int32), total_B, rounds_B)
 
     def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
-        """Return what a call found, once the device has it; the drafter is told meanwhile."""
+        """Return the results of a call; update the drafter while the device works."""
         assert self._busy, "fetched before the device was called"
         if len(live):  # none may take part while all compute their prompts
             self._speculator.committed(live)
@@ -304,7 +304,7 @@ class Rounds:
         count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, saved_B)
         self._rows.joined(np.nonzero(self._table.live_B & ~live_B)[0].tolist())
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
-            self._rows.changed()  # the device goes on there
+            self._rows.changed()  # the device would continue there
         self._stats.tokens += int(count_B.sum())
         self._runner.record.note("tokens", tokens_BN.shape, self._table, tokens_BN, logprobs_BN)
         return count_B

@@ -81,14 +81,14 @@ class RowMemory:
             self._resize(range(num_slots), larger)
 
     def begin(self, row: int, kept_tokens: int) -> None:
-        """Note that a request enters a row, of whose positions the first ones stay."""
+        """Note that a request enters a row; its first `kept_tokens` positions stay."""
 
     def parts(self, num_rows: int) -> Sequence[int]:
         """Return each row's part of the devices: copies between parts cost no more."""
         return [0] * num_rows
 
     def has_room(self, row: int) -> bool:
-        """Return whether a row can compute what it lacks now."""
+        """Return whether a row can compute its missing tokens now."""
         return True
 
     def books(self, table: SlotTable) -> str:
@@ -96,7 +96,7 @@ class RowMemory:
         return f"rows of {self.held.num_positions} positions, lacking {table.lacking()}"
 
     def chunk_start(self, row: int, start: int) -> int:
-        """Return where a chunk from `start` on begins: its whole window lies inside the row."""
+        """Return the first position of a chunk from `start` on: its window fits into the row."""
         return min(start, self.held.num_positions - self._runner.chunk_tokens)
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:

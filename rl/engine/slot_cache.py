@@ -1,4 +1,4 @@
-"""The host's table of slots, the device's memory for them, and all that changes both.
+"""The host's table of slots, the device's memory for them, and the operations on both.
 
 The host's table is the truth; the device has the cache, in rows or pages (`rl.engine.row_memory`,
 `rl.engine.page_memory`), and a copy of the table, made again when the host has changed it.
@@ -54,7 +54,7 @@ class SlotCache:
 
     @property
     def cache(self) -> Cache:
-        """The cache with all that rounds have left to be written."""
+        """The cache with all pending entries written."""
         return self._settled().held
 
     def _settled(self) -> RowMemory | PageMemory:
@@ -65,7 +65,7 @@ class SlotCache:
         return self._memory
 
     def for_round(self) -> tuple[Cache, kv_cache.Pending]:
-        """Return the cache, with room for what waits to be written, and what waits."""
+        """Return the cache, with room for the pending entries, and these entries."""
         table = self.table
         self.reserve(np.where(table.busy_B, table.known_tokens_B, 0))
         assert self._pending is not None
@@ -134,7 +134,7 @@ class SlotCache:
         table, memory = self.table, self._memory
         brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
         if brought:
-            self._settled()  # what waits to be written does not belong in pages that they share
+            self._settled()  # pending entries do not belong in pages that they share
         for p, row in zip(requests, rows, strict=True):
             prompt = p.request.prompt_ids
             holds = table.prompts[row] == table.known_prompts.of(prompt)[0] and p.kv is None
@@ -176,8 +176,8 @@ class SlotCache:
     def draws_next(self, *, waits: bool) -> bool:
         """Return whether a pass of chunks that draw comes next.
 
-        Nodes of few rows cost as much as those of many: they wait until half of the busy rows are
-        live. Then it comes if it is full, or if no request waits whose chunks could fill it.
+        Nodes of few rows cost as much as nodes of many: they wait until half of the busy rows are
+        live. After that a pass comes if it is full, or if no waiting request has chunks to fill it.
         """
         table = self.table
         if not table.verifies_in_chunks:
@@ -190,7 +190,7 @@ class SlotCache:
         return not waits and bool(table.verifies_B[ready].any())
 
     def next_chunks(self) -> np.ndarray:
-        """Return the tokens that a round computes beside its nodes, for `Chunks.of_table`."""
+        """Return the chunks that a round computes next to its nodes, for `Chunks.of_table`."""
         table, T = self.table, self._runner.config.prefill_rows
         rows = self.ready(draws=False)
         assert rows or table.live_B.any(), self._stuck()
@@ -237,14 +237,14 @@ class SlotCache:
         return admission.fills(missing, table.prompts, parts, table.busy_B.tolist())
 
     def _starts(self, row: int, end: int, chunk_tokens: int) -> Iterator[int]:
-        """Yield where chunks of what the row lacks begin."""
+        """Yield the first positions of chunks of the row's missing tokens."""
         table = self.table
         held = int(table.known_tokens_B[row] - table.missing_tokens_B[row])
         for start in range(held, end, chunk_tokens):
             yield self._memory.chunk_start(row, start)
 
     def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
-        """Write what a round computed for chunks; return how many tokens rows lacked of them."""
+        """Write a round's entries of chunks; return how many of these tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
         C, result = self._runner.chunk_tokens, 0
@@ -326,5 +326,5 @@ class SlotCache:
         self._pending, self._slots = self._runner.empty_pending(len(rows)), None
 
     def wait_in_turn(self) -> None:
-        """Let moves of rows end before programs on other arrays begin, if processes share these."""
+        """Wait for moves of rows before other programs start, if processes share arrays."""
         self._runner.in_turn(self._memory.cache)

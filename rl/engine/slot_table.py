@@ -29,10 +29,10 @@ from spec.sampling import noise_names
 
 
 class Prompts:
-    """The prompts of a rollout, numbered in the order in which they appear.
+    """The prompts of a rollout, numbered in order of appearance.
 
-    Comparing, hashing or copying thousands of tokens takes longer than a round: each is known by
-    the object that came first.
+    Comparing, hashing or copying thousands of tokens takes longer than a round: each is identified
+    by its first object.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class SlotTable:
         B, L = num_slots, max_tokens
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
-        self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
+        self.started: list[PartialRequest | None] = [None] * B  # a row's request as it entered
         self.known_prompts = Prompts()
         self.prompts: list[int | None] = [None] * B  # whose whole cache a row holds
         self.prompt_B = np.zeros(B, np.int64)  # the prompt of its request, or of the last one
@@ -111,7 +111,7 @@ class SlotTable:
 
     @property
     def known_tokens_B(self) -> np.ndarray:
-        """Return the cache positions that a row needs to join: with those of what it may keep."""
+        """Return the cache positions that a row needs to join: with tokens that it may keep."""
         if not self.verifies_in_chunks:
             return self.cached_tokens_B
         assert self.cached is not None
@@ -182,7 +182,7 @@ class SlotTable:
         self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
 
     def _look_ahead(self, row: int) -> None:
-        """Let a row compute what it may keep of a cached response, in chunks with draws."""
+        """Let a row compute the cached tokens that it may keep, in chunks with draws."""
         assert self.cached is not None
         first, now = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         end = int(self.known_tokens_B[row]) + 1
@@ -248,7 +248,7 @@ class SlotTable:
         return dataclasses.replace(self.leave(row, policy_version), max_tokens=left)
 
     def leave(self, row: int, policy_version: int) -> PartialRequest:
-        """Free the row, which keeps what it holds; return its request and response so far."""
+        """Free the row, which keeps its entries; return its request and response so far."""
         left = self.so_far(row, policy_version)
         self.started[row], self.busy_B[row] = None, False
         return left

@@ -1,4 +1,4 @@
-"""Speculation of one rollout: which drafts a round verifies, and what is learnt from them."""
+"""Speculation of one rollout: which drafts a round verifies, and feedback from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spec.drafter import (
 )
 from spec.per_request import RequestIndex
 
-UNDRAFTED_ROUNDS = 2, 16  # shortest and longest spell after nobody had a draft token
+UNDRAFTED_ROUNDS = 2, 16  # min and max length of a spell after a round without drafts
 
 
 class Speculator:
@@ -38,7 +38,7 @@ class Speculator:
         self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
-        self._wanted_A: np.ndarray | None = None  # for whom the drafter was asked; None: for all
+        self._wanted_A: np.ndarray | None = None  # requests that were drafted for; None: all
 
     def decide(
         self,
@@ -87,7 +87,7 @@ class Speculator:
             spell = self._undrafted.begin(live, num_slots)
             decision = max(decision, spell, key=lambda d: d.num_rounds)
         if decision.taken_A is None and cached is not None and cached.ruled(live.rows_A).any():
-            # the rule decides on the next token also where no draft token is verified
+            # the rule decides on the next token even if no draft token is verified
             return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int32))
         return drafts, self._cut(decision)
 
@@ -146,7 +146,7 @@ class Speculator:
     ) -> Acceptance:
         """Count the verified draft tokens; report which were accepted to budget and drafter.
 
-        They learn of the requests for which the drafter was asked, and of no cached response.
+        Both see only requests that the drafter drafted for, and no cached response.
         """
         if taken_A is None:
             acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
@@ -178,7 +178,7 @@ class Speculator:
         return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
     def committed(self, live: LiveSlots) -> None:
-        """Pass what requests have now to the drafter, while the device is busy."""
+        """Pass the requests' present tokens to the drafter, while the device is busy."""
         if self.drafter is not None:
             self.drafter.committed(live)
 
@@ -188,6 +188,6 @@ class Speculator:
             self.drafter.finished(live)
 
     def left(self, live: LiveSlots) -> None:
-        """Have the drafter forget requests that were preempted, or go on elsewhere."""
+        """Have the drafter forget requests that were preempted or moved."""
         if self.drafter is not None and len(live):
             self.drafter.left(live)

@@ -1,6 +1,6 @@
-"""Hidden states on their way from the device to a sink, beside the rounds.
+"""Hidden states on their way from the device to a sink, during the rounds.
 
-When a response ends, its states are copied on the device, so that the next round may write over the
+When a response ends, its states are copied on the device, so that the next round may overwrite the
 row. A thread waits for the transfer and passes sequences to the sink in the order of their ends.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from spec.eagle.batch import HiddenStates, HiddenStateSink
 
-MAX_WAITING_BYTES = 2**30  # beside one sequence; as much on the device and on the host
+MAX_WAITING_BYTES = 2**30  # in addition to one sequence; of the device, and of the host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Records of what a rollout did, round by round: for metrics, pictures and pricing."""
+"""Records of a rollout's rounds, for metrics, plots and costs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from spec.round_times import RoundTimes
 class RoundRecord:
     """One fetch: its seconds on the engine's clock, its bucket, and the tokens of A requests.
 
-    It ended the phases of prompts and moves (`ready_s`), drafting, packing and the first call,
-    waiting for the device (`fetched_s`), committing. As many nodes as slots are plain decoding, of
-    as many rounds as the most of `rounds_A`, in which each request took part. `cached_nodes` were
-    tokens of cached responses; beside the nodes `prompt_tokens` were computed, and
+    Its times end the phases of prompts and moves (`ready_s`), drafting, packing and the first call,
+    waiting for the device (`fetched_s`), and committing. As many nodes as slots are plain decoding,
+    of max(`rounds_A`) rounds; `rounds_A` counts the rounds of each request. `cached_nodes` were
+    tokens of cached responses; in addition to the nodes `prompt_tokens` were computed, and
     `cached_in_chunks` decided on.
     """
 
@@ -174,9 +174,9 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
 def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return an estimate of the seconds that drafts saved against plain decoding.
 
-    A round that emits e tokens to A requests counts as e / A plain rounds of measured seconds, less
-    its own, those of the host included; if it computed prompts, as plain decoding would, less those
-    measured without. Looking for drafts before plain rounds is a loss.
+    A round that emits e tokens to A requests counts as e / A plain rounds of measured seconds,
+    minus its seconds on device and host; if it also computed prompts, as plain decoding would, its
+    device time is the measured time without them. Drafting before plain rounds is a loss.
     """
     saved_s = 0.0
     for r in rounds:
@@ -204,7 +204,7 @@ def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
 
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:
-    """Return the seconds in which the device waited for the host, over all after admission."""
+    """Return the fraction of time after admission that the device waited for the host."""
     return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
 
 
@@ -214,9 +214,9 @@ def host_seconds(rounds: Sequence[RoundRecord]) -> float:
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
-    """Write the rounds of a step to the run folder, over those of the step before.
+    """Write the rounds of a step to the run folder, in place of the previous step's.
 
-    Those of a request's copies are the request's own.
+    Rounds of a copy count as its request's.
     """
     rows = [
         {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}

@@ -1,7 +1,7 @@
-"""The record of a run's workers by step: where they were, with which weights, who was lost.
+"""The record of a run's workers by step: their places, weights and losses.
 
-Times are those of this program's clock. Rounds of other programs come by their own clocks, and are
-moved into the call that they were part of; those of other processes so that steps begin together.
+Times are by this program's clock. Rounds of other programs are by other clocks: they are moved into
+the call that they were part of. Rounds of other processes are moved so that steps start together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WorkerPart:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerEvent:
-    """A worker joined, or was lost; `requests` that it had then went on elsewhere."""
+    """A worker joined, or was lost; its `requests` then moved to others."""
 
     name: str
     place: str
@@ -54,7 +54,7 @@ class WorkerEvent:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerStep:
-    """The workers of one step, in seconds since the leg that began after step `leg`."""
+    """The workers of one step, in seconds since the start of the leg after step `leg`."""
 
     step: int
     leg: int
@@ -64,7 +64,7 @@ class WorkerStep:
 
 
 def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
-    """Return spans moved together by the least that has them begin and end in time."""
+    """Return spans, moved together as little as possible to start and end in time."""
     if not spans:
         return []
     first, last = min(s for s, _ in spans), max(e for _, e in spans)
@@ -74,7 +74,7 @@ def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
 
 
 def merged(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
-    """Return at most `most` spans that cover these, of which the shortest pauses are left out."""
+    """Return at most `most` spans that cover these, without the shortest pauses."""
     result: list[list[float]] = []
     for start_s, ended_s in sorted(spans):
         if result and start_s <= result[-1][1]:
@@ -138,7 +138,7 @@ class WorkerLog:
         self, parts: Sequence[WorkerPart], events: Sequence[WorkerEvent]
     ) -> list[WorkerEvent]:
         result = []
-        # engines without a scheduler tell of no joins
+        # engines without a scheduler report no joins
         seen = [
             WorkerEvent(p.name, p.place, "joined", p.busy_s[0][0])
             for p in parts
@@ -160,7 +160,7 @@ class WorkerLog:
         return result
 
     def _age(self, parts: Sequence[WorkerPart]) -> tuple[int, float]:
-        """Return the versions, and the seconds, that weights in use were behind at most."""
+        """Return the maximum age of weights in use, in versions and in seconds."""
         versions, seconds = 0, 0.0
         for part in parts:
             ended_s = part.busy_s[-1][1] if part.busy_s else -math.inf

@@ -183,7 +183,7 @@ class WorkerActor:
         return self._reply(worker.step(commands, max_s))
 
     def leave(self, abort: bool) -> Reply:
-        """End a session; the reply has all that was not sent yet."""
+        """End a session; return a reply with everything not sent yet."""
         worker = self._session
         worker.close(abort=abort)
         self._worker = None
@@ -214,7 +214,7 @@ class WorkerActor:
     def _spec(self, message: RolloutMessage, stack: ExitStack) -> RolloutSpec:
         """Return the rollout of a message; its part in other programs ends with `stack`."""
         speculation, number, sink = self._speculation, self.engine.number, None
-        if message.bandit is not None and not self._is_tuned:  # later ones are older than its own
+        if message.bandit is not None and not self._is_tuned:  # later states are older
             speculation.bandit(number).load_state(message.bandit)
             self._is_tuned = True
         if message.sample is not None:

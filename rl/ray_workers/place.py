@@ -121,7 +121,7 @@ class RolloutMessage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reply:
-    """A worker's `Report`, of which `stats` has new rounds alone, as has `states` responses'.
+    """A worker's `Report`, with only new rounds in `stats` and only new responses in `states`.
 
     `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened;
     `bandit` is the tuner's state of an idle worker.
@@ -211,7 +211,7 @@ class RayPlace:
     """
 
     makes_shapes = False
-    hang_limit_s = math.inf  # the actor has its own deadlines
+    hang_limit_s = math.inf  # the actor has deadlines
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class RayPlace:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it is prepared; an actor that was started again begins to prepare."""
+        """Return whether it is prepared; a restarted actor starts to prepare."""
         actor, preparing = self.actor, self._preparing
         if not actor.is_there or self._is_unfit:
             return False
@@ -332,7 +332,7 @@ class RayPlace:
         return command._replace(spec=message)
 
     def _settle(self, reply: Reply) -> Report:
-        """Add what is new to the counts here, by this program's clock."""
+        """Add the reply's new counts to the counts here, by this program's clock."""
         report, new = reply.report, reply.report.stats
         if reply.rollout != self._rollout:
             self._rollout, self._stats = reply.rollout, EngineStats()

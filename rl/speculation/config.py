@@ -26,7 +26,7 @@ class SpeculationConfig:
     by RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
     (the request's own text), `learned` (a drafter that is trained online, see Drafter), `model` (a
     draft model, see DraftModel). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
-    `goodput`. After `losing_steps` steps in a row in which drafts lost more than 1% of the
+    `goodput`. After `losing_steps` steps in a row with drafts that lost more than 1% of the
     rollout's time, a budget turns itself off for the rest of the run; `fixed:K` and drafting
     workers only report it (0: never).
 
@@ -96,9 +96,9 @@ class DraftModelConfig:
     """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
 
     `directory` is its Hugging Face folder or GGUF file, with the policy's tokenizer; `directories`
-    are others, by which drafting workers may draft in its place (see Drafting). A round drafts a
-    chain of up to `max_depth` tokens for each request: the `likeliest`, until their probability
-    falls below `min_prob`, or its draws with the policy's noise (`shared_noise`).
+    are alternatives for drafting workers (see Drafting). A round drafts a chain of up to
+    `max_depth` tokens for each request: the `likeliest`, until their probability falls below
+    `min_prob`, or its draws with the policy's noise (`shared_noise`).
     """
 
     directory: str | None = None
@@ -133,7 +133,7 @@ class ReuseConfig:
     bfloat16 up to rounding) for any policy that was chosen without looking at the noise. Training
     does look: updates learn from responses made with it, as with common random numbers elsewhere.
     Sampling.draw is "gumbel" with it unless set: after an update at 1e-5 81% of SmolLM2-135M's
-    tokens stood, and 31% with `cdf`, which is slower than no reuse.
+    tokens were kept, and 31% with `cdf`, which is slower than no reuse.
     """
 
     mode: str = "off"

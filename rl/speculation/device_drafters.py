@@ -127,7 +127,7 @@ class DraftModel:
         others: Sequence[DraftModel] = (),
     ) -> None:
         self.model, self.config = model, config
-        self.models = (self, *others)  # of `config.directories`, by which drafting workers draft
+        self.models = (self, *others)  # of `config.directories`, for drafting workers
         self._params = params
         self._on_devices = PerRunner[transformer.Params]()
 

@@ -55,11 +55,11 @@ class Reuse:
         before: Sequence[str] = (),
         samplings: Sequence[SamplingConfig | None] | None = None,
     ) -> list[Request]:
-        """Return `size` requests to each prompt with what they may reuse, first samples first.
+        """Return `size` requests to each prompt with responses to reuse, first samples first.
 
         `keys` name the examples, `numbers` count them in the data set; `before` are the keys of
-        earlier sampling passes of the step, `samplings` those of prompts that have their own. If a
-        step has an example again, it is answered without reuse, with other noise.
+        earlier sampling passes of the step, `samplings` the settings of prompts with separate ones.
+        An example that a step repeats is answered without reuse, with other noise.
         """
         seen, again = collections.Counter(before), list[int]()
         for key in keys:

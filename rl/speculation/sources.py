@@ -3,7 +3,7 @@
 In each step `drafter_factory` makes drafters and budgets for its rollouts, whose responses then
 enter the rollout cache (`rl.speculation.reuse.remember`); `prepare` builds the index of the next
 step's prompts in a thread while the update runs. Drafts never change a token (in bfloat16 only by
-rounding, docs/architecture.md), so nothing here can change what is learned.
+rounding, docs/architecture.md), so nothing here can change the training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_WORKERS = 2**16
 
 
 def history_rule(config: SpeculationConfig) -> ProposalRule:
-    """Return the rule by which the history source of a configuration drafts."""
+    """Return the rule that a configuration's history source drafts by."""
     assert config.history_source is not None
     rule, (max_length, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
     if config.history_source != "histospec":
@@ -130,7 +130,7 @@ class Speculation:
         self.history_workers: HistoryWorkers | None = None  # or these, for them
         # sources that drafting workers draft by, in place of the workers themselves
         self.apart: Mapping[str, DrafterSource] = {}
-        self.apart_elsewhere = frozenset[str]()  # those of workers in other programs
+        self.apart_elsewhere = frozenset[str]()  # sources of workers in other programs
         self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
 
     def drafter_factory(
@@ -145,14 +145,13 @@ class Speculation:
         answers: Callable[[int], bool] = lambda place: True,
         index: HistoryIndex | None = None,
     ) -> DrafterFactory:
-        """Return a factory of drafters and budgets for one rollout: each worker has its own.
+        """Return a factory of drafters and budgets for one rollout, separate for each worker.
 
         Group first_group + g answers `prompts[g]`, whose key is `keys[g]`. `last` are last epoch's
         responses by request id, if requests may reuse them. The drafters share the index of the
         prompts' history, and the `server` through which siblings exchange tokens; it forgets a
-        group once `group_size` responses have ended (0: never). `answers` tells for which places
-        among the prompts this process has the requests. With `index` the history is not looked up
-        here.
+        group once `group_size` responses have ended (0: never). `answers` marks the prompts that
+        this process has the requests of. With `index` the history is not looked up here.
         """
         if not self.config.enabled or self.is_off:
             return no_drafts
@@ -246,7 +245,7 @@ class Speculation:
         return {name: x.max_depth for name, x in self.drafters.items() if name not in separate}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the state of the workers' tuners."""
+        """Return the state of the workers' tuners, for a checkpoint."""
         return {"bandits": {str(w): bandit.state() for w, bandit in self._bandits.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -288,7 +287,7 @@ class Speculation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # a process that ends does not wait for an index that nobody will use
+        # an ending process does not wait for an unused index
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property

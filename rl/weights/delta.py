@@ -1,16 +1,16 @@
-"""The bytes in which two copies of an array differ, as a program that writes them.
+"""The differing bytes of two copies of an array, as a program that writes them.
 
 `encode(old, new)` gives bytes, `apply(copy_of_old, them)` makes the copy equal `new` in every bit.
 Bytes are overwritten, never added or XORed: applying twice changes nothing more.
 
 A step of training moves a bfloat16 weight by one unit in the last place, if at all: the lower byte
 changes and the upper one hardly ever. In float32 the two lower bytes change nearly always. So the
-bytes of an element are told apart ("planes"), and each plane of each block of `BLOCK` elements is
-in the form that is smallest for it:
+bytes of an element are separated ("planes"), and each plane of each block of `BLOCK` elements takes
+its smallest form:
 
     0  nothing changed
     1  count: uint16, size: uint16, gaps: uint8[size], values: uint8[count]
-       a gap is how many bytes stand between two that changed; 255 means 255 more and no change
+       a gap is the number of bytes between two changed ones; 255 means 255 more and no change
     2  count: uint16, bitmap: uint8[elements / 8], values: uint8[count]
     3  all bytes of the plane: uint8[elements]
 
@@ -34,7 +34,7 @@ _TERMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return the delta from `old` to `new`, as uint8; empty where they are equal.
+    """Return the delta from `old` to `new`, as uint8; empty if they are equal.
 
     Both are contiguous, of one dtype and size.
     """
@@ -42,7 +42,7 @@ def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list[np.ndarray]:
-    """Return the deltas of several pairs; `run` is `map`, or that of a pool of threads."""
+    """Return the deltas of several pairs; `run` is `map`, or a thread pool's."""
     tasks = []
     for at, (old, new) in enumerate(pairs):
         assert old.dtype == new.dtype and old.size == new.size
@@ -110,7 +110,7 @@ def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, at):  # type: ignore[no-untyped-def]
-    """Write one plane of one block in its smallest form; return where the next one begins."""
+    """Write one plane of one block in its smallest form; return the start of the next."""
     bitmap_bytes = (size + 7) // 8
     gaps, bitmap = 4 + gap_bytes + count, 2 + bitmap_bytes + count
     if count == 0:

@@ -1,7 +1,7 @@
 """Versions of the weights in Ray's store: the newest one whole, and its deltas from older ones.
 
     run      Published.publish(params) → Offer: references to the whole copy and to deltas
-    worker   WeightCopy.take(offer)   → arrays: deltas over its own copy, else the whole one
+    worker   WeightCopy.take(offer)   → arrays: deltas over its copy, else the whole one
 
 The SHA-256 of the result is compared with the offer's before any device gets it.
 """

@@ -1,10 +1,10 @@
-"""Several engines that answer a step, and begin the next one on idle workers.
+"""Several engines that answer a step, and start the next one on idle workers.
 
     run(step s)    → session, place p     ← weights v(s − 1), noise of s
     plan(step s+1) → session, place p + 1 ← the same weights, noise of s + 1; only on dry workers
-    recall()       → the early tokens of s + 1, for its requests to start from (`Request.begun`)
+    recall()       → the early tokens of s + 1, for its requests to start from
 
-The engine verifies early tokens as a chain of draft tokens: responses are those without.
+The engine verifies early tokens as a chain of draft tokens: responses are the same without.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ComingStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefetched:
-    """The begun part of a step: its requests, and the tokens of those that have any, by number."""
+    """The early part of a step: its requests, and their early tokens by number, if any."""
 
     requests: Sequence[Request] = ()
     tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,7 @@ class Prefetched:
         return sum(map(len, self.tokens.values()))
 
     def resumed(self, requests: Sequence[Request]) -> list[Request]:
-        """Return a step's requests with the early tokens of those with the same prompt."""
+        """Return a step's requests with the early tokens of the same prompts."""
         prompts = {r.request_id: r.prompt_ids for r in self.requests}
         return [
             dataclasses.replace(r, begun=self.tokens[r.request_id])
@@ -80,7 +80,7 @@ class AheadEngine(MultiEngine):
         self._started_parts: list[WorkerPart] = []
         self._started_place: int | None = None
         self._begun = Prefetched()
-        self._open = set[int]()  # numbers of requests that are begun and not given back
+        self._open = set[int]()  # numbers of early requests not returned yet
         with self._session.aborted_at_end():
             yield self
 
@@ -92,9 +92,9 @@ class AheadEngine(MultiEngine):
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """See `RolloutEngine.run`; what is planned begins where workers have nothing to do.
+        """See `RolloutEngine.run`; planned requests start on idle workers.
 
-        `spec.params` stay in use until the next rollout begins.
+        `spec.params` stay in use until the next rollout starts.
         """
         self.check(spec, requests)
         self._spec = spec = dataclasses.replace(spec, begun=True)
@@ -111,12 +111,12 @@ class AheadEngine(MultiEngine):
             self.stats.parts, self._started_parts = [*self._started_parts, *self.stats.parts], []
 
     def plan(self, coming: ComingStep) -> None:
-        """Have the next step begun beside the next rollout; what was begun is recalled first."""
+        """Plan the next step, to start in the next rollout; early requests are recalled first."""
         assert self._started_place is None, "what was begun is recalled first"
         self._coming = coming
 
     def begin(self) -> None:
-        """Begin what is planned, if anything is, with the weights of the last rollout."""
+        """Start the planned step, if any, with the weights of the last rollout."""
         coming, spec, self._coming = self._coming, self._spec, None
         if coming is None or spec is None or not coming.requests:
             return
@@ -134,7 +134,7 @@ class AheadEngine(MultiEngine):
         )
 
     def recall(self, check: Callable[[], object] = lambda: None) -> Prefetched:
-        """Return what was begun, once workers have let go of it; `check` is called meanwhile."""
+        """Return the early part, once workers have released it; `check` is called meanwhile."""
         if self._started_place is None:
             return Prefetched()
         self._session.recall()
@@ -142,13 +142,13 @@ class AheadEngine(MultiEngine):
             check()
             finished = self._next()
             assert finished is None, "the step's own requests are all answered"
-        # what was begun of a step is a part of it, with older weights
+        # early requests are a part of their step, with older weights
         self._started_parts += self._session.stats(self._started_place).parts
         self._started_place = None
         return self._begun
 
     def _next(self) -> Trajectory | None:
-        """Return the next response of a step; what was begun of the next one is kept here."""
+        """Return the next response of a step; early tokens of the next one are kept here."""
         match self._session.next_result(POLL_S):
             case Returned(partial=state):
                 tokens = None if state.prefix is None else state.prefix.response_ids

@@ -17,8 +17,8 @@ class SchedConfig:
     """Rollout workers and their scheduler; none of it changes a token.
 
     `mode`: `sync` (responses are of the policy that learns from them), `ahead` (the same; idle
-    workers begin the next step, whose weights verify those tokens), or `pipeline` (workers answer a
-    step while the trainer learns from the one before, one update behind).
+    workers start the next step, whose weights verify their tokens), or `pipeline` (workers answer a
+    step while the trainer learns from the one before, with weights one update old).
 
     In `sync` with one worker rollouts run on the trainer's devices. Otherwise workers have
     `devices_per_worker` devices each, in `ahead` and `pipeline` the last ones; workers of one
@@ -26,11 +26,11 @@ class SchedConfig:
     (None: as many as its slots can need); between two chunks they keep keys and values of at most
     `pool_bytes` on the host.
 
-    `histopipe`: workers in `ranking_groups` groups by last epoch's lengths go on to the next step
+    `histopipe`: workers in `ranking_groups` groups by last epoch's lengths start the next step
     without waiting. With more workers than groups its `allocation` is by `measured` seconds of
-    rounds, or `even`. The last `last_share` (α) of a group's requests may be moved once they are
-    β times as long as its prompts' longest median; β is the quantile `growth_quantile` of the
-    growth of responses since the epoch before, at least `least_growth`.
+    rounds, or `even`. The last `last_share` (α) of a group's requests may be moved once they are β
+    times as long as its prompts' longest median; β is the quantile `growth_quantile` of the growth
+    of responses since the epoch before, at least `least_growth`.
     """
 
     mode: Mode = "sync"
@@ -45,7 +45,7 @@ class SchedConfig:
     last_share: float = 0.1
     growth_quantile: float = 0.75
     least_growth: float = 1.1
-    on_error: OnError = "stop"  # or restart: the requests of a worker that raised go on elsewhere
+    on_error: OnError = "stop"  # or restart: requests of a worker that raised move to others
 
     def __post_init__(self) -> None:
         hints = {"mode": Mode, "policy": Policy, "allocation": Allocation, "on_error": OnError}
@@ -72,7 +72,7 @@ class SchedConfig:
 
     @property
     def beside_training(self) -> bool:
-        """True if workers run while the trainer updates, on devices of their own."""
+        """True if workers run while the trainer updates, on separate devices."""
         return self.mode != "sync"
 
     @property

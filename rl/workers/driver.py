@@ -57,7 +57,7 @@ class _Worker:
 
 
 class Driver:
-    """Drives the workers of a session; one thread calls it, also with what it defers by `later`.
+    """Drives the workers of a session; one thread calls it, and runs its `later` calls.
 
     `deliver` receives results.
     """

@@ -1,7 +1,7 @@
-"""Siblings' drafts across programs (Seer's draft server), exchanged beside the rounds.
+"""Siblings' drafts across programs (Seer's draft server), exchanged during the rounds.
 
-The drafters of a worker use a server in their own program; a thread exchanges news with a central
-one. If that is lost, workers draft from what they have.
+The drafters of a worker use a server in the same program; a thread exchanges news with a central
+one. If that is lost, workers draft from local tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SharedDrafts(DraftServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._has_left.set()  # an exchange under way ends by its own deadline
+        self._has_left.set()  # an exchange under way ends by its deadline
 
     def update(self, pieces: Iterable[Piece]) -> None:
         pieces = list(pieces)

@@ -16,7 +16,7 @@ from sched.request import copy_of
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
-    """Bounds of each worker; with `has_steps_apart` it runs a request in its own step alone."""
+    """Bounds of each worker; `has_steps_apart`: it runs a request in the request's step only."""
 
     kv_tokens: int
     max_requests: int
@@ -130,7 +130,7 @@ class Deferred:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Returned:
-    """A request that was begun ahead of its step has left its worker, unfinished."""
+    """A request that was started ahead of its step has left its worker, unfinished."""
 
     partial: PartialRequest
 

@@ -1,6 +1,6 @@
-"""Several workers under one scheduler, which decides where and when requests run.
+"""Several workers under one scheduler, which assigns requests to workers and times.
 
-Tokens depend on none of it: those of a request are a function of its seed.
+Tokens do not depend on it: a request's tokens are a function of its seed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class Helpers:
     """Workers that answer others' last requests again (`sched.policies.fastest_of_n`).
 
-    `acceptance` returns that of draft tokens by request.
+    `acceptance` returns the acceptance of draft tokens by request.
     """
 
     num_methods: int
@@ -50,8 +50,8 @@ class Helpers:
 class MultiEngine:
     """A run's workers; each rollout runs under a new scheduler with this `seed`.
 
-    `engines` are those of workers in this process. Workers elsewhere have `places`, which may be
-    none, and the first engine has their shapes.
+    `engines` belong to workers in this process. Workers in other programs have `places`, which may
+    be empty, and the first engine has their shapes.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ def make_engines(
     dtype: np.dtype,
     feature_layers: tuple[int, ...] | None = None,
 ) -> list[Engine]:
-    """Return an engine for each worker, on devices of its own as far as there are any.
+    """Return an engine for each worker, on separate devices while there are any.
 
-    Raises ValueError where workers of several devices do not fit into those of this process.
+    Raises ValueError if workers of several devices do not fit into this process's.
     """
     default, size = jax.local_devices()[0], config.devices_per_worker
     alone = jax.process_count() == 1  # else weights come from a mesh, bound to a device
@@ -224,9 +224,9 @@ def make_engines(
 def split_devices(
     config: SchedConfig, devices: Sequence[jax.Device]
 ) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
-    """Return the trainer's devices and the workers', of those of one process.
+    """Return the trainer's devices and the workers', all of one process.
 
-    They are apart where workers run beside training, if there are enough.
+    They are separate if workers run during training and there are enough.
     """
     needed = config.workers * config.devices_per_worker
     if not config.beside_training or needed >= len(devices):

@@ -83,7 +83,7 @@ class Place(Protocol):
 
 
 class DaemonThread:
-    """Calls functions in order; left behind if one hangs, it keeps no program from ending."""
+    """Calls functions in order; a hang does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]

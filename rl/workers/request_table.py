@@ -32,7 +32,7 @@ class LiveRequest:
     waiting: list[Waiting] = dataclasses.field(default_factory=list)
 
     def start(self, kv: HostKv | None, max_tokens: int) -> PartialRequest:
-        """Return what a worker starts with; it generates lost tokens beside its `max_tokens`."""
+        """Return the request as a worker starts it; lost tokens add to its `max_tokens`."""
         known = 0 if self.prefix is None else len(self.prefix.response_ids)
         high = max_tokens + self.generated_tokens - known
         return PartialRequest(self.request, self.prefix, kv, high)

@@ -32,7 +32,7 @@ class Session:
     """A driver, of the other arguments, and its thread; a context manager, which runs it.
 
     Any thread may call its methods. `deliver` receives results in the driver's thread, in place of
-    `next_result`. That hangs if it shows no sign of life for `hang_limit_s`.
+    `next_result`. It counts as hung after `hang_limit_s` without a heartbeat.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Session:
         is_ahead: bool = False,
         oldest: int | None = None,
     ) -> None:
-        """Submit a step's requests; without `spec` further ones, for which an earlier step waits.
+        """Submit a step's requests; without `spec` further ones that an earlier step waits for.
 
         Ids are unique among requests that have not ended. `past_tokens` are the lengths of last
         epoch's responses, by group. Requests `ahead` of their step run on workers that have no
-        others. Of steps before `oldest`, by default the one before, nothing is kept.
+        others. Steps before `oldest`, by default the one before, are forgotten.
         """
         past, is_urgent = past_tokens or {}, spec is None
         oldest = step - 1 if oldest is None else oldest
@@ -119,7 +119,7 @@ class Session:
         self._mail.put(partial(self._driver.handle, protocol.Trained(step, train_s)))
 
     def recall(self) -> None:
-        """Have requests that were begun ahead returned: each is a result, whole or `Returned`."""
+        """Have requests that were started ahead returned: each is a result, whole or `Returned`."""
         self._mail.put(partial(self._driver.handle, protocol.Recalled()))
 
     def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
@@ -138,7 +138,7 @@ class Session:
         return result
 
     def look_for_hang(self) -> None:
-        """Raise Hang if the driver's thread shows no sign of life."""
+        """Raise Hang if the driver's thread sends no heartbeat."""
         if (silent_s := self._silent_s) > self._hang_limit_s:
             where = code_line(self._thread.ident or 0)
             raise Hang(f"no sign of life for {silent_s:.1f} s from the driver's thread ({where})")

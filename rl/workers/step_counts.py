@@ -12,7 +12,7 @@ from rl.engine.worker_record import WorkerPart, fitted
 class _Part(NamedTuple):
     """One rollout of a worker's engine."""
 
-    whole: WorkerPart  # its span is that of its calls
+    whole: WorkerPart  # its span covers its calls
     stats: EngineStats
 
     def part(self) -> WorkerPart:

@@ -1,7 +1,7 @@
 """A rollout worker: commands → `step` → events. The same class runs in a thread and in a Ray actor.
 
-Requests run in the rollout of their step, in the order in which they come. A request of another
-step waits until the engine has no request, then that step's rollout is opened.
+Requests run in the rollout of their step, in order of arrival. A request of another step waits
+until the engine has no request, then that step's rollout is opened.
 """
 
 from __future__ import annotations

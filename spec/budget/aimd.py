@@ -40,7 +40,7 @@ class Aimd(Budget):
 
     A window is the most draft tokens of a request. A tree (the paper has chains) counts as accepted
     if its longest path is. The gate makes rounds plain if, by the table and the acceptance so far,
-    trees bring fewer tokens per second. While closed it asks for no drafts; when it looks again,
+    trees bring fewer tokens per second. While closed it wants no drafts; when it checks again,
     refused drafts are compared with the tokens drawn instead.
     """
 
@@ -69,12 +69,12 @@ class Aimd(Budget):
         return decision
 
     def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
-        """Return whether the round brings more tokens a second than plain ones, as far as known."""
+        """Return whether the round seems to bring more tokens a second than plain ones."""
         if self._times is None or not self._tokens_per_request:
             return True
         num_slots, _, num_positions = bucket
         plain_s, round_s = self._times(num_slots, num_slots, num_positions), self._times(*bucket)
-        # of cached responses that go on windows say nothing
+        # windows do not apply to active chains of cached responses
         expected_A = 1 + drafts.prob_AN.sum(axis=1)
         tokens = np.where(drafts.cached_A, expected_A, self._tokens_per_request).mean()
         return plain_s is None or round_s is None or round_s < tokens * plain_s

@@ -2,8 +2,8 @@
 
 Strategies are grouped by the number of draft tokens that they verify; each group serves one range
 of batch sizes, many draft tokens for few requests. Within a range the choice is ε-greedy over the
-median reward of a sliding window. A reward is tokens a second. Unlike the paper's, its seconds are
-those of the measured table, not of the clock, so that a resumed run repeats its decisions.
+median reward of a sliding window. A reward is tokens a second. Unlike in the paper, seconds come
+from the measured table, not from the clock, so that a resumed run repeats its decisions.
 Source: TLT, sections 5.2 (Algorithm 1) and 5.3.
 """
 
@@ -131,7 +131,7 @@ class BegMab:
         return result
 
     def state(self) -> dict[str, Any]:
-        """Return plain data, from which later decisions are the same."""
+        """Return plain data that repeats later decisions."""
         windows = [
             {"bucket": bucket, "strategy": name, "rewards": list(rewards)}
             for (bucket, name), rewards in self._rewards.items()
@@ -162,7 +162,7 @@ def _by_bucket(
     sizes = {s.verify_tokens for s in strategies}
     plain = tuple(s for s in strategies if not s.verify_tokens)
     if plain and len(sizes) != len(config.thresholds):
-        sizes.discard(0)  # it has no range of its own
+        sizes.discard(0)  # it has no separate range
     groups = [
         tuple(s for s in strategies if s.verify_tokens == size or s in plain)
         for size in sorted(sizes, reverse=True)
@@ -206,7 +206,7 @@ def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
 
 
 def _batch_size(num_requests: int, num_slots: int) -> int:
-    """Return the batch size that a round counts as: its cost is that of its bucket of slots."""
+    """Return the batch size that a round counts as: its bucket of slots sets its cost."""
     return max(num_requests, num_slots // 2 + 1)
 
 
@@ -226,7 +226,7 @@ class BanditBudget(Budget):
     """The budget of one rollout, by a bandit that learns from rollout to rollout.
 
     It learns nothing from rounds with cached responses, which the measured seconds decide on, nor
-    from requests that `is_copy` names or that draft what another copy has. `on_device` are the
+    from requests that `is_copy` names or that draft another copy's tokens. `on_device` are the
     drafters that take the device's time, at the arm's depth.
     """
 

@@ -64,7 +64,7 @@ class Budget(Protocol):
         ...
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
-        """Learn what was accepted of the draft tokens that `choose` was given."""
+        """Learn which of the draft tokens given to `choose` were accepted."""
         return
 
 
@@ -130,7 +130,7 @@ def _keys(prob_AN, count_A, scale_A, max_tokens):  # type: ignore[no-untyped-def
             worth_X[X], place_X[X] = scaled / tokens, a * N + n
             tokens += scaled
             X += 1
-    bits_X = worth_X.view(np.int32)  # which ascend with the numbers that they stand for
+    bits_X = worth_X.view(np.int32)  # they ascend with the numbers
     for x in range(X):
         place_X[x] = np.int64(bits_X[x]) << 32 | (_LAST - place_X[x])
     return place_X[:X]
@@ -180,7 +180,7 @@ class PlainSpell:
     """Rounds of plain decoding, more each time, until the batch changes its slots or ends."""
 
     def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
-        self._start_tokens = PerRequest(index, np.inf)  # tokens of a request as the spell began
+        self._start_tokens = PerRequest(index, np.inf)  # tokens at the start of the spell
         self._wait, self._num_slots = Backoff(shortest, longest), 0
 
     def lasts(self, live: LiveSlots, num_slots: int) -> bool:

@@ -1,4 +1,4 @@
-"""Budgets of draft tokens as users set them: their names, and what the bandit chooses among."""
+"""Budgets of draft tokens as users set them: their names, and the bandit's choices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LEARNED, MODEL, OWN = "learned", "model", "own"  # their names among the drafter
 class TunerConfig:
     """The choices of `Speculation.budget = "bandit"`, and how they are made.
 
-    Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
-    a request; one threshold more adds a range of plain decoding alone. The arms of a range are
-    every drafter by itself, all that read texts, all of them, and plain decoding; an arm with a
+    Range i of batch sizes starts at `thresholds[i]` and verifies `verify_tokens[i]` draft tokens a
+    request; one threshold more adds a range of plain decoding alone. The arms of a range are every
+    drafter by itself, all drafters of texts, all drafters, and plain decoding; an arm with a
     drafter on the device exists once for each of `depths` that its drafters reach. With probability
     `epsilon` a random arm is taken, else the one with the best median of its last `window` rewards.
 
-    The defaults follow TLT's table 4, where 1 to 4 requests do best with 48 or 64 tokens, by 1 to
-    5% (`Engine.max_nodes` allows 32), and 16 is the least that it tries.
+    The defaults follow TLT's table 4: 1 to 4 requests do best with 48 or 64 tokens, by 1 to 5%
+    (`Engine.max_nodes` allows 32); its least number is 16.
     """
 
     thresholds: tuple[int, ...] = (1, 5, 17, 33)

@@ -1,6 +1,6 @@
 """The budget that buys the most tokens per second, by a table of measured round times.
 
-A round of M nodes costs what the table says; it brings each request one token and its accepted
+A round of M nodes costs its seconds in the table; it brings each request one token and its accepted
 draft tokens. A = live requests, B = slots, N = draft tokens, S = cache positions.
 """
 
@@ -62,7 +62,7 @@ class DeviceDraftGate:
         self._left = dict.fromkeys(DEVICE_SOURCES, 0)  # rounds of the present wait
 
     def skips(self) -> frozenset[str]:
-        """Return the drafters to leave out of the round that begins now."""
+        """Return the drafters to leave out of the next round."""
         self._left = {name: max(left - 1, 0) for name, left in self._left.items()}
         return frozenset(name for name, left in self._left.items() if left)
 
@@ -99,7 +99,7 @@ class DeviceDraftGate:
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
-REFUSED_ROUNDS = 16, 256  # shortest and longest time until refused drafts are asked for again
+REFUSED_ROUNDS = 16, 256  # min and max time until refused drafts are wanted again
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
 MIN_SHARE = 0.75  # and the share of the requests that have to be there
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
@@ -111,10 +111,10 @@ class Goodput(Budget):
         tokens(M) = A + Σ s_a probability of the M − B best
         M = argmax tokens(M) / seconds(B, M, S)
 
-    The best are those of `spec.budget.budget.best`. `s_a` is the ratio of accepted to expected
-    draft tokens of a request so far, shrunk towards that of all; 1 for cached responses. A mode is
-    left only for one that promises `BETTER`. While plain decoding wins, drafts are asked for after
-    a `PlainSpell`, since they cost the host's time.
+    `spec.budget.budget.best` selects the best. `s_a` is the ratio of accepted to expected draft
+    tokens of a request so far, shrunk towards the ratio of all; 1 for cached responses. A mode is
+    left only for one that promises `BETTER`. While plain decoding wins, drafts are wanted only
+    after a `PlainSpell`, since they cost the host's time.
     """
 
     def __init__(self, times: RoundTimes) -> None:
@@ -136,7 +136,7 @@ class Goodput(Budget):
         return np.full(len(live), 0 if lasts else 2**30, np.int32)
 
     def scale(self, live: LiveSlots) -> np.ndarray:
-        """s_a = (accepted + prior · s) / (expected + prior), with s that of all requests."""
+        """s_a = (accepted + prior · s) / (expected + prior), with s of all requests."""
         overall = (self._all_accepted + PRIOR_NODES) / (self._all_expected + PRIOR_NODES)
         accepted_A, expected_A = self._accepted.get(live), self._expected.get(live)
         return (accepted_A + PRIOR_NODES * overall) / (expected_A + PRIOR_NODES)
@@ -144,7 +144,7 @@ class Goodput(Budget):
     def choose_on_device(
         self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
-        """Repeat what was chosen last, some fetches long and while most requests are there."""
+        """Repeat the last choice, for some fetches and while most requests are live."""
         slots, num_nodes, requests = self._chosen
         if not self._repeats or num_slots != slots or len(live) < MIN_SHARE * requests:
             return None

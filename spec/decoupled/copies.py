@@ -34,7 +34,7 @@ class Progress:
         return original in self._response
 
     def ahead_of(self, original: int, response_T: np.ndarray) -> np.ndarray:
-        """Record a copy's response; return the tokens by which the longest one is ahead."""
+        """Record a copy's response; return the longest one's tokens after it."""
         with self._lock:
             best_T = self._response.get(original)
             if best_T is None:
@@ -49,7 +49,7 @@ class Progress:
 
 
 class CopiesDrafter(Drafter):
-    """Drafts by `usual`, for copy i by method i − 1; a copy behind another drafts its tokens."""
+    """Drafts by `usual`, for copy i by method i − 1; a shorter copy drafts a longer's."""
 
     arrives_later = True
 

@@ -45,7 +45,7 @@ class PassSizes:
     pass_tokens: int = 512
 
     def shape(self, missing_tokens: int, num_rows: int, num_positions: int) -> tuple[int, int]:
-        """Return (P, C) of a pass where the row that lacks most lacks so many tokens."""
+        """Return (P, C) of a pass if the row that lacks most lacks so many tokens."""
         widths = [min(w, num_positions) for w in self.chunk_widths]
         C = next((w for w in widths if w >= missing_tokens), widths[-1])
         return min(num_rows, max(1, self.pass_tokens // C)), C
@@ -106,7 +106,7 @@ class DraftCache:
         W, first = self.passes.window_tokens, self.drafting.first_token
         table_BX = np.zeros((len(self.rows), W + len(END_COLUMNS)), np.int32)
         start_A1 = np.maximum(live.total_tokens_A - W, first)[:, None]
-        # of a row that is shorter than the window what lies behind its tokens is never read
+        # if a row is shorter than the window, the columns after its tokens are never read
         columns_AW = np.minimum(start_A1 + np.arange(W), self.rows.tokens_BS.shape[1] - 1)
         table_BX[rows_A, :W] = self.rows.tokens_BS[rows_A[:, None], columns_AW]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
@@ -194,7 +194,7 @@ class DraftCache:
             self._resize(live, num_rows, above(size))
 
     def _fit_pages(self, pages: RowPages, live: LiveSlots, num_rows: int) -> None:
-        """Bring the table to these rows; the pages stay where they are."""
+        """Bring the table to these rows; the pages stay in place."""
         [num_positions] = self._runner.round_positions(num_rows)
         tokens = num_positions + self.drafting.first_token
         if self.arrays is None:

@@ -1,4 +1,4 @@
-"""Drafters on the device with a cache of their own, as rollouts use them.
+"""Drafters on the device with a separate cache, as rollouts use them.
 
 A draft is one call after the cache is complete, and one fetch if the host is to see it. A = live
 requests, X = draft tokens.

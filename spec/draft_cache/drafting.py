@@ -22,14 +22,14 @@ from spec.sampling import Processing
 from spec.verify import Slots
 
 CHUNK_COLUMNS = ("row", "slot", "first")  # before the C tokens of a chunk
-# behind the W tokens of a row; of the last three, the bits
+# after the W tokens of a row; the last three as bits
 END_COLUMNS = ("slot", "total", "emitted", "request_id", "most", "temperature", "top_k", "top_p")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowEnds:
-    """The last W of a row's `total` tokens (all, if there are fewer), from which it drafts.
+    """The last W of a row's `total` tokens (all, if there are fewer), to draft from.
 
     `slot_B` is the request's row among the policy's, `emitted_B` counts its response tokens,
     `max_B` its draft tokens at most: rows with none are at rest, and not written.
@@ -71,14 +71,14 @@ Inputs = tuple[Any, tuple[Any, ...]]  # constants, and the policy's states (`Sta
 
 
 class StateSource(Protocol):
-    """Where a drafter finds the policy's hidden states, as `models.kv_cache.state_windows` does."""
+    """The policy's hidden states for a drafter, as `models.kv_cache.state_windows` finds them."""
 
     def array(self) -> Any:
-        """Return those of all slots, as they are now."""
+        """Return the present states of all slots."""
         ...
 
     def empty(self, num_slots: int, num_positions: int) -> Any:
-        """Return zeroed ones, to compile programs with."""
+        """Return zeros, to compile programs with."""
         ...
 
 

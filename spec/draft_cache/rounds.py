@@ -31,7 +31,7 @@ from spec.verify import Slots, verify
 
 
 class Shape(NamedTuple):
-    """The nodes of a round, those of a slot at most, and the rounds of a fetch; static."""
+    """The nodes of a round, the most of a slot, and the rounds of a fetch; static."""
 
     num_nodes: int
     tree_nodes: int

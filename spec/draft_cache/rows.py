@@ -22,8 +22,8 @@ class CachedRows:
     """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
 
     The entry of a token depends on it and on earlier ones. A row outlives its request; the next one
-    in it keeps the prefix that the two texts share: a returning request its own tokens, a sibling
-    the prompt.
+    in it keeps the prefix that the two texts share: a returning request its tokens, a sibling the
+    prompt.
     """
 
     def __init__(self, num_rows: int, num_positions: int) -> None:
@@ -42,7 +42,7 @@ class CachedRows:
     def follow(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
         """Write the requests' tokens to their rows; return these, and each last chain's acceptance.
 
-        The latter is int [A, 2]: accepted draft tokens, and those of which it is known.
+        The latter is int [A, 2]: accepted draft tokens, and draft tokens with a known outcome.
         """
         rows_A = self._rows(live)
         total_A = np.minimum(live.total_tokens_A, self.tokens_BS.shape[1]).astype(np.int32)
@@ -140,8 +140,7 @@ def _common(held_BS, filled_B, tokens_T):  # type: ignore[no-untyped-def]
 
 
 class RowPages:
-    """The pages of the rows: those of a request's tokens and of the next fetch, as far as there are
-    any.
+    """The pages of the rows: for a request's tokens and the next fetch, while there are any.
 
     Siblings share none. If they run out, rows that do not draft now lose theirs; a request that
     still lacks some drafts nothing for a while.
@@ -157,7 +156,7 @@ class RowPages:
         self._is_stale = False
 
     def reserve(self, rows: CachedRows, rows_A: np.ndarray, total_A: np.ndarray) -> None:
-        """Give rows pages for so many tokens and those of a fetch, if there are any."""
+        """Give rows pages for so many tokens and the next fetch, if there are any."""
         drafts_B = np.isin(np.arange(len(rows)), rows_A)
         for row, total in zip(rows_A.tolist(), total_A.tolist(), strict=True):
             tokens = min(total + self._ahead_tokens, self._num_positions)
@@ -189,7 +188,7 @@ class RowPages:
         rows.known_B[row], self.has_room_B[row], self._is_stale = 0, False, True
 
     def take_rows(self, rows: CachedRows, row_X: np.ndarray) -> None:
-        """Make row i what row `row_X[i]` was; further rows, and those of other parts, are new."""
+        """Make row i the former row `row_X[i]`; further rows, and rows of other parts, are new."""
         before, ways = len(self._table), self._table.ways
         part_B = np.arange(len(rows)) * ways // len(rows)
         keep_B = np.pad(row_X, (0, len(rows) - len(row_X)), constant_values=-1)

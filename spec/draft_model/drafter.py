@@ -1,4 +1,4 @@
-"""Drafts from a smaller model with the policy's tokenizer and a cache of its own.
+"""Drafts from a smaller model with the policy's tokenizer and a separate cache.
 
 Each round runs the tokens that the cache lacks through the model, then drafts a chain from every
 request's last token: one short pass, one pass a draft token, one fetch. Entries of accepted draft
@@ -36,7 +36,7 @@ from spec.drafter import (
 )
 from spec.sampling import Processing
 
-MISSING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw behind it
+MISSING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw after it
 
 # the least probability, the rollout's key, and probabilities of draws with shared noise by depth
 Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
@@ -176,7 +176,7 @@ def _draw(
 
 
 class DraftModelDrafter(CachingDrafter):
-    """Chains of a draft model: its `likeliest` tokens, or its own draws (`shared_noise`).
+    """Chains of a draft model: its `likeliest` tokens, or its draws (`shared_noise`).
 
     Shared noise is the policy's noise by position: a draft is accepted if both distributions map it
     to the same token. A `likeliest` draft token has the product of the model's probabilities at the

@@ -151,7 +151,7 @@ class _Cases:
     def _level(
         self, cache: KVCache, columns: Any, token_RE: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Run a node of each branch, j behind its guess; return hidden states, and the columns."""
+        """Run a node of each branch, j after its guess; return hidden states, and the columns."""
         config, E = self.enumeration.drafting.config, token_RE.shape[1]
         total_R1 = self.ends.total_B[:, None]
         rope = rope_turns(config, total_R1 + self._case_E + j)
@@ -189,7 +189,7 @@ class _Cases:
         return jax.lax.top_k(ranked_REV, 2)[1].astype(jnp.int32)
 
     def _ranked(self, logits_REV: jax.Array, j: jax.Array, scheme: sampling.Draw) -> jax.Array:
-        """Return the scores of draws behind each branch, j behind its guess."""
+        """Return the scores of draws after each branch, j after its guess."""
         processing = self.ends.processing
         temperature_RE, top_k_RE, top_p_RE = processing.broadcast(logits_REV.shape[:2])
         cut_REV = sampling.processed_logits(logits_REV, temperature_RE, top_k_RE, top_p_RE)
@@ -197,7 +197,7 @@ class _Cases:
         return sampling.rank_draws(cut_REV, keys_RE, temperature_RE, scheme)
 
     def _noise(self, ahead_1N: jax.Array) -> jax.Array:
-        """Return the keys of the positions that lie `ahead` of the rows' responses, [R, N]."""
+        """Return the keys of the positions `ahead` of the rows' responses, [R, N]."""
         keys_R = sampling.request_keys(self.key, self.ends.request_id_B)
         return sampling.position_keys(keys_R, self.ends.emitted_B[:, None] + ahead_1N)
 

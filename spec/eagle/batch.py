@@ -142,7 +142,7 @@ def _batch(
         for number, window in enumerate(row, 1):
             source, begin, end = sequences[window.index], end, end + window.num_tokens
             tokens_BT[b, begin:end] = source.tokens_T[window.start : window.stop]
-            # the last column's states are not used, even where the window is cut and they are known
+            # the last column's states are not used, even if the window is cut and they are known
             hidden_BTW[b, begin : end - 1] = source.hidden_TW[window.start : window.stop - 1]
             positions_BT[b, begin:end] = np.arange(window.start, window.stop)
             sequence_BT[b, begin:end] = number

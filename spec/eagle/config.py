@@ -60,9 +60,9 @@ class EagleConfig:
 class TreeConfig:
     """Size of an EAGLE drafter's search: `top_k` nodes a level, at most `max_depth` levels.
 
-    The defaults are those of TLT's tables 1 and 4, where depths of 10 and 12 do best.
-    `proposal` is `likeliest`, or `shared_noise`: the first child of a node is drawn with the noise
-    of its position, as the policy will draw (docs/architecture.md, "Learned drafters").
+    The defaults follow TLT's tables 1 and 4: depths of 10 and 12 do best there. `proposal` is
+    `likeliest`, or `shared_noise`: the first child of a node is drawn with the noise of its
+    position, as the policy will draw (docs/architecture.md, "Learned drafters").
     """
 
     max_depth: int = 10

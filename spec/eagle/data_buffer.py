@@ -164,7 +164,7 @@ class DataBuffer:
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps (rl.checkpoint.contents), without copies."""
+        """Return the state for a checkpoint (rl.checkpoint.contents), without copies."""
         with self._lock:
             pairs = [(s, c) for s in sorted(self._steps) for c in self._steps[s]]
             return {

@@ -113,7 +113,7 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
 def _companions(
     drafter: EagleWeights, policy: transformer.Params | None
 ) -> dict[str, np.ndarray | jax.Array]:
-    """Return the tensors to write beside the drafter's own weights, by name."""
+    """Return the tensors to write in addition to the drafter's weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U
     tensors: dict[str, np.ndarray | jax.Array] = {}
     if ids_U is not None:

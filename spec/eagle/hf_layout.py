@@ -1,4 +1,4 @@
-"""Names of tensors and entries of config.json by which serving engines know drafters.
+"""Names of tensors and entries of config.json that serving engines know drafters by.
 
 Layouts `LlamaForCausalLMEagle` (design `eagle`; fc reads the embedding, then the hidden state) and
 `LlamaForCausalLMEagle3` (`eagle3`), as SGLang and vLLM read them. Draft token i is the policy's
@@ -6,8 +6,8 @@ token i + d2t[i]; t2d marks these.
 
 `eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is the output of layer j − 1,
 so that ids are our `feature_layers` + 1; the engines' default is 2, n/2, n − 3. Some published
-folders count outputs, and their first id is 1, by which SGLang and `parse` tell the two apart.
-Facts without an entry in the engines are under `reprise`, which may be missing.
+folders count outputs; SGLang and `parse` detect these by their first id, 1. Facts without an entry
+in the engines are under `reprise`, which may be missing.
 
 Both engines take the head of `eagle` from the policy and map no draft tokens there. vLLM's `eagle`
 refuses an fc bias; SGLang's always has one, random if the folder has none.
@@ -45,7 +45,7 @@ _DESIGNS: dict[str, Design] = {
 }
 _LAYER_PREFIX: dict[Design, str] = {"eagle": "layers.0.", "eagle3": "midlayer."}
 
-# Values with which the model is that of spec/eagle/model.py; absent counts as that value.
+# Values that the model of spec/eagle/model.py needs; an absent entry has that value.
 _FIXED_OPTIONS: dict[str, Any] = {
     "model_type": "llama",
     "qkv_bias": False,
@@ -136,9 +136,9 @@ def parse(
 ) -> EagleConfig:
     """Return the `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
 
-    Tensors tell what config.json leaves out: the fc's bias, an own head, a map. `where` names the
-    folder in errors. Raises ValueError for an unknown architecture, an unsupported option, a
-    missing or malformed entry, and a drafter of another policy.
+    Tensors decide facts that config.json leaves out: the fc's bias, a separate head, a map. `where`
+    names the folder in errors. Raises ValueError for an unknown architecture, an unsupported
+    option, a missing or malformed entry, and a drafter of another policy.
     """
     design, ours = design_of(content, where), _object(content, OURS, where)
     if ours:

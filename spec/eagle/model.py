@@ -102,7 +102,7 @@ def config_for(
 
 
 def param_specs(config: EagleConfig) -> EagleParams:
-    """Return the tree of `ParamSpec` from which initialisation, shardings and file names derive."""
+    """Return the tree of `ParamSpec` that defines initialisation, shardings and file names."""
     D, wide = config.layer.d_model, config.design == "eagle3"
     [layer] = transformer.param_specs(config.layer).layers
     into = len(config.feature_layers) * D if wide else 2 * D

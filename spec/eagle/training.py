@@ -2,15 +2,15 @@
 
     loss = Σ_j decay^j (feature_weight · feature_j + token_weight · token_j)
 
-over the steps j of an unroll in which the drafter reads its own outputs, as a draft of several
-tokens does (EAGLE-3's training-time test; HASS's harmonised contexts):
+over the steps j of an unroll: the drafter reads its previous outputs, as a draft of several tokens
+does (EAGLE-3's training-time test; HASS's harmonised contexts):
 
     step 0     entry t reads (g_t, x_{t+1}) and attends to the entries ≤ t
     step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and attends to the entries ≤ t − j of step 0,
-               and to entry t − j + i of each step i = 1 … j, its own the last
+               and to entry t − j + i of each step i = 1 … j, the last itself
 
-all within a sequence and at rotary position t. If t − j lies before the sequence or its window,
-the output is finite and no entry that counts attends to it. Gradients flow through the outputs fed
+all within a sequence and at rotary position t. If t − j is before the sequence or its window, the
+output is finite and no entry that counts attends to it. Gradients flow through the outputs fed
 back, as in EAGLE-3's code; HASS's stops them there.
 
 Output o_t is compared with the policy's last hidden state f_{t+1}, over the entries that count:
@@ -18,7 +18,7 @@ Output o_t is compared with the policy's last hidden state f_{t+1}, over the ent
     feature    mean over D of SmoothL1(o_t − f_{t+1})
     token      −Σ_u p(u) log q(u),  p = softmax(head(f_{t+1}) / T),  q = softmax(head'(o_t) / T)
 
-over the draft tokens; head is the policy's, frozen, head' the drafter's own if it has one.
+over the draft tokens; head is the policy's, frozen, head' the drafter's if it has one.
 The mesh is the caller's (`jax.set_mesh`): batches are split by rows, parameters are replicated or
 laid out by `eagle.param_specs`. J = steps, `step` or index j, U = draft tokens.
 Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840.
@@ -236,8 +236,8 @@ def loss(
     """Return the loss and its metrics.
 
     `feature_loss` and `token_loss` are summed over the steps with their decay. `accuracy_top1`,
-    `accuracy_top3` and `agreement` are those of step 0; `num_entries` that count at step 0 weight
-    means over several batches. `frozen` holds the policy's head, the teacher. Raises ValueError if
+    `accuracy_top3` and `agreement` are of step 0; `num_entries` that count at step 0 weight means
+    over several batches. `frozen` holds the policy's head, the teacher. Raises ValueError if
     drafter and variant do not fit.
     """
     _check_fit(config, training, frozen)
@@ -270,7 +270,7 @@ def loss(
 
 
 def _counts(batch: DrafterBatch, num_steps: int) -> jax.Array:
-    """Return which entries count at each step, those of one sequence with t − j; [J, B, T]."""
+    """Return which entries count at each step: in one sequence with t − j; [J, B, T]."""
     column_T = jnp.arange(batch.tokens_BT.shape[1])
     sequence_BT = jnp.asarray(batch.sequence_BT)
 

@@ -54,7 +54,7 @@ class Search:
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that a call absorbs: those of a whole path, and one more."""
+        """Tokens that a call absorbs: a whole path, and one more."""
         return self.max_depth + 1
 
     @property
@@ -127,7 +127,7 @@ class _Pool:
         )
 
     def best(self, max_tokens: int, draft_ids_U: jax.Array | None) -> DraftTrees:
-        """Return the best candidates; a parent never ranks behind its child."""
+        """Return the best candidates; a parent never ranks after its child."""
         B, P = self.at_BP.shape
         M = min(max_tokens, P)
         sum_BM, chosen_BM = jax.lax.top_k(self.sum_BP, M)
@@ -220,7 +220,7 @@ class _Drafting:
     def expand(
         self, level: jax.Array, columns: tuple[jax.Array, jax.Array], beams: _Beams, pool: _Pool
     ) -> tuple[tuple[jax.Array, jax.Array], _Beams, _Pool]:
-        """Expand the K beams by K children each, of which the best K are the next beams."""
+        """Expand the K beams by K children each; the best K are the next beams."""
         B, K, X = beams.above_BKX.shape
         column, first = (level - 1) * K, K + (level - 1) * K * K
         seen_BKX = beams.above_BKX | (jnp.arange(X) == column + jnp.arange(K)[:, None])

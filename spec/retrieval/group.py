@@ -191,7 +191,7 @@ class GroupDrafter(Drafter):
             self._sequences[group], self._seen[group] = {}, {}
 
     def _add(self, pieces: Sequence[Piece]) -> None:
-        """Add fetched pieces to the index; each request's tokens go to its own sequence."""
+        """Add fetched pieces to the index; each request has a separate sequence."""
         if not pieces:
             return
         sequences = []

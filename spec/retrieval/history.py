@@ -66,7 +66,7 @@ def build_index(
     prompts: Mapping[str, np.ndarray],
     rule: ProposalRule = RULE,
 ) -> HistoryIndex:
-    """Index the cached responses to `prompts`, of which `rule.longest` tokens are read."""
+    """Index the cached responses to `prompts`, after `rule.longest` tokens of each prompt."""
     forest = SuffixForest(rule.context_tokens)
     trees = {}
     for key, prompt in prompts.items():
@@ -180,7 +180,7 @@ def _continue(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _matches(row, end, emitted, texts, f, shift, num_tokens):  # type: ignore[no-untyped-def]
-    """True if the response's last `num_tokens` are those of text f, `shift` positions further."""
+    """True if the response's last `num_tokens` equal text f's, `shift` positions further."""
     at = emitted + shift  # of the next token
     if num_tokens > emitted or at - num_tokens < 0 or at > texts.length_F[f]:
         return False

@@ -1,4 +1,4 @@
-"""Drafts of live requests from a suffix forest, and from their own texts."""
+"""Drafts of live requests from a suffix forest, and from their texts."""
 
 from __future__ import annotations
 

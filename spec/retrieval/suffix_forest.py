@@ -212,8 +212,8 @@ class SuffixForest:
         """Make room for this many tokens, at worst.
 
         An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q edges
-        besides the first of each state: an edge outside the tree of longest paths belongs to a
-        suffix of its own, and at most 2q states have no edge.
+        besides the first of each state: each edge outside the tree of longest paths belongs to a
+        different suffix, and at most 2q states have no edge.
         """
         assert self._grows, "a joined forest cannot grow"
         live_sequences = len(self._arena.sequences) - len(self._free["sequences"])

@@ -1,10 +1,9 @@
 """Kernels of the suffix forest: suffix automata that grow in one arena of arrays.
 
-A state stands for the contexts that end at the same positions of a tree's text: the
-suffixes of its longest one that are longer than its link's. `COUNT` and the weight
-in column `WEIGHT` (float32 bits) hold for contexts of up to `depth` tokens. A
-state's first edge is inline; the others form a list that starts at `MORE`, and a hash
-table of their (state, token) finds them in O(1).
+A state represents the contexts that end at the same positions of a tree's text: the suffixes of its
+longest one that are longer than its link's. `COUNT` and the weight in column `WEIGHT` (float32
+bits) hold for contexts of up to `depth` tokens. A state's first edge is inline; the others form a
+list that starts at `MORE`, and a hash table of their (state, token) finds them in O(1).
 
 Python calls kernels, which numba caches; kernels call parts, which are compiled into them.
 S = sequences, T = tokens.
@@ -34,8 +33,8 @@ NONE = -1
 LENGTH, LINK, COUNT, TOKEN, TARGET, MORE, NEXT, WEIGHT = range(8)
 # Columns of `edges` [edge, 4] int32.
 SOURCE, LABEL, GOAL, NEXT_EDGE = range(4)
-# Columns of `sequences` [sequence, 5] int64. LAST: the state of the whole sequence; NODE: that of
-# its last MATCHED = min(tokens, depth) tokens.
+# Columns of `sequences` [sequence, 5] int64. LAST: the state of the whole sequence; NODE: of its
+# last MATCHED = min(tokens, depth) tokens.
 TREE, LAST, NODE, MATCHED, SEQUENCE_GENERATION = range(5)
 # Columns of `trees` [tree, 4] int64. STATES: the first state, NEXT links them; GROWN: tokens.
 ROOT, STATES, GROWN, TREE_GENERATION = range(4)
@@ -51,7 +50,7 @@ SLOT_MASK = 0xFFFFFFFF  # an id is generation << 32 | row
 
 class Arena(NamedTuple):
     """The arrays of a forest. `weights` is `states` as float32; `rates` are the sequences' weights;
-    `table` holds hash << 32 | edge + 1, 0 where it is empty.
+    `table` holds hash << 32 | edge + 1, 0 if it is empty.
     """
 
     states: np.ndarray
@@ -188,7 +187,7 @@ def rehash(old, new):
 
 @kernel
 def index_edges(a):
-    """Fill the empty table of an arena with its edges, all of which are in use."""
+    """Fill the empty table of an arena with its edges, all in use."""
     for edge in range(len(a.edges)):
         _insert(a.table, _hash(a.edges[edge, SOURCE], a.edges[edge, LABEL]), edge)
 
@@ -230,10 +229,10 @@ def _clone(a, tree, p, token, q):
 
 @inlined
 def _extend(a, tree, last, token):
-    """Return the state of a sequence after one more token; `last` is that before.
+    """Return the state of a sequence after one more token; `last` is the one before.
 
-    The online suffix automaton (Blumer et al. 1985), for several sequences: where the
-    transition exists already, its target serves, split if it stands for more.
+    The online suffix automaton (Blumer et al. 1985), for several sequences: if the transition
+    exists already, its target serves, split if it represents more.
     """
     states = a.states
     q = child_of(a, last, token)
@@ -291,7 +290,7 @@ def _grow(a, depth, sequence, tokens, start, stop):
         if states[states[last, LINK], LENGTH] < depth:
             node, matched = last, min(np.int64(states[last, LENGTH]), depth)
         else:
-            # `last` stands for longer contexts only. Where a split has left `node` on the longer
+            # `last` represents longer contexts only. If a split has left `node` on the longer
             # part, `trim` goes up to the right one.
             node = child_of(a, node, token)
             node, matched = trim(states, node, matched + 1, depth)

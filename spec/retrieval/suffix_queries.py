@@ -1,4 +1,4 @@
-"""Queries of a suffix forest: follow live contexts, propose what comes next.
+"""Queries of a suffix forest: follow live contexts, propose the next tokens.
 
 F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 """
@@ -20,7 +20,7 @@ _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
 
 
 class ProposalRule(NamedTuple):
-    """A rule by which draft tokens are chosen.
+    """A rule that chooses draft tokens.
 
     The context is the match, cut to its last `longest` tokens, or the longest shorter one that has
     a continuation, of at least `shortest` tokens. Each context's `max_children` best children, by
@@ -83,7 +83,7 @@ class _Pool(NamedTuple):
 
 @inlined
 def _row_of(trees, tree):
-    """Return the row of a tree's id, or NONE where that tree is gone."""
+    """Return the row of a tree's id, or NONE if that tree is gone."""
     row = tree & k.SLOT_MASK
     if tree < 0 or row >= len(trees) or trees[row, k.TREE_GENERATION] != tree >> 32:
         return k.NONE

@@ -1,8 +1,8 @@
-"""Rules for the length of the prefix that is kept of a response of the last epoch (SPEC-RL).
+"""Rules for the length of the kept prefix of a response of the last epoch (SPEC-RL).
 
 Rounds verify a cached response as a chain of nodes, until its first token that is not kept; the
-draw in its place comes from the same node. The mode says from which log-probability on, under the
-present policy, each token is kept. The schedule moves the lenience over a run: the paper keeps it
+draw in its place comes from the same node. The mode sets the least log-probability, under the
+present policy, of each kept token. The schedule moves the lenience over a run: the paper keeps it
 constant, the other two are ours.
 """
 
@@ -35,7 +35,7 @@ class LenienceSchedule:
     target: float = 0.0
 
     def at(self, first: float, log_lenience: float, step: int) -> float:
-        """Return log λ of a step (from 1 on); `log_lenience` is that of `after`, or log first."""
+        """Return log λ of a step (from 1 on); `log_lenience` is from `after`, or log first."""
         if self.name != "linear":
             return log_lenience
         part = min(1.0, (step - 1) / self.steps)
@@ -83,7 +83,7 @@ NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
 
 @dataclasses.dataclass(frozen=True)
 class ReuseMode:
-    """The response that is verified, and the rule; `lenience` is that of the first step.
+    """The response that is verified, and the rule; `lenience` is the first step's.
 
     `lenient` and `delayed` keep a token with probability min(1, λ · p_new / p_old), up to the first
     that is not kept; `delayed` takes the response of the epoch before the last. λ is a number,
@@ -142,7 +142,7 @@ class PrefixRule:
     greedy: bool = False
 
     def min_logprobs(self, request_id: int, cached: CachedResponse, num_tokens: int) -> np.ndarray:
-        """Return the log-probability from which on each of the first tokens is kept; float32 [n].
+        """Return the least log-probability to keep each of the first tokens; float32 [n].
 
             log u + log p_old − log λ,   u uniform: kept with probability min(1, λ · p_new / p_old)
 

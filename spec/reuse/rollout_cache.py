@@ -26,7 +26,7 @@ from models.folder import Folder
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
 _ENDING = ".rollouts"  # of files
-_MAX_PROMPT_TOKENS = 2**22  # what a damaged header may not make us allocate
+_MAX_PROMPT_TOKENS = 2**22  # limits the memory that a damaged header can take
 
 
 class CacheFileError(ValueError):
@@ -206,7 +206,7 @@ class RolloutCache:
         self.num_bytes = 0  # of blobs in memory
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._spilled: dict[str, SpilledFile] = {}
-        self._before: dict[str, bytes | None] = {}  # what was replaced since `mark`, by entry
+        self._before: dict[str, bytes | None] = {}  # replaced since `mark`, by entry
 
     def __len__(self) -> int:
         return len(self._blobs) + len(self._spilled)
@@ -216,7 +216,7 @@ class RolloutCache:
         self._renew(key, encode(key, group, self.policy))
 
     def take_over(self, other: RolloutCache) -> None:
-        """Replace groups by those of another cache of the same policy, and empty that."""
+        """Take the groups of another cache of the same policy, and empty that."""
         assert other.policy == self.policy and other.epochs == 1 and other.folder is None
         for key, blob in other._blobs.items():
             self._renew(key, blob)
