@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "spec", "sched", "rl")
-PHRASES_PER_1000, NAMES_PER_10000 = 5.1, 174  # at first 24.9 and 557
+PHRASES_PER_1000, NAMES_PER_10000 = 0.1, 174  # at first 24.9 and 557
 
 VERBS = (
     "is was were are it they a an the its this that each others another has have had comes came "
