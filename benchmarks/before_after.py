@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -101,14 +102,15 @@ class Rollouts:
         from benchmarks.speculation import KEY
         from rl.engine.rollout_spec import RolloutSpec, draft_with
         from spec.budget.goodput import Goodput
-        from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
+        from spec.reuse.prefix_rule import PrefixRule, parse_mode
 
         bench, work, options = self.bench, self.bench.workload, dict[str, Any]()
         if way == "history":
             options["drafts"] = draft_with(work.drafters["all"]({}), Goodput(bench.times))
         if way in ("lenient", "coupled"):
             mode = parse_mode("lenient:e^0.5" if way == "lenient" else way)
-            options["rule"] = PrefixRule(mode, log(mode.lenience), 0, 1)
+            log_lenience = math.log(mode.lenience) if mode.lenience else -math.inf
+            options["rule"] = PrefixRule(mode, log_lenience, 0, 1)
         if way in LIKE:  # as a run whose budget goes by the seconds of rounds
             options["drafts"] = draft_with(None, Goodput(bench.times))
             options |= {"begun": way == "ahead", "times": bench.times}
