@@ -354,9 +354,9 @@ def attend_causally(
         return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
 
     def block(end: int) -> jax.Array:
-        local = slice(end - size, end)
+        tail = slice(end - size, end)
         return attend(
-            q_BTHh[:, local], k_BKhT[..., :end], v_BKTh[:, :, :end], mask_BTT[:, local, :end]
+            q_BTHh[:, tail], k_BKhT[..., :end], v_BKTh[:, :, :end], mask_BTT[:, tail, :end]
         )
 
     return jnp.concatenate([block(end) for end in range(size, T + 1, size)], axis=1)

@@ -189,9 +189,9 @@ def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
             scores = blocks.scores(i, j)
             higher = jnp.maximum(top, jnp.round(scores.max(axis=-1)))
             p = weights(scores, higher[..., None], v_BTKh.dtype)
-            keep = power_of_two(top - higher)
+            scale = power_of_two(top - higher)
             new = _product("bkgcs,bksh->bkgch", p.astype(v_BTKh.dtype), blocks.v[j])
-            return out * keep[..., None] + new, higher, total * keep + p.sum(axis=-1)
+            return out * scale[..., None] + new, higher, total * scale + p.sum(axis=-1)
 
         none = jnp.zeros((B, K, G, C, h), jnp.float32), jnp.full((B, K, G, C), NEGATIVE)
         start = *none, jnp.zeros((B, K, G, C), jnp.float32)

@@ -115,8 +115,8 @@ def _kept_in_parts(step: Step, **options: Any) -> Step:
     def whole(layers: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
         return step(layers, constrain(x_BTD, "batch", None, None))
 
-    keep = jax.checkpoint(whole, **options)
-    return lambda layers, x_BTD: keep(layers, constrain(x_BTD, "batch", None, "features"))
+    checkpointed = jax.checkpoint(whole, **options)
+    return lambda layers, x_BTD: checkpointed(layers, constrain(x_BTD, "batch", None, "features"))
 
 
 def _at_once(step: Step) -> Step:

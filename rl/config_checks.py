@@ -62,11 +62,11 @@ def check_sampling(config: TrainConfig) -> None:
     config.sampling.check_tasks([*names, *(name for name, _ in split_names(config.eval.sets))])
 
 
-def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) -> None:
+def check_stops(sampling: SamplingConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise ValueError for stop conditions that no response of this policy can meet."""
 
     def can_hold(text: str) -> bool:
-        return text in words.decode(words.encode(text), skip_special=False)
+        return text in tokenizer.decode(tokenizer.encode(text), skip_special=False)
 
     for one in sampling.variants:
         one.check_stops(model.vocab_size, can_hold)
@@ -125,10 +125,10 @@ def check_drafting(config: TrainConfig) -> None:
         _check_drafting_workers(config)
     if settings.helps:
         _check_helpers(config)
-    window, high = settings.window, config.engine.max_nodes - 1
-    if window is not None and window > high:
+    window, limit = settings.window, config.engine.max_nodes - 1
+    if window is not None and window > limit:
         raise ValueError(
-            f"expected Drafting.window of at most Engine.max_nodes − 1 = {high}, got {window}: "
+            f"expected Drafting.window of at most Engine.max_nodes − 1 = {limit}, got {window}: "
             "lower it, or raise Engine.max_nodes"
         )
 

@@ -169,8 +169,8 @@ def _short_name(spec: str) -> str:
     parsed = parse_spec(spec)
     if parsed.name != parsed.text:
         return parsed.name
-    texts = [Path(part).stem for part in reversed(Path(parsed.target).parts)]
-    clean = [re.sub(r"[^A-Za-z0-9_-]+", "_", term).strip("_") for term in texts]  # no `*`
+    stems = [Path(part).stem for part in reversed(Path(parsed.target).parts)]
+    clean = [re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_") for stem in stems]  # no `*`
     return next(filter(None, clean), "set")
 
 
@@ -245,11 +245,11 @@ def open_sets(
         pairs = [(name, spec) for name, spec in pairs if is_generated(spec)]
     held = TrainingPrompts()
     if training is not None and pairs:
-        trained, high = training(), max(task.stream_above_examples, _LOOKED_AT)
-        held = TrainingPrompts.of(trained, high)
-        if len(trained) > high:
+        trained, limit = training(), max(task.stream_above_examples, _LOOKED_AT)
+        held = TrainingPrompts.of(trained, limit)
+        if len(trained) > limit:
             skipped.append(
-                f"questions of evaluations are compared with the first {high:,} of the "
+                f"questions of evaluations are compared with the first {limit:,} of the "
                 f"{len(trained):,} training examples only (Task.stream_above_examples)"
             )
     opened = []

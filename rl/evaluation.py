@@ -253,9 +253,9 @@ def load_checkpoint(
     from rl.learner.optimizer import SavedArrays
 
     specs = param_specs(model)
-    local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = (
-        jax.tree.map(lambda _: local, specs) if mesh is None else param_shardings(mesh, specs)
+        jax.tree.map(lambda _: one_device, specs) if mesh is None else param_shardings(mesh, specs)
     )
     params = jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding),

@@ -64,8 +64,8 @@ def _no_nodes(num_slots: int) -> set[int]:
 
 def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     """Return the decisions for rounds with one drafter, on the device, by its name."""
-    max_length = config.engine.max_nodes - 1
-    requested = {LEARNED: max_length, MODEL: min(config.draft_model.max_depth, max_length)}
+    max_tokens = config.engine.max_nodes - 1
+    requested = {LEARNED: max_tokens, MODEL: min(config.draft_model.max_depth, max_tokens)}
     sources, nodes = config.speculation.sources, _node_sizes(config)
     budget, fixed = parse_budget(config.speculation.budget)
 
@@ -178,9 +178,9 @@ def warm_up(
         engine.prefer_pool = moves.prefers_copy
     if reach.speculative or config.sched.measures_rounds:
         path, sampling = kept.folder / ROUNDS_FILE, config.sampling
-        high = None if longer is None else longer.max_positions
+        max_positions = None if longer is None else longer.max_positions
         timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
-        measured = path, one, placed, sampling, timed, high
+        measured = path, one, placed, sampling, timed, max_positions
         beside = [other for other in engine.engines if other is not one]
         times = load_or_measure(*measured, beside=beside, processes=kept.processes)
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:

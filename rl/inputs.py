@@ -11,7 +11,8 @@ import hashlib
 import re
 from pathlib import Path
 
-from models import hf, tokenizer
+from models import hf
+from models import tokenizer as tokenizers
 from models.config import ModelConfig
 from models.tokenizer import TokenBytes, Tokenizer
 from rl import config_checks
@@ -43,8 +44,8 @@ class Inputs:
     @functools.cached_property
     def shape_name(self) -> str:
         """Return a name of the policy's shape and vocabulary, which cached responses depend on."""
-        texts = sorted(self.tokenizer.backend.get_vocab().items())
-        digest = hashlib.sha256(repr((self.model, texts)).encode()).hexdigest()
+        vocabulary = sorted(self.tokenizer.backend.get_vocab().items())
+        digest = hashlib.sha256(repr((self.model, vocabulary)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
 
     def token_bytes_for(self, sampling: SamplingConfig) -> TokenBytes | None:
@@ -75,17 +76,17 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
     Raises ValueError or FileNotFoundError with expected, got and how to fix.
     """
-    policy, model, texts = open_policy(config.policy.directory)
+    policy, model, tokenizer = open_policy(config.policy.directory)
     config_checks.check_sections(config, model)
-    config_checks.check_stops(config.sampling, model, texts)
+    config_checks.check_stops(config.sampling, model, tokenizer)
     if config.speculation.asks_model:
         from rl.speculation.device_drafters import check_draft_model
 
         for one in config.draft_model.each:
-            check_draft_model(one, model, texts, config.longest_tokens)
+            check_draft_model(one, model, tokenizer, config.longest_tokens)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
-    inputs = Inputs(policy, model, texts, task, 0, data_digest(config.task))
+    inputs = Inputs(policy, model, tokenizer, task, 0, data_digest(config.task))
     streams = len(task) > config.task.stream_above_examples
     inputs = (_open_stream if streams else _open_whole)(config, inputs)
     evals = open_sets(
@@ -142,17 +143,17 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
     """
     policy = resolve_path(directory)
     model = hf.check(policy)
-    texts = tokenizer.load(policy)
-    tokenizer.check_vocabulary(texts, model)
-    # chats and texts may end in different tokens, each named in another file of the folder
-    ends = tuple(dict.fromkeys((*model.eos_token_ids, *texts.eos_token_ids)))
+    tokenizer = tokenizers.load(policy)
+    tokenizers.check_vocabulary(tokenizer, model)
+    # chats and tokenizer may end in different tokens, each named in another file of the folder
+    ends = tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids)))
     model = dataclasses.replace(model, eos_token_ids=ends)
     if not ends:
         raise ValueError(
             f"neither the config of {policy} nor its tokenizer names an end token: no response "
             "could end; set eos_token_id in config.json"
         )
-    return policy, model, texts
+    return policy, model, tokenizer
 
 
 def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:

@@ -184,8 +184,8 @@ def open_rollouts(
             pipeline.load_state(state)
             yield pipeline
     elif isinstance(engine, AheadEngine):
-        high = system.partition.max_groups(config.rollout.prompts_per_step)
-        with engine.open(high * config.rollout.group_size, config.longest_tokens):
+        num_groups = system.partition.max_groups(config.rollout.prompts_per_step)
+        with engine.open(num_groups * config.rollout.group_size, config.longest_tokens):
             yield StepRollouts(engine)
     else:  # also a process without workers
         yield StepRollouts()
@@ -217,8 +217,8 @@ def _is_out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progr
 def _stop_together(system: System, step: int, is_late: bool) -> None:
     """Raise Stopped if the time is up, or several processes agree on a requested stop."""
     processes = system.processes
-    wanted = not processes.alone and system.is_stop_requested()
-    if processes.any(f"stop after step {step}", is_late or wanted):
+    is_requested = not processes.alone and system.is_stop_requested()
+    if processes.any(f"stop after step {step}", is_late or is_requested):
         raise Stopped
 
 

@@ -156,15 +156,15 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
             positions_BT[b, prompt_at:at] = np.arange(shared)
             for branch, i in enumerate(indices, start=1):
                 tokens = responses[i].tokens
-                local = slice(at, at + len(tokens))
-                tokens_BT[b, local] = np.concatenate([prompt_ids[-1:], tokens[:-1]])
-                targets_BT[b, local] = tokens
-                positions_BT[b, local] = np.arange(shared, shared + len(tokens))
-                branch_BT[b, local] = branch
+                span = slice(at, at + len(tokens))
+                tokens_BT[b, span] = np.concatenate([prompt_ids[-1:], tokens[:-1]])
+                targets_BT[b, span] = tokens
+                positions_BT[b, span] = np.arange(shared, shared + len(tokens))
+                branch_BT[b, span] = branch
                 order.append(i)
                 starts.append(b * T + at)
                 prompt_starts.append(b * T + prompt_at)
-                at = local.stop
+                at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
     places = np.array(order), np.array(starts), np.array(prompt_starts)

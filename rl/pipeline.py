@@ -80,10 +80,10 @@ class PipelineRollouts:
         )
         self._scorer = system.scorer()
         self._collector = ResultCollector(system, self._scorer)
-        high = system.partition.max_groups(config.rollout.prompts_per_step)
+        num_groups = system.partition.max_groups(config.rollout.prompts_per_step)
         self._session = engine.session(
             scheduler,
-            high * config.rollout.group_size,
+            num_groups * config.rollout.group_size,
             config.longest_tokens,
             spot=engine.spot,
             deliver=self._collector.enter,
@@ -287,8 +287,8 @@ class PipelineRollouts:
         system, own, stats = self._system, collected.step_prompts, rollouts.stats
         whole, scored = system.config.rollout.group_size, system.reuse.mode.enabled
         if system.speculation.keeps_history or scored:
-            keep = whole_groups(rollouts, whole)
-            reuse.remember(self._late, rollouts.prompts.keys, keep, scored=scored)
+            responses = whole_groups(rollouts, whole)
+            reuse.remember(self._late, rollouts.prompts.keys, responses, scored=scored)
         self._unfinished = collected.unfinished(whole)
         lengths: dict[str, list[int]] = {}
         for t in rollouts.trajectories:

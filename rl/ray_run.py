@@ -81,12 +81,12 @@ class RayWorkers:
         rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
         known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
         with ThreadPoolExecutor(1) as thread:
-            remote = thread.submit(self._warm_up, weights, bounds, known)
+            warming = thread.submit(self._warm_up, weights, bounds, known)
             first = self.engine.engines[0]
             compile_buckets.compile_programs(first, (), told, training)
-            while not wait([remote], POLL_S).done:
+            while not wait([warming], POLL_S).done:
                 heartbeat()  # each call has a deadline
-            measured = remote.result()
+            measured = warming.result()
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
             if text:
@@ -252,12 +252,13 @@ def bounds(
     options, spot = config.drafter, drafter is not None and drafter.spot is not None
     slots = config.engine
     sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
-    high = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
+    num_evaluated = inputs.evals.num_questions * config.eval.samples
+    max_requests = max(config.rollout.num_requests, num_evaluated)
     evaluates = not config.sched.beside_training
     nodes = reach.nodes
     sent = dataclasses.replace(
         reach,
-        max_requests=high if evaluates else config.rollout.num_requests,
+        max_requests=max_requests if evaluates else config.rollout.num_requests,
         moves=True,
         nodes=None if nodes is None else _table(nodes, sizes),
         alone={name: _table(decisions, sizes) for name, decisions in reach.alone.items()},

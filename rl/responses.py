@@ -137,10 +137,10 @@ class Partition:
         else:
             self._name_workers(own.stats, own.trajectories)
             part = Part(start_s, self._scored(own))
-        args = self.processes.gather_large(what, pickle.dumps(part), waiting)
+        values = self.processes.gather_large(what, pickle.dumps(part), waiting)
         if error is not None:
             raise error
-        parts = [read_part(value) for value in args]
+        parts = [read_part(value) for value in values]
         for index, part in enumerate(parts):
             if part.error is not None:
                 raise PeerFailed(f"process {index} failed: {part.error}")

@@ -57,9 +57,9 @@ def generate(
     if stop_token_ids is None:
         stop_token_ids = (*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     samplings = [sampling or SamplingConfig(), *(r.sampling for r in requests if r.sampling)]
-    texts = None
+    token_bytes = None
     if tokenizer is not None and any(s.stop for s in samplings):
-        texts = tokenizer.token_bytes
+        token_bytes = tokenizer.token_bytes
     spec = RolloutSpec(
         params,
         samplings[0],
@@ -67,6 +67,6 @@ def generate(
         stop_token_ids,
         policy_version,
         draft_with(drafter, budget),
-        words=texts,
+        words=token_bytes,
     )
     return engine.run(spec, requests, on_finish=on_finish, on_round=on_round)

@@ -403,16 +403,16 @@ def prefetch_metrics(
     """Return how many prefetched tokens the responses start with, up to the first difference."""
     drawn = {t.request_id: t.response_ids for t in trajectories}
     used = {i: tokens for i, tokens in prefetched.tokens.items() if i in drawn}
-    keep = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
+    agreed = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
     num_tokens = sum(map(len, used.values()))
     total = sum(len(ids) for ids in drawn.values())
     return {
         "ahead/begun_requests": float(len(used)),
         "ahead/begun_tokens": float(num_tokens),
         "ahead/begun_fraction": num_tokens / max(total, 1),
-        "ahead/kept_tokens": float(sum(keep.values())),
-        "ahead/kept_fraction": sum(keep.values()) / max(num_tokens, 1),
-        "ahead/kept_whole": float(sum(n == len(used[i]) for i, n in keep.items())),
+        "ahead/kept_tokens": float(sum(agreed.values())),
+        "ahead/kept_fraction": sum(agreed.values()) / max(num_tokens, 1),
+        "ahead/kept_whole": float(sum(n == len(used[i]) for i, n in agreed.items())),
         "ahead/dropped_requests": float(dropped + len(prefetched.tokens) - len(used)),
     }
 

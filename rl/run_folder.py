@@ -171,15 +171,15 @@ def _writable(directory: str) -> Path:
     folder = Path(directory).absolute()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(folder)  # a name that is too long, or a path without permission
-    remote = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
-    if not remote.is_dir():
-        kind = "a link to nothing" if remote.is_symlink() else "a file"
+    nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    if not nearest.is_dir():
+        kind = "a link to nothing" if nearest.is_symlink() else "a file"
         raise ConfigError(
-            f"Run.directory: expected a folder, got {folder}: {remote} is {kind}; choose another"
+            f"Run.directory: expected a folder, got {folder}: {nearest} is {kind}; choose another"
         )
-    if not os.access(remote, os.W_OK | os.X_OK):
+    if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"Run.directory: {remote} cannot be written to (read-only, or another user's): choose "
+            f"Run.directory: {nearest} cannot be written to (read-only, or another user's): choose "
             "another --gin.Run.directory"
         )
     return folder

@@ -172,11 +172,11 @@ class _RunProcess:
                 return json.dumps({"error": str(error)}).encode()
             return json.dumps({"error": None, "inode": self.folder.stat().st_ino}).encode()
 
-        remote = json.loads(self.processes.from_first("run folder", begin))
-        if remote["error"] is not None:
-            raise ConfigError(remote["error"])
-        local = self.folder.stat().st_ino if self.folder.is_dir() else None
-        if self.processes.any("run folder of another file system", local != remote["inode"]):
+        first = json.loads(self.processes.from_first("run folder", begin))
+        if first["error"] is not None:
+            raise ConfigError(first["error"])
+        inode = self.folder.stat().st_ino if self.folder.is_dir() else None
+        if self.processes.any("run folder of another file system", inode != first["inode"]):
             raise ConfigError(
                 f"Run.directory: expected the same folder {self.folder} in all processes, got "
                 "another one in some: it must be on a file system that all of them share"

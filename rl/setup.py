@@ -290,11 +290,12 @@ class RunBuilder:
     ) -> LongerBuckets | None:
         config, engine, speculation = self.config, system.engine, system.speculation
         # several processes leave together: not in the middle of one's compilation
-        mark = self.watch.check if system.processes.alone else self.watch.heartbeat
-        settings = config.sampling, speculation, reach, self.watch, self._on_compiled, mark
+        check = self.watch.check if system.processes.alone else self.watch.heartbeat
+        settings = config.sampling, speculation, reach, self.watch, self._on_compiled, check
         longer = engine.do(partial(first_programs.longer_buckets, engine, weights, *settings))
-        keep = first_programs.Kept(self.folder, system.processes, system.drafting)
-        rest = speculation, reach, keep, self.on_compiled("training and rollouts"), training, longer
+        tables = first_programs.Kept(self.folder, system.processes, system.drafting)
+        on_compiled = self.on_compiled("training and rollouts")
+        rest = speculation, reach, tables, on_compiled, training, longer
         engine.do(partial(first_programs.warm_up, config, engine, weights, *rest))
         return longer
 

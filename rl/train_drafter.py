@@ -126,9 +126,9 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     out = Path(args.out).absolute()
     drafter_folder.check_target(out)
     pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # refuses rows that are short
-    policy, model, texts = open_policy(args.policy)
+    policy, model, tokenizer = open_policy(args.policy)
     shape = shape_of(config.drafter, config.drafter_training, model)
-    trace = drafter_traces.read([Path(p) for p in args.trace], model, texts)
+    trace = drafter_traces.read([Path(p) for p in args.trace], model, tokenizer)
     learned, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
     sizes = _sizes_bytes(learned, shape, MIN_VALUE_BYTES)
     hidden_states.check_room(sizes, config.data_buffer.max_bytes)

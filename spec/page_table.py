@@ -96,14 +96,14 @@ class PageTable:
 
     def release(self, slot: int, kept_tokens: int = 0) -> None:
         """Take from a slot its pages after the first tokens."""
-        keep = min(self.pages_for(kept_tokens), int(self.held_B[slot]))
-        for n in range(int(self.held_B[slot]) - 1, keep - 1, -1):
+        num_pages = min(self.pages_for(kept_tokens), int(self.held_B[slot]))
+        for n in range(int(self.held_B[slot]) - 1, num_pages - 1, -1):
             page = int(self.pages_BN[slot, n])
             self.pages_BN[slot, n] = NO_PAGE
             self.users_P[page] -= 1
             if not self.users_P[page]:
                 self._free[page * self.ways // len(self.users_P)].append(page)
-        self.held_B[slot] = keep
+        self.held_B[slot] = num_pages
 
     def take_rows(self, rows: Sequence[int]) -> None:
         """Make slot i what slot `rows[i]` was; −1: a new one. Other slots are released."""

@@ -182,8 +182,8 @@ def _softmax(
 def _joined(out: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
     """Join the softmaxes of all parts, the first axis."""
     highest = top.max(axis=0)
-    keep = jnp.exp2(top - highest)
-    return (out * keep[..., None]).sum(axis=0), highest, (total * keep).sum(axis=0)
+    scale = jnp.exp2(top - highest)
+    return (out * scale[..., None]).sum(axis=0), highest, (total * scale).sum(axis=0)
 
 
 def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:

@@ -56,22 +56,22 @@ def chosen_step(run: Path | str, text: str) -> int | None:
     """Return the step that `newest` (None), `best` or a number names; ValueError without it."""
     if text == "newest":
         return None
-    keep = list_steps(Path(run) / CHECKPOINTS)
+    steps = list_steps(Path(run) / CHECKPOINTS)
     if text == "best":
         best = read_best(run)
         if best is None:
             raise ValueError(
                 f"{run} records no best step: expected a run that has been evaluated while it "
-                f"trained (Eval.every_steps); name one of its steps: {keep or 'none is kept'}"
+                f"trained (Eval.every_steps); name one of its steps: {steps or 'none is kept'}"
             )
         step = best.step
     elif text.isdecimal() and len(text) < 16:
         step = int(text)
     else:
         raise ValueError(f"expected a step, newest or best, got {text[:80]!r}")
-    if step not in keep:
+    if step not in steps:
         raise ValueError(
-            f"{run} has no checkpoint of step {step}: expected one of {keep or 'none is kept'}"
+            f"{run} has no checkpoint of step {step}: expected one of {steps or 'none is kept'}"
         )
     return step
 
@@ -105,11 +105,11 @@ class BestRecord:
 
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
         """Continue with the best `evaluated` step that has its checkpoint; False: a new record."""
-        remote = json.loads(self._from_first(self._there))
-        same, keep = remote["record"].get("asked") == self._wanted, remote["kept"]
-        last_saved = [b for b in evaluated if same and b.step <= step and b.step in keep]
+        shared = json.loads(self._from_first(self._there))
+        same, steps = shared["record"].get("asked") == self._wanted, shared["kept"]
+        last_saved = [b for b in evaluated if same and b.step <= step and b.step in steps]
         with self._lock:
-            self._committed.update(keep)
+            self._committed.update(steps)
             self._written = max(last_saved, key=lambda b: (b.value, -b.step), default=None)
             self._write()
         return same
@@ -122,8 +122,8 @@ class BestRecord:
 
     def _there(self) -> bytes:
         """Return the record and the steps that are kept, before either is changed."""
-        keep = list_steps(self._folder.path / CHECKPOINTS)
-        return json.dumps({"record": read_record(self._folder), "kept": keep}).encode()
+        steps = list_steps(self._folder.path / CHECKPOINTS)
+        return json.dumps({"record": read_record(self._folder), "kept": steps}).encode()
 
     def found(self, best: Best) -> None:
         """Note a better step, whose checkpoint may come later."""

@@ -41,8 +41,8 @@ class ArrayWriter:
         import orbax.checkpoint as ocp
         from etils import epath
 
-        args = {path: self._placed(x) for path, x in arrays.items()}
-        saving = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(args))
+        placed = {path: self._placed(x) for path, x in arrays.items()}
+        saving = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(placed))
         self._writing = asyncio.run(saving) or []
 
     def wait_until_finished(self) -> None:
@@ -60,9 +60,9 @@ def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]
     import orbax.checkpoint as ocp
     from etils import epath
 
-    local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     structs = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or local)
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or one_device)
         for path, leaf in wanted.items()
     }
     arguments = ocp.args.PyTreeRestore(

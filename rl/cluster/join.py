@@ -89,10 +89,10 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     processes = Processes(index, count, JobStore(), config.deadline_s)
     try:
         own = dict(identity) | {"number of devices": str(jax.local_device_count())}
-        args = processes.gather("handshake", json.dumps(own).encode())
+        identities = processes.gather("handshake", json.dumps(own).encode())
     except (ProcessLost, ConnectionError, TimeoutError) as error:
         raise ValueError(f"expected {count} processes: {error}") from error
-    if wrong := mismatch([json.loads(text) for text in args]):
+    if wrong := mismatch([json.loads(text) for text in identities]):
         processes.depart()
         raise ValueError(wrong)
     return processes
@@ -112,16 +112,16 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
     first = identities[0]
     for program, other in zip(names, identities, strict=True):
         for name in dict.fromkeys((*first, *other)):
-            local, remote = first.get(name, ""), other.get(name, "")
-            if local == remote:
+            expected, got = first.get(name, ""), other.get(name, "")
+            if expected == got:
                 continue
-            if "\n" in local:
-                lines = set(local.splitlines()), set(remote.splitlines())
-                local = "; ".join(sorted(lines[0] - lines[1])[:2]) or "nothing more"
-                remote = "; ".join(sorted(lines[1] - lines[0])[:2]) or "nothing more"
+            if "\n" in expected:
+                lines = set(expected.splitlines()), set(got.splitlines())
+                expected = "; ".join(sorted(lines[0] - lines[1])[:2]) or "nothing more"
+                got = "; ".join(sorted(lines[1] - lines[0])[:2]) or "nothing more"
             return (
-                f"expected the same {name} in all processes, got {remote} in {program} and "
-                f"{local} in {names[0]}: start all of them alike"
+                f"expected the same {name} in all processes, got {got} in {program} and "
+                f"{expected} in {names[0]}: start all of them alike"
             )
     return None
 

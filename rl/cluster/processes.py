@@ -209,8 +209,8 @@ class Processes:
         with contextlib.suppress(ConnectionError, TimeoutError):
             self._beat()
             while self._clock() < until_s:
-                notes = self._told().values()
-                if sum(any(state.get(end) for end in ends) for state in notes) == self.count:
+                states = self._told().values()
+                if sum(any(state.get(end) for end in ends) for state in states) == self.count:
                     return
                 time.sleep(0.05)
 
@@ -228,12 +228,12 @@ class Processes:
         while not self._over.wait(self._beat_s):
             try:
                 self._beat()
-                notes = self._told()
+                states = self._told()
             except (ConnectionError, TimeoutError) as error:
                 return self._lose(f"process 0, which holds the run together, is lost: {error}")
             now_s = self._clock()
             for index, (beat, since_s) in list(last.items()):
-                state = notes.get(index, {})
+                state = states.get(index, {})
                 self._wanted |= bool(state.get("asked"))
                 if failed := state.get("failed"):
                     return self._lose(f"process {index} failed: {failed}")

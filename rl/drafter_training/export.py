@@ -52,7 +52,7 @@ def write(
 
 def start_command(folder: Path, gin_file: Path | None = None) -> str:
     """Return the command of a run that starts from the drafter, with a run's config if given."""
-    texts = ["python", "-m", "rl.train"]
+    command = ["python", "-m", "rl.train"]
     if gin_file is not None:  # the new run gets a new folder
-        texts += [f"--gin_file={gin_file}", "--gin.Run.directory=None"]
-    return shlex.join([*texts, f"--gin.Drafter.directory={folder}"])
+        command += [f"--gin_file={gin_file}", "--gin.Run.directory=None"]
+    return shlex.join([*command, f"--gin.Drafter.directory={folder}"])

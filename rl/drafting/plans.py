@@ -98,8 +98,8 @@ class MeasuredSeconds:
     @classmethod
     def of(cls, costs: Costs, times: RoundTimes, draft_s: float) -> MeasuredSeconds:
         """Return seconds for requests of half the longest cache that was measured."""
-        max_length = max(positions for _, _, positions in times.rounds)
-        return cls(costs, times, max_length / 2, draft_s)
+        max_positions = max(positions for _, _, positions in times.rounds)
+        return cls(costs, times, max_positions / 2, draft_s)
 
     def draft(self, requests: float) -> float:
         """Return the seconds of a draft token of each request."""

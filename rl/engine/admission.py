@@ -255,5 +255,5 @@ class _Common:
         if p.kv is not None or keeps:
             self._held.add(key)
         if keeps:
-            keep = self._pages.pages_of(row, len(p.request.prompt_ids) - 1)
-            self._used_P[keep] = True
+            pages = self._pages.pages_of(row, len(p.request.prompt_ids) - 1)
+            self._used_P[pages] = True

@@ -175,8 +175,9 @@ class CachedPrefixes:
         for row in np.nonzero(over_B & (self.end_B > 0) & (count_B > 0))[0].tolist():
             before, now = int(emitted_B[row]), int(count_B[row])
             counts = self._started_counts if self.of_begun_B[row] else self.counts
-            keep = before + int(saved_B[row]) if self.of_begun_B[row] else int(self.saved_B[row])
-            counts.add(int(self.end_B[row]), keep)
+            is_begun = self.of_begun_B[row]
+            num_saved = before + int(saved_B[row]) if is_begun else int(self.saved_B[row])
+            counts.add(int(self.end_B[row]), num_saved)
             self.end_B[row] = 0
             if not self.of_begun_B[row] and self.started_tokens_B[row] and not stopped_B[row]:
                 emitted = self.tokens_BL[row, :before], tokens_BN[row, :now]
@@ -263,8 +264,8 @@ def _stand(chunks_TX, drawn_X, kind_X, prompt_B, emitted_B, end_B, ruled_B, toke
             if at != at_B[b] or at >= end_B[b]:
                 continue
             result_X[x] = kind_X[x]
-            keep = kind_X[x] == KEPT if ruled_B[b] else drawn_X[x] == tokens_BL[b, at]
-            at_B[b] = at + 1 if keep else -1
+            is_right = kind_X[x] == KEPT if ruled_B[b] else drawn_X[x] == tokens_BL[b, at]
+            at_B[b] = at + 1 if is_right else -1
     return result_X
 
 

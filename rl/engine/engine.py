@@ -104,8 +104,8 @@ class Engine(ModelRunner):
         """
         self.check(requests, spec.sampling)
         spec.endings(requests)
-        max_length, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
-        with self.rollout(spec, max_requests=len(requests), max_tokens=max_length, stats=stats):
+        max_tokens, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
+        with self.rollout(spec, max_requests=len(requests), max_tokens=max_tokens, stats=stats):
             self._waiting.add([PartialRequest(r) for r in requests], is_new=True)
             while self.has_work:
                 for trajectory in self.step():

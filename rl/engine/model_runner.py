@@ -99,20 +99,20 @@ class ModelRunner:
 
     def kv_tokens(self, num_slots: int, longest_tokens: int) -> int:
         """Return how many positions so many requests can hold together, however they share them."""
-        high = num_slots * longest_tokens
+        needed = num_slots * longest_tokens
         if not (self.is_paged and self.config.pages):
-            return high
+            return needed
         pages = self.config.num_pages(num_slots, longest_tokens, self.batch_ways)
-        return max(longest_tokens, min(high, (pages - num_slots) * self.config.page_tokens))
+        return max(longest_tokens, min(needed, (pages - num_slots) * self.config.page_tokens))
 
     def empty_cache(self, num_slots: int, num_positions: int) -> Cache:
         """Return an empty cache on these devices, never whole on one of several."""
-        keep = self.dtype, self.feature_layers
+        kind = self.dtype, self.feature_layers
         if not self.is_paged:
-            return kv_cache.init(self.model, num_slots, num_positions, *keep, self.zero_rows)
+            return kv_cache.init(self.model, num_slots, num_positions, *kind, self.zero_rows)
         T = self.config.page_tokens
         size = num_slots, num_positions // T, self.num_pages, T
-        return paged_cache.init(self.model, *size, *keep, self.zero_rows)
+        return paged_cache.init(self.model, *size, *kind, self.zero_rows)
 
     def full_cache(self, num_slots: int, num_positions: int) -> Cache:
         """Return an empty cache with all positions readable, to time rounds with."""
@@ -239,8 +239,8 @@ class ModelRunner:
         sizes = self.config.position_sizes(self.longest_tokens)
         for first in range(0, len(entering), P):
             kvs, rows = zip(*entering[first : first + P], strict=True)
-            max_length = max(kv.num_tokens for kv in kvs)
-            T = min(s for s in (*sizes, cache.num_positions) if s >= max_length)
+            num_tokens = max(kv.num_tokens for kv in kvs)
+            T = min(s for s in (*sizes, cache.num_positions) if s >= num_tokens)
             new = kv_cache.map_arrays(self.put_kv, cache_ops.stacked(kvs, P, T))
             cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
         return cache
@@ -346,8 +346,8 @@ class ModelRunner:
         if self.mesh is None:
             arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
             scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
-            local = jax.local_devices()[0] if scattered and self.device is None else self.device
-            return jax.device_put(params, local)
+            device = jax.local_devices()[0] if scattered and self.device is None else self.device
+            return jax.device_put(params, device)
         shardings = sharding.param_shardings(self.mesh, transformer.param_specs(model))
         return jax.tree.map(_shape if self.makes_shapes else sharding.put, params, shardings)
 

@@ -238,9 +238,9 @@ class Rounds:
         gain_B = np.minimum(left_B, options["shape"].tree_nodes)
         max_B = np.where(table.busy_B, table.cached_tokens_B + gain_B, 0)
         rows.reserve(max_B, drafter.num_positions)
-        args = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
+        inputs = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
         # the likeliest n draft tokens are n deep at most
-        depth = min(args.depth, decision.tree_tokens)
+        depth = min(inputs.depth, decision.tree_tokens)
         limits_4 = [decision.num_rounds, *limits, depth]
         scale_B, slots = np.ones(B, np.float32), self._device_slots()
         if decision.scale_A is not None:
@@ -253,12 +253,12 @@ class Rounds:
             *rows.for_round(),
             slots,
             self._stop_E,
-            args.cache,
-            args.constants,
-            args.table_RX,
+            inputs.cache,
+            inputs.constants,
+            inputs.table_RX,
             *map(self._runner.argument, created),
             **options,
-            drafting=args.drafting,
+            drafting=inputs.drafting,
         )
         rows.stepped(*state)
         self._called()

@@ -204,9 +204,9 @@ class SlotCache:
         table, rows, passes = self.table, self.ready(draws=True), list[np.ndarray]()
         assert rows, self._stuck()
         sizes = self._runner.drawing_chunks(len(table))
-        high = max(len(rows) // self._runner.num_at_once, sizes[0])
+        num_rows = max(len(rows) // self._runner.num_at_once, sizes[0])
         while rows:
-            T = max([n for n in sizes if n <= min(high, len(rows))], default=sizes[0])
+            T = max([n for n in sizes if n <= min(num_rows, len(rows))], default=sizes[0])
             passes.append(self._chunks(rows[:T], T, table.known_tokens_B, most_of_row=1))
             rows = rows[T:]
         return passes

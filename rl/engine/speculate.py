@@ -99,8 +99,8 @@ class Speculator:
         self.in_rounds = self.drafter.in_rounds()
         if self.in_rounds is None:
             return None
-        high = min(self.in_rounds.max_tokens, self._config.max_nodes - 1)
-        decision = self._budget.choose_on_device(live, high, sizes, num_slots)
+        max_tokens = min(self.in_rounds.max_tokens, self._config.max_nodes - 1)
+        decision = self._budget.choose_on_device(live, max_tokens, sizes, num_slots)
         return None if decision is None else self._cut(decision)
 
     def _cut(self, decision: DraftDecision) -> DraftDecision:
@@ -153,12 +153,12 @@ class Speculator:
         else:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
-        notes, wanted_A = (live, drafts, acceptance), self._wanted_A
+        observed, wanted_A = (live, drafts, acceptance), self._wanted_A
         if wanted_A is not None:
-            notes = live.take(wanted_A), drafts.take(wanted_A), acceptance.take(wanted_A)
-        if self.drafter is not None and len(notes[0]):
-            self._budget.observe(*notes)
-            self.drafter.observe(*notes[1:])
+            observed = live.take(wanted_A), drafts.take(wanted_A), acceptance.take(wanted_A)
+        if self.drafter is not None and len(observed[0]):
+            self._budget.observe(*observed)
+            self.drafter.observe(*observed[1:])
         return acceptance
 
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:

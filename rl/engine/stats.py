@@ -236,9 +236,9 @@ def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
     if not path.is_file():
         return 0, []
     try:
-        keep = json.loads(path.read_text(encoding="utf-8"))
-        step: int = of_json(keep["step"], int)
-        rounds: list[RoundRecord] = [of_json(row, RoundRecord) for row in keep["rounds"]]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        step: int = of_json(record["step"], int)
+        rounds: list[RoundRecord] = [of_json(row, RoundRecord) for row in record["rounds"]]
         for r in rounds:
             if len({len(x) for k, x in vars(r).items() if k.endswith("_A")}) != 1:
                 raise ValueError("a round of different numbers of requests")

@@ -177,7 +177,7 @@ class WorkerLog:
         events: Sequence[WorkerEvent],
         updated_s: float,
     ) -> WorkerStep:
-        high = max(1, min(MAX_SPANS_EACH, MAX_SPANS // len(parts)))
+        max_spans = max(1, min(MAX_SPANS_EACH, MAX_SPANS // len(parts)))
 
         def since(seconds: float) -> float:
             return round(max(seconds - zero_s, 0.0), 4)
@@ -187,7 +187,7 @@ class WorkerLog:
             return dataclasses.replace(record, **texts, **changes)
 
         def spans(part: WorkerPart) -> tuple[Span, ...]:
-            return tuple((since(s), since(e)) for s, e in merged(part.busy_s, high))
+            return tuple((since(s), since(e)) for s, e in merged(part.busy_s, max_spans))
 
         return WorkerStep(
             step,

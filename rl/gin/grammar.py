@@ -123,8 +123,8 @@ def _statements(path: Path, text: str) -> Iterable[Any]:
         return statements
     except SyntaxError as error:
         message = (error.msg or "cannot be parsed").strip()
-        if term := re.search(r"Failed to parse token '(\w+)'", message):
-            message = f"{term[1]} is not a value; strings need quotes: '{term[1]}'"
+        if token := re.search(r"Failed to parse token '(\w+)'", message):
+            message = f"{token[1]} is not a value; strings need quotes: '{token[1]}'"
         raise ConfigError(f"{path}:{error.lineno}: {message}") from error
     except tokenize.TokenError as error:
         raise ConfigError(f"{path}:{error.args[1][0]}: {error.args[0]}") from error

@@ -197,8 +197,8 @@ def _reduce(per_token: Mapping[str, jax.Array], mask_BT: jax.Array) -> TokenStat
     sums = {name: jnp.sum(jnp.where(mask_BT, x, 0.0)) for name, x in per_token.items()}
     sums["tokens"] = jnp.sum(mask_BT, dtype=jnp.float32)
     maxima = {
-        metric: jnp.max(jnp.where(mask_BT, mark * per_token[name], -jnp.inf))
-        for metric, (name, mark) in MAXIMA.items()
+        metric: jnp.max(jnp.where(mask_BT, factor * per_token[name], -jnp.inf))
+        for metric, (name, factor) in MAXIMA.items()
     }
     return TokenStatistics(sums, maxima)
 
@@ -232,5 +232,5 @@ def metrics_of(statistics: TokenStatistics) -> dict[str, float]:
     for origin in (o.name.lower() for o in Origin):  # origins without tokens have no mean
         if count := sums[f"{COUNT}{origin}"]:
             means[f"{BY_ORIGIN}{origin}"] = sums[f"{BY_ORIGIN}{origin}"] / count
-    extremes = {m: float(statistics.maxima[m]) * mark for m, (_, mark) in MAXIMA.items()}
+    extremes = {m: float(statistics.maxima[m]) * factor for m, (_, factor) in MAXIMA.items()}
     return means | extremes

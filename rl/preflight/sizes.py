@@ -35,18 +35,18 @@ SLOTS, PAGES, MICRO_BATCH = SIZES
 
 def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
     """Return values for `config.open_sizes` on the devices of this process, which it opens."""
-    local = devices.found()
-    bytes_each = opened_devices(local).bytes_each
+    opened = devices.found()
+    bytes_each = opened_devices(opened).bytes_each
     if bytes_each is None:
         raise ValueError(
             f"{', '.join(config.open_sizes)}: expected devices that report their memory, got "
-            f"{local[0].device_kind}, which does not: write the numbers that rl.preflight finds"
+            f"{opened[0].device_kind}, which does not: write the numbers that rl.preflight finds"
         )
 
     def on_compiled(name: str, done: int, total: int) -> None:
         say(f"sizes of 'auto': {done} of {total} compiled: {name}", sys.stderr)
 
-    fitting = Fitting(attached(local, bytes_each), local, on_compiled=on_compiled)
+    fitting = Fitting(attached(opened, bytes_each), opened, on_compiled=on_compiled)
     return find(fitting, config, model)
 
 

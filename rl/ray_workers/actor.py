@@ -121,10 +121,11 @@ class WorkerActor:
     def compile(self, weights: Offer, bounds: Bounds) -> None:
         """Compile what rollouts can reach."""
         params = self._params(weights)
-        local = self._settings.model_here
-        drafters = {name: x for name, x in self._drafters.items() if name != MODEL or local}
-        self._reach = extent = dataclasses.replace(bounds.reach, drafters=drafters)
-        compile_buckets.warm_up(self.engine, params, bounds.sampling, extent)
+        drafters = dict(self._drafters)
+        if not self._settings.model_here:
+            drafters.pop(MODEL, None)
+        self._reach = whole_reach = dataclasses.replace(bounds.reach, drafters=drafters)
+        compile_buckets.warm_up(self.engine, params, bounds.sampling, whole_reach)
         if bounds.batch is not None:
             self._compile_gradient(bounds.batch, params)
 

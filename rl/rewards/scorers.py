@@ -98,8 +98,8 @@ class Scorers(Rewards):
 
     def _place(self, body: bytes, scored: Future[Score], num_losses: int) -> None:
         with self._lock:
-            remote = [actor for actor in self.actors if actor.fatal_error is None] or self.actors
-            actor = min(remote, key=lambda a: (not a.is_there, self._num_jobs[a]))
+            usable = [actor for actor in self.actors if actor.fatal_error is None] or self.actors
+            actor = min(usable, key=lambda a: (not a.is_there, self._num_jobs[a]))
             self._num_jobs[actor] += 1
 
         def finish(sent: Future[Outcomes]) -> None:

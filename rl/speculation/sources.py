@@ -200,9 +200,9 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert times is not None, "a bandit needs the measured seconds of a round"
-            bandit, local = self.bandit(context.runner.number), self._deepest_here
+            bandit, deepest = self.bandit(context.runner.number), self._deepest_here
             budget: Budget | None = BanditBudget(
-                *(bandit, times, union, local), is_copy=lambda r: copy_of(r)[1] > 0
+                *(bandit, times, union, deepest), is_copy=lambda r: copy_of(r)[1] > 0
             )
         else:
             budget = make_budget(self.config.budget, times, self.config.window_tokens)
@@ -335,8 +335,8 @@ class Speculation:
         if self.for_others:
             workers = self.history_workers
             shards = () if workers is None else workers.build(prompts, self._cache)
-            remote = {key for shard in shards for key in shard.keys if key not in shard.damaged}
-            groups, seconds = self._groups(prompts.keys() - remote), time.perf_counter() - start_s
+            sharded = {key for shard in shards for key in shard.keys if key not in shard.damaged}
+            groups, seconds = self._groups(prompts.keys() - sharded), time.perf_counter() - start_s
             return _Built(None, frozenset(prompts), seconds, groups, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, history_rule(self.config))

@@ -46,8 +46,8 @@ def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list
     tasks = []
     for at, (old, new) in enumerate(pairs):
         assert old.dtype == new.dtype and old.size == new.size
-        term = _TERMS[old.dtype.itemsize]
-        old_n, new_n = old.reshape(-1).view(term), new.reshape(-1).view(term)
+        unsigned = _TERMS[old.dtype.itemsize]
+        old_n, new_n = old.reshape(-1).view(unsigned), new.reshape(-1).view(unsigned)
         for n in range(0, new_n.size, _CHUNK):
             tasks.append((at, old_n[n : n + _CHUNK], new_n[n : n + _CHUNK]))
     parts: list[list[np.ndarray]] = [[] for _ in pairs]

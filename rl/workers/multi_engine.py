@@ -97,9 +97,9 @@ class MultiEngine:
         Idle workers train only in rollouts that are learnt from: those with a sink.
         """
         self.check(spec, requests)
-        max_length = longest_tokens(requests, spec.sampling)
+        max_tokens = longest_tokens(requests, spec.sampling)
         spot = None if spec.sink is None else self.spot
-        session = self.session(self.make_scheduler(), len(requests), max_length, spot=spot)
+        session = self.session(self.make_scheduler(), len(requests), max_tokens, spot=spot)
         try:
             with session:
                 session.submit(0, spec, requests)

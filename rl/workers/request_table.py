@@ -34,8 +34,8 @@ class LiveRequest:
     def start(self, kv: HostKv | None, max_tokens: int) -> PartialRequest:
         """Return the request as a worker starts it; lost tokens add to its `max_tokens`."""
         known = 0 if self.prefix is None else len(self.prefix.response_ids)
-        high = max_tokens + self.generated_tokens - known
-        return PartialRequest(self.request, self.prefix, kv, high)
+        limit = max_tokens + self.generated_tokens - known
+        return PartialRequest(self.request, self.prefix, kv, limit)
 
 
 class RequestTable:

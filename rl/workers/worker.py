@@ -93,8 +93,8 @@ class RolloutWorker:
         for command in commands:
             match command:
                 case Prepare(step, spec, oldest):
-                    keep = {s: known for s, known in self._specs.items() if s >= oldest}
-                    self._specs = keep | {step: spec}
+                    needed = {s: known for s, known in self._specs.items() if s >= oldest}
+                    self._specs = needed | {step: spec}
                 case Begin():
                     self._queue.append(command)
                 case Extend(request_id, max_tokens):
@@ -114,8 +114,8 @@ class RolloutWorker:
         return [Left(tickets[p.request.request_id], p) for some in taken for p in some]
 
     def _remove(self, request_id: int) -> None:
-        keep = (b for b in self._queue if b.partial.request.request_id != request_id)
-        self._queue = collections.deque(keep)
+        others = (b for b in self._queue if b.partial.request.request_id != request_id)
+        self._queue = collections.deque(others)
         if self._step is not None:
             self.engine.remove([request_id])
 

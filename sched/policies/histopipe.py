@@ -290,8 +290,8 @@ class HistoPipe:
         beta = self._beta()
         for index, members in enumerate(ranked):
             mine, workers = workers[: plan[index]], workers[plan[index] :]
-            max_length = max(keys[i] for i in members) if known else math.inf
-            share = _Share(number, index, N, beta * max_length, {w: [] for w in mine})
+            max_key = max(keys[i] for i in members) if known else math.inf
+            share = _Share(number, index, N, beta * max_key, {w: [] for w in mine})
             self._steps[number].append(share)
             for k, i in enumerate(members):
                 share.waiting[mine[k % len(mine)]] += by_prompt[i]
@@ -352,10 +352,10 @@ class HistoPipe:
             self._deferred.append(request)
             return []
         self._share_of[request.request_id] = self._steps[step][-1]
-        max_length = [share for share in self._steps[step] if share.waiting][-1:]
-        if not max_length:
+        last = [share for share in self._steps[step] if share.waiting][-1:]
+        if not last:
             return self._reassign([request])
-        return self._assign(request, [min(self._loads(max_length))])
+        return self._assign(request, [min(self._loads(last))])
 
     def _loads(self, shares: Sequence[_Share]) -> _Loads:
         left = self._left

@@ -201,8 +201,8 @@ class Instance(Costs):
     def kv_tokens(self) -> int:
         """The positions that fit with the weights."""
         room = self.efficiency.memory * self.num_devices * self.device.memory_bytes
-        remote = self.model.expert_bytes * (1 - 1 / self.num_ranks)
-        return max(0, int((room - self.model.weight_bytes + remote) / self.model.kv_bytes))
+        remote_bytes = self.model.expert_bytes * (1 - 1 / self.num_ranks)
+        return max(0, int((room - self.model.weight_bytes + remote_bytes) / self.model.kv_bytes))
 
     @property
     def _bytes_per_s(self) -> float:

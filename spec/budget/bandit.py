@@ -269,10 +269,10 @@ class BanditBudget(Budget):
     ) -> DraftDecision:
         # as many nodes as the range's strategies may have: one size of each range is compiled
         self._is_mixed = bool(drafts.cached_A.any())
-        high = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
+        max_tokens = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
         if not self._is_mixed:
-            high = self._strategy.verify_tokens
-        wanted = num_slots * (high + 1)
+            max_tokens = self._strategy.verify_tokens
+        wanted = num_slots * (max_tokens + 1)
         self._size = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
         taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
         if not taken_A.any() or (self._is_mixed and not self._pays(drafts, taken_A)):

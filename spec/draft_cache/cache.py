@@ -220,11 +220,11 @@ class DraftCache:
         held, passes, total_A = self.rows, self.passes, live.total_tokens_A
         while True:
             missing_A = total_A - held.known_B[rows_A] - passes.window_tokens
-            max_length = int(missing_A.max())
-            if max_length <= 0:
+            max_missing = int(missing_A.max())
+            if max_missing <= 0:
                 return
             assert self.arrays is not None
-            P, C = passes.shape(max_length, len(held), self.arrays.num_positions)
+            P, C = passes.shape(max_missing, len(held), self.arrays.num_positions)
             chunks_A = -(-np.maximum(missing_A, 0) // C)
             if not self.drafting.apart:
                 chunks_A = np.minimum(chunks_A, 1)

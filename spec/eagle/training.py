@@ -89,20 +89,20 @@ def _attend(
     start: int, end: int, q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array
 ) -> jax.Array:
     """Attend from the entries start … end − 1 of the last step; [B, C, H, h]."""
-    local, step = slice(start, end), len(entries) - 1
+    positions, step = slice(start, end), len(entries) - 1
     (keys_BSKh, values_BSKh), *later = [(k[:, :end], v[:, :end]) for k, v in entries]
     # entry t attends to entry t − step + i of step i
     own = [
-        tuple(jnp.roll(x, step - i, axis=1)[:, local] for x in entry)
+        tuple(jnp.roll(x, step - i, axis=1)[:, positions] for x in entry)
         for i, entry in enumerate(later, start=1)
     ]
     B, _, H, h = q_BTHh.shape
     K = keys_BSKh.shape[2]
-    q_BCKGh = q_BTHh[:, local].reshape(B, end - start, K, H // K, h)
+    q_BCKGh = q_BTHh[:, positions].reshape(B, end - start, K, H // K, h)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     seen_CS = jnp.arange(end) <= jnp.arange(start, end)[:, None] - step
-    seen_BCS = seen_CS & (sequence_BT[:, local, None] == sequence_BT[:, None, :end])
+    seen_BCS = seen_CS & (sequence_BT[:, positions, None] == sequence_BT[:, None, :end])
     scores_BKGCS = product("bckgh,bskh->bkgcs", q_BCKGh, keys_BSKh)
     scores = [jnp.where(seen_BCS[:, None, None], scores_BKGCS, NEGATIVE)]
     scores += [product("bckgh,bckh->bkgc", q_BCKGh, k_BCKh)[..., None] for k_BCKh, _ in own]
@@ -187,9 +187,9 @@ def _hits(
     log_q_BTU: jax.Array, log_p_BTU: jax.Array, drafted_BT: jax.Array
 ) -> dict[str, jax.Array]:
     """Return metrics of each entry; of equally likely tokens the first ranks higher."""
-    local = jnp.maximum(drafted_BT, 0)[..., None]
-    prob_BT1 = jnp.take_along_axis(log_q_BTU, local, axis=-1)
-    first_BTU = jnp.arange(log_q_BTU.shape[-1]) < local
+    ids = jnp.maximum(drafted_BT, 0)[..., None]
+    prob_BT1 = jnp.take_along_axis(log_q_BTU, ids, axis=-1)
+    first_BTU = jnp.arange(log_q_BTU.shape[-1]) < ids
     better_BTU = (log_q_BTU > prob_BT1) | ((log_q_BTU == prob_BT1) & first_BTU)
     rank_BT = jnp.where(drafted_BT < 0, jnp.iinfo(jnp.int32).max, jnp.sum(better_BTU, axis=-1))
     return {
