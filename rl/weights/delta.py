@@ -15,7 +15,7 @@ its smallest form:
     3  all bytes of the plane: uint8[elements]
 
 Every count is of one block, so that no array is too long. Both kernels are one pass without the
-interpreter lock. The SHA-256 of the result finds damage (`rl.weights.versions`).
+interpreter lock. A delta comes from another program: `apply` never writes outside of the array.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ BLOCK = 16384  # elements; below 2**16, as counts are uint16
 _CHUNK = 64 * BLOCK  # elements that one call encodes, so that the scratch memory is small
 _NONE, _GAPS, _BITMAP, _DENSE = 0, 1, 2, 3
 Run = Callable[..., Iterable[Any]]
-_TERMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class DamagedDelta(ValueError):
+    """The bytes are no delta of an array of this size."""
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -46,7 +50,7 @@ def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list
     tasks = []
     for at, (old, new) in enumerate(pairs):
         assert old.dtype == new.dtype and old.size == new.size
-        unsigned = _TERMS[old.dtype.itemsize]
+        unsigned = _UNSIGNED[old.dtype.itemsize]
         old_n, new_n = old.reshape(-1).view(unsigned), new.reshape(-1).view(unsigned)
         for n in range(0, new_n.size, _CHUNK):
             tasks.append((at, old_n[n : n + _CHUNK], new_n[n : n + _CHUNK]))
@@ -60,11 +64,21 @@ def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list
 
 
 def apply(target: np.ndarray, delta: np.ndarray) -> None:
-    """Overwrite the bytes of `target`, contiguous, that its `delta` names."""
+    """Overwrite the bytes of `target`, contiguous, that `delta` names.
+
+    Raises DamagedDelta; `target` may have been changed in part by then.
+    """
     assert target.flags.c_contiguous and target.flags.writeable
-    if delta.size:
-        bytes_n = target.reshape(-1).view(np.uint8)
-        _apply(bytes_n, target.dtype.itemsize, np.ascontiguousarray(delta))
+    if not delta.size:
+        return
+    itemsize = target.dtype.itemsize
+    bytes_n = target.reshape(-1).view(np.uint8)
+    consumed = _apply(bytes_n, itemsize, np.ascontiguousarray(delta))
+    if consumed != delta.size:
+        raise DamagedDelta(
+            f"expected a delta of {target.size:,} elements of {itemsize} bytes, got {delta.size:,} "
+            f"bytes that are none"
+        )
 
 
 def most_bytes(size: int, itemsize: int) -> int:
@@ -149,25 +163,41 @@ def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, a
 
 @numba.njit(cache=True, nogil=True)
 def _apply(bytes_n, itemsize, delta):  # type: ignore[no-untyped-def]
+    """Write the bytes of all forms; return the bytes read, or -1 if they are no delta."""
     at, elements = 0, len(bytes_n) // itemsize
     for start in range(0, elements, BLOCK):
         size = min(BLOCK, elements - start)
         for plane in range(itemsize):
-            form, first = delta[at], start * itemsize + plane
+            if at >= len(delta):
+                return -1
+            form = delta[at]
             at += 1
+            first = start * itemsize + plane
             if form == _DENSE:
+                if at + size > len(delta):
+                    return -1
                 for i in range(size):
                     bytes_n[first + i * itemsize] = delta[at + i]
                 at += size
             elif form == _GAPS:
-                at = _apply_gaps(bytes_n, first, itemsize, delta, at)
+                at = _apply_gaps(bytes_n, first, itemsize, size, delta, at)
             elif form == _BITMAP:
                 at = _apply_bitmap(bytes_n, first, itemsize, size, delta, at)
+            elif form != _NONE:
+                return -1
+            if at < 0:
+                return -1
+    return at
 
 
 @numba.njit(cache=True, nogil=True)
-def _apply_gaps(bytes_n, first, itemsize, delta, at):  # type: ignore[no-untyped-def]
+def _apply_gaps(bytes_n, first, itemsize, size, delta, at):  # type: ignore[no-untyped-def]
+    if at + 4 > len(delta):
+        return -1
+    count = np.int64(delta[at]) | np.int64(delta[at + 1]) << 8
     values = at + 4 + (np.int64(delta[at + 2]) | np.int64(delta[at + 3]) << 8)
+    if values + count > len(delta):
+        return -1
     i, c = -1, 0
     for g in range(at + 4, values):
         gap = np.int64(delta[g])
@@ -175,16 +205,32 @@ def _apply_gaps(bytes_n, first, itemsize, delta, at):  # type: ignore[no-untyped
             i += 255
             continue
         i += gap + 1
+        if i >= size or c >= count:
+            return -1
         bytes_n[first + i * itemsize] = delta[values + c]
         c += 1
-    return values + c
+    return values + count if c == count else -1
 
 
 @numba.njit(cache=True, nogil=True)
 def _apply_bitmap(bytes_n, first, itemsize, size, delta, at):  # type: ignore[no-untyped-def]
-    value = at + 2 + (size + 7) // 8
-    for i in range(size):
-        if (delta[at + 2 + i // 8] >> (i % 8)) & 1:
-            bytes_n[first + i * itemsize] = delta[value]
-            value += 1
-    return value
+    values = at + 2 + (size + 7) // 8
+    if values > len(delta):
+        return -1
+    count = np.int64(delta[at]) | np.int64(delta[at + 1]) << 8
+    if values + count > len(delta):
+        return -1
+    c = 0
+    for b in range(at + 2, values):
+        bits = np.int64(delta[b])
+        while bits:
+            bit = 0
+            while not (bits >> bit) & 1:
+                bit += 1
+            i = (b - at - 2) * 8 + bit
+            if i >= size or c >= count:
+                return -1
+            bytes_n[first + i * itemsize] = delta[values + c]
+            c += 1
+            bits &= bits - 1
+    return values + count if c == count else -1

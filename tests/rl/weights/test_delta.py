@@ -1,4 +1,4 @@
-"""Deltas: hand-computed forms, and round trips in every bit."""
+"""Deltas: hand-computed forms, round trips in every bit, and bytes that are none."""
 
 import ml_dtypes
 import numpy as np
@@ -88,6 +88,42 @@ def test_round_trip_in_every_bit_and_idempotent(pair):
     for _ in range(2):
         delta.apply(found, encoded)
         assert np.array_equal(found, new)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 2**62), st.integers(1, 255))
+def test_a_changed_byte_never_writes_outside(seed, place, mask):
+    """It is refused, or writes some bytes of the array: the checksum is what tells."""
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 2**16, 700).astype(np.uint16)
+    new = old.copy()
+    new[rng.random(700) < 0.1] += 1
+    encoded = delta.encode(old, new)
+    encoded[place % encoded.size] ^= mask
+    around = np.full(700 + 2000, 0xABCD, np.uint16)
+    inside = around[1000:1700]
+    inside[:] = old
+    try:
+        delta.apply(inside, encoded)
+    except delta.DamagedDelta:
+        pass
+    assert (around[:1000] == 0xABCD).all() and (around[1700:] == 0xABCD).all()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d[:-1],
+        lambda d: np.append(d, np.uint8(0)),
+        lambda d: np.full_like(d, 9),
+        lambda d: d[:3],
+    ],
+)
+def test_too_short_too_long_or_of_no_form(damage):
+    old = np.zeros(500, np.uint16)
+    new = old.copy()
+    new[::3] += 1
+    with pytest.raises(delta.DamagedDelta, match="expected a delta of 500 elements of 2 bytes"):
+        delta.apply(old, damage(delta.encode(old, new)))
 
 
 def test_more_elements_than_int32_counts():
