@@ -24,7 +24,7 @@ MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
 MAX_ELEMENTS = 2**22  # of all arrays together
 _MAX_AXES = 4
 _TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? text array <u8 <i8 <f8".split()
-_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,10 @@ class _HeaderReader:
         if kind in (_STRING, _ARRAY) or kind >= len(_TYPES):
             self.fail(f"expected {where} as numbers or strings, got type {kind}")
         element = np.dtype(_TYPES[kind])
-        return np.frombuffer(self.take(count * element.itemsize, where), element).tolist()
+        content = self.take(count * element.itemsize, where)
+        if kind == _BOOL and max(content, default=0) > 1:
+            self.fail(f"expected {where} as 0 or 1, got {max(content)}")
+        return np.frombuffer(content, element).tolist()
 
     def count(self, what: str, max_count: int) -> int:
         if (count := self.number(8, f"the number of {what}")) > max_count:

@@ -148,7 +148,7 @@ def refuse_mismatch(
             missing.append(entry.name)
         elif got.shape != entry.shape:
             wrong.append(f"{entry.name} has shape {list(got.shape)}, expected {list(entry.shape)}")
-        elif got.dtype not in entry.dtypes:
+        if got is not None and got.dtype not in entry.dtypes:
             types = ", ".join(entry.dtypes)
             wrong.append(f"{entry.name} is of type {got.dtype}, expected one of {types}")
     # some old exports hold the rotary frequencies, which follow from the config

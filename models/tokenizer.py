@@ -48,6 +48,25 @@ class TokenBytes:
     def of(self, token: int) -> bytes:
         return self.bytes_N[self.starts[token] : self.starts[token + 1]].tobytes()
 
+    @functools.cached_property
+    def _texts(self) -> set[bytes]:
+        return {self.of(i) for i in range(len(self))}
+
+    def min_tokens(self, text: str) -> int | None:
+        """Return the fewest tokens whose joined text contains `text`; None if none can."""
+        goal = text.encode()
+        if any(goal in token for token in self._texts):
+            return 1
+        n = len(goal)  # the first token may start before the text, and the last end after it
+        heads = {token[:k] for token in self._texts for k in range(1, min(n, len(token)) + 1)}
+        tails = {token[-k:] for token in self._texts for k in range(1, min(n, len(token)) + 1)}
+        fewest = [0, *(1 if goal[:j] in tails else n + 1 for j in range(1, n + 1))]
+        for i in range(n):
+            for j in range(i + 1, n + 1):
+                if goal[i:j] in (heads if j == n else self._texts):
+                    fewest[j] = min(fewest[j], fewest[i] + 1)
+        return fewest[n] if fewest[n] <= n else None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:

@@ -64,12 +64,9 @@ def check_sampling(config: TrainConfig) -> None:
 
 def check_stops(sampling: SamplingConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise ValueError for stop conditions that no response of this policy can meet."""
-
-    def can_hold(text: str) -> bool:
-        return text in tokenizer.decode(tokenizer.encode(text), skip_special=False)
-
     for one in sampling.variants:
-        one.check_stops(model.vocab_size, can_hold)
+        # the texts of tokens are decoded only if there are stop strings
+        one.check_stops(model.vocab_size, lambda text: tokenizer.token_bytes.min_tokens(text))
 
 
 def check_algorithm(config: TrainConfig) -> None:

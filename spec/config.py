@@ -28,12 +28,12 @@ class SamplingConfig:
     are all kept. `draw` names the scheme: `cdf` inverts the cumulative distribution of blocks of
     tokens, then the one inside the block, at one uniform each per position; `gumbel` takes the
     argmax of logits plus Gumbel noise per token, which stays the same far more often after an
-    update; `auto` is `gumbel` in a run that verifies earlier draws with the same noise (`Reuse.mode
-    = "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response ends with the first end token of
-    the model or its tokenizer or of `stop_ids`, with the first token that completes one of the
-    strings in `stop`, or at `max_new_tokens`, and includes it. `by_task` has other settings for
-    tasks by name: "gsm: temperature=0.6, max_new_tokens=128"; values are JSON, and `stop` and
-    `stop_ids` are added to the general ones.
+    update; `auto` is `gumbel` in a run that verifies earlier draws with the same noise
+    (`Reuse.mode = "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response ends with the first
+    end token of the model or its tokenizer or of `stop_ids`, with the first token that completes
+    one of the strings in `stop`, or at `max_new_tokens`, and includes it. `by_task` has other
+    settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128"; values are JSON, and
+    `stop` and `stop_ids` are added to the general ones.
     """
 
     temperature: float = 1.0
@@ -114,18 +114,23 @@ class SamplingConfig:
         """The largest `max_new_tokens` of any task."""
         return max(s.max_new_tokens for s in self.variants)
 
-    def check_stops(self, vocab_size: int, can_hold: Callable[[str], bool]) -> None:
-        """Raise ValueError for ends that no response can have; `can_hold` says if it can."""
+    def check_stops(self, vocab_size: int, min_tokens: Callable[[str], int | None]) -> None:
+        """Raise ValueError for ends that no response can have; `min_tokens` of a text."""
         if outside := [i for i in self.stop_ids if i >= vocab_size]:
             raise ValueError(
                 f"Sampling.stop_ids: expected ids of the policy's vocabulary of {vocab_size}, "
                 f"got {outside[0]}"
             )
         for text in self.stop:
-            if not can_hold(text):
+            if (num_tokens := min_tokens(text)) is None:
                 raise ValueError(
                     f"Sampling.stop: no response can hold {text!r}: the policy's tokenizer has no "
                     "tokens for it; leave it out"
+                )
+            if num_tokens > self.max_new_tokens:
+                raise ValueError(
+                    f"Sampling.stop: {text!r} takes {num_tokens} tokens, and a response has at "
+                    f"most Sampling.max_new_tokens={self.max_new_tokens}: leave it out, or raise it"
                 )
 
     def check_tasks(self, names: Iterable[str]) -> None:
@@ -185,11 +190,11 @@ def _typed(value: Any, field: str, where: str) -> Any:
 
 
 def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
-    for name, args, high in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
-        if len(args) > high:
-            raise ValueError(f"{name}: expected at most {high}, got {len(args)}")
-        if len(set(args)) < len(args):
-            twice = next(x for x in args if args.count(x) > 1)
+    for name, values, limit in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
+        if len(values) > limit:
+            raise ValueError(f"{name}: expected at most {limit}, got {len(values)}")
+        if len(set(values)) < len(values):
+            twice = next(x for x in values if values.count(x) > 1)
             raise ValueError(f"{name}: expected each once, got {twice!r} again: leave it out")
     if any(i < 0 for i in stop_ids):
         raise ValueError(f"stop_ids: expected ids of tokens, 0 or more, got {min(stop_ids)}")

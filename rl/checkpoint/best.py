@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +45,8 @@ def read_record(folder: Folder) -> dict[str, Any]:
         case None:
             return record
         case {"step": int(step), "metric": str(), "value": int() | float() as value, **more}:
-            if type(step) is int and step >= 0 and math.isfinite(value) and not more:
+            is_number = type(value) is not bool and -1e300 < value < 1e300
+            if type(step) is int and step >= 0 and is_number and not more:
                 return record
     best = str(record["best"])[:80]
     raise ValueError(f"{where}: expected a best step, got {best!r}; delete the file")
@@ -91,7 +91,7 @@ class BestRecord:
         writes: bool = True,
         from_first: Callable[[Callable[[], bytes]], bytes] = lambda compute: compute(),
     ) -> None:
-        self._folder, self._wanted = folder, asked
+        self._folder, self._asked = folder, asked
         self._writes, self._from_first = writes, from_first
         self._lock = threading.Lock()
         self._committed: set[int] = set()
@@ -106,7 +106,7 @@ class BestRecord:
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
         """Continue with the best `evaluated` step that has its checkpoint; False: a new record."""
         shared = json.loads(self._from_first(self._there))
-        same, steps = shared["record"].get("asked") == self._wanted, shared["kept"]
+        same, steps = shared["record"].get("asked") == self._asked, shared["kept"]
         last_saved = [b for b in evaluated if same and b.step <= step and b.step in steps]
         with self._lock:
             self._committed.update(steps)
@@ -151,5 +151,5 @@ class BestRecord:
         if not self._writes:
             return
         best = None if self._written is None else dataclasses.asdict(self._written)
-        record = {"asked": self._wanted, "best": best}
+        record = {"asked": self._asked, "best": best}
         self._folder.replace(EVALUATION_FILE, json.dumps(record, indent=2) + "\n")

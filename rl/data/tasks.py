@@ -96,6 +96,8 @@ class TaskConfig:
             raise ValueError(
                 f"Task.size must be 1 to {MAX_EXAMPLES:,} examples of each task, got {self.size}"
             )
+        if self.chat not in ("all", "messages", "none"):
+            raise ValueError(f"Task.chat: expected all, messages or none, got {self.chat!r}")
         if (above := self.stream_above_examples) < 0:
             raise ValueError(f"Task.stream_above_examples: expected 0 or more, got {above}")
         _check_variables(self.chat_template_kwargs)

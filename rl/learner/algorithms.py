@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import typing
 from typing import Any, Literal
+
+from rl.gin.values import choices
 
 Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
 Estimator = Literal["group", "leave_one_out", "gae"]
@@ -26,10 +29,14 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 
 
 def require(section: Any, **rules: tuple[bool, str]) -> None:
-    """Raise ValueError for the first field of `section` whose (rule, words) does not hold."""
-    for field, (holds, texts) in rules.items():
+    """Raise ValueError for a name that its Literal lacks, or a (rule, text) that does not hold."""
+    for field, hint in typing.get_type_hints(type(section)).items():
+        value, names = getattr(section, field), choices(hint)
+        if isinstance(value, str) and names and value not in names:
+            raise ValueError(f"{field} must be one of {', '.join(map(str, names))}, got {value!r}")
+    for field, (holds, text) in rules.items():
         if not holds:
-            raise ValueError(f"{field} must be {texts}, got {getattr(section, field)}")
+            raise ValueError(f"{field} must be {text}, got {getattr(section, field)}")
 
 
 CORRECTIONS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequence_mask:LOW:HIGH"

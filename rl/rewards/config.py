@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from rl.data.answers import Extractor
+from rl.data.answers import EXTRACTORS, Extractor
 
 BUILT_IN = ("task", "exact_match", "math_verify")
 _EXPECTED = f"one of {', '.join(BUILT_IN)} or PATH.py:function"
@@ -55,6 +55,12 @@ class RewardConfig:
             )
         if any(not abs(weight) < float("inf") for weight in self.weights):
             raise ValueError(f"Reward.weights must be finite, got {self.weights}")
+        for field, names in (("extract", EXTRACTORS), ("on_failure", ("zero", "skip"))):
+            if (name := getattr(self, field)) not in names:
+                raise ValueError(
+                    f"Reward.{field}: expected one of {', '.join(names)}, "
+                    f"got {name!r}{did_you_mean(name, names)}"
+                )
         if not 0 < self.deadline_s < float("inf"):
             raise ValueError(f"Reward.deadline_s must be positive seconds, got {self.deadline_s}")
         if self.workers < 1:

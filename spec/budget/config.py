@@ -49,8 +49,8 @@ class TunerConfig:
                 f"expected a threshold for each of verify_tokens, and at most one more, got "
                 f"{self.thresholds} and {self.verify_tokens}"
             )
-        if not self.depths or min(self.depths) < 1:
-            raise ValueError(f"expected depths of at least 1, got {self.depths}")
+        if not self.depths or min(self.depths) < 1 or len({*self.depths}) < len(self.depths):
+            raise ValueError(f"expected different depths of at least 1, got {self.depths}")
 
 
 def parse_budget(text: str) -> tuple[str, int]:

@@ -91,9 +91,15 @@ class DataBuffer:
     def add(self, sequence: HiddenStates, step: int) -> None:
         """Copy a sequence of RL step `step` into the buffer, or count it in `dropped`.
 
-        Raises ValueError if its states do not fit those that are held.
+        Raises ValueError if its states fit neither its tokens nor those that are held.
         """
         step = int(step)  # a checkpoint refuses numpy's
+        T = len(sequence.tokens_T)
+        if len(sequence.hidden_TW) != T - 1 or not 0 <= sequence.prompt_tokens <= T:
+            raise ValueError(
+                f"expected states of {T - 1} tokens and a prompt of at most {T}, got "
+                f"{len(sequence.hidden_TW)} and {sequence.prompt_tokens}"
+            )
         num_tokens, width = len(sequence.tokens_T), sequence.hidden_TW.shape[1]
         dtype = sequence.hidden_TW.dtype
         num_bytes = _num_bytes(num_tokens, width, dtype)

@@ -115,9 +115,12 @@ def _companions(
 ) -> dict[str, np.ndarray | jax.Array]:
     """Return the tensors to write in addition to the drafter's weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U
+    if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
+        raise ValueError(f"expected draft_ids_U of {config.draft_vocab_size} tokens (None: 0)")
     tensors: dict[str, np.ndarray | jax.Array] = {}
     if ids_U is not None:
         tensors[OFFSETS] = ids_U.astype(np.int64) - np.arange(len(ids_U))
+        eagle_layout.ids_of(tensors[OFFSETS], config.layer.vocab_size, "draft_ids_U")
         tensors[MEMBERS] = np.isin(np.arange(config.layer.vocab_size), ids_U)
     if policy is not None:
         shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))

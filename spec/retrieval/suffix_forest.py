@@ -66,7 +66,7 @@ class SuffixForest:
         return self._num_tokens
 
     def arrays(self) -> Arena:
-        """Return the part of the arena that is in use, for `joined`; no tree has been uprooted."""
+        """Return views of the used part of the arena, for `joined`; the forest must not change."""
         (num_states, _, num_free), (num_edges, *_) = self._arena.pools.tolist()
         assert num_free == 0, "a tree was uprooted"
         states, edges = self._arena.states[:num_states], self._arena.edges[:num_edges]
@@ -145,6 +145,8 @@ class SuffixForest:
     def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
         """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s in turn."""
         ids_S, offsets_S = _integers(sequences_S), _integers(offsets_S)
+        fits = len(offsets_S) == len(ids_S) + 1 and offsets_S[-1] <= len(tokens_T)
+        assert fits, f"{len(offsets_S)} offsets of {len(ids_S)} sequences, {len(tokens_T)} tokens"
         with self._lock:
             rows_S = ids_S & kernels.SLOT_MASK
             generations_S = self._arena.sequences[rows_S, kernels.SEQUENCE_GENERATION]
@@ -190,6 +192,7 @@ class SuffixForest:
         which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
         limits = tuple(rule), min(rule.context_tokens, self.max_context)
         which = which_F, followers.trees_F, followers.state_FX, max_nodes_F
+        assert len(max_nodes_F) == len(which_F) <= len(out.count_A), "a limit and a row each"
         with self._lock:
             bad = queries.propose(self._arena, *limits, *which, out)
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it or its tree is missing"

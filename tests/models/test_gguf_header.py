@@ -93,6 +93,7 @@ LIES = {
     "pairs without end": (raw(counts=(0, HUGE)), "at most 65536 key-value pairs, got 18446"),
     "a key without end": (raw([text("a", 60_000)]), "a key in 60000 bytes, got the last"),
     "a key twice": (raw([pair("a", BOOL, b"\0")] * 2), "every key once, got 'a' twice"),
+    "neither true nor false": (raw([pair("a", BOOL, b"\2")]), "as 0 or 1, got 2"),
     "an unknown type": (
         raw([pair("a", 13, b"\0")]),
         "value of a as numbers or strings, got type 13",

@@ -5,6 +5,7 @@ import random
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models import chat_template
@@ -264,3 +265,23 @@ def test_special_tokens_are_written_out():
     backend = byte_level()
     words = tokenizers_of_ours.bytes_of_tokens(backend, len(backend.get_vocab()))
     assert words.of(backend.eos_token_id) == b"<end>"
+
+
+@pytest.mark.parametrize(
+    ("text", "fewest"),
+    [
+        ("ab", 1),
+        ("b", 1),  # inside a token
+        ("abab", 2),
+        ("babb", 3),  # the end of one token, a whole one, the start of another
+        ("é", 2),
+        ("éab", 3),
+        ("x", None),
+        ("abx", None),
+    ],
+)
+def test_the_fewest_tokens_that_hold_a_text(text, fewest):
+    pieces = [b"ab", b"bbb", "é".encode()[:1], "é".encode()[1:], b"", b"c"]
+    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    words = tokenizers_of_ours.TokenBytes(np.frombuffer(b"".join(pieces), np.uint8), starts)
+    assert words.min_tokens(text) == fewest

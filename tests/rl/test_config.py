@@ -175,6 +175,7 @@ def test_end_tokens_are_those_of_config_generation_config_and_tokenizer(tiny, tm
     [
         ("stop_ids=(24,)", "vocabulary of 24, got 24"),
         ("stop=('é',)", "no response can hold 'é': the policy's tokenizer has no tokens for it"),
+        ("stop=('1+1=1+1=1',)", "takes 9 tokens, and .* at most Sampling.max_new_tokens=8: leave"),
         ("by_task=('gsm: top_k=3',)", "names of tasks .*got 'gsm'"),
         ("temperature=0", "is 0: all responses"),
         ("by_task=('jsonl:TASK: temperature=0',)", "is 0: all responses"),

@@ -301,6 +301,8 @@ def test_invalid_task_configs_are_refused():
             TaskConfig(**{field: "x" * 100_001})
         with pytest.raises(ValueError, match=f"Task.{field}: half of a surrogate"):
             TaskConfig(**{field: "\ud800"})
+    with pytest.raises(ValueError, match="expected all, messages or none, got 'some'"):
+        TaskConfig(chat="some")
     with pytest.raises(ValueError, match="empty"):
         TaskConfig(specs=())
     with pytest.raises(ValueError, match="did you mean"):

@@ -65,6 +65,8 @@ def test_the_default_is_grpo_as_it_always_was():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"name": "gpro"}, "name must be one of grpo, .*, got 'gpro'"),
+        ({"aggregation": "mean"}, "aggregation must be one of .*, got 'mean'"),
         ({"name": "rloo", "clip_low": 0.2}, "clip_low has no meaning for rloo.*leave it out"),
         ({"name": "rloo", "clip_high": 0.2}, "clip_high has no meaning for rloo"),
         ({"max_extra_phases": 2}, 'max_extra_phases.*grpo has not, got 2.*name = "dapo"'),

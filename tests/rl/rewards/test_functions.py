@@ -130,6 +130,8 @@ def test_results_of_arrays_and_scalars_count_as_numbers():
         ({"functions": ("task", "task")}, "twice"),
         ({"weights": (1.0, 2.0)}, r"one per function \(1\), got 2"),
         ({"weights": (float("nan"),)}, "finite"),
+        ({"extract": "boxd"}, "did you mean 'boxed'"),
+        ({"on_failure": "ignore"}, "zero, skip, got 'ignore'"),
         ({"deadline_s": 0.0}, "positive"),
         ({"workers": 0}, "at least 1"),
         ({"memory_limit_mib": 1}, "at least 64"),

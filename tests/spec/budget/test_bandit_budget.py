@@ -65,6 +65,7 @@ def test_arms_are_as_deep_as_their_drafters_get():
         {"verify_tokens": (3, 7)},
         {"verify_tokens": ()},
         {"depths": ()},
+        {"depths": (2, 2)},
         {"epsilon": 1.5},
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -48,6 +49,15 @@ def test_another_width_or_dtype_is_refused_while_any_is_held():
     kept.drop_before(1)
     kept.add(sequence(5, width=8), 1)
     assert kept.num_bytes == sequence(5, width=8).num_bytes
+
+
+def test_states_that_do_not_fit_their_tokens_are_refused():
+    kept, given_ = buffer(), sequence(5)
+    with pytest.raises(ValueError, match="states of 4 tokens .* got 3 and"):
+        kept.add(dataclasses.replace(given_, hidden_TW=given_.hidden_TW[1:]), 0)
+    with pytest.raises(ValueError, match="prompt of at most 5, got 4 and 6"):
+        kept.add(dataclasses.replace(given_, prompt_tokens=6), 0)
+    assert held(kept) == []
 
 
 def test_configurations():

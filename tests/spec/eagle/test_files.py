@@ -224,6 +224,10 @@ def test_a_policy_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda d: dataclasses.replace(d, draft_ids_U=None), "draft_ids_U of 5 tokens"),
+        (lambda d: dataclasses.replace(d, draft_ids_U=IDS[:4]), "draft_ids_U of 5 tokens"),
+        (lambda d: dataclasses.replace(d, draft_ids_U=IDS[::-1]), "ascending draft tokens"),
+        (lambda d: dataclasses.replace(d, draft_ids_U=IDS + 1), "0 … 19, got 4 .* = 20"),
         (
             lambda d: dataclasses.replace(
                 d, params=dataclasses.replace(d.params, fc_bias_D=jnp.zeros(8))
