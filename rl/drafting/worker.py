@@ -15,7 +15,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -73,6 +74,8 @@ class Answer(NamedTuple):
 
 
 Draft = Callable[[Rollout, str, Sequence[Commit], Sequence[int]], Answer]  # DraftingWorker.draft
+# A call of a link with its start, and the commits and ends that it sends.
+Sent = tuple[tuple[Draft, float], list[Commit], list[int]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -309,8 +312,9 @@ class DraftingLink(DraftLink):
             for commit in commits:
                 before = self._commits.get(commit.request_id)
                 self._commits[commit.request_id] = _merged(before, commit)
-            if self._call is None:
-                self._call_next(has_more=False)
+            if self._call is None and (sent := self._next_call(has_more=False)) is not None:
+                run = partial(self._run, sent)
+                threading.Thread(target=run, name="drafting", daemon=True).start()
 
     def take(self) -> Sequence[Block]:
         self._arrived.clear()
@@ -329,36 +333,38 @@ class DraftingLink(DraftLink):
         if (waited_s := self._peer.clock() - since_s) > self._peer.hang_limit_s:
             self._fail(draft, TimeoutError(f"no answer for {waited_s:.1f} s"))
 
-    def _call_next(self, *, has_more: bool) -> None:
+    def _next_call(self, *, has_more: bool) -> Sent | None:
+        """Return the next call, its commits and its ends; None if it is not needed."""
         draft = self._peer.draft
         if draft is None or not (has_more or self._commits or self._closed):
-            return
-        news = list(self._commits.values()), self._closed
-        self._commits, self._closed = {}, []
+            return None
         self._call = call = draft, self._peer.clock()
-        args = call, *news
-        threading.Thread(target=self._run, args=args, name="drafting", daemon=True).start()
+        commits, closed = list(self._commits.values()), self._closed
+        self._commits, self._closed = {}, []
+        return call, commits, closed
 
-    def _run(self, call: tuple[Draft, float], *news: Any) -> None:
-        answer: Answer | BaseException
-        try:
-            answer = call[0](self._rollout, self._name, *news)
-        except BaseException as error:
-            answer = error
-        with self._lock:
-            if self._call is not call:
-                return  # it hung, and was given up
-            self._call = None
-            if isinstance(answer, BaseException):
-                self._fail(call[0], answer)
-                return
-            self.generation += self._start not in (None, answer.start)
-            self._start = answer.start
-            if answer.blocks:
-                self._peer.failures = 0
-                self._blocks.extend(answer.blocks)
-                self._arrived.set()
-            self._call_next(has_more=answer.has_more)
+    def _run(self, sent: Sent | None) -> None:
+        """Make calls until none is needed."""
+        while sent is not None:
+            call, commits, closed = sent
+            answer: Answer | BaseException
+            try:
+                answer = call[0](self._rollout, self._name, commits, closed)
+            except BaseException as error:
+                answer = error
+            with self._lock:
+                if self._call is not call:
+                    return  # it hung, and was given up
+                self._call = None
+                if isinstance(answer, BaseException):
+                    return self._fail(call[0], answer)
+                self.generation += self._start not in (None, answer.start)
+                self._start = answer.start
+                if answer.blocks:
+                    self._peer.failures = 0
+                    self._blocks.extend(answer.blocks)
+                    self._arrived.set()
+                sent = self._next_call(has_more=answer.has_more)
 
     def _fail(self, draft: Draft, error: BaseException) -> None:
         self._call, self._start, self._commits, self._closed = None, None, {}, []

@@ -336,11 +336,10 @@ class RayPlace:
         report, new = reply.report, reply.report.stats
         if reply.rollout != self._rollout:
             self._rollout, self._stats = reply.rollout, EngineStats()
-        timeline = self._stats.timeline
-        timeline += [r.moved(self.later_s) for r in new.timeline]
+        self._stats.timeline += [r.moved(self.later_s) for r in new.timeline]
         for field in dataclasses.fields(new):
-            setattr(self._stats, field.name, getattr(new, field.name))
-        self._stats.timeline = timeline
+            if field.name != "timeline":
+                setattr(self._stats, field.name, getattr(new, field.name))
         for number, states in reply.states:
             self._sinks[number].add(states)
         for remark in reply.remarks:

@@ -51,7 +51,8 @@ class _Worker:
     call: Future[Any] | None = None
     called_s: float = 0.0
     spare_s: float = 0.0  # when idle work may be looked for again
-    doing: str = ""
+    doing: str = ""  # for the message if it hangs
+    is_leaving: bool = False
     is_idle: bool = True
     error: WorkerError | None = None
 
@@ -214,7 +215,7 @@ class Driver:
         worker.call = None
         if (error := call.exception()) is not None:
             self._fail(worker_id, error)
-        elif worker.doing == "ending":
+        elif worker.is_leaving:
             del self._workers[worker_id]
         elif isinstance(report := call.result(), Report):
             self._reported(worker_id, worker, report)
@@ -261,7 +262,10 @@ class Driver:
         request_id = trajectory.request_id
         start = worker.starts.pop(request_id)
         self.requests.remove(request_id)
-        self._deliver(dataclasses.replace(trajectory, request_id=copy_of(request_id)[0]))
+        original, number = copy_of(request_id)
+        if number:
+            trajectory = dataclasses.replace(trajectory, request_id=original)
+        self._deliver(trajectory)
         self.handle(protocol.Finished(request_id, worker_id, start.chunk, trajectory.num_tokens))
 
     def _chunk_ended(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
@@ -318,7 +322,7 @@ class Driver:
             return
         doing = "generating"
         if self.ends_s is not None:
-            doing = "ending"
+            doing, worker.is_leaving = "ending", True
             call: Future[Any] = place.leave(abort=self._aborts)
         elif worker.inbox or not worker.is_idle:
             if self._idle_work is not None:
@@ -351,8 +355,8 @@ class Driver:
     def _fail(self, worker_id: int, cause: BaseException) -> None:
         """Replace a worker that raised or hangs, or raise its error."""
         worker = self._workers[worker_id]
-        hangs, returns = worker.call is not None, isinstance(cause, ProgramLost)
-        returns |= worker.place.may_return and isinstance(cause, Hang)
+        hangs, may_return = worker.call is not None, worker.place.may_return
+        returns = isinstance(cause, ProgramLost) or (may_return and isinstance(cause, Hang))
         worker.error = error = WorkerError(worker_id, list(worker.starts), cause)
         worker.call = None
         worker.place.abandon()

@@ -125,8 +125,12 @@ class MultiEngine:
         helpers = self.helpers
         if helpers is None:
             return scheduler
-        sizes = {"num_methods": helpers.num_methods, "max_copies": helpers.requests_each}
-        return FastestOfN(scheduler, **sizes, worth=helpers.worth)
+        return FastestOfN(
+            scheduler,
+            num_methods=helpers.num_methods,
+            max_copies=helpers.requests_each,
+            worth=helpers.worth,
+        )
 
     def session(
         self,

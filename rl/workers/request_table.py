@@ -57,16 +57,14 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, step: int, request: Request) -> LiveRequest:
-        self._live[request.request_id] = live = LiveRequest(step, request)
-        return live
+    def add(self, step: int, request: Request) -> None:
+        self._live[request.request_id] = LiveRequest(step, request)
 
-    def remove(self, request_id: int) -> LiveRequest:
+    def remove(self, request_id: int) -> None:
         """Remove a request that has ended or was dropped."""
         live = self._live.pop(request_id)
         self.withdraw(live)
         self.take_kv(live)
-        return live
 
     def promise(self, request_id: int, worker_id: int) -> int:
         """Return the ticket under which a worker will return a request's state."""

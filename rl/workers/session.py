@@ -14,7 +14,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
@@ -22,14 +21,15 @@ from rl.engine.worker_record import WorkerEvent
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
 from rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
-from rl.workers.messages import Deferred, Result, Returned
+from rl.workers.messages import Deferred, Result, Returned, WorkerLimits
+from rl.workers.pool import IdleWork, Place
 from sched import protocol
 from sched.request import RequestSpec
 from spec.config import SamplingConfig
 
 
 class Session:
-    """A driver, of the other arguments, and its thread; a context manager, which runs it.
+    """A driver and its thread; a context manager, which starts and ends them.
 
     Any thread may call its methods. `deliver` receives results in the driver's thread, in place of
     `next_result`. It counts as hung after `hang_limit_s` without a heartbeat.
@@ -37,17 +37,33 @@ class Session:
 
     def __init__(
         self,
-        *given: Any,
+        places: Sequence[Place],
+        scheduler: protocol.Scheduler,
+        limits: WorkerLimits,
+        *,
         clock: Callable[[], float],
         hang_limit_s: float,
+        pool_bytes: int,
         deliver: Callable[[Result], None] | None = None,
-        **options: Any,
+        can_restart: bool = False,
+        idle_work: IdleWork | None = None,
+        acceptance: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
         self._mail: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._deliver = deliver or self._results.put
-        options |= {"clock": clock, "deliver": self._deliver, "later": self._mail.put}
-        self._driver = Driver(*given, **options)
+        self._driver = Driver(
+            places,
+            scheduler,
+            limits,
+            clock,
+            deliver=self._deliver,
+            later=self._mail.put,
+            pool_bytes=pool_bytes,
+            can_restart=can_restart,
+            idle_work=idle_work,
+            acceptance=acceptance,
+        )
         self._clock, self._hang_limit_s, self._heartbeat_s = clock, hang_limit_s, clock()
         self._samplings: dict[int, SamplingConfig] = {}
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
