@@ -200,7 +200,7 @@ def assign_pages(
     room, common = _room(table, pages, fetch_tokens, busy), _Common(pages, table, busy)
     free = sorted(table.free_rows(), key=lambda r: (table.prompts[r] in wanted_later, r))
     for p in waiting[: len(free)]:
-        number, *_ = table.known_prompts.of(p.request.prompt_ids)
+        number = table.known_prompts.of(p.request.prompt_ids).number
         needed = pages.pages_for(needed_by(p, table, fetch_tokens))
         holders = [r for r in free if table.prompts[r] == number and p.kv is None]
         first = {pages.part_of(r): r for r in reversed(free) if r not in holders}  # by part

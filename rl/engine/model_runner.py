@@ -79,8 +79,9 @@ class ModelRunner:
     @property
     def is_paged(self) -> bool:
         """Return whether the cache is pages."""
-        is_named = self.config.cache != "auto"  # else the kind of the devices decides
-        return self.config.is_paged(is_named or self._first_device.platform == "cpu")
+        # a named kind needs no device, which may not be opened yet
+        is_cpu = self.config.cache == "auto" and self._first_device.platform == "cpu"
+        return self.config.is_paged(is_cpu)
 
     @property
     def _first_device(self) -> jax.Device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -137,7 +137,7 @@ class SlotCache:
             self._settled()  # pending entries do not belong in pages that they share
         for p, row in zip(requests, rows, strict=True):
             prompt = p.request.prompt_ids
-            holds = table.prompts[row] == table.known_prompts.of(prompt)[0] and p.kv is None
+            holds = table.prompts[row] == table.known_prompts.of(prompt).number and p.kv is None
             held_tokens = len(prompt) - 1 if holds else 0
             memory.begin(row, held_tokens)
             table.enter(row, p, held_tokens if p.kv is None else None)
@@ -216,10 +216,11 @@ class SlotCache:
     ) -> np.ndarray:
         """Return a table of chunks of what rows lack, each row's up to `end_B`."""
         table_TX, C = self._runner.no_chunks(num_chunks), self._runner.chunk_tokens
+        held_B = self.table.known_tokens_B - self.table.missing_tokens_B
         starts = (
-            (row, at)
+            (row, self._memory.chunk_start(row, at))
             for row in rows
-            for at in itertools.islice(self._starts(row, int(end_B[row]), C), most_of_row)
+            for at in itertools.islice(range(held_B[row], end_B[row], C), most_of_row)
         )
         for i, (row, start) in enumerate(itertools.islice(starts, num_chunks)):
             tokens = self.table.tokens_BL[row, start : min(start + C, end_B[row])]
@@ -236,13 +237,6 @@ class SlotCache:
         parts = self._memory.parts(len(table))
         return admission.fills(missing, table.prompts, parts, table.busy_B.tolist())
 
-    def _starts(self, row: int, end: int, chunk_tokens: int) -> Iterator[int]:
-        """Yield the first positions of chunks of the row's missing tokens."""
-        table = self.table
-        held = int(table.known_tokens_B[row] - table.missing_tokens_B[row])
-        for start in range(held, end, chunk_tokens):
-            yield self._memory.chunk_start(row, start)
-
     def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
         """Write a round's entries of chunks; return how many of these tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
@@ -253,10 +247,10 @@ class SlotCache:
         return result
 
     def _filled(self, row: int, num_tokens: int) -> int:
-        result = self.table.filled(row, num_tokens)
-        if self.table.live_B[row]:
+        count = self.table.filled(row, num_tokens)
+        if self.table.busy_B[row] and not self.table.missing_tokens_B[row]:
             self.joined([row])
-        return result
+        return count
 
     def joined(self, rows: Iterable[int]) -> None:
         """Note that rows lack nothing any more."""

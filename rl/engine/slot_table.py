@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -28,6 +29,14 @@ from spec.drafter import LiveSlots
 from spec.sampling import noise_names
 
 
+class KnownPrompt(NamedTuple):
+    """A prompt's number, the object that came first, and its tokens."""
+
+    number: int
+    prompt: Prompt
+    tokens: np.ndarray
+
+
 class Prompts:
     """The prompts of a rollout, numbered in order of appearance.
 
@@ -36,23 +45,22 @@ class Prompts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Prompt, tuple[int, Prompt, np.ndarray]] = {}
-        self._by_id: dict[int, tuple[int, Prompt, np.ndarray]] = {}
+        self._known: dict[Prompt, KnownPrompt] = {}
+        self._by_id: dict[int, KnownPrompt] = {}
 
-    def of(self, prompt: Prompt) -> tuple[int, Prompt, np.ndarray]:
-        """Return the prompt's number, the object that came first, and its tokens."""
-        result = self._by_id.get(id(prompt)) or self._known.get(prompt)
-        if result is None:
-            result = len(self._known), prompt, np.array(prompt, np.int32)
-            self._known[prompt] = self._by_id[id(prompt)] = result
-        return result
+    def of(self, prompt: Prompt) -> KnownPrompt:
+        known = self._by_id.get(id(prompt)) or self._known.get(prompt)
+        if known is None:
+            known = KnownPrompt(len(self._known), prompt, np.array(prompt, np.int32))
+            self._known[prompt] = self._by_id[id(prompt)] = known
+        return known
 
 
 class SlotTable:
     """B rows; a row without a request is free. `tokens_BL` holds prompt, then response.
 
     The cache holds all of a row's tokens but the last, which is the next tree's root. A row that
-    lacks `lacking_tokens_B` of them yet has a request, but takes no part in rounds.
+    lacks `missing_tokens_B` of them yet has a request, but takes no part in rounds.
     """
 
     def __init__(
@@ -138,9 +146,9 @@ class SlotTable:
 
     def lacking(self) -> dict[int, int]:
         """Return the rows that lack something, in order of admission, and their prompts."""
-        if not (self.busy_B & (self.missing_tokens_B > 0)).any():  # as in most rounds
-            return {}
-        return {r: int(self.prompt_B[r]) for r in self.oldest_first() if self.missing_tokens_B[r]}
+        (rows,) = np.nonzero(self.busy_B & (self.missing_tokens_B > 0))
+        rows = rows[np.argsort(self.entered_B[rows])]  # in most rounds there are none
+        return dict(zip(rows.tolist(), self.prompt_B[rows].tolist(), strict=True))
 
     def filled(self, row: int, num_tokens: int) -> int:
         """Note that the row's cache holds so many tokens; return how many of them it lacked."""
@@ -158,8 +166,8 @@ class SlotTable:
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
         self.started[row], self.prompts[row] = partial, None
-        self.prompt_B[row], _, prompt = self.known_prompts.of(request.prompt_ids)
-        self.tokens_BL[row, :n] = prompt
+        known = self.known_prompts.of(request.prompt_ids)
+        self.prompt_B[row], self.tokens_BL[row, :n] = known.number, known.tokens
         if prefix is not None:
             end = n + len(prefix.response_ids)
             self.tokens_BL[row, n:end] = prefix.response_ids
@@ -195,11 +203,11 @@ class SlotTable:
         logprobs_BN: np.ndarray,
         count_B: np.ndarray,
         drafted_B: np.ndarray,
-        saved_B: np.ndarray,
+        reused_B: np.ndarray,
     ) -> np.ndarray:
         """Append the first `count_B` of each slot's tokens, up to its end; return how many it got.
 
-        The first `kept_B` were kept of a cached response; if a slot had draft tokens, all others
+        The first `reused_B` were kept of a cached response; if a slot had draft tokens, all others
         but the last were accepted ones.
         """
         drawn_B, count_B = count_B, count_B.copy()
@@ -208,10 +216,10 @@ class SlotTable:
         assert is_same, "the device went on behind an end that it knows"
         if self.cached is not None:
             state = self.emitted_B, self.stopped_B
-            saved_B = self.cached.commit(tokens_BN, count_B, saved_B, *state)
-        result = tokens_BN, logprobs_BN, count_B, drafted_B, saved_B
+            reused_B = self.cached.commit(tokens_BN, count_B, reused_B, *state)
+        fetched = tokens_BN, logprobs_BN, count_B, drafted_B, reused_B
         rows = self.tokens_BL, self.logprobs_BL, self.origins_BL, self.total_tokens_B
-        _append(*result, *rows)
+        _append(*fetched, *rows)
         for row in np.nonzero(self.missing_tokens_B * count_B)[0].tolist():  # drawn in chunks
             self._look_ahead(row)
         return count_B
@@ -343,7 +351,15 @@ PLAIN, ACCEPTED, BONUS, REUSED = map(int, Origin)
 
 @numba.njit(cache=True, nogil=True)
 def _append(  # type: ignore[no-untyped-def]
-    tokens_BN, logprobs_BN, count_B, drafted_B, saved_B, tokens_BL, logprobs_BL, origins_BL, total_B
+    tokens_BN,
+    logprobs_BN,
+    count_B,
+    drafted_B,
+    reused_B,
+    tokens_BL,
+    logprobs_BL,
+    origins_BL,
+    total_B,
 ):
     for b in range(len(total_B)):
         for n in range(count_B[b]):
@@ -351,5 +367,5 @@ def _append(  # type: ignore[no-untyped-def]
             tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
             origin = BONUS if n == count_B[b] - 1 else ACCEPTED
             origin = origin if drafted_B[b] else PLAIN
-            origins_BL[b, at] = REUSED if n < saved_B[b] else origin
+            origins_BL[b, at] = REUSED if n < reused_B[b] else origin
         total_B[b] += count_B[b]

@@ -1,17 +1,17 @@
 """A drafter's cache: a row per request, completed before each draft.
 
 Entries follow from a request's tokens (draft model), or from these and the policy's hidden states
-(EAGLE), so that nothing moves with a request. Rows that lack entries are computed in chunks. B =
-rows of the cache, S = its positions, A = requests that draft, P = chunks of a pass, C = tokens of a
-chunk, W = tokens of a draft's window.
+(EAGLE), so that nothing moves with a request. Rows that lack entries are computed in chunks.
+B = rows of the cache, S = its positions, A = requests that draft, P = chunks of a pass,
+C = tokens of a chunk, W = tokens of a draft's window.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,33 @@ from spec.sampling import noise_names
 KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 
 
-Runner = Any  # rl.engine.model_runner.ModelRunner, a worker's devices
+class Runner(Protocol):
+    """The part of `rl.engine.model_runner.ModelRunner`, a worker's devices, that drafters use."""
+
+    dtype: Any
+    model: ModelConfig
+    config: Any  # with its buckets of slots
+
+    @property
+    def is_paged(self) -> bool: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def batch_ways(self) -> int: ...
+
+    def position_sizes(self, num_slots: int) -> list[int]: ...
+
+    def round_positions(self, num_slots: int) -> list[int]: ...
+
+    def argument(self, x: np.ndarray) -> Any: ...
+
+    def put(self, x: Any) -> Any: ...
+
+    def zero_rows(
+        self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = ...
+    ) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)

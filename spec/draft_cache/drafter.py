@@ -91,11 +91,11 @@ class CachingDrafter(Drafter, Protocol):
         if not len(chosen_A):
             return drafts
         table_BX = held.ends(some, rows_A, max_A, self._sampling)
-        call_args = self.constants(), features
-        args, options = self._draft_arguments(call_args, held.taken(), table_BX, depth)
+        inputs = self.constants(), features
+        args, options = self._draft_arguments(inputs, held.taken(), table_BX, depth)
         held.arrays, packed = draft(*args, **options)
-        tokens_AX, parents_AX, prob_AX, result_A = (x[rows_A] for x in unpack(packed))
-        count_A = np.minimum(result_A, max_A)
+        tokens_AX, parents_AX, prob_AX, drafted_A = (x[rows_A] for x in unpack(packed))
+        count_A = np.minimum(drafted_A, max_A)
         self.note_drafts(some, rows_A, tokens_AX, count_A)
         return fill(drafts, chosen_A, tokens_AX, parents_AX, prob_AX, count_A)
 
@@ -116,8 +116,8 @@ class CachingDrafter(Drafter, Protocol):
         return self._held.num_positions
 
     def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
-        held, args = self._held, (self.constants(), self.features())
-        rows_A, acceptance_A2 = held.follow(live, live, num_positions, args)
+        held, inputs = self._held, (self.constants(), self.features())
+        rows_A, acceptance_A2 = held.follow(live, live, num_positions, inputs)
         self.observe_chains(acceptance_A2)
         max_A = np.where(held.has_room(rows_A), max_tokens, 0)
         return self._rounds_input(held.taken(), held.ends(live, rows_A, max_A, self._sampling))

@@ -1,7 +1,7 @@
 """The device's part of drafters with a cache: their tables, the protocol, steps that call it.
 
-`spec.draft_cache.rounds` has the steps whose drafts stay on the device. B, R = rows of the cache, P
-= chunks, C = tokens of a chunk, W = tokens of a draft's window, X = draft tokens of a row.
+`spec.draft_cache.rounds` has the steps whose drafts stay on the device. B, R = rows of the cache,
+P = chunks, C = tokens of a chunk, W = tokens of a draft's window, X = draft tokens of a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spec.verify import Slots
 
 CHUNK_COLUMNS = ("row", "slot", "first")  # before the C tokens of a chunk
 # after the W tokens of a row; the last three as bits
-END_COLUMNS = ("slot", "total", "emitted", "request_id", "most", "temperature", "top_k", "top_p")
+END_COLUMNS = ("slot", "total", "emitted", "request_id", "max", "temperature", "top_k", "top_p")
 
 
 @jax.tree_util.register_dataclass
