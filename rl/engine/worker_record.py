@@ -82,10 +82,10 @@ def merged(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
         else:
             result.append([start_s, ended_s])
     pauses = [(b[0] - a[1], i) for i, (a, b) in enumerate(itertools.pairwise(result))]
-    keep = {i for _, i in sorted(pauses, reverse=True)[: most - 1]}
+    separate = {i for _, i in sorted(pauses, reverse=True)[: most - 1]}
     whole: list[list[float]] = []
     for i, span in enumerate(result):
-        if i and i - 1 not in keep:
+        if i and i - 1 not in separate:
             whole[-1][1] = span[1]
         else:
             whole.append(span)
@@ -99,7 +99,7 @@ class WorkerLog:
     """
 
     def __init__(self, after_step: int) -> None:
-        self._launch = after_step
+        self._after_step = after_step
         self._zero_s: float | None = None
         self._places: dict[str, str] = {}  # of those that are present
         self._known: set[str] = set()
@@ -191,7 +191,7 @@ class WorkerLog:
 
         return WorkerStep(
             step,
-            self._launch,
+            self._after_step,
             since(updated_s),
             tuple(short(p, busy_s=spans(p)) for p in parts),
             tuple(short(e, at_s=since(e.at_s)) for e in events[:MAX_SPANS]),
@@ -224,8 +224,9 @@ def read_workers(folder: Path) -> list[WorkerStep]:
             step: WorkerStep = of_json(json.loads(line), WorkerStep)
             if max(len(step.parts), len(step.events)) > MAX_WORKERS:
                 raise ValueError(f"more than {MAX_WORKERS:,} workers")
-            if any(start_s > ended_s for p in step.parts for start_s, ended_s in p.busy_s):
-                raise ValueError("a span that ends before it begins")
+            spans = (span for p in step.parts for span in p.busy_s)
+            if step.ended_s < 0 or any(not 0 <= start_s <= end_s for start_s, end_s in spans):
+                raise ValueError("a negative time, or a span that ends before it starts")
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}:{number} is not a step's workers that a run wrote ({error}): delete it"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Span = tuple[float, float]
 MAX_NAMED = 16  # lanes with the worker's name each
-MAX_LEGEND = 8  # versions
+MAX_LEGEND = len(RUN_COLORS)  # versions
 BINS = 900  # of the time axis
 IDLE_COLOR, JOINED_COLOR, LOST_COLOR = "#E9E9E9", "#1B7837", "#B2182B"
 
@@ -38,19 +38,25 @@ class Lanes:
         busy = (end_s for part in self.parts for _, end_s in part.busy_s)
         return max([*self.ends_s, *busy], default=0.0) or 1.0
 
+    @functools.cached_property
+    def colors(self) -> dict[int, str]:
+        """Colors of the weights' versions, in order; they repeat."""
+        versions = sorted({part.version for part in self.parts})
+        return {v: RUN_COLORS[i % len(RUN_COLORS)] for i, v in enumerate(versions)}
+
     @property
     def lost(self) -> list[WorkerEvent]:
         return [event for event in self.events if event.kind != "joined"]
 
-    @property
+    @functools.cached_property
     def late(self) -> list[WorkerEvent]:
         """The joins after the first round of their leg."""
-        rounds_s = [start_s for part in self.parts for start_s, _ in part.busy_s]
+        rounds_s = np.sort([start_s for part in self.parts for start_s, _ in part.busy_s])
         late = []
         for event in (e for e in self.events if e.kind == "joined"):
-            launch_s = max([0.0, *(t for t in self.resumed_s if t <= event.at_s)])
-            first_s = min((s for s in rounds_s if s >= launch_s), default=launch_s)
-            if event.at_s > first_s + 0.02 * (self.end_s - launch_s):
+            resume_s = max([0.0, *(t for t in self.resumed_s if t <= event.at_s)])
+            first_s = next(iter(rounds_s[np.searchsorted(rounds_s, resume_s) :]), resume_s)
+            if event.at_s > first_s + 0.02 * (self.end_s - resume_s):
                 late.append(event)
         return late
 
@@ -111,7 +117,7 @@ class WorkersTimeline:
         for name, spans in lanes.present_s().items():
             boxes(name, spans, IDLE_COLOR)
         for part in lanes.parts:
-            boxes(part.name, part.busy_s, version_color(part.version))
+            boxes(part.name, part.busy_s, lanes.colors[part.version])
         ax.set_xlim(0, lanes.end_s)
         ax.set_ylim(n - 0.5, -0.5)
         if n <= MAX_NAMED:
@@ -129,9 +135,8 @@ class WorkersTimeline:
             for end_s in lanes.ends_s[:-1]:
                 ax.axvline(end_s, color="#888888", linewidth=0.7, linestyle=(0, (1, 3)))
         handles: list[Any] = []
-        versions = sorted({part.version for part in lanes.parts})
-        if len(versions) <= MAX_LEGEND:
-            handles += [Patch(color=version_color(v), label=_weights(v)) for v in versions]
+        if len(lanes.colors) <= MAX_LEGEND:
+            handles += [Patch(color=c, label=_weights(v)) for v, c in lanes.colors.items()]
         for i, start_s in enumerate(lanes.resumed_s):
             line = ax.axvline(start_s, color=INK, linewidth=1.0, ls="--", label="resumed")
             handles += [line] if not i else []
@@ -149,8 +154,8 @@ class WorkersTimeline:
                 handles += ax.plot([event.at_s for event in events], ys, zorder=4, **look)
         look = {"textcoords": "offset points", "fontsize": 7, "color": LOST_COLOR, "va": "center"}
         for event in lanes.lost if len(lanes.lane_of) <= MAX_NAMED else ():
-            text = f"{event.kind}: {event.requests} requests moved on"
-            ax.annotate(text, (event.at_s, lanes.lane_of[event.name]), (7, 0), **look)
+            moved = f": {event.requests} requests moved on" if event.requests else ""
+            ax.annotate(event.kind + moved, (event.at_s, lanes.lane_of[event.name]), (7, 0), **look)
         lost, late = len(lanes.lost), len(lanes.late)
         counts = f"{len(lanes.lane_of):,} workers, {len(lanes.ends_s)} steps"
         titles(ax, self.title, f"{counts}, {lost} lost, {late} joined later")
@@ -160,10 +165,10 @@ class WorkersTimeline:
 def lanes_of(rows: Sequence[WorkerStep]) -> Lanes:
     """Return the steps of a run on one axis."""
     parts, events, ends_s, resumed_s = [], [], list[float](), list[float]()
-    offset_s, launch = 0.0, rows[0].leg
+    offset_s, leg = 0.0, rows[0].leg
     for row in rows:
-        if row.leg != launch:
-            offset_s, launch = ends_s[-1], row.leg
+        if row.leg != leg:
+            offset_s, leg = ends_s[-1], row.leg
             resumed_s.append(offset_s)
         for part in row.parts:
             spans = tuple((start + offset_s, end + offset_s) for start, end in part.busy_s)
@@ -191,11 +196,6 @@ def workers_busy(lanes: Lanes) -> tuple[np.ndarray, np.ndarray]:
 
     busy_s = np.diff(elapsed_s(spans[:, 0]) - elapsed_s(spans[:, 1]))
     return (edges[1:] + edges[:-1]) / 2, busy_s / np.diff(edges)
-
-
-def version_color(version: int) -> str:
-    """Return a color that differs from the colors of the versions around it."""
-    return RUN_COLORS[version % len(RUN_COLORS)]
 
 
 def _weights(version: int) -> str:
