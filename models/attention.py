@@ -10,16 +10,13 @@ of each, X = T·C.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from models.kernels import LOG2_E, NEGATIVE
 from models.layout import causal_block_tokens
-
-LOG2_E = math.log2(math.e)
-NEGATIVE = -1e30  # finite, so that a fully masked row stays finite
 
 
 @jax.tree_util.register_dataclass
@@ -323,12 +320,12 @@ def partial_attention(
     highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
     # The returned maximum is a second one: XLA's CPU fuses the first with the weights.
     apart_BKXS = _apart(jax.lax.stop_gradient(scores_BKXS))
-    result_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
+    second_top_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
     if is_exact:
-        weights_BKXS, top_BKX1 = jnp.exp(scores_BKXS - highest_BKX1), result_BKX1 * LOG2_E
+        weights_BKXS, top_BKX1 = jnp.exp(scores_BKXS - highest_BKX1), second_top_BKX1 * LOG2_E
     else:
         weights_BKXS = weights(scores_BKXS, jnp.round(highest_BKX1), v_BKSh.dtype)
-        top_BKX1 = jnp.round(result_BKX1)
+        top_BKX1 = jnp.round(second_top_BKX1)
     total_BKX1 = jnp.sum(weights_BKXS, axis=-1, keepdims=True)
     out_BKXh = jnp.einsum(
         "bkxs,bksh->bkxh",

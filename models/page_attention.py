@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.attention import NEGATIVE, PartialSoftmax, merged, partial_attention
+from models.attention import PartialSoftmax, merged, partial_attention
+from models.kernels import NEGATIVE
 from models.layout import PAGE_BLOCK_POSITIONS
 
 KERNEL_NODES = 64  # of a slot, that a kernel takes at a time

@@ -3,4 +3,4 @@
 import math
 
 LOG2_E = math.log2(math.e)  # softmax in powers of 2, which the hardware has
-NEGATIVE = -1e30  # the top over no key, as in models.attention: a difference of two is a number
+NEGATIVE = -1e30  # the top over no key: finite, so that a difference of two is a number

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.attention import NEGATIVE
+from models.kernels import NEGATIVE
 from models.layers import linear
 from models.layout import causal_block_tokens
 from models.training import clipped_adamw

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import LOG2_E, NEGATIVE
+from models.kernels import LOG2_E, NEGATIVE
 
 B, h = 3, 128
 
