@@ -22,7 +22,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of 
 _SPACE = "▁"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TERMS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -41,11 +41,11 @@ class _Split:
     adds_bos: bool = False
 
 
-_LLAMA3 = f"{_CONTRACTIONS}|{_TERMS}|\\p{{N}}{{1,3}}|{_REST}"
+_LLAMA3 = f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}"
 _SPLITS = {
     "gpt-2": _Split(),
     "smollm": _Split(single_digits=True),
-    "qwen2": _Split(f"{_CONTRACTIONS}|{_TERMS}|\\p{{N}}|{_REST}", composed=True),
+    "qwen2": _Split(f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}|{_REST}", composed=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3"), _Split(_LLAMA3, whole_words=True, adds_bos=True)
     ),

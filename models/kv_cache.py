@@ -61,8 +61,8 @@ class Rows:
 
         Reads copies of the fewest eighths of all positions that suffice.
         """
-        high = self.keys_BKhS.shape[-1]
-        sizes = sorted({-(-high * eighths // 8) for eighths in (2, 3, 4, 5, 6, 8)})
+        num_positions = self.keys_BKhS.shape[-1]
+        sizes = sorted({-(-num_positions * eighths // 8) for eighths in (2, 3, 4, 5, 6, 8)})
 
         def of_first(size: int) -> PartialSoftmax:
             keys, values = self.keys_BKhS[..., :size], self.values_BKSh[:, :, :size]

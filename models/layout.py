@@ -108,7 +108,7 @@ def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
     return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")
 
 
-def unscanned_layers(remat: str) -> int:
+def layers_per_input(remat: str) -> int:
     """Return N if the input of every N-th layer is kept (models.training); 0 for none and dots."""
     if remat in ("none", "dots"):
         return 0

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from models.config import Layer
-from models.layout import unscanned_layers
+from models.layout import layers_per_input
 from models.sharding import constrain
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -80,7 +80,7 @@ def through_layers(
     step: Step, layers: Sequence[Any], x_BTD: jax.Array, remat: str
 ) -> tuple[jax.Array, list[Any]]:
     """Apply `step(layer, x) -> (x, result)` layer by layer; return the last x, and all results."""
-    separate = unscanned_layers(remat)
+    num_layers = layers_per_input(remat)
 
     def plain(layer: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
         return step(_added(layer), x_BTD)
@@ -89,7 +89,7 @@ def through_layers(
     if remat == "dots":
         products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         apply = _at_once(_kept_in_parts(plain, policy=products))
-    elif separate:
+    elif num_layers:
         apply = _at_once(_kept_in_parts(plain))
 
     def through(layers: Sequence[Any], x_BTD: jax.Array) -> tuple[jax.Array, list[Any]]:
@@ -99,12 +99,12 @@ def through_layers(
             result.append(one)
         return x_BTD, result
 
-    if separate < 2:
+    if num_layers < 2:
         return through(layers, x_BTD)
     several = _at_once(_kept_in_parts(through))
     all_results = []
-    for i in range(0, len(layers), separate):
-        x_BTD, result = several(tuple(layers[i : i + separate]), x_BTD)
+    for i in range(0, len(layers), num_layers):
+        x_BTD, result = several(tuple(layers[i : i + num_layers]), x_BTD)
         all_results += result
     return x_BTD, all_results
 

@@ -80,8 +80,8 @@ def frequent_tokens(
 class DrafterRun:
     """Training of a run's drafter, step by step. Made by `open_run`.
 
-    If workers are other programs, `home` is an engine on the trainer's devices (of process 0) that
-    sums and applies gradients, and trains after rollouts.
+    If workers are other programs, `trainer_engine` is an engine on the trainer's devices (of
+    process 0) that sums and applies gradients, and trains after rollouts.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class DrafterRun:
         config: TrainConfig,
         trainer: DrafterTrainer,
         spot: SpotTrainer | None,
-        home: Engine | None = None,
+        trainer_engine: Engine | None = None,
     ) -> None:
-        self.trainer, self.spot, self.home = trainer, spot, home
+        self.trainer, self.spot, self.trainer_engine = trainer, spot, trainer_engine
         self._config, self._rl_step, self._first_step = config, 0, 0
 
     def sink(self, step: int) -> BufferSink:
@@ -135,7 +135,7 @@ class DrafterRun:
         if steps:
             do_at(
                 engine,
-                self.home or engine.engines[0],
+                self.trainer_engine or engine.engines[0],
                 lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
             )
         trainer.publish()
@@ -143,8 +143,8 @@ class DrafterRun:
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
         """Compile the training programs on every worker that may train."""
         trainer, workers = self.trainer, engine.engines
-        if self.home is not None:
-            workers = [self.home]  # other programs compile theirs
+        if self.trainer_engine is not None:
+            workers = [self.trainer_engine]  # other programs compile theirs
         for worker in workers if self.spot is not None else workers[:1]:
             do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
@@ -203,14 +203,14 @@ def open_run(
     clock: Callable[[], float],
     heartbeat: Callable[[], object] = lambda: None,
     partition: Partition = WHOLE,
-    home: Engine | None = None,
+    trainer_engine: Engine | None = None,
 ) -> DrafterRun:
     """Open a drafter's training; its last checkpoint is written when `stack` closes.
 
-    Waiting for a save calls `alive`. Of several processes with separate engines each trains a
+    Waiting for a save calls `heartbeat`. Of several processes with separate engines each trains a
     drafter on its responses, and process 0's is saved; under one engine they train one together.
     """
-    options, patience = config.drafter, Deadline(config.run.hang_limit_s, heartbeat)
+    options, deadline = config.drafter, Deadline(config.run.hang_limit_s, heartbeat)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
     trainer = DrafterTrainer(
         options,
@@ -219,16 +219,16 @@ def open_run(
         DataBuffer(config.data_buffer),
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        checkpoints=_checkpoints(folder, keeps, patience, stack, partition),
+        checkpoints=_checkpoints(folder, keeps, deadline, stack, partition),
     )
     stack.enter_context(_kept(trainer))
-    if home is not None:
-        trainer.move_to(home)
+    if trainer_engine is not None:
+        trainer.move_to(trainer_engine)
     spot = None
     if idle_workers_train(config):
-        contexts = None if home is None else partial(_elsewhere, home)
+        contexts = None if trainer_engine is None else partial(_elsewhere, trainer_engine)
         spot = SpotTrainer(trainer, options.min_idle_workers, clock, contexts)
-    return DrafterRun(config, trainer, spot, home)
+    return DrafterRun(config, trainer, spot, trainer_engine)
 
 
 def idle_workers_train(config: TrainConfig) -> bool:
@@ -237,15 +237,15 @@ def idle_workers_train(config: TrainConfig) -> bool:
     return config.drafter.spot and several
 
 
-def _elsewhere(home: Engine, worker: Any, weights: Params) -> TrainContext:
+def _elsewhere(trainer_engine: Engine, worker: Any, weights: Params) -> TrainContext:
     """Return the training context of a worker in another program."""
-    return TrainContext(home, None, partial(worker.gradients, weights))
+    return TrainContext(trainer_engine, None, partial(worker.gradients, weights))
 
 
 def _checkpoints(
     folder: Path,
     keeps: CheckpointConfig,
-    patience: Deadline,
+    deadline: Deadline,
     stack: ExitStack,
     partition: Partition,
 ) -> Checkpointer | None:
@@ -254,7 +254,7 @@ def _checkpoints(
         return None
     together = ALONE if partition.splits else partition.processes
     own = Folder(folder).folder(DRAFTER)
-    return stack.enter_context(Checkpointer(own, keeps, patience, processes=together))
+    return stack.enter_context(Checkpointer(own, keeps, deadline, processes=together))
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class _RunProcess:
             Watch(
                 Limits(limits.hang_limit_s, limits.compile_limit_s, limits.stop_limit_s),
                 standing=last_saved,
-                should_stop=lambda: processes.asked,
+                should_stop=lambda: processes.stop_requested,
                 say=show.message,
                 close=show.close,
                 end=self._end_at_once,

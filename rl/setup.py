@@ -86,7 +86,7 @@ def build(
             Speculation(
                 *(config.speculation, cache, drafters, config.tuner),
                 seed=config.run.seed,
-                patience=builder.patience,
+                deadline=builder.deadline,
             )
         )
         greedy = config.sampling.temperature == 0
@@ -138,7 +138,7 @@ class RunBuilder:
     stack: contextlib.ExitStack
 
     @property
-    def patience(self) -> Deadline:
+    def deadline(self) -> Deadline:
         return Deadline(self.config.run.hang_limit_s, self.watch.heartbeat)
 
     @functools.cached_property

@@ -110,10 +110,10 @@ class System:
 
     def is_stop_requested(self) -> bool:
         """Return whether this process, or another one of the run, is to stop; a heartbeat."""
-        wanted = self.watch.asked()
-        if wanted:
+        is_requested = self.watch.asked()
+        if is_requested:
             self.processes.request_stop()
-        return wanted or self.processes.asked
+        return is_requested or self.processes.stop_requested
 
     def leave_if_stopped(self, may_leave: bool = True) -> None:
         """A heartbeat. Raises Stopped if the run is to stop and can discard the step.

@@ -84,9 +84,9 @@ def pack(
 
 def unpack(table_5M: jax.Array) -> Nodes:
     """Return the nodes of `pack`'s table, on the device."""
-    tokens_M, slots_M, parents_M, inputs_M, bits_M = table_5M
-    min_M = jax.lax.bitcast_convert_type(bits_M, jnp.float32)
-    return Nodes(tokens_M, slots_M, parents_M, inputs_M, min_M)
+    tokens_M, slots_M, parents_M, given_M, bits_M = table_5M
+    min_logprob_M = jax.lax.bitcast_convert_type(bits_M, jnp.float32)
+    return Nodes(tokens_M, slots_M, parents_M, given_M, min_logprob_M)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -186,21 +186,21 @@ DRAWN, KEPT = 1, 2  # kinds of emitted tokens; 0: none
 class Drawn:
     """Draws of a round at each node; `emitted_M` marks the slots' next tokens.
 
-    At nodes of `kept_M` the given token was kept. `of_chunks` are the entries of the chunks'
+    At nodes of `reused_M` the given token was kept. `of_chunks` are the entries of the chunks'
     tokens.
     """
 
     tokens_M: jax.Array
     logprobs_M: jax.Array
     emitted_M: jax.Array
-    kept_M: jax.Array
+    reused_M: jax.Array
     of_chunks: Entries | None
 
 
 def pack_draws(drawn: Drawn) -> jax.Array:
     """Pack for one transfer: tokens, bits of log-probs, `DRAWN` or `KEPT`; int32 [3, M]."""
     bits_M = jax.lax.bitcast_convert_type(drawn.logprobs_M.astype(jnp.float32), jnp.int32)
-    kind_M = jnp.where(drawn.emitted_M, jnp.where(drawn.kept_M, KEPT, DRAWN), 0)
+    kind_M = jnp.where(drawn.emitted_M, jnp.where(drawn.reused_M, KEPT, DRAWN), 0)
     return jnp.stack([drawn.tokens_M, bits_M, kind_M])
 
 
@@ -217,16 +217,16 @@ def by_slot(
     slots_M: np.ndarray,
     num_slots: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_BN, logprobs_BN, count_B, kept_B): each slot's emitted tokens in their order.
+    """Return (tokens_BN, logprobs_BN, count_B, reused_B): each slot's emitted tokens, in order.
 
-    The first `kept_B` were given and kept. Nodes are sorted by slot, and those on a path by depth.
+    The first `reused_B` were given and kept. Nodes are sorted by slot, and along a path by depth.
     """
     return _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots)
 
 
 @numba.njit(cache=True, nogil=True)
 def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
-    count_B, keep_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+    count_B, reused_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
     for m in range(len(slots_M)):
         if kind_M[m]:
             count_B[slots_M[m]] += 1
@@ -238,5 +238,5 @@ def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[
             b = slots_M[m]
             tokens_BN[b, count_B[b]], logprobs_BN[b, count_B[b]] = tokens_M[m], logprobs_M[m]
             count_B[b] += 1
-            keep_B[b] += kind_M[m] == KEPT
-    return tokens_BN, logprobs_BN, count_B, keep_B
+            reused_B[b] += kind_M[m] == KEPT
+    return tokens_BN, logprobs_BN, count_B, reused_B

@@ -133,13 +133,13 @@ def processed_logits(
     def least_k() -> jax.Array:
         return _threshold(logits_V, top_k.astype(jnp.float32), jnp.ones_like(logits_V))
 
-    low = _where_any((top_k > 0) & ~greedy, least_k)
+    cut_k = _where_any((top_k > 0) & ~greedy, least_k)
 
     def least_p() -> jax.Array:
-        left_V = _without(logits_V, low)
+        left_V = _without(logits_V, cut_k)
         return _threshold(left_V, top_p, jax.nn.softmax(left_V, axis=-1))
 
-    return _without(logits_V, jnp.maximum(low, _where_any((top_p < 1) & ~greedy, least_p)))
+    return _without(logits_V, jnp.maximum(cut_k, _where_any((top_p < 1) & ~greedy, least_p)))
 
 
 def _where_any(cuts: jax.Array, least: Callable[[], jax.Array]) -> jax.Array:
@@ -343,6 +343,6 @@ def given_log_probs(
     scale = jnp.where(temperature <= 0, 1.0, temperature)
     raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]
     raw = raw / scale
-    keep = jnp.take_along_axis(processed_V, tokens[..., None], axis=-1)[..., 0] > -jnp.inf
+    possible = jnp.take_along_axis(processed_V, tokens[..., None], axis=-1)[..., 0] > -jnp.inf
     put_back = raw - jnp.logaddexp(mass.top + mass.log_total, raw)
-    return jnp.where(keep, raw - mass.top - mass.log_total, put_back), keep
+    return jnp.where(possible, raw - mass.top - mass.log_total, put_back), possible

@@ -110,7 +110,7 @@ def verify(
     hidden_XD, entries = transformer.hidden_of_nodes(
         config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
     )
-    tokens_M, logprobs_M, keep_M = _draw(
+    tokens_M, logprobs_M, reused_M = _draw(
         params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
     )
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
@@ -119,7 +119,7 @@ def verify(
         count_B, last_B = emitted_M.astype(jnp.int32), tokens_M
     else:
         # after a given token that is not kept nothing is right, even if the policy draws it
-        refused_M = False if nodes.given_M is None else (nodes.given_M >= 0) & ~keep_M
+        refused_M = False if nodes.given_M is None else (nodes.given_M >= 0) & ~reused_M
         followed_M = jnp.where(refused_M, NO_TOKEN, tokens_M)
         emitted_M = walk(nodes, trees, followed_M, room_B, stop_E)
         count_B, last_B = _last_of_slots(nodes.slots_M, emitted_M, tokens_M, B)
@@ -128,7 +128,7 @@ def verify(
     of_chunks = None if nodes.chunks is None else entries.take(np.s_[M:], dtype)
     pending = pending.replaced(of_nodes, nodes.slots_M, positions_M, emitted_M)
     slots = _advance(slots, count_B, last_B, stop_E)
-    return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, keep_M, of_chunks)
+    return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, reused_M, of_chunks)
 
 
 class _Undrawn(NamedTuple):
@@ -161,15 +161,15 @@ def _draw(
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(parts, ways, -1).swapaxes(0, 1).reshape(-1)
 
-    packed = jax.lax.map(lambda part: _draw_part(params, part, scheme), jax.tree.map(cut, undrawn))
-    return jax.tree.map(joined, packed)
+    drawn = jax.lax.map(lambda part: _draw_part(params, part, scheme), jax.tree.map(cut, undrawn))
+    return jax.tree.map(joined, drawn)
 
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
     """Return in how many parts the logits of nodes are computed: as few as are small enough."""
     nodes, vocab = num_nodes // ways_in_use("batch"), vocab_size // ways_in_use("vocab")
-    low = max(1, -(-nodes * vocab // LOGITS_AT_ONCE))
-    return next((n for n in range(low, 2 * low) if nodes % n == 0), 1)
+    min_parts = max(1, -(-nodes * vocab // LOGITS_AT_ONCE))
+    return next((n for n in range(min_parts, 2 * min_parts) if nodes % n == 0), 1)
 
 
 def _draw_part(
@@ -184,15 +184,15 @@ def _draw_part(
     drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme, mass)
     if nodes.given_M is None:
         return drawn_M, logprobs_M, jnp.zeros(drawn_M.shape, bool)
-    inputs_M, min_M = nodes.given_M, nodes.min_logprob_M
+    given_M, min_logprob_M = nodes.given_M, nodes.min_logprob_M
     given_logprobs_M, possible_M = sampling.given_log_probs(
-        logits_MV, processed_MV, mass, jnp.maximum(inputs_M, 0), temperature_M
+        logits_MV, processed_MV, mass, jnp.maximum(given_M, 0), temperature_M
     )
-    possible_M &= (temperature_M > 0) | (drawn_M == inputs_M)
-    keep_M = (min_M == -jnp.inf) | (possible_M & (given_logprobs_M >= min_M))
-    keep_M &= inputs_M >= 0
-    tokens_M = jnp.where(keep_M, inputs_M, drawn_M)
-    return tokens_M, jnp.where(keep_M, given_logprobs_M, logprobs_M), keep_M
+    possible_M &= (temperature_M > 0) | (drawn_M == given_M)
+    reused_M = (min_logprob_M == -jnp.inf) | (possible_M & (given_logprobs_M >= min_logprob_M))
+    reused_M &= given_M >= 0
+    tokens_M = jnp.where(reused_M, given_M, drawn_M)
+    return tokens_M, jnp.where(reused_M, given_logprobs_M, logprobs_M), reused_M
 
 
 def decode(
@@ -220,10 +220,12 @@ def decode(
     hidden_BD = hidden_B1D[:, 0]
     of_chunks = None if chunks is None else entries.take(np.s_[:], cache.values[0].dtype)
     roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
-    tokens_B, logprobs_B, keep_B = _draw(params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme)
+    tokens_B, logprobs_B, reused_B = _draw(
+        params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme
+    )
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
-    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, keep_B, of_chunks)
+    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, reused_B, of_chunks)
 
 
 def _last_of_slots(
@@ -339,10 +341,10 @@ def chunks_alone(
     depth_X = chunks.positions_TC.reshape(-1) - of_slots.length
     least_X = jax.lax.bitcast_convert_type(given_2X[1], jnp.float32)
     nodes = Nodes(tokens_X, chunks.slot_X, jnp.full_like(tokens_X, -1), given_2X[0], least_X)
-    tokens_X, logprobs_X, kept_X = _draw(
+    tokens_X, logprobs_X, reused_X = _draw(
         params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
     )
-    packed = pack_draws(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, kept_X, None))
+    packed = pack_draws(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, reused_X, None))
     return replicated(packed), entries
 
 

@@ -116,9 +116,9 @@ class Helpers:
                 waits_s + load_s + self._hardware.kv_seconds(method, held),
             )
 
-        heartbeat = np.flatnonzero(running.alive_R).tolist()
+        alive = np.flatnonzero(running.alive_R).tolist()
         added = assign_drafters(
-            {r: self._profile.p_of_request(r, self._methods[0]) for r in heartbeat},
+            {r: self._profile.p_of_request(r, self._methods[0]) for r in alive},
             self._methods[1:],
             [unit for unit in free_units if unit not in load],
             serving,

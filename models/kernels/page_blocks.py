@@ -75,8 +75,8 @@ def page_tiles(
     default = PageSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
     sizes = PAGE_SIZES.get((generation, "page_attention", head_dim, itemsize), default)
     positions = min(sizes.block_positions // num_kv_heads, MAX_SCORES // num_rows)
-    low = 128 // math.gcd(128, page_tokens)
-    block_pages = max(1, positions // (page_tokens * low)) * low
+    unit = 128 // math.gcd(128, page_tokens)  # pages
+    block_pages = max(1, positions // (page_tokens * unit)) * unit
     block_bytes = 2 * block_pages * page_tokens * num_kv_heads * head_dim * itemsize
     return PageTiles(block_pages, min(8, max(2, sizes.buffer_bytes // block_bytes)))
 
@@ -129,7 +129,7 @@ class Call:
         `scratch`. `in_place` are inputs that become results.
         """
         table_BN, length_B = table_and_length
-        high = self.max_pages * self.page_tokens
+        max_positions = self.max_pages * self.page_tokens
         varying = jax.typeof(inputs[0][1]).manual_axis_type  # under shard_map, as queries do
         sums = pltpu.VMEM((self.num_kv_heads, self.num_rows, LANES), jnp.float32)
         buffers = pltpu.VMEM(self.buffer_shape, self.dtype)
@@ -159,7 +159,7 @@ class Call:
             interpret=interpret,
             name=name,
         )
-        tables = table_BN.reshape(-1), jnp.minimum(length_B, high)
+        tables = table_BN.reshape(-1), jnp.minimum(length_B, max_positions)
         return call(*(x.astype(jnp.int32) for x in tables), *(x for _, x in inputs))
 
     @property

@@ -64,7 +64,7 @@ def forward(
             jax.ShapeDtypeStruct(q.shape, v.dtype),
             jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
         ),
-        scratch=sizes.scratch(kept=1, moving=2),
+        scratch=sizes.scratch(resident=1, moving=2),
         interpret=interpret,
     )
     return out[:, : sizes.num_tokens], lse[:, :, : sizes.num_tokens]
@@ -95,13 +95,13 @@ def backward(
         _dq_kernel,
         sizes,
         outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype),),
-        scratch=sizes.scratch(kept=2, moving=2),
+        scratch=sizes.scratch(resident=2, moving=2),
     )
     dk, dv = run(
         _dkv_kernel,
         dataclasses.replace(sizes, by_query=False),
         outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
-        scratch=sizes.scratch(kept=2, moving=2, moving_sums=2),
+        scratch=sizes.scratch(resident=2, moving=2, moving_sums=2),
     )
     return tuple(x[:, : sizes.num_tokens] for x in (dq, dk, dv))
 
@@ -139,12 +139,12 @@ class _Sizes:
         over = -self.num_tokens % _BLOCK_TOKENS
         return jnp.pad(x, [(0, over if i == axis else 0) for i in range(x.ndim)]) if over else x
 
-    def scratch(self, kept: int, moving: int, moving_sums: int = 0) -> tuple:
+    def scratch(self, resident: int, moving: int, moving_sums: int = 0) -> tuple:
         """Return (shared memory, barrier) of arrays copied once, and of buffered ones."""
         D, C, h = _BUFFERS, _BLOCK_TOKENS, self.head_dim
         sums = plgpu.SMEM((D, C), jnp.float32)
         buffers = *[shared_tiles(D, C, h)] * moving, *[sums] * moving_sums
-        once = tuple((shared_tiles(C, h), plgpu.Barrier()) for _ in range(kept))
+        once = tuple((shared_tiles(C, h), plgpu.Barrier()) for _ in range(resident))
         return once, tuple((buffer, plgpu.Barrier(num_barriers=D)) for buffer in buffers)
 
 
@@ -219,12 +219,12 @@ class _Block:
         return pair, row_pairs.query_block(pair), self.head * G + jax.lax.rem(step, G)
 
     def fold(
-        self, kept: Sequence[tuple], moving: Sequence[tuple], each: Callable, start: tuple
+        self, resident: Sequence[tuple], moving: Sequence[tuple], each: Callable, start: tuple
     ) -> tuple:
         """Fold `each(pair, ready, carry)` over the steps.
 
-        `kept` and `moving` are (array, shared memory, barrier); `ready(i)` waits for the block of
-        the i-th moving one.
+        `resident` and `moving` are (array, shared memory, barrier); `ready(i)` waits for the block
+        of the i-th moving one.
         """
 
         def fetch(step: jax.Array) -> None:
@@ -248,11 +248,11 @@ class _Block:
             fetch(step + _BUFFERS)
             return carry
 
-        for x, to, barrier in kept:
+        for x, to, barrier in resident:
             plgpu.copy_gmem_to_smem(self.at(x), to, barrier)
         for step in range(_BUFFERS):
             fetch(jnp.int32(step))
-        for *_, barrier in kept:
+        for *_, barrier in resident:
             plgpu.barrier_wait(barrier)
         return jax.lax.fori_loop(0, self.num_steps, body, start)
 
@@ -311,9 +311,9 @@ def _down(x: jax.Array) -> jax.Array:
 
 def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """A running maximum and sum of each query, as `models.row_attention` keeps them."""
-    *lists, q, k, v, out, lse, keep, moving = refs
+    *lists, q, k, v, out, lse, resident, moving = refs
     block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
-    ((q_Ch, _),) = keep
+    ((q_Ch, _),) = resident
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         sum_Ch, top_C, total_C = carry
@@ -325,16 +325,16 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         return registers.add_product(sum_Ch, p_CS.astype(v.dtype), ready(1)), higher_C, total_C
 
     start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), NEGATIVE), ((C,), 0.0)))
-    sum_Ch, top_C, total_C = block.fold(_with([q], keep), _with([k, v], moving), each, start)
+    sum_Ch, top_C, total_C = block.fold(_with([q], resident), _with([k, v], moving), each, start)
     block.write([(out, q_Ch, sum_Ch / _across(total_C, h))])
     block.at(lse)[...] = top_C / LOG2_E + jnp.log(total_C)
 
 
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """Gradients of queries."""
-    *lists, q, k, v, dout, lse, delta, dq, keep, moving = refs
+    *lists, q, k, v, dout, lse, delta, dq, resident, moving = refs
     block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
-    (q_Ch, _), (dout_Ch, _) = keep
+    (q_Ch, _), (dout_Ch, _) = resident
     lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
     lse_C = lse_C * LOG2_E
 
@@ -346,15 +346,15 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         return (registers.add_product(carry[0], ds_CS.astype(k.dtype), k_Sh),)
 
     start = (registers.full((C, h), 0.0),)
-    (dq_Ch,) = block.fold(_with([q, dout], keep), _with([k, v], moving), each, start)
+    (dq_Ch,) = block.fold(_with([q, dout], resident), _with([k, v], moving), each, start)
     block.write([(dq, q_Ch, dq_Ch * sizes.scale)])
 
 
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """Gradients of keys and values; scores keys first: no transposed operand from registers."""
-    *lists, q, k, v, dout, lse, delta, dk, dv, keep, moving = refs
+    *lists, q, k, v, dout, lse, delta, dk, dv, resident, moving = refs
     block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
-    (k_Sh, _), (v_Sh, _) = keep
+    (k_Sh, _), (v_Sh, _) = resident
 
     def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         dk_Sh, dv_Sh = carry
@@ -367,6 +367,6 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         ds_SC = p_SC * (dp_SC - _down(delta_C))
         return registers.add_product(dk_Sh, ds_SC.astype(q.dtype), q_Ch), dv_Sh
 
-    copied = _with([k, v], keep), _with([q, dout, lse, delta], moving)
+    copied = _with([k, v], resident), _with([q, dout, lse, delta], moving)
     dk_Sh, dv_Sh = block.fold(*copied, each, (registers.full((S, h), 0.0),) * 2)
     block.write([(dk, k_Sh, dk_Sh * sizes.scale), (dv, v_Sh, dv_Sh)])

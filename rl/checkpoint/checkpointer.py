@@ -78,7 +78,7 @@ class Checkpointer:
         self,
         directory: Path | str | Folder,
         config: CheckpointConfig | None = None,
-        patience: Deadline | None = None,
+        deadline: Deadline | None = None,
         *,
         processes: Processes = ALONE,
         committed: Callable[[int], None] = lambda step: None,
@@ -96,7 +96,7 @@ class Checkpointer:
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
         self._committed, self._spared = committed, spared
-        self._deadline, self._hangs = patience or Deadline(), False
+        self._deadline, self._hangs = deadline or Deadline(), False
         self._parts_done = 0  # of all saves so far
         self._waited = 0  # waits for another process
         self._published: int | None = None  # the step of the last save that came in
@@ -195,9 +195,9 @@ class Checkpointer:
         """Wait until the last save is complete; raises the background thread's error."""
         if self._pending is None:
             return
-        patience = Deadline(0.0) if self._hangs else self._deadline
+        deadline = Deadline(0.0) if self._hangs else self._deadline
         try:
-            result_of(self._pending, f"a save in {self.directory}", patience, self._progress)
+            result_of(self._pending, f"a save in {self.directory}", deadline, self._progress)
         except Hang:
             self._hangs = True  # do not wait for it again
             raise

@@ -76,7 +76,7 @@ class Processes:
         self._numbers: dict[str, int] = {}  # of the last gathering, by line
         self._beat_s = min(deadline_s / BEATS, BEAT_S * max(1.0, count / BEATING))
         self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
-        self._wanted = False  # whether another process was requested to stop
+        self._stop_requested = False  # by another process
         self._lost: ProcessLost | None = None
         self._left: set[int] = set()  # processes that have departed
         self._over, self._lock = threading.Event(), threading.Lock()
@@ -191,9 +191,9 @@ class Processes:
         self._own["asked"] = True
 
     @property
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """True once another process was requested to stop."""
-        return self._wanted
+        return self._stop_requested
 
     def fail(self, text: str) -> None:
         """Announce why this process ends; wait until the others can have read it."""
@@ -234,7 +234,7 @@ class Processes:
             now_s = self._clock()
             for index, (beat, since_s) in list(last.items()):
                 state = states.get(index, {})
-                self._wanted |= bool(state.get("asked"))
+                self._stop_requested |= bool(state.get("asked"))
                 if failed := state.get("failed"):
                     return self._lose(f"process {index} failed: {failed}")
                 if state.get("done"):

@@ -34,7 +34,7 @@ from spec.round_times import RoundTimes
 DECAY = 0.999  # of the counts of rounds with a draft, a round
 PRIOR_ROUNDS = 20.0  # weight of the assumed share
 FIRST_HITS = 0.85  # assumed before any draft was seen
-DEADLINE = 0.1  # of a round, for drafts that are due
+DEADLINE_SHARE = 0.1  # of a round, for drafts that are due
 COMMON = RequestPlan(0, True, 0.0)  # of requests that are not accepted less than the others
 FIRST_WINDOW = 4  # if no seconds are measured
 
@@ -203,7 +203,7 @@ class Planner:
 
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
-        deadline_s = DEADLINE * seconds.verify(each, 0) + max(late_s, 0.0)
+        deadline_s = DEADLINE_SHARE * seconds.verify(each, 0) + max(late_s, 0.0)
         if self._runs_freely:  # only a block of many cases is worth waiting for
             deadline_s = 0.0
         return _RolloutPlans(of_batch, self.observed, own if every else None, deadline_s)

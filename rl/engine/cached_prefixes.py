@@ -47,13 +47,13 @@ class CachedPrefixes:
     ) -> None:
         self.in_chunks = in_chunks
         self._rule, self._endings, self.counts = rule, endings, counts
-        self._started_counts = CachedCounts()
+        self._begun_counts = CachedCounts()
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
         self.min_logprobs_BL = np.zeros((num_slots, longest), np.float32)
         self.end_B = np.zeros(num_slots, np.int32)
-        self.saved_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
+        self.total_reused_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
         self.begun_BL = np.zeros((num_slots, longest), np.int32)
-        self.started_tokens_B = np.zeros(num_slots, np.int32)
+        self.begun_tokens_B = np.zeros(num_slots, np.int32)
         self.of_begun_B = np.zeros(num_slots, bool)  # the chain is of early tokens
 
     @property
@@ -68,18 +68,18 @@ class CachedPrefixes:
     def enter(self, row: int, partial: PartialRequest) -> None:
         """Put a request into a row; it resumes its chain if all its tokens so far were kept."""
         request, prefix, response = partial.request, partial.prefix, _NONE
-        self.end_B[row], self.saved_B[row], self.of_begun_B[row] = 0, 0, False
+        self.end_B[row], self.total_reused_B[row], self.of_begun_B[row] = 0, 0, False
         if prefix is not None:
-            self.saved_B[row], response = prefix.reused_tokens, prefix.response_ids
-        started = self._usable(request, np.asarray(request.begun, np.int32))
-        self.begun_BL[row, : len(started)], self.started_tokens_B[row] = started, len(started)
-        if not self._start_cached(row, partial, started):
-            self._resume_started(row, response)
+            self.total_reused_B[row], response = prefix.reused_tokens, prefix.response_ids
+        begun = self._usable(request, np.asarray(request.begun, np.int32))
+        self.begun_BL[row, : len(begun)], self.begun_tokens_B[row] = begun, len(begun)
+        if not self._start_cached(row, partial, begun):
+            self._resume_begun(row, response)
 
     def _start_cached(self, row: int, partial: PartialRequest, begun: np.ndarray) -> bool:
         """Start the chain of the row's cached response; return False if it is of no use."""
         request, rule = partial.request, self._rule
-        if rule is None or request.cached is None or partial.num_tokens > self.saved_B[row]:
+        if rule is None or request.cached is None or partial.num_tokens > self.total_reused_B[row]:
             return False
         tokens = self._usable(request, request.cached.tokens)
         n = len(tokens)
@@ -98,17 +98,17 @@ class CachedPrefixes:
         tokens = tokens[: request.limit(self._endings.sampling)]
         return tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
 
-    def _resume_started(self, row: int, response: np.ndarray) -> None:
+    def _resume_begun(self, row: int, response: np.ndarray) -> None:
         """Start the chain of early tokens if they start with the response so far."""
-        n, started = len(response), self.begun_BL[row, : self.started_tokens_B[row]]
-        if n < len(started) and np.array_equal(started[:n], response):
-            self.tokens_BL[row, : len(started)], self.end_B[row] = started, len(started)
+        n, begun = len(response), self.begun_BL[row, : self.begun_tokens_B[row]]
+        if n < len(begun) and np.array_equal(begun[:n], response):
+            self.tokens_BL[row, : len(begun)], self.end_B[row] = begun, len(begun)
             self.of_begun_B[row] = True
 
     def most_gained(self, waiting: PartialRequest) -> int:
         """Return how many tokens of a waiting request chunks may verify."""
-        cached, started = waiting.request.cached, waiting.request.begun
-        max_length = max(0 if cached is None else len(cached.tokens), len(started))
+        cached, begun = waiting.request.cached, waiting.request.begun
+        max_length = max(0 if cached is None else len(cached.tokens), len(begun))
         return max(0, max_length - waiting.num_tokens) if self.in_chunks else 0
 
     def goes_on(self, rows: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ class CachedPrefixes:
 
     def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
         """Write the chains, of up to `most_A` tokens, to their requests' drafts."""
-        rates = [_kept_rate(self.counts), _kept_rate(self._started_counts)]
+        rates = [_kept_rate(self.counts), _kept_rate(self._begun_counts)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         rows_A, source = live.rows_A, int(Source.CACHED)
         rate_A = np.where(self.of_begun_B[rows_A], rates[1], rates[0])
@@ -156,7 +156,7 @@ class CachedPrefixes:
         self,
         tokens_BN: np.ndarray,
         count_B: np.ndarray,
-        saved_B: np.ndarray,
+        reused_B: np.ndarray,
         emitted_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> np.ndarray:
@@ -167,26 +167,26 @@ class CachedPrefixes:
         """
         agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
         ruled_B = ~self.of_begun_B & self.given
-        given_B = np.where(ruled_B, np.minimum(saved_B, count_B), 0).astype(np.int32)
-        saved_B = np.where(ruled_B, given_B, agreeing_B)
-        self.saved_B += np.where(self.of_begun_B, 0, saved_B).astype(np.int32)
+        given_B = np.where(ruled_B, np.minimum(reused_B, count_B), 0).astype(np.int32)
+        reused_B = np.where(ruled_B, given_B, agreeing_B)
+        self.total_reused_B += np.where(self.of_begun_B, 0, reused_B).astype(np.int32)
         total_B = emitted_B + count_B
-        over_B = (saved_B < count_B) | (total_B >= self.end_B) | stopped_B
+        over_B = (reused_B < count_B) | (total_B >= self.end_B) | stopped_B
         for row in np.nonzero(over_B & (self.end_B > 0) & (count_B > 0))[0].tolist():
             before, now = int(emitted_B[row]), int(count_B[row])
-            counts = self._started_counts if self.of_begun_B[row] else self.counts
-            is_begun = self.of_begun_B[row]
-            num_saved = before + int(saved_B[row]) if is_begun else int(self.saved_B[row])
-            counts.add(int(self.end_B[row]), num_saved)
+            is_begun = bool(self.of_begun_B[row])
+            counts = self._begun_counts if is_begun else self.counts
+            reused = before + int(reused_B[row]) if is_begun else int(self.total_reused_B[row])
+            counts.add(int(self.end_B[row]), reused)
             self.end_B[row] = 0
-            if not self.of_begun_B[row] and self.started_tokens_B[row] and not stopped_B[row]:
+            if not is_begun and self.begun_tokens_B[row] and not stopped_B[row]:
                 emitted = self.tokens_BL[row, :before], tokens_BN[row, :now]
-                self._resume_started(row, np.concatenate(emitted))
+                self._resume_begun(row, np.concatenate(emitted))
         return given_B
 
     def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:
         """Return the row's response with who drew the tokens that a rule kept, and how many."""
-        n = int(self.saved_B[row])
+        n = int(self.total_reused_B[row])
         assert partial.request.cached is not None or n == 0
         scores = None if partial.request.cached is None else partial.request.cached.scores
         prefix = dataclasses.replace(prefix, reused_tokens=n)
@@ -206,7 +206,7 @@ class CachedPrefixes:
         """Append rows without a request."""
         now = len(self.end_B)
         self.keep([*range(now), *[0] * (num_slots - now)])
-        self.end_B[now:] = self.saved_B[now:] = self.started_tokens_B[now:] = 0
+        self.end_B[now:] = self.total_reused_B[now:] = self.begun_tokens_B[now:] = 0
 
 
 _NONE = np.zeros(0, np.int32)

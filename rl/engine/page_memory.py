@@ -183,8 +183,8 @@ class PageMemory:
                 pages.share(source, row, full * pages.page_tokens)
                 self._shared[row] = full
             while not self._reserve(row, kv.num_tokens):
-                result = self._forget_prompt(table, part, last_resort=True)
-                assert result, f"no pages for what row {row} brings: {self.books(table)}"
+                has_released = self._forget_prompt(table, part, last_resort=True)
+                assert has_released, f"no pages for what row {row} brings: {self.books(table)}"
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
         """Check that rows have pages for so many positions, or none: these wait for a prompt."""

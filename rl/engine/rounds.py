@@ -91,8 +91,8 @@ class Rounds:
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = taken_A > 0
         drawn = self._fetched(live, unpack_draws, result)
-        tokens_BN, logprobs_BN, count_B, keep_B = by_slot(*drawn, nodes_5M[1], B)
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, keep_B)
+        tokens_BN, logprobs_BN, count_B, reused_B = by_slot(*drawn, nodes_5M[1], B)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, reused_B)
         self._count(M, 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
@@ -164,15 +164,15 @@ class Rounds:
         self._called()
         for chunks_TX, (_, entries) in zip(passes, results, strict=True):
             self._write_chunks(entries, chunks_TX)
-        result, chunks_TX = [drawn for drawn, _ in results], np.concatenate(passes)
-        tokens_X, logprobs_X, kind_X = self._fetched(live, _in_turn, result)
+        draws, chunks_TX = [drawn for drawn, _ in results], np.concatenate(passes)
+        tokens_X, logprobs_X, kind_X = self._fetched(live, _in_turn, draws)
         state = table.prompt_tokens_B, table.emitted_B, table.limit_B
         kind_X = table.cached.stand(chunks_TX, tokens_X, kind_X, *state)
         self.cached_in_chunks = int(np.count_nonzero(kind_X))
         slots_X = np.repeat(chunks_TX[:, 0], chunks_TX.shape[1] - 2)
         drawn = by_slot(tokens_X, logprobs_X, kind_X, slots_X, len(table))
-        tokens_BN, logprobs_BN, count_B, keep_B = drawn
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, keep_B)
+        tokens_BN, logprobs_BN, count_B, reused_B = drawn
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, reused_B)
         self._count(len(table), 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
@@ -196,7 +196,7 @@ class Rounds:
         return table.cached is not None and bool(table.cached.goes_on(joined).any())
 
     def _decode(self, live: LiveSlots, max_rounds: int, limits: Limits) -> Fetched:
-        """Up to `most_rounds` rounds without draft tokens."""
+        """Up to `max_rounds` rounds without draft tokens."""
         table = self._table
         B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
@@ -223,8 +223,8 @@ class Rounds:
             self._called()
             result.append(result_3RB)
         drawn = self._fetched(live, _in_turn, result)
-        tokens_BN, logprobs_BN, count_B, keep_B = by_slot(*drawn, np.arange(len(drawn[0])) % B, B)
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), keep_B)
+        tokens_BN, logprobs_BN, count_B, reused_B = by_slot(*drawn, np.arange(len(drawn[0])) % B, B)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), reused_B)
         self._count(B, max(beside_prompts, int(count_B.max())))
         return Fetched(tokens_BN, count_B, count_B)
 
@@ -245,9 +245,9 @@ class Rounds:
         scale_B, slots = np.ones(B, np.float32), self._device_slots()
         if decision.scale_A is not None:
             scale_B[live.rows_A] = decision.scale_A
-        created = np.array(limits_4, np.int32), scale_B
+        numbers = np.array(limits_4, np.int32), scale_B
         sizes = B, decision.num_nodes, rows.num_positions
-        self._runner.record.note("rounds that draft", sizes, table, *created)
+        self._runner.record.note("rounds that draft", sizes, table, *numbers)
         *state, draft_cache, result = draft_rounds(
             self._spec.params,
             *rows.for_round(),
@@ -256,7 +256,7 @@ class Rounds:
             inputs.cache,
             inputs.constants,
             inputs.table_RX,
-            *map(self._runner.argument, created),
+            *map(self._runner.argument, numbers),
             **options,
             drafting=inputs.drafting,
         )
@@ -297,11 +297,11 @@ class Rounds:
         logprobs_BN: np.ndarray,
         drawn_B: np.ndarray,
         drafted_B: np.ndarray,
-        saved_B: np.ndarray,
+        reused_B: np.ndarray,
     ) -> np.ndarray:
         """Append the tokens that a fetch brought each slot; returns how many it got."""
         live_B = self._table.live_B
-        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, saved_B)
+        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, reused_B)
         self._rows.joined(np.nonzero(self._table.live_B & ~live_B)[0].tolist())
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device would continue there

@@ -50,10 +50,10 @@ class RowMemory:
         """Return a free row for each of the first waiting requests, for as many as can run."""
         free = table.free_rows()
         waiting = waiting[: len(free)]
-        new = [table.known_prompts.of(p.request.prompt_ids)[0] for p in waiting if p.kv is None]
+        new = [table.known_prompts.of(p.request.prompt_ids).number for p in waiting if p.kv is None]
         rows = admission.assign(new, free, table.prompts, wanted_later)
-        left, args = iter(sorted(set(free).difference(rows))), iter(rows)
-        return [next(args if p.kv is None else left) for p in waiting]
+        left, assigned = iter(sorted(set(free).difference(rows))), iter(rows)
+        return [next(assigned if p.kv is None else left) for p in waiting]
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]

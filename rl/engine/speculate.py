@@ -38,7 +38,7 @@ class Speculator:
         self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
-        self._wanted_A: np.ndarray | None = None  # requests that were drafted for; None: all
+        self._drafted_A: np.ndarray | None = None  # requests that were drafted for; None: all
 
     def decide(
         self,
@@ -59,15 +59,15 @@ class Speculator:
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
-        undrafted, self._wanted_A = plain(num_slots, rounds), None
+        undrafted, self._drafted_A = plain(num_slots, rounds), None
         # the last token of a response is never a draft token: it comes with the one before
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
         chained_A = np.zeros(len(live), bool)
         if cached is not None:
             chained_A = cached.goes_on(live.rows_A)
         max_A = np.zeros(len(live), np.int32)
-        is_asked = sizes and not self._undrafted.lasts(live, num_slots)
-        if self.drafter is not None and is_asked:
+        may_draft = sizes and not self._undrafted.lasts(live, num_slots)
+        if self.drafter is not None and may_draft:
             self.drafter.skipped = self._budget.skips(live, num_slots, num_positions)
             max_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
             max_A[chained_A] = 0
@@ -107,21 +107,21 @@ class Speculator:
         rounds = min(decision.num_rounds, self._config.rounds_per_fetch)
         return dataclasses.replace(decision, num_rounds=rounds)
 
-    def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
+    def _propose(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
         """Return the drafts of requests that may have some: the drafter knows of no others."""
         max_nodes = self._config.max_nodes - 1
-        if (most_A > 0).all():
-            return self._wanted(live, most_A)
-        self._wanted_A = most_A > 0
+        if (max_A > 0).all():
+            return self._drafts_of(live, max_A)
+        self._drafted_A = max_A > 0
         drafts = no_drafts(len(live), max_nodes)
-        if self._wanted_A.any():
-            some = live.take(self._wanted_A)
-            drafts.put(self._wanted_A, self._wanted(some, most_A[self._wanted_A]))
+        if self._drafted_A.any():
+            some = live.take(self._drafted_A)
+            drafts.put(self._drafted_A, self._drafts_of(some, max_A[self._drafted_A]))
         return drafts
 
-    def _wanted(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
+    def _drafts_of(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
         assert self.drafter is not None, "nobody may draft"
-        drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
+        drafts = self.drafter.propose(live, max_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(
                 f"{type(self.drafter).__name__}.propose gave {len(drafts.count_A)} drafts for "
@@ -153,9 +153,9 @@ class Speculator:
         else:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
-        observed, wanted_A = (live, drafts, acceptance), self._wanted_A
-        if wanted_A is not None:
-            observed = live.take(wanted_A), drafts.take(wanted_A), acceptance.take(wanted_A)
+        observed, drafted_A = (live, drafts, acceptance), self._drafted_A
+        if drafted_A is not None:
+            observed = live.take(drafted_A), drafts.take(drafted_A), acceptance.take(drafted_A)
         if self.drafter is not None and len(observed[0]):
             self._budget.observe(*observed)
             self.drafter.observe(*observed[1:])

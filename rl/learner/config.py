@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from models.config import ModelConfig
-from models.layout import unscanned_layers
+from models.layout import layers_per_input
 from rl.gin.values import AUTO, found_size
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig, require
 
@@ -40,7 +40,7 @@ class TrainerConfig:
         known = {name: value for name in sizes if (value := getattr(self, name)) != AUTO}
         require(self, **{name: (value >= 1, "at least 1") for name, value in known.items()})
         try:
-            unscanned_layers(self.remat_on(is_cpu=True))
+            layers_per_input(self.remat_on(is_cpu=True))
         except ValueError as error:
             raise ValueError(f"remat: {error}; 'auto' is valid too") from None
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from models.config import ModelConfig, num_params
-from models.layout import unscanned_layers
+from models.layout import layers_per_input
 from rl.config import TrainConfig
 from rl.memory import ROLLOUTS, TRAINING, Parts
 from rl.preflight.programs import RunProgram, RunPrograms
@@ -222,7 +222,7 @@ class Fitting:
         depths: tuple[int, int] | None,
     ) -> Iterator[Measured]:
         """Yield the chosen programs with their figures, extrapolated if they are deep."""
-        layers_each = unscanned_layers(config.trainer.remat_on(self.target.is_cpu))
+        layers_each = layers_per_input(config.trainer.remat_on(self.target.is_cpu))
         by_depth: dict[int, Sequence[RunProgram]] = {model.num_layers: programs}
         depths_of, jobs = {}, []
         for i in chosen:

@@ -89,10 +89,10 @@ def exact_match(completion: str, answer: str | None, extract: str) -> float | No
     if answer is None:
         return None
     response, gold = extract_answer(extract, completion), expected_answer(extract, answer)
-    return float(response is not None and _texts(response) == _texts(gold))
+    return float(response is not None and _words(response) == _words(gold))
 
 
-def _texts(text: str) -> list[str]:
+def _words(text: str) -> list[str]:
     return text.casefold().split()
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """The time to wait without progress; `alive` is called on progress."""
+    """The time to wait without progress; `heartbeat` is called on progress."""
 
     hang_limit_s: float = HANG_LIMIT_S
     heartbeat: Callable[[], object] = lambda: None
@@ -37,16 +37,16 @@ class ProgramLost(RuntimeError):
 
 
 def result_of(
-    future: Future[T], what: str, patience: Deadline, progress: Callable[[], Any] = lambda: None
+    future: Future[T], what: str, deadline: Deadline, progress: Callable[[], Any] = lambda: None
 ) -> T:
     """Return the future's result. Raises Hang once `progress` has not changed for too long."""
     seen, since_s = progress(), time.monotonic()
-    while not wait([future], min(POLL_S, patience.hang_limit_s)).done:
+    while not wait([future], min(POLL_S, deadline.hang_limit_s)).done:
         now, now_s = progress(), time.monotonic()
         if now != seen:
-            patience.heartbeat()
+            deadline.heartbeat()
             seen, since_s = now, now_s
-        elif now_s - since_s > patience.hang_limit_s:
+        elif now_s - since_s > deadline.hang_limit_s:
             waiter = threading.current_thread().name
             raise Hang(f"{waiter} waits for {what}: no sign of life for {now_s - since_s:.1f} s")
     return future.result()

@@ -112,14 +112,14 @@ class Speculation:
         tuner: TunerConfig | None = None,
         *,
         seed: int = 0,
-        patience: Deadline | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         wanted = {LEARNED: config.learns, MODEL: config.asks_model}
         assert drafters.keys() == {n for n in wanted if wanted[n]}, "those that the sources name"
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
         self.seconds = RunSeconds(config.losing_steps)  # of the run's steps so far
-        self._cache, self._deadline = cache, patience or Deadline()
+        self._cache, self._deadline = cache, deadline or Deadline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the current rollout, or the last one

@@ -129,7 +129,7 @@ class LongerBuckets:
         self._compiled = False
 
     def warm_up(self, on_compiled: OnCompiled = unwatched, others: Sequence[Any] = ()) -> None:
-        """Compile and run programs of up to `most_positions`, as `warm_up` of the module."""
+        """Compile and run programs of up to `max_positions`, as `warm_up` of the module."""
         pool = self._pool
         compile_programs(pool.engine, self._first, on_compiled, others)
         run_once(pool.engine, self._first)

@@ -57,7 +57,7 @@ def load_or_measure(
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
-    more than `most_positions` count as the longest measured one until `complete`. Other workers
+    more than `max_positions` count as the longest measured one until `complete`. Other workers
     decode meanwhile. Raises ValueError for a damaged file.
     """
     buckets = list(round_buckets(engine, sampling, reach))
@@ -247,12 +247,12 @@ class _Rounds:
             *state, engine.argument(nodes_5M), self._stop_E, None, **options
         )
         self._drafter.committed(live)
-        emitted_BN, logprobs_BN, count_B, keep_B = by_slot(
+        emitted_BN, logprobs_BN, count_B, reused_B = by_slot(
             *unpack_draws(results), nodes_5M[1], len(table)
         )
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, keep_B)
+        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, reused_B)
 
     def _round_in_chunks(self, slots: Slots) -> None:
         engine, B = self._engine, len(self._table)

@@ -77,8 +77,8 @@ class AheadEngine(MultiEngine):
         self._place = -2
         self._spec: RolloutSpec | None = None  # of the last rollout
         self._coming: ComingStep | None = None
-        self._started_parts: list[WorkerPart] = []
-        self._started_place: int | None = None
+        self._begun_parts: list[WorkerPart] = []
+        self._begun_place: int | None = None
         self._begun = Prefetched()
         self._open = set[int]()  # numbers of early requests not returned yet
         with self._session.aborted_at_end():
@@ -99,7 +99,7 @@ class AheadEngine(MultiEngine):
         self.check(spec, requests)
         self._spec = spec = dataclasses.replace(spec, begun=True)
         self._place = place = self._place + 2
-        oldest = place if self._started_place is None else self._started_place
+        oldest = place if self._begun_place is None else self._begun_place
         self._session.submit(place, spec, requests, oldest=oldest)
         self.begin()
         try:
@@ -108,11 +108,11 @@ class AheadEngine(MultiEngine):
         finally:
             self.stats = self._session.stats(place)
             self.stats.events = self._session.new_events()
-            self.stats.parts, self._started_parts = [*self._started_parts, *self.stats.parts], []
+            self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
 
     def plan(self, coming: ComingStep) -> None:
         """Plan the next step, to start in the next rollout; early requests are recalled first."""
-        assert self._started_place is None, "what was begun is recalled first"
+        assert self._begun_place is None, "what was begun is recalled first"
         self._coming = coming
 
     def begin(self) -> None:
@@ -121,11 +121,11 @@ class AheadEngine(MultiEngine):
         if coming is None or spec is None or not coming.requests:
             return
         ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
-        self._begun, self._started_place = Prefetched(coming.requests), self._place + 1
+        self._begun, self._begun_place = Prefetched(coming.requests), self._place + 1
         self._open = {r.request_id for r in ahead}
         own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
         self._session.submit(
-            self._started_place,
+            self._begun_place,
             dataclasses.replace(spec, **own),
             ahead,
             coming.past_tokens,
@@ -135,7 +135,7 @@ class AheadEngine(MultiEngine):
 
     def recall(self, check: Callable[[], object] = lambda: None) -> Prefetched:
         """Return the early part, once workers have released it; `check` is called meanwhile."""
-        if self._started_place is None:
+        if self._begun_place is None:
             return Prefetched()
         self._session.recall()
         while self._open:
@@ -143,8 +143,8 @@ class AheadEngine(MultiEngine):
             finished = self._next()
             assert finished is None, "the step's own requests are all answered"
         # early requests are a part of their step, with older weights
-        self._started_parts += self._session.stats(self._started_place).parts
-        self._started_place = None
+        self._begun_parts += self._session.stats(self._begun_place).parts
+        self._begun_place = None
         return self._begun
 
     def _next(self) -> Trajectory | None:

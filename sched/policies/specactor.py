@@ -10,8 +10,8 @@ draft token is accepted with probability p, so a window brings
     C(w) = Σ_{i ≤ w} p^i,    T(w) = h · C(w) + 1 − h
 
 tokens; h is the share of rounds that have a draft. Chains that run ahead have one again if the
-whole window and the token after it were right, or if a plain round's token is the drafted one: h =
-p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
+whole window and the token after it were right, or if a plain round's token is the drafted one:
+h = p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
 
 Deviations from the paper (section 4): a verifying worker without a draft decodes plainly instead of
 waiting, so a miss brings a token; d is a number of workers for all together. Algorithm 2 plans a

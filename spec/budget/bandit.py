@@ -25,7 +25,7 @@ from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafts, LiveSlots, Source
 from spec.round_times import RoundTimes
 
-_TERMS = 2**64  # of the counter between two draws, so that draws never overlap
+_STRIDE = 2**64  # of the counter between two draws, so that draws never overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BegMab:
         if len(candidates) == 1 or untried:
             return (untried or candidates)[0]
         # a generator for each draw, so that the state is a number
-        bits = np.random.Philox(key=self._seed, counter=self._draws * _TERMS)
+        bits = np.random.Philox(key=self._seed, counter=self._draws * _STRIDE)
         self._draws += 1
         rng = np.random.Generator(bits)
         if rng.random() < self.config.epsilon:
@@ -140,11 +140,11 @@ class BegMab:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned: strategies that it does not have are untried."""
-        result = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
+        windows = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
         self._seed, self._draws = state["seed"], state["draws"]
         for key, rewards in self._rewards.items():
             rewards.clear()
-            rewards.extend(result.get(key, ()))
+            rewards.extend(windows.get(key, ()))
 
     def _bucket(self, batch_size: int) -> int:
         """Return i with batch_size in [t_i, t_{i+1} − 1], from 0; the last range has no end."""
@@ -182,8 +182,8 @@ def strategies(
     config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int]
 ) -> list[Strategy]:
     """Return the arms; `deepest` has the levels of device drafters, not of drafting workers."""
-    result = tuple(s for s in sources if s not in deepest)
-    together = [result, tuple(sources)] if len(result) > 1 else [tuple(sources)]
+    text_sources = tuple(s for s in sources if s not in deepest)
+    together = [text_sources, tuple(sources)] if len(text_sources) > 1 else [tuple(sources)]
     choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
     arms = [PLAIN]
     for tokens in config.verify_tokens:

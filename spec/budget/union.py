@@ -1,8 +1,8 @@
 """Several drafters as one: the union of their trees, the likeliest draft tokens first.
 
 A draft token that two drafters share counts once, with the higher probability and its source. So
-the best of the union is worth at least the best of any one. K = drafters, A = live requests, N =
-draft tokens.
+the best of the union is worth at least the best of any one. K = drafters, A = live requests,
+N = draft tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spec.drafter import (
 )
 
 WORTH_ASKING = 0.03  # accepted draft tokens a request and round; with fewer a drafter has to wait
-RETRY_ROUNDS = 16  # rounds
+RETRY_ROUNDS = 16  # until all drafters are called again
 DECAY = 0.95  # of the counts of each drafter, a round
 
 

@@ -49,7 +49,7 @@ class Progress:
 
 
 class CopiesDrafter(Drafter):
-    """Drafts by `usual`, for copy i by method i − 1; a shorter copy drafts a longer's."""
+    """Drafts by `usual`, for copy i by method i − 1 or the last; one drafts a longer one's."""
 
     arrives_later = True
 

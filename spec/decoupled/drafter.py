@@ -2,7 +2,7 @@
 
 In each round: take received blocks → follow them to the requests' present tokens → send these
 tokens to the drafting workers, with the drafts that are verified now. A round never waits, except
-for `patience_s` if most requests lack a block that is due. A = live requests, F = requests with a
+for `deadline_s` if most requests lack a block that is due. A = live requests, F = requests with a
 block, N = draft tokens of a block.
 """
 

@@ -45,7 +45,7 @@ State = tuple[Any, tuple[()]]  # the cache, rows or pages
 
 @dataclasses.dataclass(frozen=True)
 class ChainDrafting:
-    """`Drafting` of chains; in rounds it needs windows of `LACKING_TOKENS`.
+    """`Drafting` of chains; in rounds it needs windows of `MISSING_TOKENS`.
 
     Without a `scheme` draft tokens are the likeliest, with the model's probabilities; else draws
     with the request's noise at their positions, with the probabilities in the constants.
@@ -107,8 +107,8 @@ def _chains(
 
     The first pass computes the last W of a row's `total` tokens: entries before these must be
     known. Each further pass computes the last draft token. Chains end together, once each has its
-    `max_tokens` draft tokens or a probability below `min_prob`; the rest is 0. Rows are not written
-    beyond their `max_tokens`. Requires `total + max_tokens <= S`.
+    `max_B` draft tokens or a probability below `min_prob`; the rest is 0. Rows are not written
+    beyond their `max_B`. Requires `total_B + max_B <= S`.
     """
     config, scheme = drafting.config, drafting.scheme
     K, S, total_B, max_B = max_tokens, cache.num_positions, ends.total_B, ends.max_B

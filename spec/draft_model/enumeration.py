@@ -225,16 +225,16 @@ class EnumeratingDraftModel(AheadDraftModel):
         After i accepted tokens there are F guesses with their probability, each with a chain of
         `depth` tokens and second choices; the rest is 0. `chain_AK` is padded with −1.
         """
-        held, call_args = self._held, (self.constants(), self.features())
+        held, inputs = self._held, (self.constants(), self.features())
         A, K = chain_AK.shape
         count_A = (chain_AK >= 0).sum(axis=1)
         max_length = int(live.total_tokens_A.max()) + K
-        rows_A, _ = held.follow(live, live, max_length, call_args)
+        rows_A, _ = held.follow(live, live, max_length, inputs)
         table_RX = held.ends(live, rows_A, np.ones(A, np.int32), self._sampling)
         chain_RK = np.full((len(held.rows), K), -1, np.int32)
         chain_RK[rows_A] = chain_AK
         enumeration = Enumeration(self._drafting, K, fan_out)
-        args = call_args, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
+        args = inputs, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
         held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
         self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
         tokens_RZFN, second_RZFK, prob_RZF = unpack(packed)

@@ -236,7 +236,7 @@ def _feature_layers(
     policy: ModelConfig,
     where: str,
 ) -> tuple[int, ...]:
-    """Return the policy's layers of ids, which are known to count inputs, or may not."""
+    """Return the policy's layers of ids, which count inputs if `inputs` or the first is not 1."""
     n = policy.num_layers
     ids = aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
     if ids is None:

@@ -216,14 +216,14 @@ def _enqueue(pool, size, room, prob):
 def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
     """Queue the best children of a context: (the number of counted ones, the new size)."""
     total = a.states[node, k.COUNT] + rule.prior
-    value, count, token, num_found = np.inf, np.int64(0), np.int64(0), 0
+    value, count, token, num_children = np.inf, np.int64(0), np.int64(0), 0
     # By count, probabilities fall in the order of the children, so that the first `room` are
     # enough.
-    while num_found < rule.max_children and (rule.by_weight or num_found < room):
+    while num_children < rule.max_children and (rule.by_weight or num_children < room):
         state, value, token = _next_child(a, rule.by_weight, node, value, count, token)
         if state == k.NONE:
             break
-        num_found += 1
+        num_children += 1
         count = np.int64(a.states[state, k.COUNT])
         of_child = prob * (count / total)
         if of_child < rule.min_prob:
@@ -233,7 +233,7 @@ def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
             draft = pool.draft_NX[entry]
             draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, max_length)
             draft[_TOKEN], draft[_PARENT] = token, parent
-    return num_found, size
+    return num_children, size
 
 
 @part
@@ -243,10 +243,10 @@ def _draft(a, rule, max_length, root, node, matched, pool, room, out, f):
     node, matched = trim(a.states, node, matched, rule.longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
     while room > 0 and matched >= rule.shortest:
-        num_found, size = _expand(
+        num_children, size = _expand(
             a, rule, max_length, node, matched, 1.0, no_parent, pool, size, room
         )
-        if num_found > 0 or node == root:
+        if num_children > 0 or node == root:
             break
         node = np.int64(a.states[node, k.LINK])
         matched = np.int64(a.states[node, k.LENGTH])

@@ -153,15 +153,15 @@ class PrefixRule:
             return np.full(num_tokens, -np.inf, np.float32)
         draws = np.random.default_rng([self.seed, ACCEPTANCE, self.step, request_id])
         if self.mode.name == "random":
-            keep = int(draws.integers(num_tokens)) if num_tokens else 0
-            return np.where(np.arange(num_tokens) < keep, -np.inf, np.inf).astype(np.float32)
+            num_reused = int(draws.integers(num_tokens)) if num_tokens else 0
+            return np.where(np.arange(num_tokens) < num_reused, -np.inf, np.inf).astype(np.float32)
         if self.log_lenience == -math.inf:
             return np.full(num_tokens, np.inf, np.float32)
         assert cached.scores is not None, "lenience compares with log-probs that were kept"
         with np.errstate(divide="ignore"):  # u may be 0
-            low = np.log(draws.random(num_tokens)) - self.log_lenience
+            min_n = np.log(draws.random(num_tokens)) - self.log_lenience
         if self.greedy:  # p_new and p_old are 1 if the policy can draw the token
-            low = np.where(low < 0, -np.inf, np.inf)
+            min_n = np.where(min_n < 0, -np.inf, np.inf)
         else:
-            low += cached.scores.logprobs[:num_tokens]
-        return np.maximum(low, np.finfo(np.float32).min).astype(np.float32)
+            min_n += cached.scores.logprobs[:num_tokens]
+        return np.maximum(min_n, np.finfo(np.float32).min).astype(np.float32)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from models import training, transformer
 from models.config import MeshConfig, ModelConfig
-from models.layout import unscanned_layers
+from models.layout import layers_per_input
 from models.sharding import make_mesh
 from models.training import through_layers
 
@@ -93,10 +93,10 @@ def test_what_is_kept_is_split_over_tensor(given, name, kept):
 
 
 def test_names():
-    assert [unscanned_layers(name) for name in NAMES] == [0, 0, 1, 1, 2, 5, 9]
+    assert [layers_per_input(name) for name in NAMES] == [0, 0, 1, 1, 2, 5, 9]
     for name in ("layers", "layer:", "layer:0", "layer:x", "pairs", ""):
         with pytest.raises(ValueError, match=r"expected 'none', 'dots', 'layer' or 'layer:N'"):
-            unscanned_layers(name)
+            layers_per_input(name)
     assert all(f"| {name} |" in training.__doc__ for name in ("none", "dots", "layer", "layer:N"))
 
 

@@ -207,7 +207,7 @@ def background_save(part: str, never: Never) -> str:
 def turn_to_save(never: Never) -> str:
     """Another directory's save has the turn, and does not go on."""
     with _save_that_hangs("wait_until_finished", never) as (_, folder):
-        with checkpointer.Checkpointer(folder / "other", patience=Deadline(LIMIT_S)) as other:
+        with checkpointer.Checkpointer(folder / "other", deadline=Deadline(LIMIT_S)) as other:
             return words_of(Hang, lambda: other.save(1, {"x": jnp.zeros(2)}))
 
 
@@ -215,7 +215,7 @@ def turn_to_save(never: Never) -> str:
 def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Checkpointer, Path]]:
     """A save that does not go on in the background, and a folder beside its own."""
     with tempfile.TemporaryDirectory() as folder:
-        saver = checkpointer.Checkpointer(Path(folder, "one"), patience=Deadline(LIMIT_S))
+        saver = checkpointer.Checkpointer(Path(folder, "one"), deadline=Deadline(LIMIT_S))
         where = checkpointer.manifest if part == "write_manifest" else saver._orbax
         written = getattr(where, part)
 
@@ -237,10 +237,10 @@ def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Che
 def history_index(never: Never) -> str:
     """The index of the next step's prompts is never built; the save that follows does not wait."""
     config = sources.SpeculationConfig(sources=("history",))
-    patience = Deadline(LIMIT_S)
+    deadline = Deadline(LIMIT_S)
     with (
         mock.patch.object(sources, "build_index", lambda *_: never.wait(NEVER_S)),
-        sources.Speculation(config, RolloutCache(), patience=patience) as speculates,
+        sources.Speculation(config, RolloutCache(), deadline=deadline) as speculates,
     ):
         speculates.prepare({"a": (1, 2)})
         words = words_of(Hang, speculates.settle)

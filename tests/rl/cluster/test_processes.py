@@ -133,7 +133,7 @@ def test_a_request_to_stop_is_told_to_the_others() -> None:
             if p.index == 0:
                 p.request_stop()
             for _ in range(200):
-                if p.any("asked", p.asked):
+                if p.any("asked", p.stop_requested):
                     return True
                 threading.Event().wait(0.02)
         return False

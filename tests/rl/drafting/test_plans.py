@@ -7,7 +7,7 @@ import pytest
 
 from rl.drafting.config import DraftingConfig, methods_of
 from rl.drafting.plans import (
-    DEADLINE,
+    DEADLINE_SHARE,
     DECAY,
     FIRST_HITS,
     FIRST_WINDOW,
@@ -172,13 +172,13 @@ def test_patience_is_for_drafts_of_all_cases():
     each = 8 / 3
     options = {"measured": seconds(0.010), "window": 3}
     late_s = 3 * 0.010 - (0.010 + 0.001 * each * 3)
-    for ahead, wanted in (("enumeration", DEADLINE * 0.010 + late_s), ("free_running", 0.0)):
+    for ahead, wanted in (("enumeration", DEADLINE_SHARE * 0.010 + late_s), ("free_running", 0.0)):
         found = planner(ahead=ahead, **options)
         found.drafting_workers = 1
         assert found.plans().deadline_s == pytest.approx(wanted)
     quick = planner(measured=seconds(), window=3)
     quick.drafting_workers = 1
-    assert quick.plans().deadline_s == pytest.approx(DEADLINE * 0.010)
+    assert quick.plans().deadline_s == pytest.approx(DEADLINE_SHARE * 0.010)
 
 
 # --- the draft ladder -------------------------------------------------------------------

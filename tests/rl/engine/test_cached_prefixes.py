@@ -40,9 +40,9 @@ def commit(table, rows, kept=None):
     tokens_BN, count_B = np.zeros((B, 8), np.int32), np.zeros(B, np.int32)
     for b, tokens in rows.items():
         tokens_BN[b, : len(tokens)], count_B[b] = tokens, len(tokens)
-    saved_B = np.array([(kept or {}).get(b, 0) for b in range(B)])
+    reused_B = np.array([(kept or {}).get(b, 0) for b in range(B)])
     logprobs_BN = np.full((B, 8), -0.5, np.float32)
-    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 1, saved_B)
+    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 1, reused_B)
 
 
 def chains(table, most=31):
@@ -178,8 +178,8 @@ def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
         table.filled(row, start + C)
     slots_X = np.repeat(chunks_TX[:, 0], C)
     logprobs_X = np.full(len(drawn_X), -0.5, np.float32)
-    tokens_BN, logprobs_BN, count_B, saved_B = by_slot(drawn_X, logprobs_X, kind_X, slots_X, B)
-    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 0, saved_B).tolist()
+    tokens_BN, logprobs_BN, count_B, reused_B = by_slot(drawn_X, logprobs_X, kind_X, slots_X, B)
+    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 0, reused_B).tolist()
 
 
 def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():

@@ -149,10 +149,10 @@ def test_a_wait_without_progress_is_a_hang_and_one_with_progress_is_none():
     from concurrent.futures import Future
 
     heartbeat, beats = [], iter(range(8))
-    patience = Deadline(0.2, lambda: heartbeat.append(1))
+    deadline = Deadline(0.2, lambda: heartbeat.append(1))
     began_s = time.monotonic()
     with pytest.raises(Hang, match="MainThread waits for a copy: no sign of life for 0"):
-        result_of(Future(), "a copy", patience, lambda: next(beats, None))
+        result_of(Future(), "a copy", deadline, lambda: next(beats, None))
     assert len(heartbeat) == 8 and time.monotonic() - began_s > 0.5
     done: Future[int] = Future()
     done.set_result(5)

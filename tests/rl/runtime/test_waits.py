@@ -69,8 +69,8 @@ def test_a_save_waits_while_another_makes_progress(tmp_path, monkeypatch):
     heartbeat, beats = [], iter(range(8))
     other = SimpleNamespace(directory="there", _progress=lambda: next(beats, None))
     monkeypatch.setattr(checkpointer, "_writer", other)
-    patience, began_s = Deadline(0.2, lambda: heartbeat.append(1)), time.monotonic()
-    with checkpointer.Checkpointer(tmp_path, patience=patience) as saver, checkpointer._writing:
+    deadline, began_s = Deadline(0.2, lambda: heartbeat.append(1)), time.monotonic()
+    with checkpointer.Checkpointer(tmp_path, deadline=deadline) as saver, checkpointer._writing:
         with pytest.raises(Hang, match="waits for a save in there: no sign of life for 0"):
             saver.save(1, {"x": jnp.zeros(2)})
     assert len(heartbeat) >= 8 and time.monotonic() - began_s > 0.5
@@ -83,7 +83,7 @@ def test_an_index_that_hangs_ends_the_run_with_the_last_whole_step_saved(
     never = threading.Event()
 
     def impatient(*args, **options):
-        return sources.Speculation(*args, **options | {"patience": Deadline(0.3)})
+        return sources.Speculation(*args, **options | {"deadline": Deadline(0.3)})
 
     build, begun = sources.build_index, []
 

@@ -77,7 +77,7 @@ def coming(requests=REQUESTS):
 def wait_for(engine, tokens):
     """Until so many tokens of the next step have been drawn."""
     limit_s = time.monotonic() + 60
-    while engine._session.num_tokens(engine._started_place) < tokens:
+    while engine._session.num_tokens(engine._begun_place) < tokens:
         assert time.monotonic() < limit_s, "nothing is begun"
         time.sleep(0.002)
 

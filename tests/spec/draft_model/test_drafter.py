@@ -294,7 +294,7 @@ def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     rng = np.random.default_rng(0)
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
     table_BX = np.zeros((B, W + len(END_COLUMNS)), np.int32)
-    for name, values in (("total", total_B), ("most", most_B)):
+    for name, values in (("total", total_B), ("max", most_B)):
         table_BX[:, W + END_COLUMNS.index(name)] = values
     constants = PARAMS, np.float32(0), jax.random.key(0), np.zeros(6, np.float32)
     state = (constants, ()), jax.tree.map(jax.numpy.asarray, held), table_BX, np.int32(6)
