@@ -85,32 +85,32 @@ def inputs(T, kind, seed=0, dtype=np.float32, scale=1.0):
     return q, k, v, jnp.asarray(prompt), jnp.asarray(branch)
 
 
-@pytest.mark.parametrize("scale", [1.0, 10.0], ids=["", "sharp"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 64, 77])
-def test_outputs(T, kind, scale):
-    for seed in range(3):
+def test_outputs(T, kind):
+    for seed, scale in enumerate((1.0, 10.0)):
         q, k, v, prompt, branch = inputs(T, kind, seed, scale=scale)
         got = jitted(q, k, v, packing_of(prompt, branch))
         want = plain(q, k, v, prompt, branch)
         np.testing.assert_allclose(got, want, atol=1e-5 * scale**2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def by_blocks(q, k, v, prompt, branch):
+    return attend_rows(q, k, v, packing_of(prompt, branch))
+
+
 @pytest.mark.parametrize("T", [15, 64, 77])
-def test_gradients(T, kind):
-    *qkv, prompt, branch = inputs(T, kind)
+def test_gradients(T):
     dout = jnp.asarray(np.random.default_rng(9).normal(size=(B, T, H, h)), np.float32)
 
-    def loss(attend, q, k, v):
-        return (attend(q, k, v) * dout).sum()
+    def gradients(attend):
+        return jax.jit(jax.grad(lambda *x: (attend(*x) * dout).sum(), argnums=(0, 1, 2)))
 
-    blocks = lambda q, k, v: attend_rows(q, k, v, packing_of(prompt, branch))  # noqa: E731
-    whole = lambda q, k, v: dense(q, k, v, prompt, branch)  # noqa: E731
-    got = jax.jit(jax.grad(lambda *x: loss(blocks, *x), argnums=(0, 1, 2)))(*qkv)
-    want = jax.jit(jax.grad(lambda *x: loss(whole, *x), argnums=(0, 1, 2)))(*qkv)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
+    by_both = [gradients(attend) for attend in (by_blocks, dense)]
+    for kind in KINDS:
+        got, want = (gradient(*inputs(T, kind)) for gradient in by_both)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4, err_msg=kind)
 
 
 def test_bfloat16_is_as_near_as_its_rounding():
@@ -154,9 +154,6 @@ def test_skipping_leaves_nothing_out(monkeypatch):
     usual = attend_rows(*given[:3], packing)
     monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.ones((len(p), len(p)), bool))
     np.testing.assert_allclose(attend_rows(*given[:3], packing), usual, atol=1e-6)
-    # and a planted fault is found
-    monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.eye(len(p), dtype=bool))
-    assert np.abs(np.asarray(attend_rows(*given[:3], packing) - usual)).max() > 1e-2
 
 
 def test_long_rows_of_a_whole_policy(monkeypatch):
@@ -179,9 +176,9 @@ def test_long_rows_of_a_whole_policy(monkeypatch):
 
         return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-    for rows in (packing, None):
+    for rows, remats in ((packing, ("dots", "layer:2")), (None, ("dots",))):
         grads, hidden = both(10**9, "none", rows)
-        for remat in ("dots", "layer:2"):
+        for remat in remats:
             got_grads, got = both(1, remat, rows)
             np.testing.assert_allclose(got[real], hidden[real], atol=2e-5)
             pairs = zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True)

@@ -84,17 +84,14 @@ def out_of_step(params, sequences, feature_layers):
     return worst
 
 
-@pytest.mark.parametrize(
-    ("design", "name"),
-    [("eagle", "plain"), ("eagle", "gumbel"), ("eagle3", "plain")],
-)
-def test_alone(golden, rollout, params, keeping, design, name):
+@pytest.mark.parametrize("design", ["eagle", "eagle3"])
+def test_alone(golden, rollout, params, keeping, design):
     engine = keeping(design)
-    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS[name], STEP_KEY))
-    got = rollout(name, engine=engine, drafter=learned(design).drafter_for(context))
-    assert not differences(golden(name), got)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
+    got = rollout("plain", engine=engine, drafter=learned(design).drafter_for(context))
+    assert not differences(golden("plain"), got)
     assert engine.stats.accepted_tokens > 0
-    assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
+    assert max(misscored(params, got, SAMPLINGS["plain"]).values()) < TOLERANCE
 
 
 def test_drafts_on_the_device_are_those_that_the_host_would_see(golden, rollout, params, keeping):
@@ -175,23 +172,15 @@ def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keep
     params = engine.place(params)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     drafter = NowAndThen(learned(design).drafter_for(context))
-    got = rollout("plain", engine=engine, drafter=drafter, sink=sink, params=params)
-    assert len(sink.sequences) == len(requests)
+    some = requests[::2]
+    got = rollout("plain", some, engine=engine, drafter=drafter, sink=sink, params=params)
+    assert len(sink.sequences) == len(some)
     by_tokens = {tuple(s.tokens_T.tolist()) for s in sink.sequences}
     whole = {(*t.prompt_ids.tolist(), *t.response_ids.tolist()) for t in got}
     assert by_tokens == whole
     assert out_of_step(params, sink.sequences, engine.feature_layers) < TOLERANCE
     drafted = {nodes > slots for slots, nodes, _ in engine.stats.rounds}
     assert drafted == {False, True}
-
-
-def test_the_check_of_states_notices_one_that_is_out_of_step(rollout, params, keeping):
-    engine, sink = keeping("eagle"), Keeps()
-    rollout("plain", engine=engine, sink=sink)
-    moved = [
-        dataclasses.replace(s, hidden_TW=np.roll(s.hidden_TW, 1, axis=0)) for s in sink.sequences
-    ]
-    assert out_of_step(params, moved, engine.feature_layers) > 100 * TOLERANCE
 
 
 class NowAndThen(Drafter):

@@ -34,17 +34,13 @@ def engine_of_pages():
     return paged()
 
 
-@pytest.mark.parametrize("name", ["plain", "gumbel"])
-def test_pages_give_the_tokens_of_the_reference(golden, rollout, engine_of_pages, name):
-    assert not differences(golden(name), rollout(name, engine=engine_of_pages))
-    got = rollout(name, engine=engine_of_pages, drafter=Bushy(golden(name)))
-    assert not differences(golden(name), got)
+@pytest.mark.parametrize("name", ["cool", "gumbel"])
+def test_pages_give_the_tokens_of_the_reference(golden, rollout, params, engine_of_pages, name):
+    for drafter in (None, Bushy(golden(name))):
+        got = rollout(name, engine=engine_of_pages, drafter=drafter)
+        assert not differences(golden(name), got)
+        assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
     assert engine_of_pages.stats.accepted_tokens > 50
-
-
-def test_recorded_log_probabilities_equal_fresh_scoring(rollout, params, engine_of_pages):
-    worst = misscored(params, rollout("cool", engine=engine_of_pages), SAMPLINGS["cool"])
-    assert max(worst.values()) < TOLERANCE
 
 
 def test_requests_that_pages_lack_for_go_on_with_the_same_tokens(golden, rollout):
@@ -62,15 +58,15 @@ def test_a_part_of_the_devices_too_small_for_a_request_is_named(rollout):
         )
 
 
-def test_pages_on_a_mesh(golden, rollout, params):
+def test_pages_on_a_mesh(golden, rollout, params, requests):
     """A group's prompt is shared in one part of it and copied to the other."""
     made = make_mesh(PARTS_AND_HEADS, jax.devices()[:4])
     engine = paged(mesh=made, pages=2 * 20, slots=16, min_slots=16)
     placed = engine.place(params)
     for drafter in (None, Bushy(golden("cool"))):
-        got = rollout("cool", engine=engine, params=placed, drafter=drafter)
+        got = rollout("cool", requests[:14], engine=engine, params=placed, drafter=drafter)
         assert not differences(golden("cool"), got)
-    assert engine.stats.accepted_tokens > 50
+    assert engine.stats.accepted_tokens > 20
 
 
 @pytest.mark.parametrize("mesh", [None, pytest.param(PARTS_AND_HEADS, marks=pytest.mark.soak)])

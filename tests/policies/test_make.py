@@ -25,6 +25,7 @@ TINY = policy.Settings(
 )
 PAIRS = [([5, 6, 7], [8, 1]), ([9], [1]), ([7, 7], [7, 9, 1]), ([30], [31, 1])]
 GCD, CHAIN_SUM, COUNT_BITS, SPELL_BACKWARD = solutions.TASKS
+LOGITS = jax.jit(transformer.logits, static_argnums=0)
 by_task = pytest.mark.parametrize("task", solutions.TASKS, ids=lambda task: task.name)
 
 
@@ -48,7 +49,7 @@ def equal(a, b):
 @by_task
 @pytest.mark.parametrize("is_worked", [True, False])
 def test_both_styles_earn_full_marks(task, is_worked):
-    dataset = task.dataset(seed=7, size=200)
+    dataset = task.dataset(seed=7, size=50)
     for entry in dataset:
         answer = extract_answer("hash", task.response(entry, is_worked=is_worked))
         assert answer == entry["answer"]
@@ -89,7 +90,7 @@ def test_every_line_of_working_is_true(task):
         rest, moved = line.split(" ")
         return rest + moved[::-1] == entry["metadata"]["word"]
 
-    assert all(is_true(x, entry) for entry in task.dataset(7, 200) for x in task.steps(entry))
+    assert all(is_true(x, entry) for entry in task.dataset(7, 50) for x in task.steps(entry))
 
 
 def take(stream, direct_fraction, count=300):
@@ -136,8 +137,8 @@ def test_losses_are_means_over_the_response_end_token_included(shipped):
     weights = transformer.init(pupil, jax.random.key(0))
     hard = policy.pack(PAIRS[:2][::-1])  # `teach` sorts by length
     (soft,) = draft.teach(shipped, PAIRS[:2], 2)
-    p = jax.nn.softmax(transformer.logits(model, params, hard.tokens_BT))
-    q = jax.nn.softmax(transformer.logits(pupil, weights, hard.tokens_BT))
+    p = jax.nn.softmax(LOGITS(model, params, hard.tokens_BT))
+    q = jax.nn.softmax(LOGITS(pupil, weights, hard.tokens_BT))
     ends = [(0, 0, 1), (1, 2, 8), (1, 3, 1)]  # row, column, next token
     nll = -sum(jnp.log(q[end]) for end in ends) / 3
     kl = sum(jnp.sum(p[b, t] * jnp.log(p[b, t] / q[b, t])) for b, t, _ in ends) / 3
@@ -217,7 +218,6 @@ def test_the_shipped_draft_model_shares_the_vocabulary_and_agrees(shipped, tok):
     assert num_params(model) * 10 < num_params(shipped[0])
     batch = worked_solutions(tok)
     p, q = (
-        jax.nn.softmax(transformer.logits(*policy_, batch.tokens_BT))
-        for policy_ in (shipped, (model, params))
+        jax.nn.softmax(LOGITS(*policy_, batch.tokens_BT)) for policy_ in (shipped, (model, params))
     )
     assert float(jnp.minimum(p, q).sum(-1)[batch.in_loss_BT].mean()) > 0.7

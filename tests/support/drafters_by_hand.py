@@ -13,7 +13,6 @@ from spec.eagle import model as eagle
 from spec.eagle.batch import DrafterBatch, HiddenStates
 
 POLICY = ModelConfig("qwen3", 13, 8, 4, 4, 2, 6, 16, norm_eps=1e-3, qk_norm=True)
-DESIGNS = ("eagle", "eagle3")
 
 
 def drafter(design, *, draft_vocab_size=0, seed=0, policy=POLICY, **changes):

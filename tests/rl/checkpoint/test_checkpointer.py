@@ -257,7 +257,7 @@ def test_save_returns_before_the_disk_is_done(tmp_path, monkeypatch):
     gate, write = threading.Event(), checkpoint_manifest.write_manifest
 
     def slow(*args):
-        assert gate.wait(10)
+        assert gate.wait(60)
         write(*args)
 
     monkeypatch.setattr(checkpoint_manifest, "write_manifest", slow)

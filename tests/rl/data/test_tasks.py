@@ -140,17 +140,6 @@ def test_no_safe_scorer_evaluates_text(monkeypatch):
     assert right == dict.fromkeys(SAFE_TASKS, 1.0)
 
 
-def test_the_trap_above_catches_an_unsafe_scorer(monkeypatch):
-    import reasoning_gym
-
-    dataset = reasoning_gym.create_dataset("string_insertion", seed=1, size=1)
-    entry, touched = dataset[0], []
-    monkeypatch.setattr(builtins, "eval", lambda text: touched.append(text))
-    dataset.score_answer("['A', 'B']", entry)
-    monkeypatch.undo()
-    assert touched == ["['A', 'B']"]
-
-
 def fingerprints():
     """A line a task; a process of its own calls this too."""
     for name in SAFE_TASKS:

@@ -26,7 +26,8 @@ def file_task(path, *answers, query=""):
 
 def reward_file(path, body):
     path.write_text(f"import time\n{body}\n")
-    return RewardConfig(functions=(f"{path}:score",), deadline_s=1.0)
+    deadline_s = 0.5 if "while True" in body else 60.0
+    return RewardConfig(functions=(f"{path}:score",), deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +58,15 @@ def test_a_function_of_the_users_is_called_once(tmp_path):
     assert calls.read_text() == "#### 4"
 
 
-@pytest.mark.parametrize("function", ["task", "exact_match", "math_verify"])
-def test_gsm8k_as_everyone_has_it_is_read_by_the_default(tmp_path, function):
+def test_gsm8k_as_everyone_has_it_is_read_by_the_default(tmp_path):
     task = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), GSM8K.format("6"))
-    assert check_rewards(RewardConfig(functions=(function,)), task) == []
+    every = RewardConfig(functions=("task", "exact_match", "math_verify"), weights=(1.0,) * 3)
+    assert check_rewards(every, task) == []
 
 
 def test_answers_that_nothing_could_meet_are_refused(tmp_path):
     task = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), GSM8K.format("6"))
-    boxed = RewardConfig(functions=("math_verify",), extract="boxed")
+    boxed = RewardConfig(functions=("exact_match",), extract="boxed")
     with pytest.raises(ValueError, match=r"2 of the first 2 .*\?answer_extract=hash"):
         check_rewards(boxed, task)
     mended = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), query="?answer_extract=hash")
@@ -74,7 +75,8 @@ def test_answers_that_nothing_could_meet_are_refused(tmp_path):
     with pytest.raises(ValueError, match="Reward.extract='hash' reads 'one' of the answer"):
         check_rewards(RewardConfig(), lines)
     with pytest.raises(ValueError, match="cannot read the expected answer"):
-        check_rewards(boxed, file_task(tmp_path / "c.jsonl", "~"))
+        by_math = RewardConfig(functions=("math_verify",), extract="boxed")
+        check_rewards(by_math, file_task(tmp_path / "c.jsonl", "~"))
 
 
 def test_some_answers_that_cannot_be_met_are_a_warning(tmp_path):
@@ -85,12 +87,8 @@ def test_some_answers_that_cannot_be_met_are_a_warning(tmp_path):
 
 
 def test_shipped_tasks_can_be_met():
-    for spec in (
-        "reasoning_gym:gcd",
-        "reasoning_gym:spell_backward",
-        "reasoning_gym:knights_knaves",
-    ):
-        assert check_rewards(RewardConfig(), open_task(spec, seed=0, size=16)) == []
+    task = open_task("reasoning_gym:knights_knaves", seed=0, size=16)
+    assert check_rewards(RewardConfig(), task) == []
 
 
 @pytest.mark.parametrize("name", EXTRACTORS)

@@ -2,14 +2,11 @@
 
 import os
 import signal
-import sys
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from processes import runs
 
 from rl.data.tasks import Example
 from rl.rewards import pool as pool_module
@@ -24,20 +21,13 @@ EXAMPLE = Example("test#0", "2+2?", "4", {}, "jsonl:test.jsonl")
 
 
 def config(function, **changes):
-    fields = {"functions": (f"{FAULTS}:{function}",), "deadline_s": 5.0, "workers": 1}
+    fields = {"functions": (f"{FAULTS}:{function}",), "deadline_s": 60.0, "workers": 1}
     return RewardConfig(**fields | changes)
 
 
 def scores_of(pool, completions):
     futures = [pool.submit(ScoreJob(EXAMPLE, completion)) for completion in completions]
     return [future.result(timeout=60) for future in futures]
-
-
-def ends_soon(pid, limit_s=60.0):
-    stop = time.monotonic() + limit_s
-    while runs(pid) and time.monotonic() < stop:
-        time.sleep(0.01)
-    return not runs(pid)
 
 
 def test_a_scorer_that_forks_and_returns_twice_gives_no_other_sample_its_score():
@@ -70,30 +60,19 @@ def test_text_on_the_pipe_costs_the_sample_that_wrote_it(text):
 def test_text_that_comes_later_costs_nobody():
     with RewardPool(config("scribbles")) as pool:
         (late,) = scores_of(pool, ["late: junk\n"])
-        time.sleep(0.5)
+        assert pool._workers[0]._readable.poll(60_000)  # milliseconds
         scores = scores_of(pool, ["x", "xx"])
         assert not pool.counters
     assert late.failure is None and [score.total for score in scores] == [1.0, 2.0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_children_in_sessions_of_their_own_end_with_the_worker(tmp_path):
-    with RewardPool(config("leaves_daemons")) as pool:
-        (score,) = scores_of(pool, [str(tmp_path / "pid")])
-        assert score.total == 1.0
-        children = [int(path.read_text()) for path in sorted(tmp_path.iterdir())]
-        assert len(children) == 2 and all(map(runs, children))
-    assert all(map(ends_soon, children))
-
-
 @pytest.mark.parametrize("completion", ["x", "more than a pipe holds" * 10_000])
 def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatch, completion):
-    monkeypatch.setattr(process, "_MIN_ACCEPT_S", 1.0)
-    with RewardPool(config("half", deadline_s=1.0), startup_s=120.0) as pool:
+    monkeypatch.setattr(process, "_MIN_ACCEPT_S", 0.5)
+    with RewardPool(config("half"), startup_s=120.0) as pool:
+        pool._workers[0]._config = config("half", deadline_s=0.5)  # not of the next one
         os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        (score,) = scores_of(pool, [completion])
-        assert time.monotonic() - began < 30.0  # far from the 120 s of a start
+        (score,) = scores_of(pool, [completion])  # in half of a start's time
         assert score.total == 0.5 and not pool.counters
 
 
@@ -151,7 +130,7 @@ def test_waiting_for_a_score_can_be_interrupted_and_times_out(monkeypatch):
     def stop():
         raise Asked
 
-    with RewardPool(config("faulty", deadline_s=60.0)) as pool:
+    with RewardPool(config("faulty")) as pool:
         hung = pool.submit(ScoreJob(EXAMPLE, "hang"))
         with pytest.raises(Asked):
             pool.result(hung, stop)

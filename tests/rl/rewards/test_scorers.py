@@ -15,7 +15,7 @@ from rl.rewards.scorers import Scorers
 from rl.rewards.scores import ScoreJob
 
 PLUGINS = Path(__file__).parent / "plugins"
-CONFIG = RewardConfig(functions=("exact_match",), workers=1, deadline_s=20.0)
+CONFIG = RewardConfig(functions=("exact_match",), workers=1, deadline_s=60.0)
 
 
 def job(i, completion="#### 4", **columns):
@@ -33,7 +33,6 @@ def test_scores_and_failures_are_those_of_a_pool():
         CONFIG,
         functions=("exact_match", f"{PLUGINS}/faults.py:faulty"),
         weights=(1.0, 0.5),
-        deadline_s=3.0,
     )
     words = ["#### 4", "#### 5", "raise", "nan", "none", "os_exit", *(f"{i}!" for i in range(6))]
     jobs = [job(i, word) for i, word in enumerate(words)]

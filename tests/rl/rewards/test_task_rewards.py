@@ -3,6 +3,7 @@
 The table in docs/rewards.md is what `table` makes; run this file to print it.
 """
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def entries(name):
             yield source, entry
 
 
+@functools.cache
 def most_paid(name):
     """The most that each kind of wrong answer is paid, over some entries."""
     most = dict.fromkeys(WRONG, 0.0)

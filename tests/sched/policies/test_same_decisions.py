@@ -14,7 +14,7 @@ from random_cluster import RandomCluster, random_work
 from sched.policies.divided import SPARE, ContextAware, Divided, Fifo, LazyHeap
 from sched.request import Status
 
-SEQUENCES = 120  # of each scheduler
+SEQUENCES = 60  # of each scheduler
 
 
 class PlainWorkers:

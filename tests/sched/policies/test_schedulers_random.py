@@ -14,7 +14,7 @@ from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.steps import StepOrder
 
-SEQUENCES = 250  # of each scheduler
+SEQUENCES = 100  # of each scheduler
 
 
 def make(name, seed, chunk):
@@ -81,4 +81,4 @@ def test_steps_finish_once_whatever_dies(name):
         cluster.play(workers=int(rng.integers(1, 4)), deaths=float(rng.choice([0, 0.02, 0.1])))
         moved += scheduler.num_moved if name == "histopipe" else 0
     if name == "histopipe":
-        assert moved > 50, "outliers are to be met"
+        assert moved > 20, "outliers are to be met"

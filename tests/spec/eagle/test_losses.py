@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafters_by_hand import DESIGNS, as_float64, drafted, drafter, hidden_states, packed
+from drafters_by_hand import as_float64, drafted, drafter, hidden_states, packed
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import largest_array
@@ -111,9 +111,8 @@ def test_the_draft_vocabulary_is_not_the_policys():
     assert sums(config, params, planted, *arrays)["top1"] == [1]
 
 
-@pytest.mark.parametrize("design", ["eagle", "eagle3"])
-def test_chunks_change_neither_sums_nor_gradients(design):
-    config, params, frozen = drafter(design, draft_vocab_size=6)
+def test_chunks_change_neither_sums_nor_gradients():
+    config, params, frozen = drafter("eagle3", draft_vocab_size=6)
     rng = np.random.default_rng(0)
     J, B, T, D = 3, 2, 7, config.layer.d_model
     outputs, targets = rng.normal(size=(J, B, T, D)), rng.normal(size=(B, T, D))
@@ -133,11 +132,11 @@ def test_chunks_change_neither_sums_nor_gradients(design):
     of = jax.jit(jax.value_and_grad(of, has_aux=True), static_argnames="chunk_tokens")
     (_, whole), whole_slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=100)
     assert np.abs(whole_slope).max() > 0.01
-    for chunk_tokens in (1, 6):  # a column, and of seven columns three, three and one
-        (_, got), slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=chunk_tokens)
-        for name, x in got.items():
-            np.testing.assert_allclose(x, whole[name], rtol=1e-5, err_msg=name)
-        np.testing.assert_allclose(slope, whole_slope, atol=1e-6)
+    # of seven columns three, three and one
+    (_, got), slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=6)
+    for name, x in got.items():
+        np.testing.assert_allclose(x, whole[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(slope, whole_slope, atol=1e-6)
 
 
 def test_logits_of_all_entries_are_never_in_memory_at_once():
@@ -194,35 +193,8 @@ def test_every_step_is_what_drafting_gives(design, bias):
             start += len(sequence.tokens_T)
 
 
-def same_token(batch):
-    """Planted: f_t with x_t."""
-    return dataclasses.replace(batch, tokens_BT=np.roll(batch.tokens_BT, 1, axis=1))
-
-
-def next_state(batch):
-    """Planted: f_{t+1} with x_{t+1}."""
-    return dataclasses.replace(batch, hidden_BTW=np.roll(batch.hidden_BTW, -1, axis=1))
-
-
-def later_position(batch):
-    """Planted: keys turned by one position too many for the tokens behind the third."""
-    return dataclasses.replace(batch, positions_BT=batch.positions_BT + (batch.positions_BT > 2))
-
-
-@pytest.mark.parametrize("fault", [same_token, next_state, later_position])
-@pytest.mark.parametrize("design", DESIGNS)
-def test_a_wrong_pairing_is_seen_at_every_step(design, fault):
-    config, params, frozen = drafter(design)
-    sequence = hidden_states(config, 9)
-    got = unrolled(config, params, frozen, fault(packed([[sequence]], 9)))
-    embedding = np.asarray(frozen.embedding_VD, np.float64)
-    wanted = drafted(config, as_float64(params), embedding, sequence, STEPS)
-    assert differences(got[:, 0], 0, sequence, wanted).min() > 1e-2
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_blocks_of_a_long_row_change_nothing(design):
-    config, params, frozen = drafter(design)
+def test_blocks_of_a_long_row_change_nothing():
+    config, params, frozen = drafter("eagle")
     rows = [
         [hidden_states(config, 150), hidden_states(config, 100)],
         [hidden_states(config, 255, seed=3)],
@@ -234,10 +206,9 @@ def test_blocks_of_a_long_row_change_nothing(design):
     np.testing.assert_allclose(in_blocks[drafts_JBT], at_once[:, :, :256][drafts_JBT], atol=2e-5)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_later_entries_are_not_seen(design):
+def test_later_entries_are_not_seen():
     """Entry t of step j depends on all states up to t − j and on no other."""
-    config, params, frozen = drafter(design)
+    config, params, frozen = drafter("eagle3")
     s = hidden_states(config, 9)
     batch = packed([[s]], 9)
 
@@ -255,9 +226,8 @@ def test_later_entries_are_not_seen(design):
         assert (slope_JTS[j, :8][drafts & ~seen] == 0).all()
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_half_precision_stays_near(design):
-    config, params, frozen = drafter(design)
+def test_half_precision_stays_near():
+    config, params, frozen = drafter("eagle3")
     batch = packed([[hidden_states(config, 9)]], 9)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     got = OUTPUTS(config, half, frozen.embedding_VD, batch, 2)

@@ -60,14 +60,6 @@ def chat(prompts, completions, **columns):
     return [float(completions[0][0] == {"role": "assistant", "content": "hello"})]
 
 
-def leaves_a_child(completions, **columns):
-    """A scorer that hangs in a child process of its own; the completion names a pid file."""
-    child = subprocess.Popen(["sleep", "60"])
-    pathlib.Path(completions[0]).write_text(str(child.pid))
-    child.wait()
-    return [0.0]
-
-
 async def later(completions, **columns):
     return [0.0]
 
@@ -98,9 +90,11 @@ def scribbles(completions, **columns):
 
 
 def leaves_daemons(completions, **columns):
-    """Children in sessions of their own, one of them nobody's child; their numbers in a file."""
+    """A child, and another in its own session that is nobody's; their numbers in files. `hang`s."""
+    if completions[0] == "hang":
+        time.sleep(60)
     path = pathlib.Path(completions[0])
-    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child = subprocess.Popen(["sleep", "60"])
     script = f"setsid sh -c 'echo $$ > {path}.orphan; exec sleep 60' &"
     subprocess.run(["sh", "-c", script], check=True)
     while not path.with_name(path.name + ".orphan").exists():
