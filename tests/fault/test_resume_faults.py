@@ -45,13 +45,15 @@ EQUAL = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     config = tiny_run.make_inputs(tmp_path_factory.mktemp("resume"))
+    config.with_name("reward.py").write_text(runs.REWARD)
     config.write_text(config.read_text() + f"Run.steps = {STEPS}\n" + LEARNED)
     return config
 
 
 @pytest.fixture(scope="module")
 def env():
-    return tiny_run.environment()
+    """Steps take seconds, so that a signal meets one of them, however late it is sent."""
+    return tiny_run.environment() | {runs.SLOW_S: "0.1"}
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ def run(budget: int, num_bombs: int = len(BOMBS), workers: int = 1) -> dict[str,
             deadline_s=DEADLINE_S,
             workers=workers,
         )
-        with RewardPool(config, startup_s=60.0) as pool:
+        with RewardPool(config) as pool:
             for case in its_cases:
                 job = ScoreJob(case.example, with_marker(EXTRACT, case.text))
                 began = time.monotonic()
@@ -201,7 +201,7 @@ def run(budget: int, num_bombs: int = len(BOMBS), workers: int = 1) -> dict[str,
                 except RewardWorkerError:
                     counts["tracebacks"] += 1
                     break
-                counts["hangs"] += time.monotonic() - began > DEADLINE_S + 60.0
+                counts["hangs"] += time.monotonic() - began > DEADLINE_S + 240.0
                 counts["tried"] += 1
                 _count(counts, score)
     return counts

@@ -99,7 +99,6 @@ def lookup(folder):
     ],
 )
 def test_forbidden_effects_are_detected(fault, counted):
-    counts = watch.count(
-        [Case("planted", fault, refused=True)], limit_s=1.0 if fault is hang else 30
-    )
+    limit_s = 1.0 if fault is hang else watch.LIMIT_S
+    counts = watch.count([Case("planted", fault, refused=True)], limit_s)
     assert getattr(counts, counted) > 0 and counts.seen

@@ -19,7 +19,7 @@ from pathlib import Path
 
 CANARY = "reprise_canary"  # in every payload: who executes one, is seen by it
 SENTENCES = (ValueError, OSError, ImportError)  # what rl.train prints as one line, and exits with 2
-LIMIT_S = 30.0
+LIMIT_S = 120.0  # of a busy machine
 
 _STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen"}
 _FIRST, _SECOND, _BOTH = slice(0, 1), slice(1, 2), slice(0, 2)

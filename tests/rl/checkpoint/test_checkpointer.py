@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +18,6 @@ from rl.checkpoint import reader
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
 from rl.runtime import host_memory
-
-ROOT = Path(__file__).parents[3]
 
 
 @jax.tree_util.register_dataclass
@@ -289,44 +283,27 @@ def test_a_bucket_address_is_refused(where):
         Checkpointer(where)
 
 
-SHARDED = """
-    import sys
-    import jax, jax.numpy as jnp, numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
-    from rl.checkpoint.checkpointer import Checkpointer
-    from rl.checkpoint.reader import restore
-    assert jax.device_count() == 8
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_sharded_arrays_come_back_on_the_shardings_of_the_template(tmp_path):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
     turned = jax.make_mesh((2, 4), ("fsdp", "tensor"))
-    values = {"w": np.arange(128, dtype=np.float32).reshape(8, 16) / 7,
-              "b": np.arange(16, dtype=np.float32), "n": np.int32(5)}
-    specs = {"w": P("fsdp", "tensor"), "b": P("tensor"), "n": P()}
-    on = lambda mesh: {k: NamedSharding(mesh, specs[k]) for k in values}
-    with Checkpointer(sys.argv[1]) as saver:
+    values = {"w": jnp.arange(128.0).reshape(8, 16) / 7, "b": jnp.arange(16.0), "n": jnp.int32(5)}
+    specs = {"w": jax.P("fsdp", "tensor"), "b": jax.P("tensor"), "n": jax.P()}
+
+    def on(mesh):
+        return {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+    with Checkpointer(tmp_path) as saver:
         saver.save(1, jax.device_put(values, on(mesh)))
-    one = {k: SingleDeviceSharding(jax.devices()[3]) for k in values}
+    one = dict.fromkeys(values, jax.sharding.SingleDeviceSharding(jax.devices()[3]))
     for shardings in (on(mesh), on(turned), one):
-        template = {k: jax.ShapeDtypeStruct(np.shape(v), v.dtype, sharding=shardings[k])
-                    for k, v in values.items()}
-        got = restore(sys.argv[1], template).arrays
-        for k, v in values.items():
-            assert got[k].sharding == shardings[k], (k, got[k].sharding)
-            assert np.asarray(got[k]).tobytes() == v.tobytes(), k
-    print("round trips: 3")
-"""
-
-
-def test_sharded_arrays_come_back_on_the_shardings_of_the_template(tmp_path):
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(SHARDED), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "round trips: 3" in done.stdout
+        template = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+            for name, x in values.items()
+        }
+        got = reader.restore(tmp_path, template).arrays
+        assert {name: x.sharding for name, x in got.items()} == shardings
+        assert_same_bits(got, values)
 
 
 def test_two_directories_are_written_in_turn(tmp_path):
