@@ -17,6 +17,6 @@ def test_ratios_are_taken_turn_by_turn_and_responses_compared_with_the_plain_one
 def test_a_folder_without_a_checkout_is_refused(tmp_path):
     command = [sys.executable, "-m", "benchmarks.before_after", "--before", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=before_after.ROOT, capture_output=True, text=True, timeout=60
+        command, cwd=before_after.ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1 and "expected --before a folder with a checkout" in done.stderr

@@ -484,7 +484,7 @@ def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[s
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
     environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_kill_minus_nine_at_random_moments_loses_nothing_that_was_saved(tmp_path):

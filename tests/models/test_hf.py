@@ -79,15 +79,6 @@ def test_logits_equal_those_of_transformers(name):
     assert np.abs(np.asarray(got) - expected).max() <= 1e-4
 
 
-def test_rope_scaling_matters_to_the_golden():
-    tokens, expected = golden("llama3_untied")
-    config, params = hf.load_pretrained(GOLDEN / "llama3_untied")
-    assert config.rope_scaling == LLAMA3
-    plain = dataclasses.replace(config, rope_scaling=None)
-    got = LOGITS(plain, params, tokens)
-    assert np.abs(np.asarray(got) - expected).max() > 0.01
-
-
 def test_config_of_a_folder():
     assert hf.check(GOLDEN / "llama3_untied") == ModelConfig(
         architecture="llama",

@@ -110,10 +110,8 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_a_killed_one_costs_no
     tmp_path,
 ):
     folder = tmp_path / "saved"
-    arguments = {"folder": str(folder)}
-    outcomes = launch(
-        "array_tasks:fail_to_save", 2, tmp_path, arguments=arguments, stop_at_failure=False
-    )
+    options = {"arguments": {"folder": str(folder)}, "limit_s": LIMIT_S}
+    outcomes = launch("array_tasks:fail_to_save", 2, tmp_path, **options, stop_at_failure=False)
     assert outcomes[1].returncode == -9
     told = outcomes[0].result["told"]
     assert told[0].startswith("SaveError: process 1 failed at beginning to save step 2: ")

@@ -34,6 +34,11 @@ def engine_of_pages():
     return paged()
 
 
+@pytest.fixture(scope="module")
+def alone():
+    return {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
+
+
 @pytest.mark.parametrize("name", ["cool", "gumbel"])
 def test_pages_give_the_tokens_of_the_reference(golden, rollout, params, engine_of_pages, name):
     for drafter in (None, Bushy(golden(name))):
@@ -85,8 +90,7 @@ def test_hidden_states_in_pages(golden, rollout, params, requests, mesh):
     assert out_of_step(params, sink.sequences, engine.feature_layers) < TOLERANCE
 
 
-def test_requests_move_between_pages_and_rows():
-    alone = {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
+def test_requests_move_between_pages_and_rows(alone):
     in_pages = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
     for config in (in_pages, tiny_team.CONFIG):
         engines = [Engine(tiny_team.MODEL, in_pages), Engine(tiny_team.MODEL, config)]
@@ -127,8 +131,7 @@ def test_pages_released_while_others_have_them_are_found(golden, rollout, monkey
     assert found
 
 
-def test_keys_from_the_host_in_other_pages_are_found(monkeypatch):
-    alone = {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
+def test_keys_from_the_host_in_other_pages_are_found(alone, monkeypatch):
     config = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
     insert = cache_ops.insert_pages
 

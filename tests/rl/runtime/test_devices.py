@@ -55,7 +55,7 @@ def test_a_missing_platform_is_one_line(monkeypatch, tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and "JAX_PLATFORMS='cuda'" in done.stderr

@@ -168,7 +168,7 @@ def test_a_terminal_gets_the_lines_and_a_bar(monkeypatch):
             shown.part(7, "update")
             shown._bars.refresh()
             shown.step(ROW)
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     os.close(main_fd)
     text = b"".join(chunks).decode()
     assert "resumed from [bold]step 6[/bold]" in text
