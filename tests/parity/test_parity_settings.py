@@ -123,9 +123,9 @@ def on_mesh(params, config=ONE_SIZE, **shape):
     return {"engine": Engine(MODEL, config, mesh=mesh), "params": sharded}
 
 
-def test_eight_replicas_equal_one_device(golden, params, rollout):
+def test_replicas_equal_one_device(golden, params, rollout):
     """And whatever step came before, the next one is the same program."""
-    replicas = on_mesh(params, data=8)
+    replicas = on_mesh(params, data=4)
     want = golden("cool")
     with counted_compilations() as found:
         assert not differences(want, rollout("cool", **replicas))

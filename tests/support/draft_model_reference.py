@@ -59,7 +59,7 @@ PARAMS = make_params()
 
 
 def make_drafter(
-    config=CONFIG, *, params=PARAMS, draws=COOL, buckets=BUCKETS, place=None, **options
+    config=CONFIG, *, params=PARAMS, draws=COOL, buckets=ONE_BUCKET, place=None, **options
 ):
     runner = ModelRunner(POLICY, buckets, longest_tokens=LONGEST, **(place or {}))
     return DraftModelDrafter(

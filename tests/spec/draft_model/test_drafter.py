@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 from draft_model_reference import (
+    BUCKETS,
     CONFIG,
     COOL,
     LONGEST,
     MODEL,
-    ONE_BUCKET,
     PARAMS,
     SAMPLINGS,
     Host,
@@ -35,12 +35,12 @@ from spec.drafter import PADDING, Source
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
-    assert history(make_drafter(), seed) == []
+    assert history(make_drafter(buckets=BUCKETS), seed) == []
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_drafts_of_shared_noise_are_draws_with_the_requests_own_noise(name):
-    drafter = make_drafter(buckets=ONE_BUCKET, draws=SAMPLINGS[name], proposal="shared_noise")
+    drafter = make_drafter(draws=SAMPLINGS[name], proposal="shared_noise")
     assert history(drafter, 1, SAMPLINGS[name], "shared_noise") == []
 
 
@@ -205,7 +205,8 @@ def warm_up(drafter, slots, positions):
 def test_nothing_compiles_after_warm_up(compiled):
     """On a device that is not the default."""
     device = jax.local_devices()[1]
-    drafter = make_drafter(params=jax.device_put(PARAMS, device), place={"device": device})
+    place = {"device": device}
+    drafter = make_drafter(buckets=BUCKETS, params=jax.device_put(PARAMS, device), place=place)
     slowly([1], 1, 0, 1, COOL, "greedy")  # the reference compiles for itself
     compiled.clear()
     programs = warm_up(drafter, 4, 32)
@@ -226,7 +227,6 @@ def test_nor_on_a_mesh(compiled):
     mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.local_devices()[:4])
     shardings = param_shardings(mesh, transformer.param_specs(MODEL))
     drafter = make_drafter(
-        buckets=ONE_BUCKET,
         params=jax.tree.map(jax.device_put, PARAMS, shardings),
         place={"mesh": mesh},
     )
@@ -242,7 +242,7 @@ def test_nor_on_a_mesh(compiled):
 
 
 def test_rows_follow_those_of_the_engine():
-    drafter, sizes = make_drafter(), []
+    drafter, sizes = make_drafter(buckets=BUCKETS), []
     texts = {r: [r, 1, 2] for r in range(6)}
     for num_rows, ids in ((6, range(6)), (4, (5, 2, 4)), (8, (4, 7, 8))):
         host = Host(num_rows)
