@@ -30,7 +30,7 @@ def found(params, tokens, *, name):
     return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
 
 
-@pytest.mark.parametrize("name", ["dots", "layer", "layer:2", "layer:9"])
+@pytest.mark.parametrize("name", ["dots", "layer:2", "layer:9"])
 def test_values_and_gradients_are_the_same(given, name):
     for one, other in zip(
         jax.tree.leaves(found(*given, name=name)),
@@ -61,10 +61,9 @@ def test_products_with_weights_are_kept_and_no_scores(capsys, given):
     assert kept["dots"].count(f"[{B},{T},48]") >= L
 
 
-@pytest.mark.parametrize(("name", "kept"), [("layer", 5), ("layer:2", 3)])
-def test_what_is_kept_is_split_over_tensor(given, name, kept):
+def test_what_is_kept_is_split_over_tensor(given):
     """And gathered again for the layer: gradients are the same."""
-    params, tokens = given
+    (params, tokens), name = given, "layer"
     wanted = jax.tree.leaves(found(params, tokens, name="none"))
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=2), jax.devices()[:2])
     with jax.set_mesh(mesh):
@@ -72,7 +71,7 @@ def test_what_is_kept_is_split_over_tensor(given, name, kept):
         jaxpr = jax.make_jaxpr(lambda p: transformer.hidden(MODEL, p, tokens, remat=name))(params)
         got = jax.tree.leaves(step(params, tokens))
     pins = [e.params["sharding"].spec for e in jaxpr.eqns if "constraint" in e.primitive.name]
-    assert sum("tensor" in spec for spec in pins) == kept
+    assert sum("tensor" in spec for spec in pins) == L
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
@@ -85,8 +84,7 @@ def test_names():
     assert all(f"| {name} |" in training.__doc__ for name in ("none", "dots", "layer", "layer:N"))
 
 
-@pytest.mark.parametrize("name", ["none", "layer:2"])
-def test_gradients_are_added_to_totals_as_they_come(given, name):
+def test_gradients_are_added_to_totals_as_they_come(given):
     params, tokens = given
     totals = jax.tree.map(lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), params)
     marks = jax.tree.map(lambda _: jnp.float32(0), params)
@@ -95,7 +93,7 @@ def test_gradients_are_added_to_totals_as_they_come(given, name):
     def added(params, totals, tokens):
         def loss(params, marks):
             params = training.adding(params, totals, marks)
-            return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
+            return jnp.sum(transformer.hidden(MODEL, params, tokens, remat="layer:2") ** 2)
 
         return jax.grad(loss, argnums=(0, 1))(params, marks)
 

@@ -75,6 +75,7 @@ def test_entries_are_written_and_attended_to(G, K, T, N, tiles, dtype, tolerance
         assert_same(found, wanted(*given, table, lengths), tolerance, table, lengths)
 
 
+@pytest.mark.soak  # of reading that many: test_page_attention_tpu.py
 def test_entries_behind_tens_of_thousands_of_positions():
     q, keys, values, table = arrays(1, 4, 1, 64, 512, jnp.float32)
     given, lengths = (q, *entries(1, jnp.float32), keys, values), (32768, 1, 16385)
@@ -83,8 +84,8 @@ def test_entries_behind_tens_of_thousands_of_positions():
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 
-@pytest.mark.parametrize("head_dim", [256, 384])
-def test_heads_of_any_size_that_it_takes(head_dim):
+def test_heads_of_any_size_that_it_takes():
+    head_dim = 384
     assert takes(head_dim, 64, jnp.float32) is None
     q, keys, values, table = arrays(1, 2, 2, 64, 3, jnp.float32, h=head_dim)
     given, lengths = (q, *entries(2, jnp.float32, h=head_dim), keys, values), (65, 0, 192)
@@ -92,8 +93,9 @@ def test_heads_of_any_size_that_it_takes(head_dim):
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 
-@pytest.mark.parametrize("copies", ["eager", "on_wait"])
-@pytest.mark.parametrize("tiles", [PageTiles(2, 2), PageTiles(2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("tiles", "copies"), [(PageTiles(2, 2), "on_wait"), (PageTiles(2, 3), "eager")]
+)
 def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
     lengths = (65, 0, 320)
     q, keys, values, table = arrays(1, 2, 2, 64, 5, jnp.float32)
@@ -129,8 +131,14 @@ def test_the_portable_path_says_the_same(dtype, tolerance):
     assert_same(found, wanted(q, k, v, keys, values, table, (0, 0, 6)), tolerance, table, (0, 0, 6))
 
 
-@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5p", "TPU v6 lite"])
-@pytest.mark.parametrize(("dtype", "T"), [(jnp.bfloat16, 128), (jnp.float32, 64)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "T"),
+    [
+        ("TPU v5 lite", jnp.bfloat16, 128),
+        ("TPU v5p", jnp.float32, 64),
+        ("TPU v6 lite", jnp.bfloat16, 128),
+    ],
+)
 def test_it_lowers_for_every_generation_and_writes_in_place(kind, dtype, T):
     K, N, P = 2, 16, 99
     shapes = (2 * B, 1, 4 * K, h), *[(2 * B, K, h)] * 2, *[(P, K, T, h)] * 2

@@ -29,10 +29,8 @@ def interpreted(tiles, interpret=True):
     ("W", "G", "K", "T", "N", "tiles", "dtype"),
     [
         (1, 1, 1, 128, 1, PageTiles(1, 2), jnp.float32),  # a page a slot
-        (1, 4, 2, 64, 5, PageTiles(2, 2), jnp.bfloat16),
         (5, 4, 1, 64, 5, PageTiles(4, 3), jnp.float32),
         (5, 1, 2, 128, 4, PageTiles(1, 8), jnp.float32),  # more buffers than blocks
-        (16, 4, 2, 64, 6, None, jnp.float32),
         (16, 4, 2, 64, 6, None, jnp.bfloat16),
         (1, 1, 1, 192, 6, None, jnp.float32),  # pages of no multiple of 128: an even number a block
     ],
@@ -99,8 +97,9 @@ def simulate(q, k, v, table, lengths, tiles, copies, num_cores=1):
     return jax.block_until_ready(found), has_races_on_tpu()
 
 
-@pytest.mark.parametrize("copies", ["eager", "on_wait"])
-@pytest.mark.parametrize("tiles", [PageTiles(2, 2), PageTiles(2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("tiles", "copies"), [(PageTiles(2, 2), "eager"), (PageTiles(2, 3), "on_wait")]
+)
 def test_no_copy_races_with_a_product(tiles, copies):
     lengths = (65, 0, 320)
     q, k, v, table = arrays(2, 2, 2, 64, 5, jnp.float32)
@@ -132,31 +131,6 @@ def test_a_product_that_does_not_wait_is_found(monkeypatch):
     assert simulate(q, k, v, table, (128, 0, 0), PageTiles(1, 2), "eager")[1]
 
 
-def test_a_copy_into_the_buffer_that_is_read_is_found(monkeypatch):
-    """A planted fault: as many blocks are on their way as there are buffers."""
-    begin = page_blocks.Blocks.begin
-
-    def too_many(self, first_slot):
-        begin(self, first_slot)
-        self.fetch()
-
-    monkeypatch.setattr(page_blocks.Blocks, "begin", too_many)
-    q, k, v, table = arrays(1, 1, 1, 128, 3, jnp.float32)
-    lengths = (384, 384, 384)
-    found, _ = simulate(q, k, v, table, lengths, PageTiles(1, 2), "on_wait")
-    with pytest.raises(AssertionError):
-        assert_close(found, reference(q, k, v, table, lengths), 1e-5)
-
-
-def test_a_page_that_does_not_exist_is_found():
-    """The tests above would see a page behind the live ones that is read."""
-    q, k, v, table = arrays(1, 1, 1, 128, 1, jnp.float32)
-    table[1] = NO_PAGE
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
-        simulate(q, k, v, table, (128, 1, 0), PageTiles(1, 2), "on_wait")
-    pltpu.reset_tpu_interpret_mode_state()
-
-
 # What the compiler is given
 
 
@@ -170,8 +144,11 @@ def lowered(device, W=1, dtype=jnp.bfloat16, T=128, K=2, width=h, **options):
         return jax.export.export(attend, platforms=["tpu"])(*args).mlir_module()
 
 
-@pytest.mark.parametrize("generation", DEVICES)
-@pytest.mark.parametrize("sizes", [{}, {"W": 16, "T": 64, "dtype": jnp.float32, "K": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("generation", "sizes"),
+    [("v5e", {}), ("v5p", {"W": 16, "T": 64, "dtype": jnp.float32, "K": 1}), ("v6e", {})],
+    ids=str,
+)
 def test_it_lowers_for_every_generation(generation, sizes):
     assert "tpu_custom_call" in lowered(DEVICES[generation], **sizes)
 

@@ -30,9 +30,7 @@ def interpreted(qkv, places, dout):
     return out, lse, *rest
 
 
-@pytest.mark.parametrize(
-    ("T", "H", "K", "h"), [(1, 2, 1, 8), (127, 2, 2, 16), (300, 6, 2, 24), (256, 4, 1, 128)]
-)
+@pytest.mark.parametrize(("T", "H", "K", "h"), [(1, 2, 1, 8), (300, 6, 2, 24), (256, 4, 1, 128)])
 def test_float32(T, H, K, h):
     given = inputs(T, H, K, h)
     assert max(largest_error(interpreted(*given), reference(*given))) < 1e-5

@@ -269,7 +269,7 @@ def test_parts_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize(
     ("variant", "mesh_config"),
-    [("hass", MeshConfig(data=2)), ("short_eagle3", MeshConfig(data=2, fsdp=2, tensor=2))],
+    [("hass", MeshConfig(data=2)), ("short_eagle3", MeshConfig(data=1, fsdp=2, tensor=2))],
 )
 def test_several_devices_give_what_one_gives(variant, mesh_config):
     count = mesh_config.data * mesh_config.fsdp * mesh_config.tensor
