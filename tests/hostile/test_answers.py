@@ -23,8 +23,8 @@ def test_hostile_answers_execute_nothing_write_nothing_and_end():
 def test_the_spy_sees_forbidden_effects():
     functions = tuple(f"{SPY}:{name}" for name in ("begin", "planted", "seen"))
     example = Example("x#0", "q", "1", {}, "jsonl:x")
-    with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
+    with RewardPool(RewardConfig(functions, deadline_s=300.0, workers=1)) as pool:
         jobs = [pool.submit(ScoreJob(example, text)) for text in ("evaluate", "write", "nothing")]
-        seen = [job.result(timeout=60).values["seen"] for job in jobs]
+        seen = [job.result(timeout=300).values["seen"] for job in jobs]
     assert 1.0 <= seen[0] < 1e6  # compiled and executed
     assert seen[1:] == [1e6, 0.0]  # opened for writing; nothing

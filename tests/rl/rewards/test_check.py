@@ -24,10 +24,15 @@ def file_task(path, *answers, query=""):
     return open_task(f"jsonl:{path}{query}", seed=0)
 
 
+def patient(**fields):
+    """What a busy machine takes for an import inside a function is no failure of it."""
+    return RewardConfig(**{"deadline_s": 300.0} | fields)
+
+
 def reward_file(path, body):
     path.write_text(f"import time\n{body}\n")
-    deadline_s = 0.5 if "while True" in body else 60.0
-    return RewardConfig(functions=(f"{path}:score",), deadline_s=deadline_s)
+    deadline_s = 0.5 if "while True" in body else 300.0
+    return patient(functions=(f"{path}:score",), deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize(
@@ -60,35 +65,35 @@ def test_a_function_of_the_users_is_called_once(tmp_path):
 
 def test_gsm8k_as_everyone_has_it_is_read_by_the_default(tmp_path):
     task = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), GSM8K.format("6"))
-    every = RewardConfig(functions=("task", "exact_match", "math_verify"), weights=(1.0,) * 3)
+    every = patient(functions=("task", "exact_match", "math_verify"), weights=(1.0,) * 3)
     assert check_rewards(every, task) == []
 
 
 def test_answers_that_nothing_could_meet_are_refused(tmp_path):
     task = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), GSM8K.format("6"))
-    boxed = RewardConfig(functions=("exact_match",), extract="boxed")
+    boxed = patient(functions=("exact_match",), extract="boxed")
     with pytest.raises(ValueError, match=r"2 of the first 2 .*\?answer_extract=hash"):
         check_rewards(boxed, task)
     mended = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), query="?answer_extract=hash")
     assert check_rewards(boxed, mended) == []
     lines = file_task(tmp_path / "b.jsonl", "one\ntwo")
     with pytest.raises(ValueError, match="Reward.extract='hash' reads 'one' of the answer"):
-        check_rewards(RewardConfig(), lines)
+        check_rewards(patient(), lines)
     with pytest.raises(ValueError, match="cannot read the expected answer"):
-        by_math = RewardConfig(functions=("math_verify",), extract="boxed")
+        by_math = patient(functions=("math_verify",), extract="boxed")
         check_rewards(by_math, file_task(tmp_path / "c.jsonl", "~"))
 
 
 def test_some_answers_that_cannot_be_met_are_a_warning(tmp_path):
     task = file_task(tmp_path / "a.jsonl", "1", "two\nlines", None, "4")
-    (warning,) = check_rewards(RewardConfig(), task)
+    (warning,) = check_rewards(patient(), task)
     assert warning.startswith("1 of the first 3 answers cannot be met")
     assert "a.jsonl#1" in warning
 
 
 def test_shipped_tasks_can_be_met():
     task = open_task("reasoning_gym:knights_knaves", seed=0, size=16)
-    assert check_rewards(RewardConfig(), task) == []
+    assert check_rewards(patient(), task) == []
 
 
 @pytest.mark.parametrize("name", EXTRACTORS)

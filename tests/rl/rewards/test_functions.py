@@ -152,10 +152,11 @@ def test_workers_have_a_memory_limit_that_math_and_arrays_fit_into(tmp_path):
     body = "import numpy\ndef norm(completions, **columns):\n"
     file.write_text(body + "    return [float(numpy.linalg.norm(numpy.ones((9, 9))))]\n")
     config = RewardConfig(functions=("math_verify", f"{file}:norm"), extract="whole", workers=1)
+    config = dataclasses.replace(config, deadline_s=300.0)
     assert config.memory_limit_mib is not None
     example = Example("x#0", "q", "1/2", {}, "jsonl:x")
     with RewardPool(config) as pool:
-        assert pool.submit(ScoreJob(example, "0.5")).result(timeout=60).total == 10.0
+        assert pool.submit(ScoreJob(example, "0.5")).result(timeout=300).total == 10.0
     too_little = dataclasses.replace(config, memory_limit_mib=64)
     with pytest.raises(RewardWorkerError, match="memory_limit_mib is 64: raise it|could not start"):
         with RewardPool(too_little):
