@@ -99,7 +99,8 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(golden, rollout,
 
     Likeliest drafts on the device: test_parity_drafter_pages.py.
     """
-    engine = keeping("eagle")
+    config = dataclasses.replace(ONE_SIZE, rounds_per_fetch=32)
+    engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     maker = learned("eagle", TreeConfig(max_depth=3, top_k=2, proposal="shared_noise"))
     trees, fetches = [], []
@@ -111,7 +112,7 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(golden, rollout,
         trees.append(noted.trees)
         fetches.append(engine.stats.fetches)
     assert trees[1].total() > 100 and share_of_same(*trees) > 0.99
-    assert fetches[0] < 0.75 * fetches[1]
+    assert fetches[0] < 0.7 * fetches[1]
 
 
 def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
