@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_runs import call_main
 
 from docs import generate, prose
-from rl import export
+from rl import export, train
 from rl.metrics.eval_metrics import EvalResponse, set_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -37,42 +39,42 @@ def blocks(text: str, language: str) -> list[str]:
     return [body for name, body in found if name == language]
 
 
-def python(source: list[str], folder: Path, **environment: str) -> str:
-    """Run Python with these arguments in a folder and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *source],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def printed(monkeypatch, capsys) -> Callable[..., str]:
+    """Returns what a call prints that is made in a folder."""
+
+    def made(folder: Path, call: Callable[..., object], *arguments: object) -> str:
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        assert call(*arguments) in (0, None)
+        return capsys.readouterr().out
+
+    return made
 
 
-def dry_run(command: str, folder: Path) -> str:
+def dry_run(command: str) -> int:
     """Run a shown training command with --dry_run."""
     words = re.findall(r"(?:'[^']*'|\S)+", command.replace("\\\n", " "))
     assert words[:3] == ["python", "-m", "rl.train"]
     arguments = [word.replace("'", "") for word in words[3:] if word != "--dry_run"]
-    return python(["-m", "rl.train", *arguments, "--dry_run"], folder)
+    return call_main(train.main, *arguments, "--dry_run")
 
 
 # --- what is shown runs ---------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_readme_example_passes_a_dry_run(tmp_path):
+def test_the_readme_example_passes_a_dry_run(tmp_path, printed):
     (question,) = blocks(README, "json")
     (reward,) = blocks(README, "python")
     (command,) = [b for b in blocks(README, "") if "rewards.py" in b]
     (tmp_path / "questions.jsonl").write_text(question)
     (tmp_path / "rewards.py").write_text(reward)
-    assert "# ok" in dry_run(command, tmp_path)
+    assert "# ok" in printed(tmp_path, dry_run, command)
 
 
 @pytest.mark.slow
-def test_getting_started_works_as_it_stands(tmp_path):
+def test_getting_started_works_as_it_stands(tmp_path, printed):
     """All but the training itself, which the page's own output came from."""
     text = page("getting_started.md")
     questions, reward, use = blocks(text, "python")
@@ -80,15 +82,15 @@ def test_getting_started_works_as_it_stands(tmp_path):
     (command,) = [b for b in blocks(text, "") if b.rstrip().endswith("--dry_run")]
     (tmp_path / "rewards.py").write_text(reward)
     (tmp_path / "own.gin").write_text(settings)
-    python(["-c", questions], tmp_path)
-    assert "# examples      64" in dry_run(command, tmp_path)
+    printed(tmp_path, exec, questions, {})
+    assert "# examples      64" in printed(tmp_path, dry_run, command)
     assert "runs/own/policy" in use
-    answer = python(["-c", use.replace("runs/own/policy", "policies/tiny")], ROOT)
+    answer = printed(ROOT, exec, use.replace("runs/own/policy", "policies/tiny"), {})
     assert "####" in answer, "the policy answers what it was taught"
 
 
 @pytest.mark.slow
-def test_the_page_of_a_real_model_works_as_it_stands(tmp_path):
+def test_the_page_of_a_real_model_works_as_it_stands(tmp_path, printed):
     """Up to training: the policy that ships stands in for the one that is downloaded."""
     text = page("real_model.md")
     questions, reward, _ = blocks(text, "python")
@@ -96,23 +98,28 @@ def test_the_page_of_a_real_model_works_as_it_stands(tmp_path):
     (command,) = [b for b in blocks(text, "") if b.rstrip().endswith("--dry_run")]
     (tmp_path / "rewards.py").write_text(reward)
     (tmp_path / "own.gin").write_text(settings + 'Policy.directory = "policies/tiny"\n')
-    python(["-c", questions], tmp_path)
-    plan = dry_run(command, tmp_path)
+    printed(tmp_path, exec, questions, {})
+    plan = printed(tmp_path, dry_run, command)
     assert "# examples      400" in plan and "are in the training set" not in plan
     assert len((tmp_path / "unseen.jsonl").read_text().splitlines()) == 64
     (exported,) = [b.split()[3:] for b in blocks(text, "") if b.startswith("python -m rl.export")]
     assert export.command_line().parse_args(exported).step == "best"
 
 
-@pytest.mark.parametrize("path", HOW_TOS, ids=lambda p: p.stem)
-def test_the_diff_of_a_how_to_applies_and_passes_its_check(path, tmp_path):
-    text = path.read_text(encoding="utf-8")
-    (diff,), (check,) = blocks(text, "diff"), blocks(text, "python")
+def test_the_diffs_of_the_how_tos_apply_and_pass_their_checks(tmp_path):
     for name in CODE:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
-    python(["-c", check], tmp_path, PYTHONPATH=str(tmp_path))
+    checks = []
+    for path in HOW_TOS:
+        text = path.read_text(encoding="utf-8")
+        (diff,), (check,) = blocks(text, "diff"), blocks(text, "python")
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+        checks.append(f"exec(compile({check!r}, {path.name!r}, 'exec'), {{}})")
+    command = [sys.executable, "-c", "\n".join(checks)]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --- generated pages ------------------------------------------------------------------
@@ -286,6 +293,7 @@ def test_settings_that_pages_name_exist():
 # --- messages and metrics -------------------------------------------------------------
 
 
+@functools.cache
 def string_literals() -> set[str]:
     """Return every string of the code, with `…` for the values in f-strings."""
     found = set()

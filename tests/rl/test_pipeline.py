@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from loop_runs import compilations, finish, stop_after
+from loop_runs import finish, stop_after
 from pipelines import Deferring
 
 from models import hf
@@ -54,17 +54,10 @@ def tokens():
 
 
 @pytest.fixture(scope="module")
-def compiled(tiny, tokens, tmp_path_factory):
-    """The run from empty caches, what it compiled up to warm-up and after, and its folder."""
+def ahead(tiny, tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
     with noting(tokens):
-        return *compilations(tiny, folder, *PIPELINE), folder
-
-
-@pytest.fixture(scope="module")
-def ahead(compiled):
-    done, _, _, folder = compiled
-    return done, folder
+        return finish(tiny, folder, *PIPELINE, "Checkpoint.every_steps=1")
 
 
 @contextlib.contextmanager
@@ -103,7 +96,7 @@ def answers(config, inputs, params, step):
 @pytest.mark.parity
 def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
     """Steps 1 and 2 by the first weights, step s by those after update s − 2."""
-    done, folder = ahead
+    done, folder = ahead, ahead.folder
     config = load(TrainConfig, [tiny], [*PIPELINE, f"Run.directory={str(folder)!r}"])
     inputs = open_inputs(config)
     _, first = hf.load_pretrained(inputs.policy, None)
@@ -132,11 +125,11 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, ahead, tmp_path,
     assert f"resuming after step {steps}" in resumed.show.messages
     same_but_rounds = [
         [{k: v for k, v in row.items() if not k.startswith("rollout/")} for row in d.rows]
-        for d in (resumed, ahead[0])
+        for d in (resumed, ahead)
     ]
     assert same_but_rounds[0] == same_but_rounds[1]
-    assert resumed.samples == ahead[0].samples
-    for one, other in zip(resumed.leaves, ahead[0].leaves, strict=True):
+    assert resumed.samples == ahead.samples
+    for one, other in zip(resumed.leaves, ahead.leaves, strict=True):
         assert one.tobytes() == other.tobytes()
 
 
@@ -153,7 +146,7 @@ def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
             tiny, tmp_path, *PIPELINE, "Speculation.budget='fixed:3'", "Engine.max_nodes=4"
         )
     assert drafted == {r: tokens[r] for r in drafted} and len(drafted) == 4 * SIZE
-    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
+    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead)]
     assert all(row["spec/tokens_per_round"] > 1 for row in done.rows)
     assert all(0 < row["spec/accept_rate"] < 1 for row in done.rows)
 
@@ -273,7 +266,7 @@ def test_the_second_tier_changes_no_token(tiny, ahead, tokens, tmp_path, monkeyp
         settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Sched.workers=3")
         done = finish(tiny, tmp_path, *PIPELINE, *settings)
     assert found == tokens and [sum(plan) for plan in plans][:1] == [3]
-    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
+    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead)]
 
 
 # --- what cannot be ---------------------------------------------------------------------
@@ -310,7 +303,7 @@ def test_a_worker_that_raises_ends_the_run_and_the_last_whole_step_is_saved(
     resumed = finish(tiny, tmp_path, *PIPELINE, "Checkpoint.every_steps=0")
     if steps:
         assert f"resuming after step {steps[-1]}" in resumed.show.messages
-    assert resumed.samples == ahead[0].samples
+    assert resumed.samples == ahead.samples
 
 
 def test_devices_are_shared_out():
@@ -328,9 +321,3 @@ def test_the_policy_names_the_scheduler():
 
     assert isinstance(made("histopipe"), HistoPipe)
     assert made("seer").num_unfinished == 0
-
-
-def test_nothing_compiles_after_warm_up(compiled):
-    _, before, after, _ = compiled
-    assert len(before) > 10
-    assert after == [], after

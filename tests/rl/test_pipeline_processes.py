@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
+from pipelines import DAPO, PIPELINE, SETTINGS, Deferring
 from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
 from rl import first_programs, pipeline, responses
@@ -34,11 +34,6 @@ from tests.support.stores import play
 pytestmark = pytest.mark.usefixtures("one_device")
 
 DEADLINE_S = 60.0  # of a busy machine
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny):
-    return with_rewards(tiny)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +126,14 @@ def together(count, tiny, folder, *overrides, stops=None):
 @pytest.mark.parametrize("mode", ["pipeline", "ahead"])
 def test_processes_learn_from_what_one_would(tiny, tmp_path, answered_by, mode):
     """Three processes for two prompts a step: one of them has nothing to answer."""
-    settings = (*SETTINGS, *DAPO, "Reuse.mode='coupled'", rewarded(tiny), *PIPELINE, "Run.steps=4")
+    settings = (
+        *SETTINGS,
+        *DAPO,
+        "Reuse.mode='coupled'",
+        tiny_run.rewarded(tiny, "lucky"),
+        *PIPELINE,
+        "Run.steps=4",
+    )
     settings += (f"Sched.mode={mode!r}",)
     alone = steps_of(ALONE, tiny, tmp_path / "alone", None, *settings)
     assert len(set(alone.phases)) > 1, "some steps are to ask further prompts"

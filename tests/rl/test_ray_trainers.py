@@ -40,10 +40,6 @@ class Played:
         )
 
     @property
-    def are_ready(self):
-        return sum(text == "ready" for _, _, text in self.lines) == 2
-
-    @property
     def processes(self):
         return [self.room.started[i][0].host._object._process for i in range(2)]
 
@@ -60,11 +56,6 @@ def test_all_lines_come_before_the_end():
         [(_, first)] = lines - {(True, "error: all say so"), (True, f"only {i} says so")}
         addresses.add(first.removeprefix(f"number {i} at "))
     assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:")
-
-
-@pytest.mark.parametrize(("play", "status"), [("stops", 75), ("stops at the start", 128 + 15)])
-def test_they_stop_together(play, status):
-    assert Played(play).run(lambda played: played.are_ready) == {0: status, 1: status}
 
 
 def test_at_the_second_stop_they_are_ended_at_once():

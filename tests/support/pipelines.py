@@ -3,11 +3,6 @@
 from sched.ledger import Ledger
 from sched.protocol import ChunkDone, Defer, Submitted
 
-REWARD = '''
-def lucky(completions, **columns):
-    """1 for an even digit at the start, which most groups of four have none or all of."""
-    return [float(text[:1] in ("0", "2", "4")) for text in completions]
-'''
 # Which rounds a request shares depends on time, and their shapes round differently: what is learnt
 # from the trainer's own log-probabilities is the same to the bit.
 SETTINGS = (
@@ -16,17 +11,6 @@ SETTINGS = (
 )
 PIPELINE = ("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3")
 DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2")
-
-
-def with_rewards(tiny):
-    """The configuration, with the file of `lucky` beside it."""
-    (tiny.parent / "lucky.py").write_text(REWARD)
-    return tiny
-
-
-def rewarded(tiny):
-    """The setting that rewards by `lucky`."""
-    return f"Reward.functions=('{tiny.parent / 'lucky.py'}:lucky',)"
 
 
 class Deferring:
