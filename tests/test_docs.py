@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,17 +143,6 @@ def test_met_and_missed_are_computed():
     for goal, mark in ((f">= {value - 0.1}", "met"), (f">= {value + 0.1}", "**missed**")):
         cells = generate.cells({**row, "values": ["history_ratio"], "goal": [goal]})
         assert cells[4] == mark
-
-
-def test_figures_of_several_files_stand_beside_one_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    (tmp_path / "a.json").write_text(json.dumps({"x": {"value": 0.5, "interval": [0.25, 0.75]}}))
-    (tmp_path / "b.json").write_text(json.dumps({"other": 1}))
-    row = {"what": "x", "kind": "measured", "values": ["x.value", "x.interval.0", "x.interval.1"]}
-    row |= {"show": ["{:.1f}", " ({:.2f}", "–{:.2f})"], "join": "", "gaps": True}
-    assert generate.beside(row, ["a.json", "b.json"]) == ["x", "measured", "0.5 (0.25–0.75)", "–"]
-    with pytest.raises(AssertionError, match="no goal"):
-        generate.beside({**row, "goal": ["> 0", "", ""]}, ["a.json"])
 
 
 def test_the_readme_and_the_architecture_are_short():
@@ -294,21 +283,23 @@ def test_settings_that_pages_name_exist():
 
 
 @functools.cache
+def trees() -> list[ast.Module]:
+    paths = (path for name in CODE for path in (ROOT / name).rglob("*.py"))
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+@functools.cache
 def string_literals() -> set[str]:
     """Return every string of the code, with `…` for the values in f-strings."""
     found = set()
-    for name in CODE:
-        for path in (ROOT / name).rglob("*.py"):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            pieces = {
-                id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values
-            }
-            for node in ast.walk(tree):
-                if isinstance(node, ast.JoinedStr):
-                    values = [v.value if isinstance(v, ast.Constant) else GAP for v in node.values]
-                    found.add("".join(map(str, values)))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found |= set() if id(node) in pieces else {node.value}
+    for tree in trees():
+        pieces = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                values = [v.value if isinstance(v, ast.Constant) else GAP for v in node.values]
+                found.add("".join(map(str, values)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= set() if id(node) in pieces else {node.value}
     return found
 
 
@@ -320,21 +311,9 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
 
 
 PREFIXES = (
-    *(
-        "ahead",
-        "bandit",
-        "batch",
-        "clip_ratio",
-        "completions",
-        "correction",
-        "critic",
-        "diversity",
-        "drafter",
-        "drafting",
-    ),
-    *("dynamic_sampling", "perf", "ratio", "reward", "rewards", "rollout", "sampling", "spec"),
-    *("update", "weights", "workers"),
-)
+    "ahead bandit batch clip_ratio completions correction critic diversity drafter drafting "
+    "dynamic_sampling perf ratio reward rewards rollout sampling spec update weights workers"
+).split()
 
 
 def test_the_metrics_page_has_every_metric():
@@ -364,28 +343,16 @@ def test_the_metrics_page_has_every_figure_of_an_evaluation():
 OPENINGS = ("Of ", "Those ", "The same ", "What ", "Who ", "How ", "Whether ", "So many ")
 
 
-def riddles(root: Path) -> Iterator[str]:
-    """Yield the docstrings below root that begin in a way that cannot stand alone."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for name in CODE:
-        for path in sorted((root / name).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                doc = ast.get_docstring(node) if isinstance(node, kinds) else None
-                if doc and doc.startswith(OPENINGS):
-                    line = getattr(node, "lineno", 1)
-                    yield f"{path.relative_to(root)}:{line}: {doc.splitlines()[0]}"
-
-
 def test_docstrings_say_what_a_thing_is_or_does():
-    assert list(riddles(ROOT)) == []
-
-
-def test_a_planted_docstring_is_found(tmp_path):
-    (tmp_path / "rl").mkdir()
-    (tmp_path / "rl" / "fault.py").write_text(
-        'def f():\n    """The same of another kind."""\n\n\ndef g():\n    """Return the sum."""\n'
-    )
-    assert list(riddles(tmp_path)) == ["rl/fault.py:1: The same of another kind."]
+    """None begins in a way that cannot stand alone."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {
+        ast.get_docstring(node) or ""
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    }
+    assert len(docs) > 1000 and not [doc for doc in docs if doc.startswith(OPENINGS)]
 
 
 def test_the_prose_lint_counts_phrases_and_names():

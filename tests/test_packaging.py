@@ -201,14 +201,6 @@ def test_every_public_name_of_the_wheel_is_imported(python_of_wheel, tmp_path):
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_the_wheel_in_a_folder_with_models_of_its_own(python_of_wheel, tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").touch()
-    with pytest.raises(AssertionError, match=r"expected Reprise's package 'models' in .*, got "):
-        execute([python_of_wheel, "-c", "import rl"], tmp_path)
-    execute([python_of_wheel, "-P", "-c", "import rl, models, spec, sched.protocol"], tmp_path)
-
-
 def make_dry_run(target: str, *arguments: str, at: Path) -> str:
     """The commands that make would run where nothing is installed yet."""
     outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "JOBS", "ARGS")

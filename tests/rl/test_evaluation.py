@@ -6,6 +6,7 @@ import json
 
 import pytest
 from loop_runs import finish
+from run_settings import DRAFTS, WORKERS
 
 from rl.checkpoint.best import read_best
 from rl.checkpoint.folders import list_steps
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 QUESTIONS = ("1+1=", "3+3=", "4+1+2=", "9=", "5+5+5=")
 EVALUATED = ("Eval.num_prompts=5", "Eval.every_steps=2", "Run.steps=5", "Checkpoint.keep=1")
 # one of everything that evaluation must leave alone
-WITH_ALL = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Reuse.mode='coupled'")
+WITH_ALL = (*DRAFTS, "Reuse.mode='coupled'")
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +167,9 @@ def test_other_questions_begin_a_new_comparison(tiny, sets, greedy, tmp_path):
 
 def test_several_workers_and_a_pipeline_answer_as_one_engine(tiny, sets, greedy, tmp_path):
     """In a pipeline too the weights are those after the step, and evaluation changes no sample."""
-    workers = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
     first = evaluations(greedy[0])[0]
     for mode in ("sync", "ahead", "pipeline"):
-        settings = (*workers, f"Sched.mode='{mode}'", "Run.steps=2")
+        settings = (*WORKERS, f"Sched.mode='{mode}'", "Run.steps=2")
         found = finish(tiny, tmp_path / mode, *settings, *EVALUATED[:2], sets)
         assert evaluations(found)[0]["eval/mean_reward"] == first["eval/mean_reward"]
         without = finish(tiny, tmp_path / f"{mode}_without", *settings)

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from loop_runs import assert_same_bits, finish
+from run_settings import DAPO, DRAFTS
 
 from rl.checkpoint import contents
 from rl.config import TrainConfig
@@ -37,12 +38,12 @@ def test_it_learns(tiny, name, tmp_path):
 
 # --- dapo -------------------------------------------------------------------------------
 
-DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2", "Run.steps=4")
+FOUR = (*DAPO, "Run.steps=4")
 
 
 @pytest.fixture(scope="module")
 def dapo(tiny, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("dapo"), *DAPO, tiny_run.rewarded(tiny, "lucky"))
+    return finish(tiny, tmp_path_factory.mktemp("dapo"), *FOUR, tiny_run.rewarded(tiny, "lucky"))
 
 
 def test_groups_without_differences_are_replaced_by_further_prompts(tiny, dapo):
@@ -74,8 +75,7 @@ def test_samples_of_every_phase_have_noise_of_their_own(dapo):
 
 
 def test_drafts_change_no_token_of_any_phase(tiny, dapo, tmp_path):
-    drafts = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=4")
-    done = finish(tiny, tmp_path, *DAPO, tiny_run.rewarded(tiny, "lucky"), *drafts)
+    done = finish(tiny, tmp_path, *FOUR, tiny_run.rewarded(tiny, "lucky"), *DRAFTS)
     texts = [[json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (done, dapo)]
     assert texts[0] == texts[1]
     # the third step has seen all six prompts: there is history to draft from
@@ -85,7 +85,7 @@ def test_drafts_change_no_token_of_any_phase(tiny, dapo, tmp_path):
 @pytest.mark.parametrize("stop_at_fetch", [3, 15])
 def test_dapo_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, dapo, tmp_path, stop_at_fetch):
     """The data cursor is in the checkpoint: it does not follow from the step."""
-    settings = (*DAPO, tiny_run.rewarded(tiny, "lucky"), "Checkpoint.every_steps=0")
+    settings = (*FOUR, tiny_run.rewarded(tiny, "lucky"), "Checkpoint.every_steps=0")
     show = tiny_run.Recorder()
     with pytest.raises(Stopped):
         tiny_run.train(
@@ -99,7 +99,7 @@ def test_dapo_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, dapo, tmp_p
 
 
 def test_a_step_whose_groups_are_all_equal_ends_after_the_last_phase(tiny, tmp_path):
-    settings = (*DAPO, tiny_run.rewarded(tiny, "equal"), "Run.steps=2")
+    settings = (*FOUR, tiny_run.rewarded(tiny, "equal"), "Run.steps=2")
     done = finish(tiny, tmp_path, *settings)
     for row in done.rows:
         assert row["dynamic_sampling/phases"] == 3
@@ -110,13 +110,13 @@ def test_a_step_whose_groups_are_all_equal_ends_after_the_last_phase(tiny, tmp_p
 
 
 def test_the_length_penalty_is_in_the_advantages_and_not_in_the_rewards(tiny, tmp_path):
-    longer = ("Sampling.max_new_tokens=24", "Run.steps=1")
-    plain = finish(tiny, tmp_path / "plain", *longer)
-    punished = finish(tiny, tmp_path / "punished", *longer, "Algorithm.overlong_buffer_tokens=20")
+    plain = finish(tiny, tmp_path / "plain", "Run.steps=1")
+    six = "Algorithm.overlong_buffer_tokens=6"
+    punished = finish(tiny, tmp_path / "punished", "Run.steps=1", six)
     rows = [[json.loads(x) for x in r.samples.splitlines()] for r in (plain, punished)]
     assert [s["reward"] for s in rows[0]] == [s["reward"] for s in rows[1]]
     assert [s["advantage"] for s in rows[0]] != [s["advantage"] for s in rows[1]]
-    penalties = [-max(0, s["num_tokens"] - 4) / 20 for s in rows[1]]
+    penalties = [-max(0, s["num_tokens"] - 2) / 6 for s in rows[1]]
     assert punished.rows[0]["reward/overlong_penalty"] == pytest.approx(np.mean(penalties))
     group = np.array([s["reward"] + p for s, p in zip(rows[1], penalties, strict=True)])[:4]
     wanted = (group - group.mean()) / (group.std(ddof=1) + 1e-4)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from loop_runs import assert_same_bits, assert_same_run, finish, spare_time
+from run_settings import BANDIT, LEARNED, WORKERS
 from whole_steps import whole_steps
 
 from rl.drafter_run import DrafterRun
@@ -20,22 +21,8 @@ from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-LEARNED = (
-    "Speculation.sources=('group', 'own', 'learned')",
-    "Speculation.budget='fixed:3'",
-    "Engine.max_nodes=4",
-    "Drafter.max_depth=2",
-    "Drafter.top_k=2",
-    "Drafter.micro_batches=2",
-    "Drafter.batch_rows=1",
-    "Drafter.row_tokens=32",
-    "DrafterTraining.learning_rate=0.003",
-)
 AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
 LATE = ("Checkpoint.every_steps=0",)  # so that the stop has to save
-BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
-BANDIT += ("Tuner.depths=(1, 2)",)
-WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,25 @@ from __future__ import annotations
 import jax
 import pytest
 from loop_runs import assert_same_run, finish, texts
+from run_settings import WORKERS
 
-WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
+
+@pytest.fixture
+def narrow(tiny, tmp_path, monkeypatch):
+    """Runs on one device, as on a user's CPU."""
+
+    def run(*settings):
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+            return finish(tiny, tmp_path / "narrow", *settings)
+
+    return run
 
 
 @pytest.mark.parity
-def test_workers_change_no_reward_and_no_token(tiny, tmp_path):
+def test_workers_change_no_reward_and_no_token(tiny, narrow, tmp_path):
     one = finish(tiny, tmp_path / "one")
-    assert_same_run(one, finish(tiny, tmp_path / "two", *WORKERS, "Sched.policy='seer'"))
+    assert_same_run(one, narrow(*WORKERS, "Sched.policy='seer'"))
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
@@ -21,10 +32,9 @@ def test_workers_change_no_reward_and_no_token(tiny, tmp_path):
     [("Mesh.fsdp=8",), ("Mesh.fsdp=2", "Sched.mode='pipeline'")],
     ids=["shared devices", "devices apart"],
 )
-def test_workers_beside_a_trainer_on_several_devices(tiny, tmp_path, more):
+def test_workers_beside_a_trainer_on_several_devices(tiny, narrow, tmp_path, more):
     """Its mesh is not theirs: what they answer is what one device would."""
-    once = (*WORKERS, *more, "Run.steps=1")
-    wide = finish(tiny, tmp_path / "wide", *once)
-    narrow = finish(tiny, tmp_path / "narrow", *once, "Mesh.fsdp=1")
-    assert texts(wide) == texts(narrow)
-    assert wide.rows[0]["loss"] == pytest.approx(narrow.rows[0]["loss"], rel=1e-3, abs=1e-5)
+    one = narrow(*WORKERS, *more, "Run.steps=1", "Mesh.fsdp=1")
+    wide = finish(tiny, tmp_path / "wide", *WORKERS, *more, "Run.steps=1")
+    assert texts(wide) == texts(one)
+    assert wide.rows[0]["loss"] == pytest.approx(one.rows[0]["loss"], rel=1e-3, abs=1e-5)

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 from loop_runs import finish, stop_after
-from pipelines import Deferring
+from run_settings import DRAFTS, WORKERS, Deferring
 
 from models import hf
 from rl import pipeline, responses
@@ -40,10 +40,7 @@ from tests.support import tiny_run
 pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py
 
 # one bucket of everything, so that who runs beside whom moves no bit
-PIPELINE = (
-    *("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4"),
-    *("Engine.min_slots=4", "Run.steps=4", "Checkpoint.keep=10"),
-)
+PIPELINE = ("Sched.mode='pipeline'", *WORKERS, "Run.steps=4", "Checkpoint.keep=10")
 SIZE = 8  # responses a step: 2 prompts, 4 each
 
 
@@ -142,9 +139,7 @@ def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "NgramDrafter", lambda: LastResponseDrafter(known))
     drafted = {}
     with noting(drafted):
-        done = finish(
-            tiny, tmp_path, *PIPELINE, "Speculation.budget='fixed:3'", "Engine.max_nodes=4"
-        )
+        done = finish(tiny, tmp_path, *PIPELINE, *DRAFTS)
     assert drafted == {r: tokens[r] for r in drafted} and len(drafted) == 4 * SIZE
     assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead)]
     assert all(row["spec/tokens_per_round"] > 1 for row in done.rows)

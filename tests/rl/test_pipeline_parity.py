@@ -7,7 +7,7 @@ import json
 import one_behind
 import pytest
 from loop_runs import finish, stop_after
-from pipelines import DAPO, PIPELINE, SETTINGS
+from run_settings import DAPO, PIPELINE, SETTINGS
 
 from tests.support.tiny_run import rewarded
 

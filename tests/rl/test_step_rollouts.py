@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from loop_runs import finish, stop_after
-from pipelines import DAPO, SETTINGS
+from run_settings import DAPO, DRAFTS, LEARNED, SETTINGS
 
 from rl import rollouts as run_rollouts
 from rl.engine.engine import Engine
@@ -25,16 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 AHEAD = ("Sched.mode='ahead'", "Sched.workers=2", "Sched.chunk_tokens=3")
 MODES = {  # plainly: below
-    "drafts": (
-        *("Speculation.budget='fixed:3'", "Speculation.sources=('last','history','group','own')"),
-        "Engine.max_nodes=4",
-    ),
+    "drafts": (*DRAFTS, "Speculation.sources=('last','history','group','own')"),
     "dynamic sampling": (*DAPO, "Reuse.mode='coupled'"),
-    "a drafter that idle workers train": (
-        *("Speculation.budget='fixed:2'", "Speculation.sources=('last', 'learned')"),
-        *("Engine.max_nodes=4", "Drafter.max_depth=2", "Drafter.top_k=1", "Drafter.batch_rows=1"),
-        "Drafter.row_tokens=32",
-    ),
+    "a drafter that idle workers train": LEARNED,
     "lenient": ("Reuse.mode='lenient:e^0.5'", "Reuse.schedule='clip_fraction:0.2'"),
 }
 

@@ -14,6 +14,7 @@ from loop_runs import (
     spare_time,
     stop_after,
 )
+from run_settings import BANDIT, DAPO, DRAFTS, LEARNED, WORKERS
 from whole_steps import whole_steps
 
 from rl.config import TrainConfig
@@ -22,16 +23,6 @@ from rl.metrics.writer import step_rows
 from tests.support.tiny_run import rewarded
 
 LONGER = ("Sampling.max_new_tokens=24", "Run.steps=6")
-DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
-LEARNED = (
-    *("Engine.max_nodes=4", "Drafter.max_depth=2", "Drafter.top_k=2", "Drafter.micro_batches=2"),
-    *("Drafter.batch_rows=1", "Drafter.row_tokens=32"),
-)
-BANDIT = (
-    *("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)"),
-    "Tuner.depths=(1, 2)",
-)
-WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
 
 
 @pytest.fixture
@@ -71,8 +62,7 @@ def test_one_engine_with_a_critic_reuse_and_a_task_s_own_sampling(tiny, tmp_path
 
 
 def test_a_learned_drafter_in_a_run_that_is_resumed(tiny, narrow, tmp_path):
-    learned = ("Speculation.sources=('group', 'own', 'learned')", *DRAFTS, *LEARNED)
-    after = (*learned, "Drafter.spot=False", "Drafter.steps_after_rollout=3")
+    after = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3")
     stop_after(tiny, tmp_path, 2, *after)
     done, *compiled = compilations(
         tiny, tmp_path, *after, "Run.steps=5", "Checkpoint.every_steps=2"
@@ -86,9 +76,9 @@ def test_workers_with_every_drafter_and_reuse(tiny, narrow, tmp_path):
     """They train the drafter in their spare time, and all of it changes no token of one engine."""
     coupled = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'", "Run.steps=6")
     drafts = (
+        *(*LEARNED, *BANDIT, *WORKERS, "Drafter.checkpoint_every_steps=1", "Engine.min_slots=2"),
         "Speculation.sources=('group', 'own', 'learned', 'model')",
         f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
-        *(*LEARNED, *BANDIT, *WORKERS, "Drafter.checkpoint_every_steps=1", "Engine.min_slots=2"),
     )
     with spare_time():
         done, *compiled = compilations(tiny, tmp_path / "workers", *coupled, *drafts)
@@ -112,8 +102,8 @@ def test_a_pipeline_that_is_evaluated(tiny, narrow, tmp_path):
 
 def test_a_step_begun_ahead_with_drafts_further_phases_and_corrections(tiny, narrow, tmp_path):
     drafts = (*DRAFTS, "Speculation.sources=('last', 'history', 'group', 'own')")
-    dapo = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2", "Trainer.minibatches=2")
-    more = ("Algorithm.correction='sequence_tis:2'", "Sampling.draw='gumbel'", "Run.steps=4")
+    dapo = (*DAPO, "Trainer.minibatches=2", "Run.steps=4")
+    more = ("Algorithm.correction='sequence_tis:2'", "Sampling.draw='gumbel'")
     settings = (*WORKERS, "Sched.mode='ahead'", *drafts, *dapo, *more, rewarded(tiny, "lucky"))
     done, *compiled = compilations(tiny, tmp_path, *settings)
     assert_warm_up_compiled_all(done.rows, *compiled)

@@ -87,12 +87,6 @@ def raises(completions, **columns):
     return [1.0]
 
 
-def hangs(completions, **columns):
-    if fails(completions):
-        time.sleep(60)
-    return [1.0]
-
-
 def dies(completions, **columns):
     if fails(completions):
         os._exit(3)

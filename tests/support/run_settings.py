@@ -1,4 +1,4 @@
-"""Runs whose rollouts are one update behind: their settings, and a scheduler that defers."""
+"""Settings that tests of runs share, so that each program is compiled once; a scheduler."""
 
 from sched.ledger import Ledger
 from sched.protocol import ChunkDone, Defer, Submitted
@@ -9,8 +9,19 @@ SETTINGS = (
     "Algorithm.old_logprobs='recomputed'",
     *("Engine.slots=4", "Engine.min_slots=4", "Run.steps=6", "Sampling.draw='gumbel'"),
 )
+WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
 PIPELINE = ("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3")
 DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2")
+DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+LEARNED = (
+    *(*DRAFTS, "Speculation.sources=('group', 'own', 'learned')"),
+    *("Drafter.max_depth=2", "Drafter.top_k=2", "Drafter.micro_batches=2", "Drafter.batch_rows=1"),
+    *("Drafter.row_tokens=32", "DrafterTraining.learning_rate=0.003"),
+)
+BANDIT = (
+    *("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)"),
+    "Tuner.depths=(1, 2)",
+)
 
 
 class Deferring:
