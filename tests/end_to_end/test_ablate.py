@@ -51,7 +51,7 @@ def test_a_grid_is_stopped_resumed_and_read(grid, capsys, monkeypatch):
         while not (runs / "plain-0" / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C tells all
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "the same command resumes it" in output
     for name, value in env.items():  # of the runs that it starts

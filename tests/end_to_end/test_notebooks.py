@@ -85,3 +85,4 @@ def test_they_run_and_draw(folder):
     assert done.returncode == 0, done.stderr[-3000:]
     shown = [part.partition("\n") for part in done.stdout.split("NOTEBOOK ")[1:]]
     assert {name: out.count("PLOT 1") for name, _, out in shown} == PLOTS
+    assert "of which 0 differ" in done.stdout

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from loop_runs import finish
-from run_settings import DRAFTS, WORKERS
+from run_settings import DRAFTS, PIPELINE, SETTINGS
 
 from rl.checkpoint.best import read_best
 from rl.checkpoint.folders import list_steps
@@ -169,7 +169,7 @@ def test_several_workers_and_a_pipeline_answer_as_one_engine(tiny, sets, greedy,
     """In a pipeline too the weights are those after the step, and evaluation changes no sample."""
     first = evaluations(greedy[0])[0]
     for mode in ("sync", "ahead", "pipeline"):
-        settings = (*WORKERS, f"Sched.mode='{mode}'", "Run.steps=2")
+        settings = (*SETTINGS, *PIPELINE, f"Sched.mode='{mode}'", "Run.steps=2")
         found = finish(tiny, tmp_path / mode, *settings, *EVALUATED[:2], sets)
         assert evaluations(found)[0]["eval/mean_reward"] == first["eval/mean_reward"]
         without = finish(tiny, tmp_path / f"{mode}_without", *settings)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from loop_runs import assert_same_bits, assert_same_run, finish, spare_time
-from run_settings import BANDIT, LEARNED, WORKERS
+from run_settings import BANDIT, LEARNED, PIPELINE, SETTINGS, TRAINED_AFTER
 from whole_steps import whole_steps
 
 from rl.drafter_run import DrafterRun
@@ -21,7 +21,7 @@ from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
+AFTER = (*TRAINED_AFTER, "Run.steps=4")
 LATE = ("Checkpoint.every_steps=0",)  # so that the stop has to save
 
 
@@ -135,17 +135,15 @@ def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
     assert 60 < len(chosen(2)) < 140 and 200 < len(chosen(3)) < 300
 
 
-SPOT = (*LEARNED, *WORKERS, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
-
-
 def test_workers_train_it_while_the_trainer_trains(tiny, tmp_path):
     with spare_time():
-        done = finish(tiny, tmp_path, *SPOT, "Sched.mode='pipeline'")
+        settings = (*LEARNED, *SETTINGS, *PIPELINE, "Drafter.checkpoint_every_steps=1")
+        done = finish(tiny, tmp_path, *settings)
     assert done.rows[-1]["drafter/total_steps"] > 0
     assert whole_steps(tmp_path / "drafter")[0] > 0
 
 
 def test_in_a_pipeline_too_it_may_be_trained_after_each_rollout(tiny, tmp_path):
-    settings = (*AFTER, *WORKERS, "Sched.mode='pipeline'", "Run.steps=3")
+    settings = (*SETTINGS, *PIPELINE, *AFTER, "Run.steps=3")
     done = finish(tiny, tmp_path, *settings)
     assert [row["drafter/total_steps"] for row in done.rows] == [3, 6, 9]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 from loop_runs import assert_same_run, finish, texts
-from run_settings import WORKERS
+from run_settings import PIPELINE, SETTINGS
 
 
 @pytest.fixture
@@ -23,18 +23,19 @@ def narrow(tiny, tmp_path, monkeypatch):
 @pytest.mark.parity
 def test_workers_change_no_reward_and_no_token(tiny, narrow, tmp_path):
     one = finish(tiny, tmp_path / "one")
-    assert_same_run(one, narrow(*WORKERS, "Sched.policy='seer'"))
+    assert_same_run(one, narrow(*PIPELINE, "Sched.mode='sync'", "Sched.policy='seer'"))
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
 @pytest.mark.parametrize(
     "more",
-    [("Mesh.fsdp=8",), ("Mesh.fsdp=2", "Sched.mode='pipeline'")],
+    [("Mesh.fsdp=8", "Sched.mode='sync'"), ("Mesh.fsdp=2", "Sched.workers=1")],
     ids=["shared devices", "devices apart"],
 )
 def test_workers_beside_a_trainer_on_several_devices(tiny, narrow, tmp_path, more):
     """Its mesh is not theirs: what they answer is what one device would."""
-    one = narrow(*WORKERS, *more, "Run.steps=1", "Mesh.fsdp=1")
-    wide = finish(tiny, tmp_path / "wide", *WORKERS, *more, "Run.steps=1")
+    settings = (*SETTINGS, *PIPELINE, *more, "Run.steps=1")
+    one = narrow(*settings, "Mesh.fsdp=1")
+    wide = finish(tiny, tmp_path / "wide", *settings)
     assert texts(wide) == texts(one)
     assert wide.rows[0]["loss"] == pytest.approx(one.rows[0]["loss"], rel=1e-3, abs=1e-5)

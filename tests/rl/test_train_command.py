@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_runs import call_main
+from run_settings import TRAINED_AFTER
 
 from models import hf, tokenizer, transformer
 from policies.make.characters import save_character_tokenizer
@@ -215,22 +216,15 @@ def test_resume_without_a_run(tmp_path, capsys):
     assert "found no config.gin there" in capsys.readouterr().err
 
 
-LEARNS = (
-    *("--gin.Speculation.budget=fixed:1", "--gin.Speculation.sources=('learned',)"),
-    *("--gin.Drafter.steps_after_rollout=2", "--gin.Drafter.micro_batches=1"),
-    *("--gin.Drafter.row_tokens=32", "--gin.Drafter.max_depth=1", "--gin.Drafter.top_k=1"),
-)
-
-
 @pytest.mark.slow
 def test_a_learned_drafter_is_left_beside_the_policy(tiny, tmp_path, capsys):
     folder, out = tmp_path / "run", tmp_path / "out"
     where = f"--gin.Run.directory='{folder}'"
-    assert run_train(f"--gin_file={tiny}", where, *LEARNS) == 0
+    assert run_train(f"--gin_file={tiny}", where, *(f"--gin.{x}" for x in TRAINED_AFTER)) == 0
     assert f"its drafter in {folder / 'drafter_model'}" in capsys.readouterr().err
-    assert [row["drafter/total_steps"] for row in read_metrics(folder)] == [2, 4, 6]
+    assert [row["drafter/total_steps"] for row in read_metrics(folder)] == [3, 6, 9]
     assert export.main([str(folder), "--drafter", "--output", str(out)]) == 0
-    assert f"6 steps, by {folder / 'drafter'}\n" in capsys.readouterr().out
+    assert f"9 steps, by {folder / 'drafter'}\n" in capsys.readouterr().out
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (folder / "drafter_model" / file).read_bytes() == (out / file).read_bytes()
     got = eagle_files.load(out, tiny_run.MODEL).params

@@ -14,7 +14,7 @@ from loop_runs import (
     spare_time,
     stop_after,
 )
-from run_settings import BANDIT, DAPO, DRAFTS, LEARNED, WORKERS
+from run_settings import BANDIT, DAPO, DRAFTS, LEARNED, TRAINED_AFTER, WORKERS
 from whole_steps import whole_steps
 
 from rl.config import TrainConfig
@@ -62,10 +62,9 @@ def test_one_engine_with_a_critic_reuse_and_a_task_s_own_sampling(tiny, tmp_path
 
 
 def test_a_learned_drafter_in_a_run_that_is_resumed(tiny, narrow, tmp_path):
-    after = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3")
-    stop_after(tiny, tmp_path, 2, *after)
+    stop_after(tiny, tmp_path, 2, *TRAINED_AFTER)
     done, *compiled = compilations(
-        tiny, tmp_path, *after, "Run.steps=5", "Checkpoint.every_steps=2"
+        tiny, tmp_path, *TRAINED_AFTER, "Run.steps=5", "Checkpoint.every_steps=2"
     )
     assert "resuming after step 2" in done.show.messages
     assert_warm_up_compiled_all(done.rows[2:], *compiled)

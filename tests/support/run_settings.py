@@ -18,6 +18,7 @@ LEARNED = (
     *("Drafter.max_depth=2", "Drafter.top_k=2", "Drafter.micro_batches=2", "Drafter.batch_rows=1"),
     *("Drafter.row_tokens=32", "DrafterTraining.learning_rate=0.003"),
 )
+TRAINED_AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3")
 BANDIT = (
     *("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)"),
     "Tuner.depths=(1, 2)",
