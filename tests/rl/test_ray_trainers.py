@@ -47,17 +47,6 @@ class Played:
         assert not any(runs(process.pid) for process in self.processes)
 
 
-def test_all_lines_come_before_the_end():
-    played = Played("ends")
-    assert played.run() == {0: 0, 1: 0}
-    addresses = set()
-    for i in range(2):
-        lines = {(is_error, text) for number, is_error, text in played.lines if number == i}
-        [(_, first)] = lines - {(True, "error: all say so"), (True, f"only {i} says so")}
-        addresses.add(first.removeprefix(f"number {i} at "))
-    assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:")
-
-
 def test_at_the_second_stop_they_are_ended_at_once():
     played = Played("goes on")
     with pytest.raises(StoppedAtOnce):
@@ -66,15 +55,7 @@ def test_at_the_second_stop_they_are_ended_at_once():
 
 
 @pytest.mark.fault
-def test_one_that_is_killed_ends_all():
-    played = Played("one is killed")
-    with pytest.raises(ProgramLost, match=r"^trainer process 1 of 2 is lost: killed by SIGKILL$"):
-        played.run()
-    played.assert_ended()
-
-
-@pytest.mark.fault
-def test_so_does_one_whose_actor_dies():
+def test_one_whose_actor_dies_ends_all():
     def kill(played):
         if any("only" in text for *_, text in played.lines):
             played.room.started[0][0].kill()

@@ -22,8 +22,6 @@ from rl.gin.loader import load
 from rl.metrics.writer import step_rows
 from tests.support.tiny_run import rewarded
 
-LONGER = ("Sampling.max_new_tokens=24", "Run.steps=6")
-
 
 @pytest.fixture
 def narrow(monkeypatch):
@@ -45,11 +43,11 @@ def evaluated(tiny):
 
 
 def test_one_engine_with_a_critic_reuse_and_a_task_s_own_sampling(tiny, tmp_path):
-    """Its batches shrink, and resumed it gives the same bits."""
+    """Its responses grow beyond the first bucket, and resumed it gives the same bits."""
     [task] = load(TrainConfig, [tiny]).task.specs
     by_task = "Sampling.by_task=('t: temperature=0.7, top_k=9, max_new_tokens=20, stop=\"1\"',)"
-    more = "Reuse.mode='coupled'", "Engine.min_slots=4", "Algorithm.name='ppo'"
-    settings = (*LONGER, *more, f"Task.specs=('t={task}',)", by_task)
+    more = "Reuse.mode='coupled'", "Algorithm.name='ppo'", "Sampling.max_new_tokens=24"
+    settings = (*more, "Run.steps=6", f"Task.specs=('t={task}',)", by_task)
     whole, *compiled = compilations(tiny, tmp_path / "whole", *settings)
     assert_warm_up_compiled_all(whole.rows, *compiled)
     assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
@@ -75,7 +73,7 @@ def test_workers_with_every_drafter_and_reuse(tiny, narrow, tmp_path):
     """They train the drafter in their spare time, and all of it changes no token of one engine."""
     coupled = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'", "Run.steps=6")
     drafts = (
-        *(*LEARNED, *BANDIT, *WORKERS, "Drafter.checkpoint_every_steps=1", "Engine.min_slots=2"),
+        *(*LEARNED, *BANDIT, *WORKERS, "Drafter.checkpoint_every_steps=1"),
         "Speculation.sources=('group', 'own', 'learned', 'model')",
         f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
     )
@@ -100,8 +98,9 @@ def test_a_pipeline_that_is_evaluated(tiny, narrow, tmp_path):
 
 
 def test_a_step_begun_ahead_with_drafts_further_phases_and_corrections(tiny, narrow, tmp_path):
+    """On workers whose batches shrink."""
     drafts = (*DRAFTS, "Speculation.sources=('last', 'history', 'group', 'own')")
-    dapo = (*DAPO, "Trainer.minibatches=2", "Run.steps=4")
+    dapo = (*DAPO, "Trainer.minibatches=2", "Run.steps=4", "Engine.min_slots=2")
     more = ("Algorithm.correction='sequence_tis:2'", "Sampling.draw='gumbel'")
     settings = (*WORKERS, "Sched.mode='ahead'", *drafts, *dapo, *more, rewarded(tiny, "lucky"))
     done, *compiled = compilations(tiny, tmp_path, *settings)
@@ -113,7 +112,7 @@ def test_a_step_begun_ahead_with_drafts_further_phases_and_corrections(tiny, nar
 def test_rollouts_of_split_weights(tiny, tmp_path):
     """They have a mesh of their own, on which the weights of each step are laid out anew."""
     split = "Mesh.data=1", "Mesh.fsdp=8", "Trainer.compute_dtype='bfloat16'"
-    settings = (*LONGER, *DRAFTS, *split, *evaluated(tiny))
+    settings = (*DRAFTS, *split, *evaluated(tiny), "Run.steps=5")
     whole, before, after = compilations(tiny, tmp_path / "whole", *settings)
     others = [name for name in after if name != "jit(slice)"]  # of shards, which Orbax writes
     assert_warm_up_compiled_all(whole.rows, before, others)
