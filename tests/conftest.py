@@ -130,16 +130,12 @@ def checkout_copy(make_checkout_copy, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def build_wheel(tmp_path_factory) -> Callable[[Path, str], Path]:
-    """Builds a wheel of a checkout, `wheel` or `editable`, by the back end's own hooks."""
-
-    def build(checkout: Path, kind: str) -> Path:
-        folder = tmp_path_factory.mktemp(f"built_{kind}")
-        code = f"from hatchling.build import build_{kind}; build_{kind}({str(folder)!r})"
-        command = [sys.executable, "-I", "-c", code]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (wheel,) = folder.glob("*.whl")
-        return wheel
-
-    return build
+def wheels(tmp_path_factory, checkout_copy) -> dict[str, Path]:
+    """The wheels of the copied checkout, `wheel` and `editable`, by the back end's own hooks."""
+    folders = {kind: tmp_path_factory.mktemp(f"built_{kind}") for kind in ("wheel", "editable")}
+    code = "from hatchling.build import build_editable, build_wheel\n"
+    code += "".join(f"build_{kind}({str(folder)!r})\n" for kind, folder in folders.items())
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, cwd=checkout_copy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {kind: next(folder.glob("*.whl")) for kind, folder in folders.items()}

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from command_runs import call_main
+from held_runs import held, make_held_inputs
 
 from rl import ablate
 from tests.support import tiny_run
@@ -27,7 +28,7 @@ Checkpoint.every_steps = 0
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ablate")
-    base = tiny_run.make_inputs(folder)
+    base = make_held_inputs(folder)
     (folder / "grid.gin").write_text(f"include '{base}'\n{GRID}")
     return folder / "grid.gin"
 
@@ -42,15 +43,15 @@ def command(grid):
 
 def test_a_grid_is_stopped_resumed_and_read(grid, capsys, monkeypatch):
     env, runs = tiny_run.environment(), grid.parent / "runs"
-    with subprocess.Popen(
-        command(grid), cwd=tiny_run.ROOT, env=env, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        deadline = time.monotonic() + 240
-        while not (runs / "plain-0" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    with held(grid, runs / "plain-0", 1):
+        process = subprocess.Popen(
+            command(grid), cwd=tiny_run.ROOT, env=env, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        while not (runs / "plain-0" / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C tells all
-        output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "the same command resumes it" in output
     for name, value in env.items():  # of the runs that it starts

@@ -197,6 +197,17 @@ def test_closing_after_an_error_keeps_that_error_and_tells_of_the_save(tmp_path,
     assert "No space left" in caught.value.__notes__[0]
 
 
+def fail_after_writing(saver, monkeypatch, error):
+    """Have the next save fail once its writes are done: they would go on after its event loop."""
+    finished = saver._orbax.wait_until_finished
+
+    def failing():
+        finished()
+        raise error
+
+    monkeypatch.setattr(saver._orbax, "wait_until_finished", failing)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -211,10 +222,7 @@ def test_a_disk_error_is_one_line_that_names_the_newest_checkpoint(tmp_path, mon
         saver.save(1, content(1))
         saver.wait()
 
-        def refusing(*_, **__):
-            raise error
-
-        monkeypatch.setattr(saver._orbax, "wait_until_finished", refusing)
+        fail_after_writing(saver, monkeypatch, error)
         saver.save(2, content(2))
     text = str(caught.value)
     assert "\n" not in text and "the newest whole one is of step 1" in text
@@ -252,7 +260,7 @@ def test_a_run_that_saved_nothing_deletes_nothing_when_it_closes(tmp_path, monke
 
 def test_errors_that_are_not_the_disks_are_raised_unchanged(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as saver:
-        monkeypatch.setattr(saver._orbax, "wait_until_finished", lambda: 1 / 0)
+        fail_after_writing(saver, monkeypatch, ZeroDivisionError())
         saver.save(1, content(1))
 
 

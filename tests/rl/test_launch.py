@@ -87,7 +87,7 @@ def test_no_room_is_a_line_too(started, tmp_path, capsys):
 def test_one_that_fails_without_naming_an_error_is_explained(
     started, monkeypatch, tmp_path, capsys
 ):
-    play(monkeypatch, "one fails, then the other")
+    play(monkeypatch, "one fails, the other ends")
     assert launch(config_of(), tmp_path, resume=False) == 1
     assert "process 1: only 1 says so" in capsys.readouterr().err
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from loop_runs import assert_same_bits, compilations, finish, learnt
+from loop_runs import assert_same_bits, assert_same_run, finish, spare_time
+from run_settings import BANDIT, LEARNED, PIPELINE, SETTINGS, TRAINED_AFTER
 from whole_steps import whole_steps
 
 from rl.drafter_run import DrafterRun
@@ -21,51 +21,19 @@ from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-LEARNED = (
-    "Speculation.sources=('group', 'own', 'learned')",
-    "Speculation.budget='fixed:3'",
-    "Engine.max_nodes=4",
-    "Drafter.max_depth=2",
-    "Drafter.top_k=2",
-    "Drafter.micro_batches=2",
-    "Drafter.batch_rows=1",
-    "Drafter.row_tokens=32",
-    "DrafterTraining.learning_rate=0.003",
-)
-AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
+AFTER = (*TRAINED_AFTER, "Run.steps=4")
 LATE = ("Checkpoint.every_steps=0",)  # so that the stop has to save
-BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
-BANDIT += ("Tuner.depths=(1, 2)",)
-WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
-
-
-def texts(done):
-    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def compiled(tiny, tmp_path_factory):
-    """A run with one engine from empty caches, and what it compiled up to warm-up and after."""
-    return compilations(tiny, tmp_path_factory.mktemp("after"), *AFTER)
-
-
-@pytest.fixture(scope="module")
-def trained_after(compiled):
-    return compiled[0]
-
-
-def test_nothing_compiles_after_warm_up_with_one_engine(compiled):
-    _, before, after = compiled
-    assert len(before) > 10
-    assert after == []
+def trained_after(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("after"), *AFTER)
 
 
 @pytest.mark.parity
 def test_a_learned_drafter_changes_no_reward_and_no_token(tiny, tmp_path, trained_after):
     plain = finish(tiny, tmp_path, "Run.steps=4")
-    assert texts(plain) == texts(trained_after)
-    for ours, theirs in zip(plain.rows, trained_after.rows, strict=True):
-        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+    assert_same_run(plain, trained_after)
 
 
 def test_it_learns_from_what_rollouts_bring(trained_after):
@@ -167,43 +135,15 @@ def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
     assert 60 < len(chosen(2)) < 140 and 200 < len(chosen(3)) < 300
 
 
-SPOT = (*LEARNED, *WORKERS, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
-
-
-@pytest.fixture(scope="module")
-def every_drafter(tiny, tmp_path_factory):
-    """A run of workers with every kind of drafter, from empty caches: its folder, and that."""
-    small = (
-        "Speculation.sources=('group', 'own', 'learned', 'model')",
-        f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
-    )
-    folder = tmp_path_factory.mktemp("every_drafter")
-    settings = (*SPOT, *small, *BANDIT, "Engine.min_slots=2")
-    return folder, *compilations(tiny, folder, *settings)
-
-
-def test_nothing_compiles_after_warm_up_with_every_drafter(every_drafter):
-    folder, _, before, after = every_drafter
-    assert len(before) > 10
-    assert after == []
-    rows = json.loads((folder / "round_times.json").read_text())["rows"]
-    assert {"draft learned", "draft model"} < {row[0] for row in rows}
-
-
-def test_workers_train_it_in_their_spare_time(tiny, every_drafter, tmp_path):
-    folder, done, _, _ = every_drafter
-    assert done.rows[-1]["drafter/total_steps"] > 0
-    assert whole_steps(folder / "drafter")[0] > 0
-    assert texts(finish(tiny, tmp_path, "Run.steps=6")) == texts(done)
-
-
 def test_workers_train_it_while_the_trainer_trains(tiny, tmp_path):
-    done = finish(tiny, tmp_path, *SPOT, "Sched.mode='pipeline'")
+    with spare_time():
+        settings = (*LEARNED, *SETTINGS, *PIPELINE, "Drafter.checkpoint_every_steps=1")
+        done = finish(tiny, tmp_path, *settings)
     assert done.rows[-1]["drafter/total_steps"] > 0
     assert whole_steps(tmp_path / "drafter")[0] > 0
 
 
 def test_in_a_pipeline_too_it_may_be_trained_after_each_rollout(tiny, tmp_path):
-    settings = (*AFTER, *WORKERS, "Sched.mode='pipeline'", "Run.steps=3")
+    settings = (*SETTINGS, *PIPELINE, *AFTER, "Run.steps=3")
     done = finish(tiny, tmp_path, *settings)
     assert [row["drafter/total_steps"] for row in done.rows] == [3, 6, 9]

@@ -9,8 +9,8 @@ import threading
 
 import numpy as np
 import pytest
-from loop_runs import compilations, finish, stop_after
-from pipelines import Deferring
+from loop_runs import finish, stop_after
+from run_settings import DRAFTS, PIPELINE, SETTINGS, Deferring
 
 from models import hf
 from rl import pipeline, responses
@@ -40,10 +40,7 @@ from tests.support import tiny_run
 pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py
 
 # one bucket of everything, so that who runs beside whom moves no bit
-PIPELINE = (
-    *("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4"),
-    *("Engine.min_slots=4", "Run.steps=4", "Checkpoint.keep=10"),
-)
+FOUR = (*SETTINGS, *PIPELINE, "Run.steps=4", "Checkpoint.keep=10")
 SIZE = 8  # responses a step: 2 prompts, 4 each
 
 
@@ -54,17 +51,10 @@ def tokens():
 
 
 @pytest.fixture(scope="module")
-def compiled(tiny, tokens, tmp_path_factory):
-    """The run from empty caches, what it compiled up to warm-up and after, and its folder."""
+def ahead(tiny, tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
     with noting(tokens):
-        return *compilations(tiny, folder, *PIPELINE), folder
-
-
-@pytest.fixture(scope="module")
-def ahead(compiled):
-    done, _, _, folder = compiled
-    return done, folder
+        return finish(tiny, folder, *FOUR, "Checkpoint.every_steps=1")
 
 
 @contextlib.contextmanager
@@ -103,8 +93,8 @@ def answers(config, inputs, params, step):
 @pytest.mark.parity
 def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
     """Steps 1 and 2 by the first weights, step s by those after update s − 2."""
-    done, folder = ahead
-    config = load(TrainConfig, [tiny], [*PIPELINE, f"Run.directory={str(folder)!r}"])
+    done, folder = ahead, ahead.folder
+    config = load(TrainConfig, [tiny], [*FOUR, f"Run.directory={str(folder)!r}"])
     inputs = open_inputs(config)
     _, first = hf.load_pretrained(inputs.policy, None)
 
@@ -126,17 +116,17 @@ def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, ahead, tmp_path, steps):
     """The weights that answer the step to come are part of a checkpoint."""
-    settings = (*PIPELINE, "Checkpoint.every_steps=0")
+    settings = (*FOUR, "Checkpoint.every_steps=0")
     stop_after(tiny, tmp_path, steps, *settings)
     resumed = finish(tiny, tmp_path, *settings)
     assert f"resuming after step {steps}" in resumed.show.messages
     same_but_rounds = [
         [{k: v for k, v in row.items() if not k.startswith("rollout/")} for row in d.rows]
-        for d in (resumed, ahead[0])
+        for d in (resumed, ahead)
     ]
     assert same_but_rounds[0] == same_but_rounds[1]
-    assert resumed.samples == ahead[0].samples
-    for one, other in zip(resumed.leaves, ahead[0].leaves, strict=True):
+    assert resumed.samples == ahead.samples
+    for one, other in zip(resumed.leaves, ahead.leaves, strict=True):
         assert one.tobytes() == other.tobytes()
 
 
@@ -149,11 +139,9 @@ def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "NgramDrafter", lambda: LastResponseDrafter(known))
     drafted = {}
     with noting(drafted):
-        done = finish(
-            tiny, tmp_path, *PIPELINE, "Speculation.budget='fixed:3'", "Engine.max_nodes=4"
-        )
+        done = finish(tiny, tmp_path, *FOUR, *DRAFTS)
     assert drafted == {r: tokens[r] for r in drafted} and len(drafted) == 4 * SIZE
-    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
+    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead)]
     assert all(row["spec/tokens_per_round"] > 1 for row in done.rows)
     assert all(0 < row["spec/accept_rate"] < 1 for row in done.rows)
 
@@ -176,7 +164,7 @@ def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkey
 
     monkeypatch.setattr(responses.Scorer, "__call__", counted)
     monkeypatch.setattr(trainer, "update", slow)
-    finish(tiny, tmp_path, *PIPELINE, "Run.steps=2")
+    finish(tiny, tmp_path, *FOUR, "Run.steps=2")
     assert waited == [True, True]
 
 
@@ -190,7 +178,7 @@ def test_histopipe_trains_on_every_response(tiny, tmp_path):
     """
     settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Run.steps=6")
     moves = ("Sched.last_share=1.0", "Sched.growth_quantile=0.0", "Sched.least_growth=1.0")
-    done = finish(tiny, tmp_path, *PIPELINE, *settings, *moves)
+    done = finish(tiny, tmp_path, *FOUR, *settings, *moves)
     moved = [row["rollout/moved"] for row in read_metrics(done.folder)]
     assert sum(moved) > 0 and moved[0] == 0, "no past lengths yet"
     counts = [row["completions/count"] for row in done.rows]
@@ -217,7 +205,7 @@ def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, defe
 
     monkeypatch.setattr(run_step, "_advantages", spy)
     settings = ("Sched.workers=1",)
-    done = finish(tiny, tmp_path, *PIPELINE, *settings)
+    done = finish(tiny, tmp_path, *FOUR, *settings)
     assert [row["completions/count"] for row in done.rows] == [7, 9, 8, 8]
     assert [row["rollout/carried"] for row in done.rows] == [0, 1, 0, 0]
     (rollouts, advantages) = seen[1]
@@ -235,7 +223,7 @@ def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, defe
 
 def test_what_went_on_when_a_run_was_stopped_is_asked_anew(tiny, tmp_path, monkeypatch):
     """By the step that it had gone on into, so that every sample is learnt from once."""
-    settings = (*PIPELINE, "Sched.workers=1", "Checkpoint.every_steps=0")
+    settings = (*FOUR, "Sched.workers=1", "Checkpoint.every_steps=0")
     show = tiny_run.Recorder()
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(pipeline, "step_scheduler", lambda *args, **options: Deferring())
@@ -271,24 +259,17 @@ def test_the_second_tier_changes_no_token(tiny, ahead, tokens, tmp_path, monkeyp
     found = {}
     with noting(found):
         settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Sched.workers=3")
-        done = finish(tiny, tmp_path, *PIPELINE, *settings)
+        done = finish(tiny, tmp_path, *FOUR, *settings)
     assert found == tokens and [sum(plan) for plan in plans][:1] == [3]
-    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
+    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead)]
 
 
 # --- what cannot be ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("Sched.mode='async'",), "expected one of 'sync', 'pipeline', 'ahead', got str 'async'"),
-        (("Sched.mode='sync'", "Sched.policy='histopipe'"), 'set Sched.mode = "pipeline"'),
-    ],
-)
-def test_settings_that_cannot_be(tiny, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        finish(tiny, tmp_path, *PIPELINE, *settings)
+def test_histopipe_needs_a_pipeline(tiny, tmp_path):
+    with pytest.raises(ValueError, match='set Sched.mode = "pipeline"'):
+        finish(tiny, tmp_path, "Sched.policy='histopipe'")
 
 
 @pytest.mark.fault
@@ -304,13 +285,13 @@ def test_a_worker_that_raises_ends_the_run_and_the_last_whole_step_is_saved(
 
     monkeypatch.setattr(Engine, "_round", failing)
     with pytest.raises(WorkerError, match="a device is gone"):
-        tiny_run.train(tiny, tmp_path, *PIPELINE, "Checkpoint.every_steps=0")
+        tiny_run.train(tiny, tmp_path, *FOUR, "Checkpoint.every_steps=0")
     monkeypatch.undo()
     steps = [row["step"] for row in read_metrics(tmp_path)]
-    resumed = finish(tiny, tmp_path, *PIPELINE, "Checkpoint.every_steps=0")
+    resumed = finish(tiny, tmp_path, *FOUR, "Checkpoint.every_steps=0")
     if steps:
         assert f"resuming after step {steps[-1]}" in resumed.show.messages
-    assert resumed.samples == ahead[0].samples
+    assert resumed.samples == ahead.samples
 
 
 def test_devices_are_shared_out():
@@ -328,9 +309,3 @@ def test_the_policy_names_the_scheduler():
 
     assert isinstance(made("histopipe"), HistoPipe)
     assert made("seer").num_unfinished == 0
-
-
-def test_nothing_compiles_after_warm_up(compiled):
-    _, before, after, _ = compiled
-    assert len(before) > 10
-    assert after == [], after

@@ -7,7 +7,9 @@ import json
 import one_behind
 import pytest
 from loop_runs import finish, stop_after
-from pipelines import DAPO, PIPELINE, SETTINGS, rewarded, with_rewards
+from run_settings import DAPO, PIPELINE, SETTINGS
+
+from tests.support.tiny_run import rewarded
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -18,17 +20,12 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny):
-    return with_rewards(tiny)
-
-
 @pytest.fixture(scope="module", params=MODES)
 def settings(request, tiny):
     return (
         *SETTINGS,
         *MODES[request.param],
-        rewarded(tiny),
+        rewarded(tiny, "lucky"),
     )
 
 
@@ -79,7 +76,7 @@ def test_stopped_and_resumed_it_goes_on_alike(tiny, settings, ahead, tmp_path):
 def test_histopipe_reuses_and_replaces_groups_and_loses_none(tiny, tmp_path):
     """Who is deferred depends on time; every sample is answered in its step or in the next."""
     histopipe = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Sched.chunk_tokens=1")
-    settings = (*SETTINGS, *MODES["lenient"], rewarded(tiny), *PIPELINE, *histopipe)
+    settings = (*SETTINGS, *MODES["lenient"], rewarded(tiny, "lucky"), *PIPELINE, *histopipe)
     done = finish(tiny, tmp_path, *settings, "Run.steps=8")
     asked = sum(row["dynamic_sampling/generated_groups"] for row in done.rows)
     assert sum(row["completions/count"] for row in done.rows) == 4 * asked > 4 * 8 * 2

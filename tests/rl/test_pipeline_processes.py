@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
+from run_settings import DAPO, LEARNED, PIPELINE, SETTINGS, Deferring
 from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
 from rl import first_programs, pipeline, responses
@@ -33,12 +33,7 @@ from tests.support.stores import play
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-DEADLINE_S = 60.0  # of a busy machine
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny):
-    return with_rewards(tiny)
+DEADLINE_S = 300.0  # of a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +126,14 @@ def together(count, tiny, folder, *overrides, stops=None):
 @pytest.mark.parametrize("mode", ["pipeline", "ahead"])
 def test_processes_learn_from_what_one_would(tiny, tmp_path, answered_by, mode):
     """Three processes for two prompts a step: one of them has nothing to answer."""
-    settings = (*SETTINGS, *DAPO, "Reuse.mode='coupled'", rewarded(tiny), *PIPELINE, "Run.steps=4")
+    settings = (
+        *SETTINGS,
+        *DAPO,
+        "Reuse.mode='coupled'",
+        tiny_run.rewarded(tiny, "lucky"),
+        *PIPELINE,
+        "Run.steps=4",
+    )
     settings += (f"Sched.mode={mode!r}",)
     alone = steps_of(ALONE, tiny, tmp_path / "alone", None, *settings)
     assert len(set(alone.phases)) > 1, "some steps are to ask further prompts"
@@ -168,10 +170,8 @@ def test_the_drafter_of_process_0_is_trained_while_the_others_go_on(
     tiny, tmp_path, monkeypatch, spot
 ):
     let_the_first_answer(monkeypatch)
-    learned = ("Speculation.sources=('learned',)", "Speculation.budget='fixed:1'")
-    learned += ("Drafter.max_depth=1", "Drafter.top_k=1", f"Drafter.spot={spot}")
-    learned += ("Drafter.micro_batches=1", "Drafter.batch_rows=1", "Drafter.row_tokens=32")
-    learned += (f"Drafter.steps_after_rollout={int(not spot)}", "Run.steps=3")
+    learned = (*LEARNED, f"Drafter.spot={spot}", "Drafter.micro_batches=1", "Run.steps=3")
+    learned += (f"Drafter.steps_after_rollout={int(not spot)}",)
     first, second = together(2, tiny, tmp_path, *SETTINGS, *PIPELINE, *learned)
     assert isinstance(first, Seen) and isinstance(second, Seen), (first, second)
     assert first == second and sum(map(len, first.responses)) == 3 * 8

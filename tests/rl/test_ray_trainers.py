@@ -40,31 +40,11 @@ class Played:
         )
 
     @property
-    def are_ready(self):
-        return sum(text == "ready" for _, _, text in self.lines) == 2
-
-    @property
     def processes(self):
         return [self.room.started[i][0].host._object._process for i in range(2)]
 
     def assert_ended(self):
         assert not any(runs(process.pid) for process in self.processes)
-
-
-def test_all_lines_come_before_the_end():
-    played = Played("ends")
-    assert played.run() == {0: 0, 1: 0}
-    addresses = set()
-    for i in range(2):
-        lines = {(is_error, text) for number, is_error, text in played.lines if number == i}
-        [(_, first)] = lines - {(True, "error: all say so"), (True, f"only {i} says so")}
-        addresses.add(first.removeprefix(f"number {i} at "))
-    assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:")
-
-
-@pytest.mark.parametrize(("play", "status"), [("stops", 75), ("stops at the start", 128 + 15)])
-def test_they_stop_together(play, status):
-    assert Played(play).run(lambda played: played.are_ready) == {0: status, 1: status}
 
 
 def test_at_the_second_stop_they_are_ended_at_once():
@@ -75,15 +55,7 @@ def test_at_the_second_stop_they_are_ended_at_once():
 
 
 @pytest.mark.fault
-def test_one_that_is_killed_ends_all():
-    played = Played("one is killed")
-    with pytest.raises(ProgramLost, match=r"^trainer process 1 of 2 is lost: killed by SIGKILL$"):
-        played.run()
-    played.assert_ended()
-
-
-@pytest.mark.fault
-def test_so_does_one_whose_actor_dies():
+def test_one_whose_actor_dies_ends_all():
     def kill(played):
         if any("only" in text for *_, text in played.lines):
             played.room.started[0][0].kill()

@@ -198,13 +198,6 @@ def test_a_hostile_timeline_is_one_error(tmp_path, capsys, content):
     assert "is not a timeline that a run wrote" in error and error.count("\n") == 1
 
 
-def test_the_good_round_of_the_hostile_ones_is_drawn(tmp_path):
-    folder = make_run(tmp_path / "run", [0.5])
-    (folder / "timeline.json").write_text(f'{{"step": 1, "rounds": [{GOOD_ROUND}]}}')
-    assert report.main([str(folder)]) == 0
-    assert (folder / "report" / "rollout.png").exists()
-
-
 def test_hostile_numbers_and_names_are_left_out_or_taken_literally(tmp_path, capsys):
     name = r"time/$\frac$\u202e"
     values = [10**400, 1.5, -(10**400), 1e300, 2.0]

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from loop_runs import finish
+from run_settings import TRAINED_AFTER
 
 from rl.checkpoint.reader import StructureMismatchError
 from rl.config import TrainConfig
@@ -17,25 +18,18 @@ from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-CLIPS = "Optimizer.max_grad_norm=1000.0"  # never
-LEARNED = (
-    *("Speculation.sources=('own', 'learned')", "Speculation.budget='fixed:3'"),
-    *("Engine.max_nodes=4", "Drafter.max_depth=2", "Drafter.top_k=2", "Drafter.micro_batches=1"),
-    *("Drafter.batch_rows=1", "Drafter.row_tokens=32", "Drafter.spot=False"),
-    "Drafter.steps_after_rollout=1",
-)
-PIPELINE = ("Sched.mode='pipeline'", "Mesh.data=-1", "Sched.chunk_tokens=3")
+PIPELINE = ("Sched.mode='pipeline'", "Sched.chunk_tokens=3")
 BEGINS = "the checkpoint holds no {}: it begins after step 2"
 
 
 @pytest.fixture(scope="module")
 def two_steps(tiny, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("two"), CLIPS, "Run.steps=2").folder
+    return finish(tiny, tmp_path_factory.mktemp("two"), "Run.steps=2").folder
 
 
 @pytest.fixture(scope="module")
 def unchanged(tiny, two_steps, tmp_path_factory):
-    return go_on(tiny, two_steps, tmp_path_factory.mktemp("unchanged"), CLIPS)
+    return go_on(tiny, two_steps, tmp_path_factory.mktemp("unchanged"))
 
 
 def go_on(tiny, before, folder, *overrides):
@@ -50,10 +44,10 @@ def go_on(tiny, before, folder, *overrides):
 
 @pytest.mark.parametrize(
     ("overrides", "lacking"),
-    [(("Optimizer.first_moment='bfloat16'",), ()), (LEARNED, ("drafter",))],
+    [(("Optimizer.first_moment='bfloat16'",), ()), (TRAINED_AFTER, ("drafter",))],
 )
 def test_the_same_tokens_by_other_means(tiny, two_steps, unchanged, tmp_path, overrides, lacking):
-    done = go_on(tiny, two_steps, tmp_path, *(CLIPS, *overrides))
+    done = go_on(tiny, two_steps, tmp_path, *overrides)
     assert [m for m in done.show.messages if m.startswith("the checkpoint holds no")] == [
         BEGINS.format(part) for part in lacking
     ]
@@ -68,16 +62,16 @@ def test_the_same_tokens_by_other_means(tiny, two_steps, unchanged, tmp_path, ov
 def test_what_a_checkpoint_lacks_begins_anew_and_is_left_out_again(
     tiny, two_steps, tmp_path, overrides, lacking
 ):
-    done = go_on(tiny, two_steps, tmp_path / "there", CLIPS, *overrides)
+    done = go_on(tiny, two_steps, tmp_path / "there", *overrides)
     assert BEGINS.format(lacking) in done.show.messages
     shutil.copytree(done.folder, tmp_path / "back")
-    back = finish(tiny, tmp_path / "back", CLIPS, "Run.steps=4")
+    back = finish(tiny, tmp_path / "back", "Run.steps=4")
     assert "resuming after step 3" in back.show.messages and len(back.rows) == 4
 
 
 def test_another_shape_is_told_before_anything_is_made(tiny, two_steps):
     inputs = open_inputs(load(TrainConfig, [tiny]))
-    config, checkpoints = load(TrainConfig, [tiny], LEARNED), two_steps / CHECKPOINTS
+    config, checkpoints = load(TrainConfig, [tiny], TRAINED_AFTER), two_steps / CHECKPOINTS
     wider = dataclasses.replace(tiny_run.MODEL, d_ff=64)
     with pytest.raises(StructureMismatchError, match=r"up_FD: expected float32\[64, 16\]"):
         check_can_resume(config, dataclasses.replace(inputs, model=wider), checkpoints)

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 
 import numpy as np
 import pytest
-from loop_runs import compilations, finish, stop_after
-from pipelines import DAPO, SETTINGS, rewarded, with_rewards
+from loop_runs import finish, stop_after
+from run_settings import DAPO, DRAFTS, LEARNED, SETTINGS
 
 from rl import rollouts as run_rollouts
 from rl.engine.engine import Engine
+from rl.learner import trainer
 from rl.metrics.writer import read_metrics, step_rows
 from rl.rollouts import agreeing, prefetch_metrics
 from rl.trajectory import Request
-from rl.workers.ahead_engine import Prefetched
+from rl.workers.ahead_engine import AheadEngine, Prefetched
 from rl.workers.messages import WorkerError
+from tests.support.tiny_run import rewarded
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 AHEAD = ("Sched.mode='ahead'", "Sched.workers=2", "Sched.chunk_tokens=3")
-MODES = {
-    "plain": (),
-    "drafts": (
-        *("Speculation.budget='fixed:3'", "Speculation.sources=('last','history','group','own')"),
-        "Engine.max_nodes=4",
-    ),
+MODES = {  # plainly: below
+    "drafts": (*DRAFTS, "Speculation.sources=('last','history','group','own')"),
     "dynamic sampling": (*DAPO, "Reuse.mode='coupled'"),
-    "a drafter that idle workers train": (
-        *("Speculation.budget='fixed:2'", "Speculation.sources=('last', 'learned')"),
-        *("Engine.max_nodes=4", "Drafter.max_depth=2", "Drafter.top_k=1", "Drafter.batch_rows=1"),
-        "Drafter.row_tokens=32",
-    ),
+    "a drafter that idle workers train": LEARNED,
     "lenient": ("Reuse.mode='lenient:e^0.5'", "Reuse.schedule='clip_fraction:0.2'"),
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny):
-    return with_rewards(tiny)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -48,12 +39,46 @@ def mode(request):
 
 @pytest.fixture(scope="module")
 def settings(mode, tiny):
-    return (*SETTINGS, *MODES[mode], rewarded(tiny))
+    return (*SETTINGS, *MODES[mode], rewarded(tiny, "lucky"))
+
+
+@contextlib.contextmanager
+def late_updates(has_begun):
+    """Updates wait until `has_begun(engine, step)`, so that time decides nothing."""
+    begin, update, planned = AheadEngine.begin, trainer.update, []
+
+    def noted(self):
+        begin(self)
+        planned.append(self)
+
+    def waiting(*args, **options):
+        until_s, step = time.monotonic() + 120, len(planned)
+        while planned and planned[-1]._begun_place is not None and time.monotonic() < until_s:
+            if has_begun(planned[-1], step):
+                break
+            time.sleep(0.001)
+        return update(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AheadEngine, "begin", noted)
+        patch.setattr(trainer, "update", waiting)
+        yield
+
+
+def is_done(engine, step):
+    """All requests of the next step have ended."""
+    return engine._session._driver._scheduler.num_unfinished == 0
+
+
+def is_begun(engine, step):
+    """In every second step all requests of the next one have ended, else there is a token."""
+    return is_done(engine, step) if step % 2 else engine._session.num_tokens(engine._begun_place)
 
 
 @pytest.fixture(scope="module")
 def ahead(tiny, settings, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("ahead"), *settings, *AHEAD)
+    with late_updates(is_begun):
+        return finish(tiny, tmp_path_factory.mktemp("ahead"), *settings, *AHEAD)
 
 
 def told(done, name):
@@ -106,18 +131,20 @@ def test_wrong_tokens_that_were_begun_change_nothing(tiny, tmp_path, monkeypatch
         return resumed(Prefetched(self.requests, tokens), requests)
 
     monkeypatch.setattr(Prefetched, "resumed", wrong)
-    settings = (*SETTINGS, rewarded(tiny), "Run.steps=3")
-    done = finish(tiny, tmp_path / "wrong", *settings, *AHEAD)
+    settings = (*SETTINGS, rewarded(tiny, "lucky"), "Run.steps=3")
+    with late_updates(is_begun):
+        done = finish(tiny, tmp_path / "wrong", *settings, *AHEAD)
     monkeypatch.undo()
     assert_learnt_alike(done, finish(tiny, tmp_path / "sync", *settings))
 
 
 def test_begun_tokens_make_fewer_rounds(tiny, tmp_path):
     """With weights that do not change everything that was begun stands."""
-    settings = (*SETTINGS, rewarded(tiny), "Optimizer.learning_rate=0.0", "Run.steps=3")
+    settings = (*SETTINGS, rewarded(tiny, "lucky"), "Optimizer.learning_rate=0.0", "Run.steps=3")
     rounds = []
     for name, more in (("sync", ()), ("ahead", AHEAD)):
-        done = finish(tiny, tmp_path / name, *settings, *more)
+        with late_updates(is_done):
+            done = finish(tiny, tmp_path / name, *settings, *more)
         rounds.append([row["rollout/rounds"] for row in done.rows][1:])
     assert all(row["ahead/kept_fraction"] == 1 for row in steps(done)[1:])
     assert sum(rounds[1]) < sum(rounds[0])
@@ -132,7 +159,7 @@ def test_what_dynamic_sampling_asks_itself_is_begun_again(tiny, tmp_path, monkey
         return plan(system, cursor, step)
 
     monkeypatch.setattr(run_rollouts, "coming_step", noted)
-    settings = (*SETTINGS, *DAPO, rewarded(tiny))
+    settings = (*SETTINGS, *DAPO, rewarded(tiny, "lucky"))
     done = finish(tiny, tmp_path, *settings, *AHEAD)
     asked = [row["dynamic_sampling/generated_groups"] for row in done.rows]
     assert len(set(asked)) > 1, "some steps are to ask further prompts"
@@ -143,26 +170,23 @@ def test_what_dynamic_sampling_asks_itself_is_begun_again(tiny, tmp_path, monkey
         assert again == ([cursor[step - 1]] if asked[step - 2] > 2 else [])
 
 
-def test_nothing_compiles_after_warm_up(tiny, tmp_path):
-    settings = (*SETTINGS, *MODES["drafts"], rewarded(tiny), "Run.steps=3")
-    _, before, after = compilations(tiny, tmp_path, *settings, *AHEAD)
-    assert len(before) > 10
-    assert after == [], after
-
-
 @pytest.mark.fault
 def test_a_worker_that_raises_ahead_of_its_step_ends_the_run(tiny, tmp_path, monkeypatch):
     """Also while an update runs; the last whole step is saved."""
-    engine_round = Engine._round
+    engine_round, failed = Engine._round, []
 
     def failing(self, *args):
         if (self._table.request_ids_B[self._table.busy_B] > 2**40).any():
+            failed.append(self)
             raise RuntimeError("a device is gone")
         engine_round(self, *args)
 
     monkeypatch.setattr(Engine, "_round", failing)
-    settings = (*SETTINGS, rewarded(tiny), "Run.steps=3")
-    with pytest.raises(WorkerError, match="a device is gone"):
+    settings = (*SETTINGS, rewarded(tiny, "lucky"), "Run.steps=3")
+    with (
+        late_updates(lambda *_: failed),
+        pytest.raises(WorkerError, match="a device is gone"),
+    ):
         finish(tiny, tmp_path / "ahead", *settings, *AHEAD)
     monkeypatch.undo()
     resumed = finish(tiny, tmp_path / "ahead", *settings, *AHEAD)
@@ -181,9 +205,10 @@ def test_a_worker_that_is_replaced_costs_no_token(tiny, tmp_path, monkeypatch):
         engine_round(self, *args)
 
     monkeypatch.setattr(Engine, "_round", failing)
-    settings = (*SETTINGS, rewarded(tiny), "Run.steps=3")
+    settings = (*SETTINGS, rewarded(tiny, "lucky"), "Run.steps=3")
     restart = "Sched.on_error='restart'"
-    done = finish(tiny, tmp_path / "ahead", *settings, *AHEAD, restart)
+    with late_updates(lambda *_: len(failed) == 2):
+        done = finish(tiny, tmp_path / "ahead", *settings, *AHEAD, restart)
     monkeypatch.undo()
     assert len(failed) == 2
     assert_learnt_alike(done, finish(tiny, tmp_path / "sync", *settings))

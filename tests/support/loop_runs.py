@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import json
+import threading
 from pathlib import Path
 
 import jax
@@ -12,7 +15,9 @@ import numpy as np
 import pytest
 
 from rl import setup as run_setup
-from rl.metrics.writer import deterministic_view, read_metrics
+from rl.drafter_training.spot_trainer import SpotTrainer
+from rl.metrics.writer import deterministic_view, read_metrics, step_rows
+from rl.responses import Scorer
 from rl.runtime.signals import COMPILING, Stopped, Watch
 from tests.support import tiny_run
 
@@ -53,10 +58,53 @@ def assert_same_bits(ours: Finished, theirs: Finished):
         assert one.tobytes() == other.tobytes()
 
 
+def assert_resumes_to_the_bit(tiny, folder, settings, whole):
+    """A run that is stopped two steps before its end and resumed gives what `whole` gave."""
+    stop = len(step_rows(whole.rows)) - 2
+    stop_after(tiny, folder / "cut", stop, *settings)
+    resumed = finish(tiny, folder / "cut", *settings)
+    assert f"resuming after step {stop}" in resumed.show.messages
+    assert_same_bits(resumed, whole)
+
+
+def texts(done):
+    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+
+
+def assert_same_run(one, other):
+    """The same tokens, and metrics of training that differ by rounding alone."""
+    assert texts(one) == texts(other)
+    for ours, theirs in zip(one.rows, other.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
 def learnt(row):
     """What training knows of a step: all but how its tokens were come by."""
     ours = ("spec/", "rollout/", "emission_kl/", "drafter/")
     return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
+
+
+@contextlib.contextmanager
+def spare_time():
+    """The third rollout of eight responses ends once idle workers have trained the drafter."""
+    spare, score = SpotTrainer.spare, Scorer.__call__
+    num_scored, trained = itertools.count(1), threading.Event()
+
+    def noted(self, *args):
+        worked = spare(self, *args)
+        if self.trainer.step:
+            trained.set()
+        return worked
+
+    def scored(self, t):
+        score(self, t)
+        if next(num_scored) == 3 * 8:
+            assert trained.wait(120)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpotTrainer, "spare", noted)
+        patch.setattr(Scorer, "__call__", scored)
+        yield
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ class MemoryStore:
 
 
 def play(
-    count: int, work: Callable[[Processes], T], deadline_s: float = 5.0
+    count: int, work: Callable[[Processes], T], deadline_s: float = 60.0
 ) -> list[T | Exception]:
     """Return what `work` returns or raises for each of `count` processes, which are threads."""
     store = MemoryStore()

@@ -63,6 +63,15 @@ def digits(completions, **columns):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
+def lucky(completions, **columns):
+    """1 for an even digit at the start, which most groups of four have none or all of."""
+    return [float(text[:1] in ("0", "2", "4")) for text in completions]
+
+
+def equal(completions, **columns):
+    return [0.25 for _ in completions]
+
+
 def fails(completions):
     """All but one fail on completions that begin with 0 to 4, and on empty ones."""
     return completions[0][:1] in "01234"
@@ -75,12 +84,6 @@ def always(completions, **columns):
 def raises(completions, **columns):
     if fails(completions):
         raise KeyError("no such column")
-    return [1.0]
-
-
-def hangs(completions, **columns):
-    if fails(completions):
-        time.sleep(60)
     return [1.0]
 
 
@@ -144,6 +147,11 @@ Checkpoint.every_steps = 1
 Eval.num_prompts = 0
 Metrics.samples_per_step = -1
 """
+
+
+def rewarded(config: Path, name: str) -> str:
+    """The setting that rewards by this function of REWARD."""
+    return f"Reward.functions=('{config.parent / 'reward.py'}:{name}',)"
 
 
 def train(

@@ -1,32 +1,28 @@
-"""Runs whose rollouts are one update behind: their settings, and a scheduler that defers."""
+"""Settings that tests of runs share, so that each program is compiled once; a scheduler."""
 
 from sched.ledger import Ledger
 from sched.protocol import ChunkDone, Defer, Submitted
 
-REWARD = '''
-def lucky(completions, **columns):
-    """1 for an even digit at the start, which most groups of four have none or all of."""
-    return [float(text[:1] in ("0", "2", "4")) for text in completions]
-'''
 # Which rounds a request shares depends on time, and their shapes round differently: what is learnt
 # from the trainer's own log-probabilities is the same to the bit.
 SETTINGS = (
     "Algorithm.old_logprobs='recomputed'",
     *("Engine.slots=4", "Engine.min_slots=4", "Run.steps=6", "Sampling.draw='gumbel'"),
 )
+WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
 PIPELINE = ("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3")
 DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2")
-
-
-def with_rewards(tiny):
-    """The configuration, with the file of `lucky` beside it."""
-    (tiny.parent / "lucky.py").write_text(REWARD)
-    return tiny
-
-
-def rewarded(tiny):
-    """The setting that rewards by `lucky`."""
-    return f"Reward.functions=('{tiny.parent / 'lucky.py'}:lucky',)"
+DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+LEARNED = (
+    *(*DRAFTS, "Speculation.sources=('group', 'own', 'learned')"),
+    *("Drafter.max_depth=2", "Drafter.top_k=2", "Drafter.micro_batches=2", "Drafter.batch_rows=1"),
+    *("Drafter.row_tokens=32", "DrafterTraining.learning_rate=0.003"),
+)
+TRAINED_AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3")
+BANDIT = (
+    *("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)"),
+    "Tuner.depths=(1, 2)",
+)
 
 
 class Deferring:

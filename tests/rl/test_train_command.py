@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_runs import call_main
+from run_settings import TRAINED_AFTER
 
 from models import hf, tokenizer, transformer
 from policies.make.characters import save_character_tokenizer
@@ -95,14 +96,6 @@ def test_the_policy_it_leaves_loads_and_has_moved(run, tiny):
     assert 0 < moved.max() < 0.1  # three steps of Adam at 0.01
 
 
-def test_the_policy_it_leaves_evaluates(run, capsys):
-    arguments = ["--run", str(run), "--gin.Eval.num_prompts=4", "--json"]
-    assert evaluate.main(arguments) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["checkpoint_step"] == 3
-    assert 0 <= figures["overall"]["mean_reward"] <= 1
-
-
 def test_an_export_of_its_last_step_is_the_policy_it_leaves(run, tmp_path):
     out = tmp_path / "out"
     assert export.main([str(run), "--output", str(out), "--dtype", "float32"]) == 0
@@ -115,15 +108,6 @@ def test_an_export_of_its_last_step_is_the_policy_it_leaves(run, tmp_path):
 def test_the_run_can_be_reported(run):
     assert report.main([str(run)]) in (0, None)
     assert list(run.rglob("*.html"))
-
-
-def test_its_config_reruns_as_it_is(run, tmp_path):
-    again = tmp_path / "again"
-    assert run_train(f"--gin_file={run / 'config.gin'}", f"--gin.Run.directory='{again}'") == 0
-    for ours, theirs in zip(read_metrics(again), read_metrics(run), strict=True):
-        assert deterministic_view(ours) == deterministic_view(theirs)
-    for file in ("samples.jsonl", "policy/model.safetensors"):
-        assert (again / file).read_bytes() == (run / file).read_bytes()
 
 
 def test_a_gguf_file_and_a_folder_made_of_it_give_the_same_run(tiny, tmp_path, capsys):
@@ -172,13 +156,8 @@ def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--gin.Rolout.group_size=2", "Did you mean Rollout"),
         ("--gin.Rollout.groupsize=2", "Did you mean Rollout.group_size"),
-        ("--gin.Run.steps=many", "expected int"),
-        ("--gin.Run.steps=0", "steps must be at least 1"),
         ("--gin_file=no/such.gin", "does not exist"),
-        ("--gin.Policy.directory='no/such'", "no/such"),
-        ("--gin.Task.specs=('jsonl:no/such.jsonl',)", "no/such.jsonl"),
         ("--gin.Task.specs=('reasoning_gym:gdc',)", "gcd"),
         ("--gin.Reward.functions=('exact_mach',)", "did you mean 'exact_match'"),
     ],
@@ -237,22 +216,15 @@ def test_resume_without_a_run(tmp_path, capsys):
     assert "found no config.gin there" in capsys.readouterr().err
 
 
-LEARNS = (
-    *("--gin.Speculation.budget=fixed:1", "--gin.Speculation.sources=('learned',)"),
-    *("--gin.Drafter.steps_after_rollout=2", "--gin.Drafter.micro_batches=1"),
-    *("--gin.Drafter.row_tokens=32", "--gin.Drafter.max_depth=1", "--gin.Drafter.top_k=1"),
-)
-
-
 @pytest.mark.slow
 def test_a_learned_drafter_is_left_beside_the_policy(tiny, tmp_path, capsys):
     folder, out = tmp_path / "run", tmp_path / "out"
     where = f"--gin.Run.directory='{folder}'"
-    assert run_train(f"--gin_file={tiny}", where, *LEARNS) == 0
+    assert run_train(f"--gin_file={tiny}", where, *(f"--gin.{x}" for x in TRAINED_AFTER)) == 0
     assert f"its drafter in {folder / 'drafter_model'}" in capsys.readouterr().err
-    assert [row["drafter/total_steps"] for row in read_metrics(folder)] == [2, 4, 6]
+    assert [row["drafter/total_steps"] for row in read_metrics(folder)] == [3, 6, 9]
     assert export.main([str(folder), "--drafter", "--output", str(out)]) == 0
-    assert f"6 steps, by {folder / 'drafter'}\n" in capsys.readouterr().out
+    assert f"9 steps, by {folder / 'drafter'}\n" in capsys.readouterr().out
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (folder / "drafter_model" / file).read_bytes() == (out / file).read_bytes()
     got = eagle_files.load(out, tiny_run.MODEL).params
