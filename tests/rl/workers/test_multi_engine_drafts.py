@@ -85,7 +85,7 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
         return drafters[-1], FixedBudget()
 
     plain = rollouts.run(engines[0], PARAMS, requests, greedy, KEY, STOP)
-    team = workers(engines, 2, chunk=4)
+    team = workers(engines, 2, chunk=16)  # three each, and none moves
     done = rollouts.run(team, PARAMS, requests, greedy, KEY, STOP, drafts=drafts)
     assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
     assert len(drafters) == 2
