@@ -96,8 +96,7 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("policy", ["group_fifo", "seer"])
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(("policy", "chunk"), [("group_fifo", 3), ("seer", 1)])
 def test_coupled_reuse_changes_no_token(engines, alone, policy, chunk):
     """Of responses that the noise repeats, what is drawn again stands."""
     rule = PrefixRule(parse_mode("coupled"), 0.0, 0, 1)
