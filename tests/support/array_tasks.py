@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from shapes import CHAT
+from trajectories import some_trajectories
 
 from models import hf, transformer
 from models.config import MeshConfig
@@ -26,7 +27,6 @@ from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.gathering import from_shards, host_copy, local_weights, own_shards
 from rl.learner.optimizer import init_state, make_optimizer
-from rl.trajectory import FinishReason, Trajectory
 from spec.config import SamplingConfig
 
 UPDATES = 3
@@ -48,15 +48,8 @@ def recipe_of(algorithm):
 def trajectories(step):
     """Four groups of four that share a prompt, with responses and rewards of any kind."""
     rng = np.random.default_rng(step)
-    prompts = [rng.integers(0, 15, n).astype(np.int32) for n in rng.integers(1, 5, 4)]
-    found = []
-    for i, n in enumerate(rng.integers(1, 12, 16)):
-        response = rng.integers(0, 16, n).astype(np.int32)
-        logprobs, zeros = np.full(n, -2.7, np.float32), np.zeros(n, np.int32)
-        rest = logprobs, zeros, zeros, FinishReason.STOP, float(rng.random())
-        ids = prompts[i // 4], response
-        found.append(Trajectory(i, i // 4, i % 4, *ids, *rest, emission_logprobs=logprobs))
-    return found
+    some = some_trajectories(16, step)
+    return [dataclasses.replace(t, reward=float(rng.random())) for t in some]
 
 
 def first_state(mesh, recipe):

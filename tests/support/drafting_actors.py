@@ -24,8 +24,7 @@ def save_policy(folder):
 
 
 def drafting_actors(model, verifying=2, workers=1, room=None, lines=None, **settings):
-    """The drafting workers of a run: a context manager. `hang_limit_s` is that of a step."""
-    hang_limit_s = settings.pop("hang_limit_s", 30.0)
+    """The drafting workers of a run: a context manager."""
     config = DraftingConfig(workers=workers, window=WINDOW, **settings)
     planner = Planner(config, verifying + workers, len(REQUESTS), WINDOW)
     planner.drafting_workers = workers
@@ -40,4 +39,4 @@ def drafting_actors(model, verifying=2, workers=1, room=None, lines=None, **sett
         options = {"make_s": 300.0, "concurrency": CONCURRENCY}
         return Actor(*named, of_actors, room, number, **options)
 
-    return DraftingActors(planner, workers, start, hang_limit_s=hang_limit_s)
+    return DraftingActors(planner, workers, start, hang_limit_s=300.0)

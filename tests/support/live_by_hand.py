@@ -17,7 +17,7 @@ def ids(*tokens):
 def live_texts(*rows, groups=None, prompt=2, first_id=0):
     """Each row is the prompt and response of a request."""
     A = len(rows)
-    tokens_BL = np.zeros((A, 32), np.int32)
+    tokens_BL = np.zeros((A, max(32, *map(len, rows))), np.int32)
     for a, row in enumerate(rows):
         tokens_BL[a, : len(row)] = row
     names = np.arange(first_id, first_id + A)

@@ -64,7 +64,7 @@ def make_team(
     for i in range(count):
         own = settings_of(i, speculation.config, **worker or {})
         actor = Actor(f"worker {i}", TARGET, (own, None), settings, room, i, concurrency=1)
-        limits = {"call_limit_s": 60.0, "compile_s": 60.0}
+        limits = {"call_limit_s": 300.0, "compile_s": 300.0}
         places.append(RayPlace(i, actor, shared, report=lambda line: None, **limits))
     team = kind([Engine(MODEL, CONFIG)], config, places=places)
     return team, room

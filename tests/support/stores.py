@@ -53,10 +53,13 @@ class MemoryStore:
 
 
 def play(
-    count: int, work: Callable[[Processes], T], deadline_s: float = 60.0
+    count: int,
+    work: Callable[[Processes], T],
+    deadline_s: float = 60.0,
+    store: MemoryStore | None = None,
 ) -> list[T | Exception]:
     """Return what `work` returns or raises for each of `count` processes, which are threads."""
-    store = MemoryStore()
+    store = store or MemoryStore()
 
     def one(index: int) -> T | Exception:
         try:

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from rl.cluster.actors import ActorDied, ActorSettings, Host
 
-SETTINGS = ActorSettings({}, deadline_s=30.0, start_s=30.0)
+SETTINGS = ActorSettings({}, deadline_s=300.0, start_s=300.0)
 
 
 class ThreadHandle:

@@ -77,17 +77,11 @@ def test_identity_sees_weights_and_code(tmp_path: Path) -> None:
     assert join._code_digest(tmp_path) != code[0]
 
 
-def test_scorers_need_ray():
-    assert ClusterConfig("ray", scorers=2).scorers == 2
-    with pytest.raises(ValueError, match=r'expected kind = "ray" with them, got \'local\''):
-        ClusterConfig(scorers=2)
+@pytest.mark.parametrize("name", ["scorers", "history_workers"])
+def test_scorers_and_history_workers_need_ray(name: str) -> None:
+    assert getattr(ClusterConfig("ray", **{name: 2}), name) == 2
+    for kind in ("local", "spmd"):
+        with pytest.raises(ValueError, match=rf'expected kind = "ray" with them, got \'{kind}\''):
+            ClusterConfig(kind, **{name: 2})
     with pytest.raises(ValueError, match="0 or more, got -1"):
-        ClusterConfig("ray", scorers=-1)
-
-
-def test_history_workers_need_ray():
-    assert ClusterConfig("ray", history_workers=2).history_workers == 2
-    with pytest.raises(ValueError, match=r'expected kind = "ray" with them, got \'spmd\''):
-        ClusterConfig("spmd", history_workers=2)
-    with pytest.raises(ValueError, match="history_workers must be 0 or more, got -1"):
-        ClusterConfig("ray", history_workers=-1)
+        ClusterConfig("ray", **{name: -1})

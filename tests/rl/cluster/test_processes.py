@@ -26,11 +26,7 @@ def test_gather_keeps_two_values_a_process_and_no_more() -> None:
             p.gather(f"point {i}", b"x" * 100)
         return 0
 
-    threads = [threading.Thread(target=work, args=(Processes(i, 3, store, 5.0),)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert play(3, work, store=store) == [0] * 3
     assert len(store.values) == 3
 
 
@@ -49,7 +45,7 @@ def test_a_process_that_does_not_come_is_named_within_the_deadline() -> None:
     def work(p: Processes) -> list[bytes]:
         return p.gather("handshake", b"") if p.index == 0 else []
 
-    first, _ = play(2, work, deadline_s=1.0)
+    first, _ = play(2, work, deadline_s=0.2)
     assert isinstance(first, ProcessLost)
     assert "process 1 did not come to 'handshake'" in str(first)
 
@@ -93,25 +89,55 @@ def test_another_order_is_a_difference() -> None:
     )
 
 
-def test_a_process_without_signs_of_life_is_lost() -> None:
-    store, ended = MemoryStore(), list[str]()
-    silent = Processes(1, 2, store, 1.0)
-    watching = Processes(0, 2, store, 1.0)
+class Clock:
+    """Seconds that a test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Turns:
+    """In place of the end of a watch: each wait for it takes the next turn, until none is left.
+
+    A turn is seconds that pass, or none, and whether the other process sends a heartbeat then.
+    """
+
+    def __init__(self, other: Processes, clock: Clock, *turns: tuple[float, bool]) -> None:
+        self.other, self.clock, self.turns = other, clock, list(turns)
+
+    def wait(self, limit_s: float) -> bool:
+        if not self.turns:
+            return True
+        seconds, beats = self.turns.pop(0)
+        self.clock.now_s += seconds
+        if beats:
+            self.other._beat()
+        return False
+
+
+def watched(*turns: tuple[float, bool]) -> tuple[Processes, list[str]]:
+    """Return process 0, which has watched process 1, and why its run was ended for it."""
+    store, clock, ended = MemoryStore(), Clock(), list[str]()
+    watching = Processes(0, 2, store, 10.0, clock=clock)
     watching.end = ended.append
-    silent._beat()  # once, and never again
-    with pytest.raises(ProcessLost, match=r"process 1 is lost: no sign of life for 1\.\d s"):
-        with watching:
-            watching.gather("step 1", b"")
-    assert not ended  # the main thread left by itself
+    watching._over = Turns(Processes(1, 2, store, 10.0), clock, *turns)  # type: ignore[assignment]
+    watching._watch()
+    return watching, ended
 
 
-def test_a_main_thread_that_does_not_leave_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.cluster.processes.LEAVING_S", 0.1)
-    store, ended = MemoryStore(), threading.Event()
-    watching = Processes(0, 2, store, 1.0)
-    watching.end = lambda text: ended.set() if "process 1 is lost" in text else None
-    with watching:
-        assert ended.wait(10)  # as in a collective that does not end
+def test_a_process_without_signs_of_life_is_lost() -> None:
+    watching, ended = watched((1, True), (6, False), (6, False))
+    with pytest.raises(ProcessLost, match=r"process 1 is lost: no sign of life for 12\.0 s"):
+        watching.gather("step 1", b"")
+    assert not ended, "the main thread left by itself"
+
+
+def test_a_main_thread_that_does_not_leave_is_ended() -> None:
+    """As in a collective that does not end."""
+    _, ended = watched((1, True), (12, False), (0, False))
+    assert ended == ["process 1 is lost: no sign of life for 12.0 s"]
 
 
 def test_a_failure_is_told_to_the_others() -> None:
@@ -132,33 +158,27 @@ def test_a_request_to_stop_is_told_to_the_others() -> None:
         with p:
             if p.index == 0:
                 p.request_stop()
-            for _ in range(200):
-                if p.any("asked", p.stop_requested):
-                    return True
+            while not p.any("asked", p.stop_requested):
                 threading.Event().wait(0.02)
-        return False
+        return True
 
-    assert play(2, work, deadline_s=1.0) == [True, True]
+    assert play(2, work) == [True, True]
 
 
-def test_waiting_lasts_as_long_as_the_other_lives() -> None:
+def test_waiting_lasts_as_long_as_the_other_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the deadline, for it gives signs of life."""
+    watching, _ = watched(*[(6, True)] * 4)
+    monkeypatch.setattr("rl.cluster.processes.POLL_S", 0.001)
+    other, waited = Processes(1, 2, watching.store, 10.0), list[float]()
+    watching._thread = threading.current_thread()  # during the run
 
-    def work(p: Processes) -> int:
-        waited = 0
+    def waiting() -> None:
+        waited.append(6.0)
+        watching._clock.now_s += 6.0  # type: ignore[attr-defined]
+        if sum(waited) > 12:
+            other.store.set("reprise/gather/1/1", b"step 1\0x")
 
-        def waiting() -> None:
-            nonlocal waited
-            waited += 1
-
-        with p:
-            if p.index == 1:
-                threading.Event().wait(1.6)
-            p.gather("step 1", b"", waiting)
-        return waited
-
-    first, _ = play(2, work, deadline_s=1.0)
-    assert isinstance(first, int) and first >= 1
+    assert watching.gather("step 1", b"", waiting) == [b"", b"x"] and len(waited) == 3
 
 
 def test_a_process_that_has_left_is_not_waited_for() -> None:
@@ -169,7 +189,7 @@ def test_a_process_that_has_left_is_not_waited_for() -> None:
                 found = p.gather("step 2", b"")  # where the other never comes
         return found
 
-    first, second = play(2, work, deadline_s=8.0)
+    first, second = play(2, work)
     assert isinstance(first, ProcessLost) and second == [b"", b""]
     assert str(first) == "process 1 has left the run, and did not come to 'step 2'"
 

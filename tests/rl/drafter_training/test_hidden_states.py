@@ -18,6 +18,7 @@ from spec.eagle import model as eagle
 from tests.support import tiny_run
 
 MODEL = dataclasses.replace(tiny_run.MODEL, num_layers=3)
+HIDDEN = jax.jit(transformer.hidden, static_argnums=0)
 
 
 def some_responses(lengths, seed=0):
@@ -40,7 +41,7 @@ def alone(params, tokens_T, layers):
     for layer in layers:
         config = dataclasses.replace(MODEL, num_layers=layer + 1)
         cut = dataclasses.replace(params, layers=params.layers[: layer + 1])
-        found.append(transformer.hidden(config, cut, tokens_T[None])[0, :n])
+        found.append(HIDDEN(config, cut, tokens_T[None])[0, :n])
     return np.concatenate(found, axis=-1)
 
 

@@ -117,7 +117,7 @@ def test_judging_weighs_entries_alike_however_they_are_packed(params):
     caught = list(hidden_of(responses(), params, MODEL, drafter.config, np.float32))
     rows = [pack([sequence], 1, 32)[0] for sequence in caught]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
-    _, wanted = drafter_training.loss(
+    _, wanted = jax.jit(drafter_training.loss, static_argnums=(0, 1))(
         drafter.config, TRAINING, drafter.params, training._context.frozen, batch, np.float32(1)
     )
     got = training.evaluate(responses())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from live_by_hand import live_texts
 
 from rl.drafting.config import DraftingConfig, methods_of
 from rl.drafting.plans import (
@@ -19,7 +20,7 @@ from rl.drafting.plans import (
 from sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
 from spec.budget.config import MODEL
 from spec.decoupled.messages import DraftPlan
-from spec.drafter import PRIOR_PROB, LiveSlots
+from spec.drafter import PRIOR_PROB
 from spec.round_times import RoundTimes
 
 
@@ -42,21 +43,6 @@ def planner(num_workers=4, num_requests=8, max_window=3, measured=None, **settin
     found = Planner(DraftingConfig(**settings), num_workers, num_requests, max_window)
     found.seconds = measured
     return found
-
-
-def live(ids, response):
-    """Requests with a prompt of two tokens, and responses of these lengths."""
-    A = len(ids)
-    total_A = np.array(response, np.int32) + 2
-    return LiveSlots(
-        rows_A=np.arange(A),
-        request_ids_A=np.array(ids, np.int64),
-        group_ids_A=np.zeros(A, np.int64),
-        prompt_tokens_A=np.full(A, 2, np.int32),
-        total_tokens_A=total_A,
-        remaining_tokens_A=np.full(A, 100, np.int32),
-        tokens_BL=np.zeros((A, int(total_A.max())), np.int32),
-    )
 
 
 # --- what is observed -------------------------------------------------------------------
@@ -220,7 +206,7 @@ def test_of_one_method_nothing_is_chosen():
 
 
 def observed(plans, ids, response, accepted, seen):
-    some = live(ids, response)
+    some = live_texts(*([0] * (2 + n) for n in response), first_id=ids[0])
     plans.observed(some, np.array(accepted), np.array(seen))
 
 

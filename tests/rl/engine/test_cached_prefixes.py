@@ -24,13 +24,17 @@ def request(request_id, tokens=TOKENS, **fields):
     return Request(request_id, PROMPT, cached=cached, **fields)
 
 
-def table_of(mode, requests, num_slots=4):
+def table_of(mode, requests, num_slots=4, *, in_chunks=False):
+    """A table of these requests, and its cached responses, of which a mode says what is kept.
+
+    Without a mode only what was begun is reused. In chunks nothing is computed yet.
+    """
     endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
-    rule = PrefixRule(parse_mode(mode), log(parse_mode(mode).lenience), 0, 1)
-    cached = CachedPrefixes(rule, endings, CachedCounts(), num_slots, 10)
+    rule = mode and PrefixRule(parse_mode(mode), log(parse_mode(mode).lenience), 0, 1)
+    cached = CachedPrefixes(rule, endings, CachedCounts(), num_slots, 10, in_chunks=in_chunks)
     table = SlotTable(num_slots, 11, endings, cached)
     for row, r in enumerate(requests):
-        table.enter(row, PartialRequest(r))
+        table.enter(row, PartialRequest(r), 0 if in_chunks else None)
     return table, cached
 
 
@@ -88,20 +92,8 @@ def test_a_request_that_leaves_goes_on_where_it_was():
     assert (there.counts.tokens, there.counts.kept_tokens, there.counts.whole) == (5, 5, 1)
 
 
-def begun_table(requests, mode=None):
-    """A table whose requests may have been begun; without a mode nothing else is reused."""
-    if mode is not None:
-        return table_of(mode, requests)
-    endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
-    cached = CachedPrefixes(None, endings, CachedCounts(), 4, 10)
-    table = SlotTable(4, 11, endings, cached)
-    for row, r in enumerate(requests):
-        table.enter(row, PartialRequest(r))
-    return table, cached
-
-
 def test_what_was_begun_is_a_chain_up_to_the_first_difference():
-    table, cached = begun_table([Request(0, PROMPT, begun=(5, 6, 7, 8)), Request(1, PROMPT)])
+    table, cached = table_of(None, [Request(0, PROMPT, begun=(5, 6, 7, 8)), Request(1, PROMPT)])
     assert not cached.given and not cached.ruled(np.arange(2)).any()
     drafts = chains(table, most=3)
     assert drafts.tokens_AN[0, :3].tolist() == [5, 6, 7] and drafts.count_A.tolist() == [3, 0]
@@ -117,7 +109,7 @@ def test_what_was_begun_is_a_chain_up_to_the_first_difference():
 def test_a_request_that_moves_goes_on_with_what_was_begun_where_it_agrees():
     r = Request(0, PROMPT, begun=(5, 6, 7, 8))
     for drawn, rest in (([5, 6], [7, 8]), ([5, 4], [])):
-        table, cached = begun_table([r])
+        table, cached = table_of(None, [r])
         commit(table, {0: drawn})
         partial = table.leave(0, 0)
         table.enter(1, partial)
@@ -130,7 +122,7 @@ def test_a_request_that_moves_goes_on_with_what_was_begun_where_it_agrees():
 def test_behind_what_a_rule_keeps_the_begun_response_goes_on_where_it_agrees(second, rest):
     """The rule keeps one token, and the draw in place of the next is the one that was begun."""
     r = Request(0, PROMPT, cached=request(0).cached, begun=(5, 4, 3, 3))
-    table, cached = begun_table([r], "full")
+    table, cached = table_of("full", [r])
     assert cached.ruled(np.array([0]))[0]
     commit(table, {0: [5, second]}, {0: 1})
     assert not cached.ruled(np.array([0]))[0], "the rule has decided"
@@ -151,20 +143,9 @@ def test_behind_what_a_rule_keeps_the_begun_response_goes_on_where_it_agrees(sec
 )
 def test_where_noise_repeats_newer_draws_come_before_the_last_epochs(begun, chain_of):
     r = Request(0, PROMPT, cached=request(0).cached, begun=begun)
-    table, _ = begun_table([r], "coupled")
+    table, _ = table_of("coupled", [r])
     drafts = chains(table)
     assert drafts.tokens_AN[0, : drafts.count_A[0]].tolist() == list(chain_of)
-
-
-def chunked(mode, requests, **fields):
-    """A table whose cached responses are verified in chunks; nothing is computed yet."""
-    endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
-    rule = PrefixRule(parse_mode(mode), log(parse_mode(mode).lenience), 0, 1)
-    cached = CachedPrefixes(rule, endings, CachedCounts(), 2, 10, in_chunks=True)
-    table = SlotTable(2, 11, endings, cached)
-    for row, r in enumerate(requests):
-        table.enter(row, PartialRequest(r, **fields), 0)
-    return table, cached
 
 
 def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
@@ -184,7 +165,7 @@ def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
 
 def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():
     r = Request(0, PROMPT, cached=request(0).cached, begun=(5, 4, 3, 3))
-    table, cached = chunked("full", [r])
+    table, cached = table_of("full", [r], 2, in_chunks=True)
     chunks_TX = np.array([[0, 1, 2, 5, 6]], np.int32)
     assert drawn_in_chunks(table, chunks_TX, [5, 4, 7], kept=[0]) == [2, 0]
     assert cached.goes_on(np.array([0]))[0] and table.missing_tokens_B[0] == 2

@@ -26,6 +26,8 @@ from spec.config import SamplingConfig
 from spec.drafter import Drafter
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
+from tests.support import symbolic_device
+from tests.support.symbolic_device import SymbolicEngine
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 KEY = step_key(0, 0)
@@ -48,6 +50,18 @@ def run(engine, requests, params=PARAMS, sampling=SAMPLING, stop=(), **options):
 @pytest.fixture(scope="module")
 def engine():
     return Engine(TINY, PLAIN)
+
+
+def hashing(**changes):
+    """An engine on the device that computes hashes, and compiles nothing."""
+    config = dataclasses.replace(PLAIN, **changes)
+    return SymbolicEngine(symbolic_device.MODEL, config, dtype=np.float32)
+
+
+@pytest.fixture
+def hashes():
+    with symbolic_device.device():
+        yield
 
 
 # -- bad requests ------------------------------------------------------------------
@@ -125,9 +139,10 @@ class Greedy(FixedBudget):
         return DraftDecision(sizes[0], drafts.count_A)
 
 
+@pytest.mark.usefixtures("hashes")
 def test_a_budget_that_takes_too_wide_a_tree():
     """In a round of two nodes a slot a tree has four: of a wider one the rest would be unseen."""
-    engine = Engine(TINY, dataclasses.replace(PLAIN, max_nodes=8))
+    engine = hashing(max_nodes=8)
     script = Scripted(lambda live, n: [chain([1, 2, 3, 4])] + [NO_DRAFT] * (len(live) - 1))
     with pytest.raises(ValueError, match=r"took 4 draft tokens, 4 of one request: .* and 3 of one"):
         run(engine, group((1, 2), 0, 4), drafter=script, budget=Greedy())
@@ -236,8 +251,9 @@ def test_drafters_hear_what_every_round_begins_with_whoever_is_asked(engine):
         assert heard[t.request_id] == [t.response_ids[:n].tolist() for n in (0, 4)]
 
 
+@pytest.mark.usefixtures("hashes")
 def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():
-    engine = Engine(TINY, dataclasses.replace(PLAIN, min_slots=2))
+    engine = hashing(min_slots=2)
     limits = [1, 1, 1, 12, 1, 12]
     requests = [Request(i, (1, 2), max_new_tokens=n) for i, n in enumerate(limits)]
     got = run(engine, requests)
@@ -246,8 +262,9 @@ def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():
     assert engine.stats.rounds == {(4, 4, 32): 2, (2, 2, 32): 11}
 
 
+@pytest.mark.usefixtures("hashes")
 def test_rows_that_waiting_siblings_need_survive_the_shrinking():
-    engine = Engine(TINY, dataclasses.replace(PLAIN, min_slots=2))
+    engine = hashing(min_slots=2)
     prompts = [(1, 2, 3), (1, 2, 3), (4, 5), (4, 5), (4, 5)]
     requests = [
         Request(i, prompt, max_new_tokens=n)
@@ -284,23 +301,24 @@ def test_a_batch_that_drains_has_as_many_positions_in_all_as_the_whole_one_at_le
     assert few.batch_positions(8, 64, 18_432) == sizes[64]
 
 
+@pytest.mark.usefixtures("hashes")
 def test_the_last_bucket_is_that_of_the_longest_request_an_engine_was_told_of():
     """A phase of shorter ones, after the warm-up or a longer phase, finds what is compiled."""
-    model = dataclasses.replace(TINY, max_positions=256)
-    engine = Engine(model, dataclasses.replace(PLAIN, min_positions=16))
+    engine = hashing(min_positions=16)
     seen = []
     for new_tokens in (60, 38):
         run(engine, group((1, 2), 0, 4, max_new_tokens=new_tokens))
         seen.append({positions for _, _, positions in engine.stats.rounds})
     assert seen == [{16, 32, 64}, {16, 32, 64}]  # 62 positions, and 40: 48 would do alone
-    alone = Engine(model, dataclasses.replace(PLAIN, min_positions=16))
+    alone = hashing(min_positions=16)
     run(alone, group((1, 2), 0, 4, max_new_tokens=38))
     assert {positions for _, _, positions in alone.stats.rounds} == {16, 32, 48}
 
 
+@pytest.mark.usefixtures("hashes")
 def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
     """Its neighbour goes on for longer than it; only the warmed-up buckets are used."""
-    engine = Engine(TINY, dataclasses.replace(PLAIN, max_nodes=1))
+    engine = hashing(max_nodes=1)
     long, short = Request(0, (1,) * 31, max_new_tokens=2), Request(1, (1, 2), max_new_tokens=8)
     got = run(engine, [long, short])
     assert [t.num_tokens for t in got] == [2, 8]

@@ -26,7 +26,7 @@ from spec.eagle.model import EagleWeights
 from spec.sampling import step_key
 from spec.verify import decode_beside_chunks, decode_rounds, settle
 
-MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
+MODEL = ModelConfig("qwen3", 32, 16, 1, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 from drive import RequestSource, drive
-from shapes import PLAIN, TINY, make_params
+from shapes import PLAIN
 
 from rl.engine import admission
 from rl.engine.ending import Endings
-from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
@@ -17,6 +16,8 @@ from spec.budget.budget import FixedBudget, plain
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
 from spec.sampling import step_key
+from tests.support import symbolic_device
+from tests.support.symbolic_device import MODEL, SymbolicEngine
 
 LIMIT = 10
 
@@ -90,7 +91,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     config = dataclasses.replace(PLAIN, rounds_per_fetch=6, max_nodes=2)
     held = []
 
-    class Watched(Engine):
+    class Watched(SymbolicEngine):
         def _retire_ended(self):
             held.append(int(self._table.total_tokens_B[self._table.busy_B].sum()))
             return super()._retire_ended()
@@ -104,10 +105,11 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
         def take(self, *, wait):
             return [self.waiting.pop()] if self.waiting else None
 
-    engine = Watched(TINY, config)
+    engine = Watched(MODEL, config, dtype=np.float32)
     sampling = SamplingConfig(max_new_tokens=20)
-    spec = RolloutSpec(make_params(), sampling, step_key(0, 0), drafts=draft_with(drafter, Plain()))
-    drive(engine, spec, OneByOne())
+    spec = RolloutSpec(None, sampling, step_key(0, 0), drafts=draft_with(drafter, Plain()))
+    with symbolic_device.device():
+        drive(engine, spec, OneByOne())
     assert engine.stats.preemptions > 0
     assert 20 < max(held) <= OneByOne.kv_tokens
     if drafter is not None:
@@ -121,7 +123,7 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 20, n).tolist()) for n in (2, 3, 2, 20)]
 
-    class Watched(Engine):
+    class Watched(SymbolicEngine):
         def _preempt(self):
             before = self._table.missing_tokens_B * self._table.busy_B
             super()._preempt()
@@ -138,14 +140,15 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
 
     def responses(engine, kv_tokens):
         done = {}
-        spec = RolloutSpec(make_params(), sampling, step_key(0, 0))
-        drive(
-            *(engine, spec, Source(kv_tokens)),
-            on_finish=lambda t: done.update({t.request_id: t.response_ids.tolist()}),
-        )
+        spec = RolloutSpec(None, sampling, step_key(0, 0))
+        with symbolic_device.device():
+            drive(
+                *(engine, spec, Source(kv_tokens)),
+                on_finish=lambda t: done.update({t.request_id: t.response_ids.tolist()}),
+            )
         return done
 
-    engine = Watched(TINY, config)
+    engine = Watched(MODEL, config, dtype=np.float32)
     want = responses(engine, 1000)
     assert not any(lacked) and len(want) == 4
     assert responses(engine, 36) == want

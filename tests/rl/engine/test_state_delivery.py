@@ -1,6 +1,7 @@
 """Hidden states arrive whole and in order, few wait at a time, and what goes wrong is raised."""
 
 import dataclasses
+import queue
 import threading
 
 import jax.numpy as jnp
@@ -83,21 +84,22 @@ def test_sending_waits_for_nothing_until_too_much_is_on_its_way(monkeypatch):
     monkeypatch.setattr(state_delivery, "MAX_WAITING_BYTES", 3 * one.num_bytes)
     sink = Sink()
     sink.gate.clear()
-    sent = []
+    sent = queue.SimpleQueue()
 
     def send_four(delivery):
         for i in range(4):
             delivery.send(ended(9, i)[1])
-            sent.append(i)
+            sent.put(i)
 
     with StateDelivery(sink) as delivery:
         sender = threading.Thread(target=send_four, args=(delivery,), daemon=True)
         sender.start()
-        sender.join(0.3)
-        assert sent == [0, 1, 2] and sender.is_alive() and sink.taken == []
+        assert [sent.get(timeout=60) for _ in range(3)] == [0, 1, 2]
+        sender.join(0.05)
+        assert sender.is_alive() and sent.empty() and sink.taken == []
         sink.gate.set()
-        sender.join(60)
-    assert [s.policy_version for s in sink.taken] == sent == [0, 1, 2, 3]
+        assert sent.get(timeout=60) == 3
+    assert [s.policy_version for s in sink.taken] == [0, 1, 2, 3]
 
 
 def test_one_sequence_larger_than_the_bound_is_sent(monkeypatch):

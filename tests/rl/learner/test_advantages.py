@@ -68,11 +68,6 @@ def test_nothing_scored_claims_no_mean():
     assert "reward" not in stats and stats["reward/skipped_samples"] == 2
 
 
-def test_fraction_of_groups_without_differences():
-    _, stats = of_groups([1, 1, 1, 0], [0, 0, 1, 1])
-    assert stats["frac_reward_zero_std"] == 0.5
-
-
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_named(reward):
     with pytest.raises(ValueError, match="sample 1 .group 4."):

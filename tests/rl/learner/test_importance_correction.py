@@ -13,9 +13,9 @@ from rl.learner.losses import LossInputs
 from rl.learner.policy_losses import importance_weights
 
 # ratios 4, 1/2 and 1, then padding; and 1/4 alone
-TRAINER = jnp.log(jnp.array([[0.8, 0.2, 0.5, 1.0], [0.1, 1.0, 1.0, 1.0]], jnp.float32))
-EMISSION = jnp.log(jnp.array([[0.2, 0.4, 0.5, 0.1], [0.4, 0.1, 0.1, 0.1]], jnp.float32))
-MASK = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
+TRAINER = np.log(np.array([[0.8, 0.2, 0.5, 1.0], [0.1, 1.0, 1.0, 1.0]], np.float32))
+EMISSION = np.log(np.array([[0.2, 0.4, 0.5, 0.1], [0.4, 0.1, 0.1, 0.1]], np.float32))
+MASK = np.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import largest_array
-from shapes import CHAT
+from shapes import CHAT, make_params
+from trajectories import trajectory
 
 from models import transformer
 from models.config import MeshConfig, ModelConfig
@@ -20,26 +21,19 @@ from rl.learner import micro_batches
 from rl.learner.config import TrainerConfig, TrainSpec
 from rl.learner.micro_batches import TrainSample
 from rl.packing import Shape
-from rl.trajectory import FinishReason, Trajectory
 from spec import sampling
 from spec.config import SamplingConfig
 from spec.sampling import Processing
 
-PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(CHAT, jax.random.key(0)))
+PARAMS = make_params(model=CHAT)
 P, T = 3, 12  # two prompts of 3 tokens, two responses of 9 to each
-TOKENS = np.array(jax.random.randint(jax.random.key(1), (4, T), 0, 16))
+TOKENS = np.random.default_rng(1).integers(0, 16, (4, T)).astype(np.int32)
 TOKENS[1, :P], TOKENS[3, :P] = TOKENS[0, :P], TOKENS[2, :P]
 
 
 def sample_of(i, tokens, prompt_tokens, group=0, config=SamplingConfig()):  # noqa: B008
-    n = len(tokens) - prompt_tokens
-    ids = np.split(np.asarray(tokens, np.int32), [prompt_tokens])
-    zeros = np.zeros(n, np.int32)
-    logprobs = np.zeros(n, np.float32)
-    rest = logprobs, zeros, zeros, FinishReason.STOP
-    return TrainSample(
-        Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0, config
-    )
+    prompt, response = np.split(np.asarray(tokens), [prompt_tokens])
+    return TrainSample(trajectory(i, prompt, response, group=group, sample=i), 0.0, config)
 
 
 PLAIN = (SamplingConfig(),) * 4

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import trajectories
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,25 +15,14 @@ from models.attention import packed_mask
 from rl.learner import micro_batches
 from rl.learner.micro_batches import TrainSample
 from rl.packing import Shape
-from rl.trajectory import FinishReason, Trajectory
+from rl.trajectory import FinishReason
 from spec.config import SamplingConfig
 
 
-def trajectory(i, prompt, response, *, reward=1.0, finish=FinishReason.STOP, group=0):
-    n = len(response)
-    return Trajectory(
-        request_id=i,
-        group_id=group,
-        sample_index=i,
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        logprobs=-np.arange(1, n + 1, dtype=np.float32),
-        policy_versions=np.zeros(n, np.int32),
-        origins=np.zeros(n, np.uint8),
-        finish_reason=finish,
-        reward=reward,
-        emission_logprobs=-np.arange(1, n + 1, dtype=np.float32),
-    )
+def trajectory(i, prompt, response, **fields):
+    logprobs = -np.arange(1, len(response) + 1)
+    given = {"group": 0, "sample": i, "logprobs": logprobs} | fields
+    return trajectories.trajectory(i, prompt, response, **given)
 
 
 def sample(i, prompt, response, **fields):

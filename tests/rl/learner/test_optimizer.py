@@ -35,7 +35,7 @@ def both_states():
     return state, shapes
 
 
-@pytest.mark.parametrize("sizes", [None, (2, 2, 1)])
+@pytest.mark.parametrize("sizes", [pytest.param(None, marks=pytest.mark.soak), (2, 2, 1)])
 def test_steps_of_shapes_are_those_of_the_state(sizes):
     if sizes is None:
         return judge()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from figured_programs import figured
 
 from rl.preflight import __main__ as preflight
 
@@ -75,6 +76,7 @@ def test_what_is_wrong_is_told_in_one_sentence(flags, said, capsys, monkeypatch)
 def test_a_run_that_does_not_fit_names_the_program_and_what_helps(capsys, monkeypatch):
     monkeypatch.setattr(preflight.targets, "prepare", lambda target: None)
     monkeypatch.setattr(preflight.targets.Target, "device_bytes", 20_000_000)
+    figured(monkeypatch, lambda program: 10_000 * program.num_tokens)
     status, told = errors(capsys, f"--gin_file={TINY}", "--target=cpu:8", *FEW)
     assert status == 2
     assert len(told) == 1

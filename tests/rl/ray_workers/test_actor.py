@@ -1,16 +1,14 @@
 """Workers in actors, whose programs are threads here: the same tokens, whatever is lost or late."""
 
-import dataclasses
+import itertools
 import threading
 from contextlib import ExitStack
 
 import jax
 import pytest
-import rollouts
 from ray_workers_in_threads import TUNER, Store, make_team, settings_of
-from thread_actors import SETTINGS, ThreadRoom
+from thread_actors import ThreadRoom
 from tiny_team import (
-    CONFIG,
     KEY,
     MODEL,
     PARAMS,
@@ -47,16 +45,6 @@ def store(monkeypatch):
     return found
 
 
-def alone_with(key):
-    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, key, STOP)
-    return {t.request_id: t for t in done}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return alone_with(KEY)
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("policy", ["group_fifo", "seer"])
 def test_tokens_are_those_of_one_engine(store, alone, policy):
@@ -86,40 +74,35 @@ def test_drafts_of_all_sources_change_no_token(store, alone):
     assert team.stats.accepted_tokens > 20
 
 
-def rooms_that_lose(method, nth, how):
-    """A room whose first program is lost in its nth call of a method."""
-    lost = []
+def rooms_that_lose(nth, how):
+    """A room whose first program is lost in its nth step, and what is to have its actor."""
+    actors, steps = [], itertools.count(1)
 
     def changed(index, handle):
         def submit(member, *args):
-            if index == 0 and not lost and args[:1] == (method,):
-                submit.calls += 1
-                if submit.calls == nth:
-                    lost.append(handle)
-                    handle.is_stopped = True
-                    if how == "killed":
-                        threading.Thread(target=handle.kill).start()
+            if index == 0 and args[:1] == ("step",) and next(steps) == nth:
+                handle.is_stopped = True
+                if how == "killed":
+                    threading.Thread(target=handle.kill).start()
+                else:
+                    for call in actors[0]._calls:
+                        call.until_s = 0.0  # its time is up
             return type(handle).submit(handle, member, *args)
 
-        submit.calls = 0
         handle.submit = submit
 
-    return ThreadRoom(changed), lost
+    return ThreadRoom(changed), actors
 
 
 @pytest.mark.fault
 @pytest.mark.parity
-@pytest.mark.parametrize("nth", [1, 2, 4])
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("nth", "how"), [(1, "killed"), (2, "stopped"), (4, "killed")])
 def test_a_lost_program_costs_no_token(store, alone, nth, how):
     """Its requests continue elsewhere from their last chunks, and another program joins."""
-    room, lost = rooms_that_lose("step", nth, how)
-    settings = SETTINGS
-    if how == "stopped":
-        settings = dataclasses.replace(SETTINGS, deadline_s=3.0)
-    team, _ = make_team(store, 2, room=room, settings=settings)
+    room, actors = rooms_that_lose(nth, how)
+    team, _ = make_team(store, 2, room=room)
+    actors.append(team.places[0].actor)
     assert_same_tokens(play(team), alone)
-    assert lost
     assert sum(isinstance(d.event, WorkerLost) for d in team.decisions) == 1
     assert [e.kind for e in team.stats.events if e.kind != "joined"] == [
         "killed" if how == "killed" else "hung"

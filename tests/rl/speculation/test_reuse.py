@@ -5,32 +5,27 @@ import math
 
 import numpy as np
 import pytest
+from trajectories import trajectory
 
 from rl.engine.stats import EngineStats
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from rl.speculation.reuse import Reuse, remember
-from rl.trajectory import FinishReason, Trajectory
 from spec.reuse.rollout_cache import RolloutCache
 
 KEYS, PROMPTS, NUMBERS = ["a", "b"], [(1, 2, 3), (4, 5)], [7, 11]
 
 
-def answer(group, sample, tokens, prompt=None, version=3):
-    n = len(tokens)
-    logprobs = -np.arange(1, n + 1, dtype=np.float32)
-    prompt = PROMPTS[group] if prompt is None else prompt
-    return Trajectory(
-        request_id=10 * group + sample,
-        group_id=group,
-        sample_index=sample,
-        prompt_ids=np.asarray(prompt, np.int32),
-        response_ids=np.asarray(tokens, np.int32),
+def answer(group, sample, tokens, prompt=None):
+    logprobs = -np.arange(1, len(tokens) + 1)
+    return trajectory(
+        10 * group + sample,
+        PROMPTS[group] if prompt is None else prompt,
+        tokens,
+        group=group,
+        sample=sample,
         logprobs=logprobs,
-        policy_versions=np.full(n, version, np.int32),
-        origins=np.zeros(n, np.uint8),
-        finish_reason=FinishReason.STOP,
-        reward=0.5,
-        emission_logprobs=logprobs - 1,
+        emission=logprobs - 1,
+        version=3,
     )
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from live_by_hand import live_texts
+from trajectories import trajectory
 
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, history_rule
-from rl.trajectory import FinishReason, Trajectory
 from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput
@@ -20,14 +20,9 @@ PROMPTS = {"a": (1, 2, 3), "b": (4, 5)}
 KEYS = list(PROMPTS)
 
 
-def answer(group, response, reward=1.0, sample=0):
-    n = len(response)
-    zeros = np.zeros(n, np.int32)
-    prompt = np.asarray(list(PROMPTS.values())[group], np.int32)
-    tokens = np.asarray(response, np.int32)
-    logprobs = zeros.astype(np.float32)
-    rest = logprobs, zeros, zeros, FinishReason.STOP, reward
-    return Trajectory(group, group, sample, prompt, tokens, *rest, emission_logprobs=logprobs)
+def answer(group, response):
+    prompt = list(PROMPTS.values())[group]
+    return trajectory(group, prompt, response, group=group, sample=0, logprobs=0.0)
 
 
 def live(group, response):

@@ -47,7 +47,10 @@ def run(engine, params, num_tokens):
     return [t.response_ids.tolist() for t in done]
 
 
-@pytest.mark.parametrize("outgrows", [False, True])
+@pytest.mark.parametrize(
+    "outgrows",
+    [pytest.param(False, marks=pytest.mark.soak), True],  # as in whole runs
+)
 def test_longer_buckets_are_compiled_once_and_after_that_nothing(tmp_path, outgrows):
     jax.clear_caches()
     ticks = itertools.count()

@@ -83,12 +83,6 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
         read_profile(tmp_path)
 
 
-def test_a_simulation_uses_the_profile(tmp_path):
-    write(tmp_path)
-    seconds = simulated(tmp_path)["seer"]["completion_s"]
-    assert seconds > 20 * 0.25, "rounds take a quarter of a second at least"
-
-
 def test_a_folder_that_the_real_writers_wrote_can_be_simulated(tmp_path):
     """An engine's own measurements, through the files, to a simulated rollout."""
     now = iter(range(10**6))

@@ -138,7 +138,7 @@ def test_measuring_leaves_the_engine_as_it_was(params):
 def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_reused(
     params, tmp_path
 ):
-    few = {"slots": 4, "prefill_chunk_tokens": 4, "max_round_nodes": 16}
+    few = {"slots": 4, "min_slots": 4, "prefill_chunk_tokens": 4, "max_round_nodes": 16}
     config, reach = dataclasses.replace(CONFIG, **few), Reach(4, 8, reuse=True)
     assert config.drawing_chunks(4, 4) == [1, 2, 4] and config.drawing_chunks(3, 4) == [1, 2]
     engine = Engine(TINY, config, clock=ticking())

@@ -15,17 +15,15 @@ from tiny_team import (
     REQUESTS,
     SAMPLING,
     STOP,
-    assert_same_tokens,
     with_cached,
     workers,
 )
-from tiny_team import play as play_all
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.workers.multi_engine import Helpers
-from sched.protocol import Copy, Drop, Finished, WorkerLost
-from sched.request import COPIES, Kv, copy_of
+from sched.protocol import Copy, Drop, Finished
+from sched.request import Kv, copy_of
 from spec.budget.budget import FixedBudget
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Source
@@ -121,13 +119,6 @@ def test_tokens_are_those_of_one_engine(engines, alone, policy, count):
     assert found and drops(team), "the last request leaves a worker dry"
     assert {copy_of(c.start.request_id)[0] for c in found} <= set(alone)
     assert all(c.start.worker_id != c.worker_id for c in found)
-
-
-@pytest.mark.parity
-def test_without_drafts_too(engines, alone):
-    team = helped(engines)
-    assert_same_tokens(play_all(team), alone)
-    assert copies(team)
 
 
 class Gates:
@@ -226,50 +217,6 @@ def test_who_is_behind_drafts_what_others_have(engines, alone):
     done, seen = play(team, requests, on_finish=gates.on_finish, drafts=drafting(made))
     assert_answered(done, seen, alone, requests)
     assert sum(d.num_copied for d in made) > 0
-
-
-# --- losses -----------------------------------------------------------------------------
-
-
-class Broken(RuntimeError):
-    """A fault that was planted."""
-
-
-def breaking(when, times=1):
-    """An engine whose round breaks where `when(numbers of its requests)`."""
-
-    class Breaking(Engine):
-        broken = 0
-
-        def _round(self, *args):
-            table = self._table
-            if Breaking.broken < times and when(table.request_ids_B[table.busy_B]):
-                Breaking.broken += 1
-                raise Broken("a device is gone")
-            super()._round(*args)
-
-    return Breaking(MODEL, CONFIG)
-
-
-def has_copies(ids):
-    return bool((ids >= COPIES).any())
-
-
-@pytest.mark.fault
-@pytest.mark.parity
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_worker_with_copies_that_raises_is_replaced(engines, alone, times):
-    """Its copies are begun again, or not: the requests themselves go on (more: test_driver.py)."""
-    gates = Gates()
-    broken = breaking(has_copies, times)
-    team = helped([held_up(gates), broken], on_error="restart")
-    requests = [*LONG, shortest(alone)]
-    done, seen = play(team, requests, on_finish=gates.on_finish)
-    assert_answered(done, seen, alone, requests)
-    assert 1 <= broken.broken <= times
-    assert sum(isinstance(d.event, WorkerLost) for d in team.decisions) == broken.broken
-    helpers = {c.start.worker_id for c in copies(team)}
-    assert len(helpers) > 1, "its successors help as well"
 
 
 # --- reuse ------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
         return drafters[-1], FixedBudget()
 
     plain = rollouts.run(engines[0], PARAMS, requests, greedy, KEY, STOP)
-    team = workers(engines, 2, chunk=4)
+    team = workers(engines, 2, chunk=16)  # three each, and none moves
     done = rollouts.run(team, PARAMS, requests, greedy, KEY, STOP, drafts=drafts)
     assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
     assert len(drafters) == 2
@@ -96,8 +96,7 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("policy", ["group_fifo", "seer"])
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(("policy", "chunk"), [("group_fifo", 3), ("seer", 1)])
 def test_coupled_reuse_changes_no_token(engines, alone, policy, chunk):
     """Of responses that the noise repeats, what is drawn again stands."""
     rule = PrefixRule(parse_mode("coupled"), 0.0, 0, 1)
