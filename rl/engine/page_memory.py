@@ -83,9 +83,12 @@ class PageMemory:
         for row in table.free_rows():
             holds = table.prompts[row] is not None
             self._release(row, int(table.prompt_tokens_B[row]) - 1 if holds else 0)
-        oldest = table.oldest_first()
+        rows = oldest = table.oldest_first()
+        if self._pages.held_B[oldest].all():  # no row waits for a prompt
+            short_B = self._short_B(needed_B)
+            rows = [row for row in oldest if short_B[row]]
         leaving, older = list[int](), set[tuple[int, int]]()  # parts and prompts of those that stay
-        for row in oldest:
+        for row in rows:
             if row in leaving:
                 continue
             part, waits = self._pages.part_of(row), self._waits(table, row, older)
@@ -188,8 +191,12 @@ class PageMemory:
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
         """Check that rows have pages for so many positions, or none: these wait for a prompt."""
-        short_B = tokens_B > self._pages.held_B * self._pages.page_tokens
-        assert not (short_B & (self._pages.held_B > 0)).any(), "a row outgrew its pages"
+        has_pages_B = self._pages.held_B > 0
+        assert not (self._short_B(tokens_B) & has_pages_B).any(), "a row outgrew its pages"
+
+    def _short_B(self, tokens_B: np.ndarray) -> np.ndarray:
+        """Return which rows lack pages for so many positions."""
+        return tokens_B > self._pages.held_B * self._pages.page_tokens
 
     def begin(self, row: int, kept_tokens: int) -> None:
         """Note that a request enters a row; its first `kept_tokens` positions stay."""
