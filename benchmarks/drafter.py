@@ -43,8 +43,8 @@ from rl.workers.multi_engine import MultiEngine
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
-from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, EagleWeights
+from spec.eagle.training_data import DataBuffer
 from spec.sampling import step_key
 from tests.support import tiny_run
 

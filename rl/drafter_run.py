@@ -32,9 +32,9 @@ from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from spec.eagle.config import DrafterTrainingConfig
-from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState, state_of
+from spec.eagle.training_data import DataBuffer, RequestSample
 
 _VOCABULARY_PROMPTS = 20_000
 

@@ -31,7 +31,7 @@ from models.config import ModelConfig, num_params
 from models.transformer import Params
 from rl.drafter_run import first_drafter
 from rl.drafter_training import export as drafter_folder
-from rl.drafter_training import hidden_states
+from rl.drafter_training import offline
 from rl.drafter_training import traces as drafter_traces
 from rl.drafter_training.config import shape_of
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
@@ -48,8 +48,8 @@ from rl.runtime.progress import say
 from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
 from spec.config import MIN_TEMPERATURE
 from spec.eagle import model as eagle
-from spec.eagle.batch import pack
 from spec.eagle.config import EagleConfig
+from spec.eagle.training_data import pack
 
 SAY_EVERY_STEPS = 50
 MIN_VALUE_BYTES = 2  # of the types of hidden states
@@ -131,7 +131,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     trace = drafter_traces.read([Path(p) for p in args.trace], model, tokenizer)
     learned, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
     sizes = _sizes_bytes(learned, shape, MIN_VALUE_BYTES)
-    hidden_states.check_room(sizes, config.data_buffer.max_bytes)
+    offline.check_room(sizes, config.data_buffer.max_bytes)
     inputs = config, policy, model, shape, trace, learned, held_out, out
     return _Training(*inputs, args.steps, args.seed, args.temperature)
 
@@ -162,7 +162,7 @@ def _counts(responses: Sequence[Response]) -> str:
 
 
 def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes: int) -> list[int]:
-    return [hidden_states.num_bytes(r, shape, value_bytes) for r in responses]
+    return [offline.num_bytes(r, shape, value_bytes) for r in responses]
 
 
 def _train(job: _Training, watch: Watch) -> int:
@@ -198,7 +198,7 @@ def _open(job: _Training) -> tuple[OfflineTraining, Params]:
     dtype = TrainerConfig().dtype  # as runs compute
     max_bytes = job.config.data_buffer.max_bytes
     sizes = _sizes_bytes(job.learned, job.shape, jnp.dtype(dtype).itemsize)
-    hidden_states.check_room(sizes, max_bytes)
+    offline.check_room(sizes, max_bytes)
     _, params = hf.load_pretrained(job.policy, dtype=dtype)
     texts = (response.tokens for response in job.learned)
     options, training = job.config.drafter, job.config.drafter_training

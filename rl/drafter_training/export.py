@@ -12,7 +12,6 @@ from models.config import ModelConfig
 from models.tokenizer import copy_files
 from models.transformer import Params
 from spec.eagle import files as eagle_files
-from spec.eagle import hf_layout as eagle_layout
 from spec.eagle.model import EagleWeights
 
 
@@ -23,7 +22,7 @@ def check_target(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"expected a folder to write to, got the file {folder}")
     config = folder / hf_files.CONFIG
-    if not config.is_file() or eagle_layout.OURS not in hf_files.read_json(config):
+    if not config.is_file() or eagle_files.OURS not in hf_files.read_json(config):
         raise ValueError(
             f"expected a new folder, or that of a drafter exported before, got {folder}, which "
             "holds something else: give another folder"

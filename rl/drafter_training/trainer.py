@@ -28,11 +28,10 @@ from rl.engine.model_runner import ModelRunner
 from rl.speculation.device_drafters import LearnedDrafter, PerRunner
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import DrafterBatch, HiddenStates, pack
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig
-from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.training import DrafterState
+from spec.eagle.training_data import DataBuffer, DrafterBatch, HiddenStates, RequestSample, pack
 
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 

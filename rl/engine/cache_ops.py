@@ -1,6 +1,6 @@
 """The jitted steps that fill a cache; one compilation per bucket, one call for all layers.
 
-They write in place. A change of bucket cannot: `spec.cache_rows` copies layer by layer.
+They write in place. A change of bucket cannot: `models.kv_cache` copies layer by layer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import numpy as np
 
 from models import kv_cache
 from models.attention import Chunks
-from models.kv_cache import Entries, Kind, KVCache, map_arrays
+from models.kv_cache import Entries, Kind, KVCache, map_arrays, resize_layer
 from models.paged_cache import Cache, PagedCache, map_pages
 from models.sharding import constrain, replicated
 from rl.trajectory import HostKv
-from spec.cache_rows import resize_layer
 from spec.sampling import Processing
 from spec.verify import Slots
 

@@ -28,7 +28,7 @@ from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import widest_tree
 from spec.budget.budget import DraftDecision
 from spec.config import Draw, SamplingConfig
-from spec.draft_cache.rounds import Shape
+from spec.draft_cache.drafting import Shape
 from spec.page_table import spread
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from spec.budget.budget import Budget
 from spec.config import SamplingConfig
 from spec.draft_cache.drafting import StateSource
 from spec.drafter import Drafter
-from spec.eagle.batch import HiddenStateSink
+from spec.eagle.training_data import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
 from spec.round_times import RoundTimes
 

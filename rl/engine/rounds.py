@@ -20,7 +20,7 @@ from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats
 from spec.budget.budget import DraftDecision
-from spec.draft_cache.rounds import draft_rounds, unpack_rounds
+from spec.draft_cache.drafting import draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots
 from spec.nodes import by_slot, pack, unpack_draws
 from spec.verify import Slots, chunks_alone, decode_beside_chunks, decode_rounds, verify_round

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from models import kv_cache
+from models.kv_cache import resize
 from rl.engine import admission
 from rl.engine.model_runner import ModelRunner
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import HostKv, PartialRequest
-from spec import cache_rows
 
 
 class RowMemory:
@@ -135,4 +135,4 @@ class RowMemory:
     def _resize(self, rows: Sequence[int], num_positions: int) -> None:
         self._runner.before_positions(num_positions)
         index = self._runner.put(np.asarray(rows, np.int32))
-        self.cache = self._runner.in_turn(cache_rows.resize(self.held, index, num_positions))
+        self.cache = self._runner.in_turn(resize(self.held, index, num_positions))

@@ -12,18 +12,18 @@ from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import Drafting
 from rl.engine.stats import EngineStats
 from spec.budget.budget import DraftDecision, FixedBudget, PlainSpell, plain
-from spec.draft_cache.rounds import DraftedRound
+from spec.draft_cache.drafting import DraftedRound
 from spec.drafter import (
     Acceptance,
     Drafts,
     LiveSlots,
+    RequestIndex,
     RoundsDrafter,
     Source,
     no_drafts,
     plain_acceptance,
     round_acceptance,
 )
-from spec.per_request import RequestIndex
 
 UNDRAFTED_ROUNDS = 2, 16  # min and max length of a spell after a round without drafts
 

@@ -51,9 +51,8 @@ from spec.budget.config import BANDIT, LEARNED, MODEL
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import DrafterBatch, HiddenStates
-from spec.eagle.data_buffer import RequestSample
 from spec.eagle.model import EagleParams, EagleWeights
+from spec.eagle.training_data import DrafterBatch, HiddenStates, RequestSample
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import KEY_IMPL
 

@@ -33,10 +33,9 @@ from rl.workers.messages import Command, Prepare, Report, WorkerLimits
 from rl.workers.pool import DaemonThread, IdleWork
 from spec.budget.config import BANDIT, LEARNED, TunerConfig
 from spec.config import SamplingConfig
-from spec.eagle.batch import DrafterBatch, HiddenStates, HiddenStateSink
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
-from spec.eagle.data_buffer import RequestSample
 from spec.eagle.model import EagleParams
+from spec.eagle.training_data import DrafterBatch, HiddenStates, HiddenStateSink, RequestSample
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -8,7 +8,7 @@ import typing
 from typing import Literal
 
 from spec.budget.config import LEARNED, MODEL, parse_budget
-from spec.draft_model.config import ChainConfig, Proposal
+from spec.config import ChainConfig, Proposal
 from spec.reuse.prefix_rule import parse_mode, parse_schedule
 
 SourceName = Literal["last", "history", "histospec", "group", "own", "learned", "model"]

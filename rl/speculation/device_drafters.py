@@ -19,7 +19,7 @@ from rl.engine.rollout_spec import DrafterContext
 from rl.gin.loader import resolve_path
 from rl.speculation.config import DraftModelConfig
 from spec.budget.goodput import DeviceDrafter
-from spec.draft_model.config import ChainConfig
+from spec.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import Drafter
 from spec.eagle import model as eagle

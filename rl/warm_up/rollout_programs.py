@@ -22,7 +22,7 @@ from rl.speculation.device_drafters import DeviceDrafters
 from spec.budget.budget import DraftDecision
 from spec.budget.goodput import DeviceDrafter
 from spec.config import SamplingConfig
-from spec.draft_cache.rounds import draft_rounds
+from spec.draft_cache.drafting import draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import NOT_GIVEN, pack
 from spec.sampling import step_key

@@ -15,8 +15,7 @@ import numba
 import numpy as np
 
 from spec.buckets import widest_tree
-from spec.drafter import Acceptance, Drafts, LiveSlots
-from spec.per_request import PerRequest, RequestIndex
+from spec.drafter import Acceptance, Drafts, LiveSlots, PerRequest, RequestIndex
 
 Sizes = Sequence[int]  # of rounds, in nodes, ascending
 MANY_ROUNDS = 2**15  # as many as a fetch may have

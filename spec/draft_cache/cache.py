@@ -19,7 +19,6 @@ from models import kv_cache, paged_cache
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.paged_cache import Cache
-from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS, Drafting, Inputs, catch_up
 from spec.draft_cache.rows import CachedRows, RowPages
@@ -191,7 +190,7 @@ class DraftCache:
         shapes += [(B, s) for s in sizes(B) if s > S][:1]
         for shape in shapes:
             for name in KINDS:
-                yield cache_rows.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
+                yield kv_cache.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
 
     def _resize_arguments(self, old: tuple[int, int], new: tuple[int, int], name: str) -> Arguments:
         layer, index_B = getattr(self.empty(*old), name)[0], np.zeros(new[0], np.int32)
@@ -239,7 +238,7 @@ class DraftCache:
         self.rows, row_B = self.rows.resized(num_rows, tokens, live)
         arrays = self.taken()
         assert isinstance(arrays, KVCache)
-        self.arrays = cache_rows.resize(arrays, self._runner.put(row_B), num_positions)
+        self.arrays = kv_cache.resize(arrays, self._runner.put(row_B), num_positions)
 
     def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Inputs) -> None:
         """Compute entries until no row lacks more than its window, the longest first."""

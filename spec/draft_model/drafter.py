@@ -22,11 +22,10 @@ from models.paged_cache import Cache, PagedCache
 from models.sharding import constrain
 from models.transformer import Cached
 from spec import sampling
-from spec.config import SamplingConfig
+from spec.config import ChainConfig, Proposal, SamplingConfig
 from spec.draft_cache.cache import DraftCache, PassSizes, Runner
 from spec.draft_cache.drafter import CachingDrafter
 from spec.draft_cache.drafting import DraftTrees, Inputs, RoundResult, RowEnds, unpack_chunks
-from spec.draft_model.config import ChainConfig, Proposal
 from spec.drafter import (
     PRIOR_DRAFTS,
     PRIOR_PROB,

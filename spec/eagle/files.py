@@ -1,13 +1,25 @@
-"""Save and load drafters in folders that serving engines read (spec/eagle/hf_layout.py).
+"""Save and load drafters in folders that serving engines read; no pickle, no hub.
 
 A folder holds a drafter's own weights and, for engines that need them, copies of the policy's
-embedding and, in `eagle3`, of its head's rows of the draft tokens. No pickle, no hub.
+embedding and, in `eagle3`, of its head's rows of the draft tokens. Layouts `LlamaForCausalLMEagle`
+(design `eagle`; fc reads the embedding, then the hidden state) and `LlamaForCausalLMEagle3`
+(`eagle3`), as SGLang and vLLM read them. Draft token i is the policy's token i + d2t[i]; t2d marks
+these.
+
+`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is the output of layer j − 1,
+so that ids are our `feature_layers` + 1; the engines' default is 2, n/2, n − 3. Some published
+folders count outputs; SGLang and `parse` detect these by their first id, 1. Facts without an entry
+in the engines are under `reprise`, which may be missing.
+
+Both engines take the head of `eagle` from the policy and map no draft tokens there. vLLM's `eagle`
+refuses an fc bias; SGLang's always has one, random if the folder has none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +27,242 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf_files, transformer
+from models import hf, hf_files, transformer
 from models.config import ModelConfig
-from models.hf_files import Stored
-from spec.eagle import hf_layout as eagle_layout
+from models.hf_files import Entry, Stored, shown
 from spec.eagle import model as eagle
-from spec.eagle.config import EagleConfig
-from spec.eagle.hf_layout import EMBEDDING, HEAD, MEMBERS, OFFSETS
-from spec.eagle.model import EagleWeights
+from spec.eagle.config import Design, EagleConfig
+from spec.eagle.model import EagleParams, EagleWeights
+
+OURS = "reprise"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+OFFSETS, MEMBERS = "d2t", "t2d"
+_FC_BIAS = "fc.bias"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+ARCHITECTURES: dict[Design, str] = {
+    "eagle": "LlamaForCausalLMEagle",
+    "eagle3": "LlamaForCausalLMEagle3",
+}
+_DESIGNS: dict[str, Design] = {
+    **{name: design for design, name in ARCHITECTURES.items()},
+    "EagleLlamaForCausalLM": "eagle",  # vLLM's names
+    "Eagle3LlamaForCausalLM": "eagle3",
+}
+_LAYER_PREFIX: dict[Design, str] = {"eagle": "layers.0.", "eagle3": "midlayer."}
+
+# Values that the model of spec/eagle/model.py needs; an absent entry has that value.
+_FIXED_OPTIONS: dict[str, Any] = {
+    "model_type": "llama",
+    "qkv_bias": False,
+    "is_causal": True,
+    "logit_scale": 1.0,
+    "add_para_norm": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "fc_norm": False,
+    "parallel_drafting": False,
+}
+
+
+def entries(config: EagleConfig) -> list[Entry]:
+    """Return the tensors of a drafter's own weights in the order of `EagleParams`' leaves."""
+    specs = eagle.param_specs(config)
+    prefix = _LAYER_PREFIX[config.design]
+    names = {
+        "fc_DE": "fc.weight",
+        "fc_bias_D": _FC_BIAS,
+        "embedding_norm_D": prefix + "input_layernorm.weight",
+        "feature_norm_D": prefix + "hidden_norm.weight",
+        "final_norm_D": "norm.weight",
+        "head_UD": HEAD,
+    }
+    own = {f: None if getattr(specs, f) is None else name for f, name in names.items()}
+    return hf_files.entries_of(EagleParams(layer=hf.layer_names(specs.layer, prefix), **own), specs)
+
+
+def companions(config: EagleConfig) -> dict[str, Entry]:
+    """Return tensors next to the drafter's weights: copies of the policy's, the vocabulary map."""
+    V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
+    tensors = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
+    if not config.own_head:
+        tensors[HEAD] = Entry(HEAD, (U, D), ("vocab", "embed"))
+    if config.draft_vocab_size:
+        tensors[OFFSETS] = Entry(OFFSETS, (U,), (None,), dtypes=("I64", "I32"))
+        tensors[MEMBERS] = Entry(MEMBERS, (V,), (None,), dtypes=("BOOL",))
+    return tensors
+
+
+def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
+    """Return the draft tokens of d2t, i + d2t[i], int32 [U]; ascending, or ValueError."""
+    ids_U = np.arange(len(offsets_U)) + offsets_U.astype(np.int64)
+    outside_U = (ids_U < 0) | (ids_U >= vocab_size)
+    if outside_U.any():
+        i = int(np.argmax(outside_U))
+        raise ValueError(
+            f"{where}: expected draft tokens among the policy's 0 … {vocab_size - 1}, got {i} + "
+            f"d2t[{i}] = {ids_U[i]}; give the policy the drafter was made for"
+        )
+    falls_U = np.diff(ids_U) <= 0
+    if falls_U.any():
+        i = int(np.argmax(falls_U))
+        raise ValueError(
+            f"{where}: expected ascending draft tokens, each once, got {ids_U[i]} and then "
+            f"{ids_U[i + 1]} at {i + 1}; d2t holds differences i + d2t[i], not tokens: export again"
+        )
+    return ids_U.astype(np.int32)
+
+
+def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -> dict[str, Any]:
+    """Return the contents of config.json; `dtype` is the name of the weights' type."""
+    ids = [layer + 1 for layer in config.feature_layers]
+    content, _ = hf.render_config(config.layer, dtype)
+    content |= {
+        "architectures": [ARCHITECTURES[config.design]],
+        "bias": config.fc_bias,
+        "draft_vocab_size": config.num_draft_ids,
+    }
+    if ids:  # SGLang reads the first of the two lists, vLLM the second
+        content |= {
+            "target_hidden_size": policy.d_model,
+            "eagle_config": {_LAYER_IDS: ids, "use_aux_hidden_state": True},
+            _LAYER_IDS: ids,
+        }
+    ours = {
+        "variant": variant,
+        "num_policy_layers": policy.num_layers,
+        "own_head": config.own_head,
+    }
+    return {**content, OURS: ours}
+
+
+def parse(
+    content: Mapping[str, Any], policy: ModelConfig, present: Collection[str], where: str
+) -> EagleConfig:
+    """Return the `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
+
+    Tensors decide facts that config.json leaves out: the fc's bias, a separate head, a map. `where`
+    names the folder in errors. Raises ValueError for an unknown architecture, an unsupported
+    option, a missing or malformed entry, and a drafter of another policy.
+    """
+    design, ours = design_of(content, where), _object(content, OURS, where)
+    if ours:
+        own_head = ours.get("own_head")
+        if not isinstance(own_head, bool):
+            raise ValueError(
+                f"{where}: expected {OURS}.own_head as true or false, got {shown(own_head)}: "
+                f"write it, or leave {OURS} out whole"
+            )
+    wide, aux = design == "eagle3", _object(content, "eagle_config", where)
+    options = {
+        **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), wide),
+        "use_last_layernorm": wide,
+        "use_mtp_layernorm": False,
+        "norm_before_fc": False,
+    }
+    hf.refuse_options(content, where, _FIXED_OPTIONS)
+    hf.refuse_options(aux, f"{where}: eagle_config", options)
+    if content.get("num_hidden_layers") != 1:
+        raise ValueError(
+            f"{where}: expected num_hidden_layers=1, got "
+            f"{shown(content.get('num_hidden_layers'))}: "
+            "drafters of more layers are not implemented; use one of a single layer"
+        )
+    layer = hf.parse_config({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
+    _refuse_other_policy(content, ours, layer, policy, where)
+    size = hf.read_entry(content, "draft_vocab_size", "size", where, layer.vocab_size)
+    all_tokens = size == layer.vocab_size and OFFSETS not in present
+    try:
+        return EagleConfig(
+            design,
+            dataclasses.replace(layer, tied_embeddings=False),
+            _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
+            0 if all_tokens else size,
+            fc_bias=hf.read_entry(content, "bias", "flag", where, _FC_BIAS in present),
+            own_head=bool(ours.get("own_head", HEAD in present)),
+        )
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(where) else f"{where}: {message}") from error
+
+
+def design_of(content: Mapping[str, Any], where: str) -> Design:
+    """Return the design that `architectures` names; raise ValueError for any other."""
+    names = content.get("architectures")
+    design = _DESIGNS.get(names[0]) if hf.is_one_name(names) else None
+    if design is None:
+        raise ValueError(
+            f"{where}: unknown architecture: expected one of {sorted(_DESIGNS)}, got "
+            f"{shown(names)}; other drafters are not supported"
+        )
+    return design
+
+
+def _object(content: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    value = content.get(name)
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{where}: expected {name} as an object, got {shown(value)}")
+    return value or {}
+
+
+def _refuse_other_policy(
+    content: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    layer: ModelConfig,
+    policy: ModelConfig,
+    where: str,
+) -> None:
+    width = content.get("target_hidden_size")
+    facts = {
+        "hidden_size": (layer.d_model, policy.d_model),
+        "target_hidden_size": (policy.d_model if width is None else width, policy.d_model),
+        "vocab_size": (layer.vocab_size, policy.vocab_size),
+    }
+    if ours:
+        facts["num_policy_layers"] = (ours.get("num_policy_layers"), policy.num_layers)
+    if content.get("tie_word_embeddings"):
+        facts["tie_word_embeddings"] = (True, policy.tied_embeddings)
+    wrong = [
+        f"{name}={shown(got)} (expected {wanted})"
+        for name, (got, wanted) in facts.items()
+        if got != wanted
+    ]
+    if wrong:
+        raise ValueError(
+            f"{where}: a drafter of another policy: {', '.join(wrong)}; give the policy that it "
+            "was trained for, or train one for this policy"
+        )
+
+
+def _feature_layers(
+    content: Mapping[str, Any],
+    aux: Mapping[str, Any],
+    inputs: bool,
+    policy: ModelConfig,
+    where: str,
+) -> tuple[int, ...]:
+    """Return the policy's layers of ids, which count inputs if `inputs` or the first is not 1."""
+    n = policy.num_layers
+    ids = aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
+    if ids is None:
+        if n < 8:
+            raise ValueError(
+                f"{where}: expected {_LAYER_IDS} in eagle_config, got none, and the usual layers "
+                f"2, n/2, n − 3 are not three of a policy of {n}: write them"
+            )
+        return eagle.config_for(policy, "eagle3").feature_layers
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ValueError(f"{where}: expected {_LAYER_IDS} as a list of numbers, got {shown(ids)}")
+    shift = 1 if inputs or ids[0] != 1 else 0
+    layers = tuple(i - shift for i in ids)
+    if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= n:
+        raise ValueError(
+            f"{where}: expected ascending {_LAYER_IDS} among {shift} … {n - 1 + shift} for a "
+            f"policy of {n} layers, got {shown(ids)}; give the policy that the drafter was "
+            "trained for"
+        )
+    return layers
 
 
 def save(
@@ -42,16 +282,16 @@ def save(
     ValueError if parameters do not fit the config, and if the folder holds another model.
     """
     config = drafter.config
-    entries, tree = eagle_layout.entries(config), jax.tree.structure(eagle.param_specs(config))
-    leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, entries, tree))
+    own, tree = entries(config), jax.tree.structure(eagle.param_specs(config))
+    leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, own, tree))
     extra = _companions(drafter, policy)
-    beside = [eagle_layout.companions(config)[name] for name in extra]
+    beside = [companions(config)[name] for name in extra]
     leaves += hf_files.fitting_leaves(list(extra.values()), beside, jax.tree.structure([*extra]))
     dtype = jnp.dtype(drafter.params.fc_DE.dtype).name
-    content = eagle_layout.render(config, policy_config, dtype, variant or config.design)
+    content = render(config, policy_config, dtype, variant or config.design)
     _refuse_other_model(Path(directory))
     with hf_files.replacing(directory) as folder:
-        hf_files.write_tensors(folder, [*entries, *beside], leaves, max_shard_bytes)
+        hf_files.write_tensors(folder, [*own, *beside], leaves, max_shard_bytes)
         hf_files.write_json(folder / hf_files.CONFIG, content)
 
 
@@ -74,7 +314,7 @@ def load(
         head_UD, policy_UD = hf_files.read_tensor(stored[HEAD]), jax.device_get(shared.head_UD)
         is_own = not np.array_equal(np.asarray(policy_UD).astype(head_UD.dtype), head_UD)
         config = dataclasses.replace(config, own_head=is_own)
-    arrays = hf_files.read_tensors(eagle_layout.entries(config), stored)
+    arrays = hf_files.read_tensors(entries(config), stored)
     tree = jax.tree.structure(eagle.param_specs(config))
     return EagleWeights(config, tree.unflatten(arrays), ids_U)
 
@@ -92,7 +332,7 @@ def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> Eagl
 def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, Stored], bool]:
     """Return config, tensors by names without prefix, and whether another program wrote them."""
     content = hf_files.read_config(folder)
-    eagle_layout.design_of(content, str(folder))
+    design_of(content, str(folder))
     stored: dict[str, Stored] = {}
     for name, at in hf_files.headers(folder).items():
         short = name.removeprefix("model.")
@@ -102,12 +342,12 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
                 "export again"
             )
         stored[short] = at
-    config = eagle_layout.parse(content, policy, stored.keys(), str(folder))
-    companions = eagle_layout.companions(config).items()
-    present = [entry for name, entry in companions if name in stored or name == OFFSETS]
+    config = parse(content, policy, stored.keys(), str(folder))
+    beside = companions(config).items()
+    present = [entry for name, entry in beside if name in stored or name == OFFSETS]
     hint = f"config.json and the weights must be of one {config.design} drafter"
-    hf_files.refuse_mismatch(folder, [*eagle_layout.entries(config), *present], stored, hint)
-    return config, stored, not content.get(eagle_layout.OURS)
+    hf_files.refuse_mismatch(folder, [*entries(config), *present], stored, hint)
+    return config, stored, not content.get(OURS)
 
 
 def _companions(
@@ -120,7 +360,7 @@ def _companions(
     tensors: dict[str, np.ndarray | jax.Array] = {}
     if ids_U is not None:
         tensors[OFFSETS] = ids_U.astype(np.int64) - np.arange(len(ids_U))
-        eagle_layout.ids_of(tensors[OFFSETS], config.layer.vocab_size, "draft_ids_U")
+        ids_of(tensors[OFFSETS], config.layer.vocab_size, "draft_ids_U")
         tensors[MEMBERS] = np.isin(np.arange(config.layer.vocab_size), ids_U)
     if policy is not None:
         shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
@@ -133,7 +373,7 @@ def _companions(
 def _draft_ids(folder: Path, stored: dict[str, Stored], vocab_size: int) -> np.ndarray | None:
     if OFFSETS not in stored:
         return None
-    ids_U = eagle_layout.ids_of(hf_files.read_tensor(stored[OFFSETS]), vocab_size, str(folder))
+    ids_U = ids_of(hf_files.read_tensor(stored[OFFSETS]), vocab_size, str(folder))
     if MEMBERS in stored:
         members = np.flatnonzero(hf_files.read_tensor(stored[MEMBERS]))
         if not np.array_equal(members, ids_U):
@@ -150,7 +390,7 @@ def _refuse_other_model(folder: Path) -> None:
     if not (folder / hf_files.CONFIG).is_file():
         return
     try:
-        eagle_layout.design_of(hf_files.read_json(folder / hf_files.CONFIG), str(folder))
+        design_of(hf_files.read_json(folder / hf_files.CONFIG), str(folder))
     except ValueError as error:
         raise ValueError(
             f"expected a new folder or a drafter's to save to, got one that holds something else "

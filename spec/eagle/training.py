@@ -40,9 +40,9 @@ from models.layers import linear
 from models.layout import causal_block_tokens
 from models.training import clipped_adamw
 from spec.eagle import model as eagle
-from spec.eagle.batch import DrafterBatch
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
+from spec.eagle.training_data import DrafterBatch
 
 Entries = list[tuple[jax.Array, jax.Array]]  # each step's rotated keys and values [B, T, K, h]
 

@@ -20,7 +20,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.trajectory import Origin
 from spec.budget.budget import FixedBudget
-from spec.draft_model.config import ChainConfig
+from spec.config import ChainConfig
 from spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity

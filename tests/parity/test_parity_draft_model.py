@@ -23,10 +23,10 @@ from shapes import SPEC
 from rl.engine.engine import Engine
 from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.union import DrafterUnion
-from spec.draft_model.config import ChainConfig
+from spec.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import Source
-from spec.retrieval.suffix_drafter import NgramDrafter
+from spec.retrieval.live_texts import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

@@ -19,7 +19,6 @@ from rl.gin.loader import dump, load
 from rl.inputs import open_inputs
 from rl.learner.optimizer import SavedArrays
 from spec.eagle import files as eagle_files
-from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from tests.support import tiny_run
@@ -98,7 +97,7 @@ def test_the_newest_of_its_own_checkpoints_comes_back_bit_for_bit(run, capsys):
     assert "eagle, " in out and "9 of 24 tokens" in out and "128 steps" in out
     count = sum(x.size for x in leaves(params))
     assert f"{count:,} parameters" in out
-    assert run.beside(eagle_layout.EMBEDDING) is None  # there is no policy to be had
+    assert run.beside(eagle_files.EMBEDDING) is None  # there is no policy to be had
     words = tokenizer.load(run.out)
     assert words.decode(words.encode("1+1=")) == "1+1="
 
@@ -108,7 +107,7 @@ def test_the_finished_policy_lends_its_embedding_where_there_is_no_checkpoint(ru
     policy = transformer.init(tiny_run.MODEL, jax.random.key(7))
     hf.save_pretrained(run.folder / "policy", tiny_run.MODEL, policy)
     assert run.export() == 0
-    np.testing.assert_array_equal(run.beside(eagle_layout.EMBEDDING), policy.embedding_VD)
+    np.testing.assert_array_equal(run.beside(eagle_files.EMBEDDING), policy.embedding_VD)
 
 
 @pytest.mark.parametrize(("own_steps", "both_steps"), [(64, 80), (80, 64), (64, 64), (None, 5)])
@@ -118,7 +117,7 @@ def test_the_drafter_that_was_trained_for_longest_counts(run, own_steps, both_st
     assert run.export() == 0
     run.assert_exported(both if own is None or both_steps > own_steps else own)
     # the policy is the run's newest either way
-    np.testing.assert_array_equal(run.beside(eagle_layout.EMBEDDING), policy.embedding_VD)
+    np.testing.assert_array_equal(run.beside(eagle_files.EMBEDDING), policy.embedding_VD)
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_taken(run, capsys):
@@ -158,7 +157,7 @@ def test_a_drafter_of_another_program_is_not_written_over(run, capsys):
     run.save_own(1, 64)
     assert run.export() == 0
     config = run.out / "config.json"
-    config.write_text(config.read_text().replace(f'"{eagle_layout.OURS}"', '"theirs"'))
+    config.write_text(config.read_text().replace(f'"{eagle_files.OURS}"', '"theirs"'))
     before = config.read_text()
     assert run.export() == 2
     assert "holds something else" in capsys.readouterr().err

@@ -14,9 +14,8 @@ from whole_steps import whole_steps
 from rl.drafter_run import DrafterRun
 from rl.rewards.pool import RewardPool
 from rl.runtime.signals import Stopped
-from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
-from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.training_data import DataBuffer, HiddenStates
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -13,7 +13,6 @@ import pytest
 from models import hf_files, tokenizer
 from rl import train_drafter
 from spec.eagle import files as eagle_files
-from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
 from tests.support import tiny_run
 
@@ -89,7 +88,7 @@ def test_a_drafter_is_trained_evaluated_and_written(train, trace, tmp_path, poli
     start = eagle.init(got.config, jax.random.key(0))
     for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(start), strict=True):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() > 0
-    assert eagle_layout.EMBEDDING in hf_files.headers(out)
+    assert eagle_files.EMBEDDING in hf_files.headers(out)
     assert tokenizer.load(out).encode("1+") == tokenizer.load(policy).encode("1+")
     assert any(f"--gin.Drafter.directory={out}" in line for line in lines)
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
-from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.training_data import DataBuffer, HiddenStates
 
 WIDTH = 4
 

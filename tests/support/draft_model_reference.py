@@ -12,8 +12,7 @@ from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.model_runner import ModelRunner
 from spec import sampling
-from spec.config import SamplingConfig
-from spec.draft_model.config import ChainConfig
+from spec.config import ChainConfig, SamplingConfig
 from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import PADDING, LiveSlots
 

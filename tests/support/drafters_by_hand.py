@@ -10,7 +10,7 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from spec.eagle import model as eagle
-from spec.eagle.batch import DrafterBatch, HiddenStates
+from spec.eagle.training_data import DrafterBatch, HiddenStates
 
 POLICY = ModelConfig("qwen3", 13, 8, 4, 4, 2, 6, 16, norm_eps=1e-3, qk_norm=True)
 

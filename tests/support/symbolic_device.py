@@ -309,6 +309,5 @@ def device() -> Iterator[None]:
         )
         settled = lambda cache, pending: (_write(cache, pending), [])  # noqa: E731
         stack.enter_context(patch.object(slot_cache, "settle", settled))
-        resize = types.SimpleNamespace(resize=resized)
-        stack.enter_context(patch.object(row_memory, "cache_rows", resize))
+        stack.enter_context(patch.object(row_memory, "resize", resized))
         yield

@@ -11,10 +11,9 @@ from rl.drafter_training.trainer import DrafterTrainer
 from rl.engine.engine import Engine
 from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import model as eagle
-from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig
-from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleWeights
+from spec.eagle.training_data import DataBuffer, HiddenStates
 
 TREE = TreeConfig(max_depth=2, top_k=2)
 DRAFTER = DrafterConfig(

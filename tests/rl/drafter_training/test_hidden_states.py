@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import transformer
-from rl.drafter_training import hidden_states
-from rl.drafter_training.hidden_states import chunks, hidden_of, num_bytes, runs
+from rl.drafter_training import offline
+from rl.drafter_training.offline import chunks, hidden_of, num_bytes, runs
 from rl.packing import Response
 from spec.eagle import model as eagle
 from tests.support import tiny_run
@@ -48,9 +48,9 @@ def alone(params, tokens_T, layers):
 @pytest.fixture
 def small_passes(monkeypatch):
     """Rows of 8 and 16 positions, two or one a pass, laid out for a pass or two at a time."""
-    monkeypatch.setattr(hidden_states, "LEAST_ROW_TOKENS", 8)
-    monkeypatch.setattr(hidden_states, "PASS_TOKENS", 16)
-    monkeypatch.setattr(hidden_states, "PLANNED_PASSES", 1)
+    monkeypatch.setattr(offline, "LEAST_ROW_TOKENS", 8)
+    monkeypatch.setattr(offline, "PASS_TOKENS", 16)
+    monkeypatch.setattr(offline, "PLANNED_PASSES", 1)
 
 
 @pytest.mark.parametrize("design", ["eagle", "eagle3"])

@@ -10,12 +10,11 @@ from models import transformer
 from rl.drafter_run import first_drafter
 from rl.drafter_training import offline as offline_drafter
 from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.hidden_states import hidden_of, num_bytes
-from rl.drafter_training.offline import OfflineConfig, OfflineTraining
+from rl.drafter_training.offline import OfflineConfig, OfflineTraining, hidden_of, num_bytes
 from rl.packing import Response
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import pack
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
+from spec.eagle.training_data import pack
 from tests.support import tiny_run
 
 MODEL = tiny_run.MODEL

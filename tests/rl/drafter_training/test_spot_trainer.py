@@ -15,7 +15,7 @@ from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink
 from rl.engine.rollout_spec import RolloutSpec
 from spec.eagle.config import DataBufferConfig
-from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.training_data import DataBuffer
 
 
 def clock():

@@ -20,7 +20,7 @@ from rl.drafter_training import trainer as trainer_module
 from rl.drafter_training.trainer import BufferSink
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig
-from spec.eagle.data_buffer import DataBuffer, RequestSample
+from spec.eagle.training_data import DataBuffer, RequestSample
 
 
 @pytest.fixture(scope="module")

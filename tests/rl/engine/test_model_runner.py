@@ -18,7 +18,6 @@ from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.device_drafters import LearnedDrafter
 from rl.warm_up.rollout_programs import Pool, Reach
-from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
@@ -114,7 +113,7 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         assert not misplaced(engine, cache)
         cache, _ = settle(cache, engine.empty_pending(8))
         assert not misplaced(engine, cache)
-        cache = cache_rows.resize(cache, jax.device_put(np.arange(8)), 64)
+        cache = kv_cache.resize(cache, jax.device_put(np.arange(8)), 64)
         assert not misplaced(engine, cache)
         [(start, states_CW)] = engine.copy_states(cache, 3, 2)
         wanted = fitting_sharding(engine.mesh, states_CW.shape, (None, "features"))

@@ -15,8 +15,7 @@ from rl.runtime.waits import ProgramLost
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation, StepDrafts
 from rl.workers.messages import Prepare, Remove, Report, WorkerLimits
-from spec.eagle.batch import HiddenStates
-from spec.eagle.data_buffer import RequestSample
+from spec.eagle.training_data import HiddenStates, RequestSample
 from spec.reuse.rollout_cache import RolloutCache
 
 HANG_LIMIT_S, COMPILE_S = 600.0, 3600.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rl.checkpoint import contents
 from spec.eagle.config import DataBufferConfig
-from spec.eagle.data_buffer import RequestSample
+from spec.eagle.training_data import RequestSample
 
 
 def test_sequences_are_copied_and_cannot_be_written_to():

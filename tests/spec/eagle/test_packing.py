@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec.eagle.batch import HiddenStates, pack
+from spec.eagle.training_data import HiddenStates, pack
 
 WIDTH = 3
 

@@ -20,9 +20,9 @@ from models.layout import RULES
 from models.sharding import make_mesh, param_shardings
 from spec.eagle import model as eagle
 from spec.eagle import training as training_module
-from spec.eagle.batch import pack
 from spec.eagle.config import VARIANTS, DrafterTrainingConfig, Variant
 from spec.eagle.training import apply, gradients, state_of
+from spec.eagle.training_data import pack
 
 ONE = np.float32(1)
 # eagle3 with three steps of its seven, each of which costs a compilation; hass with a token loss
