@@ -38,7 +38,7 @@ from rl.ray_workers.place import (
 from rl.runtime.parallel_compile import keep_programs
 from rl.runtime.waits import ProgramLost
 from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
-from rl.speculation.history_workers import compile_join, history_index
+from rl.speculation.history_workers import history_index
 from rl.speculation.sources import Speculation, StepDrafts, history_rule
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.rollout_programs import Reach
@@ -149,8 +149,6 @@ class WorkerActor:
                 compile_buckets.compile_host_kernels(
                     *args, self._drafters, settings.tuner, separate
                 )
-                if settings.speculation.history_source is not None:
-                    compile_join(history_rule(settings.speculation))
         return Measured(rounds or "", moves, self.engine.clock())
 
     def _params(self, offer: Offer) -> Any:

@@ -19,7 +19,7 @@ from rl.cluster import ray_session
 from rl.cluster.actors import Actor, ActorSettings, Starts
 from rl.runtime.waits import ProgramLost
 from rl.trajectory import Prompt
-from spec.retrieval.history import HistoryIndex, build_index, joined, part_of
+from spec.retrieval.history import HistoryIndex, build_index
 from spec.retrieval.suffix_forest import ProposalRule
 from spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode
 
@@ -28,7 +28,7 @@ from spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, 
 class Shard:
     """The part of an index that start `start` of worker `worker` has built.
 
-    `trees` refers to its `IndexPart` in Ray's store. Groups of `damaged` keys were left out.
+    `trees` refers to its `HistoryIndex` in Ray's store. Groups of `damaged` keys were left out.
     """
 
     worker: int
@@ -59,7 +59,7 @@ class HistoryActor:
             except CacheFileError:
                 damaged.append(key)
         index = build_index(groups, {key: tails[key] for key in groups}, self._rule)
-        return index.num_tokens, tuple(damaged), ray_session.share(part_of(index))
+        return index.num_tokens, tuple(damaged), ray_session.share(index)
 
 
 class HistoryWorkers:
@@ -136,18 +136,10 @@ def history_index(
     say: Callable[[str], None],
 ) -> HistoryIndex:
     """Return the index of these groups and of shards; those late after `limit_s` are reported."""
-    own = build_index(groups, {key: prompts[key] for key in groups}, rule)
-    if not shards:
-        return own
-    parts = [part_of(own)]
-    for part in ray_session.fetch(shards, limit_s):
+    trees = dict(build_index(groups, {key: prompts[key] for key in groups}, rule).trees)
+    for part in ray_session.fetch(shards, limit_s) if shards else ():
         if isinstance(part, ProgramLost):
             say(f"it drafts without a part of the history: {part}")
         else:
-            parts.append(part)
-    return joined(parts, rule)
-
-
-def compile_join(rule: ProposalRule) -> None:
-    """Compile the kernel that joins shards."""
-    joined([part_of(build_index({}, {}, rule))], rule)
+            trees |= part.trees
+    return HistoryIndex(trees)

@@ -13,7 +13,7 @@ A = live requests, F = known requests, L = tokens of a response.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numba
@@ -22,7 +22,6 @@ import numpy as np
 from spec.drafter import PADDING, Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.retrieval.live_texts import RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
-from spec.retrieval.suffix_kernels import Arena
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 
 # Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found; one branch, along which
@@ -43,22 +42,13 @@ RULE = ProposalRule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HistoryIndex:
-    """The trees of some prompts by key, in one forest; none of prompts without history."""
+    """The tree of each prompt by key, and its forest; none of prompts without history."""
 
-    forest: SuffixForest
-    trees: Mapping[str, int]
+    trees: Mapping[str, tuple[SuffixForest, int]]
 
     @property
     def num_tokens(self) -> int:
-        return self.forest.num_tokens
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class IndexPart:
-    """The trees of some prompts as arrays, for other programs."""
-
-    arena: Arena
-    trees: Mapping[str, int]
+        return sum(forest.num_tokens for forest in {forest for forest, _ in self.trees.values()})
 
 
 def build_index(
@@ -73,23 +63,11 @@ def build_index(
         group = cache.get(key)
         if group is None:
             continue
-        trees[key] = tree = forest.plant()
+        tree = forest.plant()
+        trees[key] = forest, tree
         for r in group.responses:
             forest.add(tree, with_prompt_tail(prompt, r.tokens, rule.longest), weight=r.reward)
-    return HistoryIndex(forest, trees)
-
-
-def part_of(index: HistoryIndex) -> IndexPart:
-    """Return an index of `build_index` as arrays."""
-    return IndexPart(index.forest.arrays(), index.trees)
-
-
-def joined(parts: Sequence[IndexPart], rule: ProposalRule) -> HistoryIndex:
-    """Return one index of parts for drafters of this rule."""
-    forest, firsts = SuffixForest.joined([part.arena for part in parts], rule.context_tokens)
-    pairs = zip(parts, firsts, strict=True)
-    trees = {key: first + tree for part, first in pairs for key, tree in part.trees.items()}
-    return HistoryIndex(forest, trees)
+    return HistoryIndex(trees)
 
 
 class HistoryDrafter(Drafter):
@@ -98,14 +76,29 @@ class HistoryDrafter(Drafter):
     def __init__(
         self, index: HistoryIndex, keys: Mapping[int, str], rule: ProposalRule = RULE
     ) -> None:
-        self._trees = {g: index.trees[key] for g, key in keys.items() if key in index.trees}
-        self._followers = RequestFollowers(index.forest, rule, Source.HISTORY)
+        trees = [(g, *index.trees[key]) for g, key in keys.items() if key in index.trees]
+        # of each forest: its followers, and trees by group
+        self._parts = [
+            (RequestFollowers(one, rule, Source.HISTORY), {g: t for g, f, t in trees if f is one})
+            for one in {forest for _, forest, _ in trees}
+        ]
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        return self._followers.propose_by_group(live, self._trees, max_nodes_A, max_nodes)
+        if len(self._parts) == 1:
+            [(followers, trees)] = self._parts
+            return followers.propose_by_group(live, trees, max_nodes_A, max_nodes)
+        drafts = no_drafts(len(live), max_nodes)
+        drafts.sources_AN[:] = Source.HISTORY
+        for followers, trees in self._parts:
+            own_A = np.isin(live.group_ids_A, list(trees))
+            if own_A.any():
+                args = live.take(own_A), trees, max_nodes_A[own_A], max_nodes
+                drafts.put(own_A, followers.propose_by_group(*args))
+        return drafts
 
     def finished(self, live: LiveSlots) -> None:
-        self._followers.forget(live.request_ids_A.tolist())
+        for followers, _ in self._parts:
+            followers.forget(live.request_ids_A.tolist())
 
 
 REACH = 16  # how far the old response is searched for the last two tokens, to either side

@@ -16,9 +16,7 @@ runs without the interpreter lock, serves many contexts of many trees.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +45,6 @@ class SuffixForest:
         self._members: dict[int, list[int]] = {}  # tree row → its sequences
         self._free = {"trees": list(range(4)), "sequences": list(range(4))}  # rows
         self._num_tokens = 0
-        self._grows = True
         states = np.empty((16, 8), np.int32)
         self._arena = Arena(
             states=states,
@@ -65,40 +62,17 @@ class SuffixForest:
         """The number of tokens of all sequences."""
         return self._num_tokens
 
-    def arrays(self) -> Arena:
-        """Return views of the used part of the arena, for `joined`; the forest must not change."""
-        (num_states, _, num_free), (num_edges, *_) = self._arena.pools.tolist()
-        assert num_free == 0, "a tree was uprooted"
-        states, edges = self._arena.states[:num_states], self._arena.edges[:num_edges]
-        names = ("weights", "table", "sequences", "rates")  # `weights` are in `states`
-        unused = {name: getattr(self._arena, name)[:0] for name in names}
-        return self._arena._replace(states=states, edges=edges, **unused)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another program needs: no lock, no room to grow, `weights` in `states`."""
+        arena, (num_states, num_edges) = self._arena, self._arena.pools[:, kernels.TAKEN].tolist()
+        used = {"states": arena.states[:num_states], "edges": arena.edges[:num_edges]}
+        arena = arena._replace(**used, weights=arena.weights[:0])
+        return {**vars(self), "_arena": arena, "_lock": None}
 
-    @classmethod
-    def joined(cls, arenas: Sequence[Arena], max_context: int) -> tuple[SuffixForest, list[int]]:
-        """Return one forest that cannot grow, and what to add to the ids of each forest's trees."""
-        forest = cls(max_context)
-        sizes = [[len(x.states), len(x.edges), len(x.trees)] for x in arenas]
-        firsts = np.cumsum([[0, 0, 0], *sizes], axis=0).tolist()
-        _refuse_overflow(*firsts[-1][:2])
-        columns = ("states", "edges", "trees")
-        states, edges, trees = (np.concatenate([getattr(x, n) for x in arenas]) for n in columns)
-        for (s, e, t), (s_end, e_end, t_end) in itertools.pairwise(firsts):
-            for column, first in ((kernels.LINK, s), (kernels.TARGET, s), (kernels.MORE, e)):
-                _shift(states[s:s_end, column], first)
-            for column, first in ((kernels.SOURCE, s), (kernels.GOAL, s), (kernels.NEXT_EDGE, e)):
-                _shift(edges[e:e_end, column], first)
-            _shift(trees[t:t_end, kernels.ROOT], s)
-        forest._arena = forest._arena._replace(
-            states=states,
-            weights=states.view(np.float32),
-            edges=edges,
-            table=np.zeros(1 << max(4, (len(edges) * 3 // 2).bit_length()), np.int64),
-            trees=trees,
-        )
-        kernels.index_edges(forest._arena)
-        forest._num_tokens, forest._grows = int(trees[:, kernels.GROWN].sum()), False
-        return forest, [t for _, _, t in firsts[:-1]]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        arena = Arena(*(x.copy() for x in state["_arena"]))  # Ray's arrays are read-only
+        arena = arena._replace(weights=arena.states.view(np.float32))
+        vars(self).update(state, _arena=arena, _lock=threading.Lock())
 
     # --- trees and sequences --------------------------------------------------------------
 
@@ -218,7 +192,6 @@ class SuffixForest:
         besides the first of each state: each edge outside the tree of longest paths belongs to a
         different suffix, and at most 2q states have no edge.
         """
-        assert self._grows, "a joined forest cannot grow"
         live_sequences = len(self._arena.sequences) - len(self._free["sequences"])
         taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
         need = {
@@ -261,11 +234,6 @@ def _refuse_overflow(states: int, edges: int) -> None:
             f"a suffix forest numbers at most {_MAX:,} states and edges, got {states:,} and "
             f"{edges:,}: use several forests, or index fewer responses"
         )
-
-
-def _shift(numbers: np.ndarray, first: int) -> None:
-    """Add `first` to all numbers but `NONE`."""
-    numbers += np.where(numbers >= 0, first, 0).astype(numbers.dtype)
 
 
 def _id(row: int, generation: Any) -> int:

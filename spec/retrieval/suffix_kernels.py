@@ -185,13 +185,6 @@ def rehash(old, new):
             _insert(new, entry >> 32, (entry & SLOT_MASK) - 1)
 
 
-@kernel
-def index_edges(a):
-    """Fill the empty table of an arena with its edges, all in use."""
-    for edge in range(len(a.edges)):
-        _insert(a.table, _hash(a.edges[edge, SOURCE], a.edges[edge, LABEL]), edge)
-
-
 # --- growth -------------------------------------------------------------------------------
 
 

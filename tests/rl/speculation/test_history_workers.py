@@ -91,10 +91,11 @@ def drafts_of(index, keys):
     for key in keys:
         for seed in range(4):
             text = np.random.default_rng(seed).integers(0, 4, (1, 9)).astype(np.int32)
-            followers = Followers.of([index.trees[key]])
-            index.forest.follow(followers, text, [0], [9], longest=RULE.longest)
+            forest, tree = index.trees[key]
+            followers = Followers.of([tree])
+            forest.follow(followers, text, [0], [9], longest=RULE.longest)
             out = no_drafts(1, 6)
-            index.forest.propose(followers, RULE, [6], out)
+            forest.propose(followers, RULE, [6], out)
             n = out.count_A[0]
             tokens, parents = out.tokens_AN[0, :n], out.parents_AN[0, :n]
             found[key, seed] = tokens.tolist(), parents.tolist(), out.prob_AN[0, :n].tolist()

@@ -1,9 +1,10 @@
-"""The suffix forest by hand: counts, growth, joined forests, errors."""
+"""The suffix forest by hand: counts, growth, in another program, errors."""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -185,17 +186,19 @@ def drafts(forest, trees, tokens_BL, rule):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rule", [RULE, PAPER_RULE], ids=["own", "paper"])
-def test_joined_parts_draft_as_one_forest(seed, rule):
+def test_a_forest_drafts_and_grows_in_another_program_as_here(seed, rule):
     groups = texts(seed)
-    whole, trees = planted(groups, rule.context_tokens)
-    parts = [planted(g, rule.context_tokens) for g in (groups[:1], [], groups[1:])]
-    context = rule.context_tokens
-    joined, firsts = SuffixForest.joined([forest.arrays() for forest, _ in parts], context)
+    forest, trees = planted(groups, rule.context_tokens)
     tokens_BL = np.random.default_rng(seed).integers(0, VOCAB, (4, 30)).astype(np.int32)
-    wanted = drafts(whole, trees, tokens_BL, rule)
+    wanted = drafts(forest, trees, tokens_BL, rule)
     assert any(tokens for tokens, *_ in wanted)
-    ids = [n + t for n, (_, trees) in zip(firsts, parts, strict=True) for t in trees]
-    assert drafts(joined, ids, tokens_BL, rule) == wanted
-    assert joined.num_tokens == whole.num_tokens
-    with pytest.raises(AssertionError, match="cannot grow"):
-        joined.plant()
+    buffers = []  # read-only, as Ray's are
+    packed = pickle.dumps(forest, protocol=5, buffer_callback=buffers.append)
+    there = pickle.loads(packed, buffers=[bytes(b) for b in buffers])
+    assert there.num_tokens == forest.num_tokens
+    assert drafts(there, trees, tokens_BL, rule) == wanted
+    for one in (forest, there):
+        one.add(trees[0], tokens_BL[0], 2.0)
+        one.uproot(trees[1])
+    left = [trees[0], *trees[2:]]
+    assert drafts(there, left, tokens_BL, rule) == drafts(forest, left, tokens_BL, rule)
