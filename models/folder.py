@@ -195,12 +195,12 @@ def replace_file(path: Path, content: bytes | str) -> None:
 
 
 @contextlib.contextmanager
-def held(where: Folder | Path | str, *, create: bool = False) -> Iterator[Folder]:
+def held(where: Folder | Path | str) -> Iterator[Folder]:
     """Yield a folder; one opened here is closed at the end, a given one stays open."""
     if isinstance(where, Folder):
         yield where
         return
-    folder = Folder(where, create=create)
+    folder = Folder(where)
     try:
         yield folder
     finally:

@@ -210,22 +210,12 @@ def unpack_draws(packed: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray
     return tokens, bits.view(np.float32), kind
 
 
-def by_slot(
-    tokens_M: np.ndarray,
-    logprobs_M: np.ndarray,
-    kind_M: np.ndarray,
-    slots_M: np.ndarray,
-    num_slots: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+@numba.njit(cache=True, nogil=True)
+def by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
     """Return (tokens_BN, logprobs_BN, count_B, reused_B): each slot's emitted tokens, in order.
 
     The first `reused_B` were given and kept. Nodes are sorted by slot, and along a path by depth.
     """
-    return _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots)
-
-
-@numba.njit(cache=True, nogil=True)
-def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
     count_B, reused_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
     for m in range(len(slots_M)):
         if kind_M[m]:

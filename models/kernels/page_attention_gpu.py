@@ -51,9 +51,8 @@ def attend_pages(
     *,
     tiles: GpuPageTiles | None = None,
     interpret: Any = None,
-    priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `page_attention_tpu.attend_pages`; without prices, so `priced_positions` is not used."""
+    """As `page_attention_tpu.attend_pages`."""
     (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
     assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
     assert q_BWHh.dtype == keys_PKTh.dtype == values_PKTh.dtype

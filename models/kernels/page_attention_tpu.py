@@ -69,14 +69,12 @@ def attend_pages(
     *,
     tiles: PageTiles | None = None,
     interpret: Any = False,
-    priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
 
     Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0.
-    `table_BN` names the pages of a slot in order; entries after the live ones are not read. The
-    compiler expects `priced_positions` of a slot, by default N·T, which no length may exceed.
-    Raises ValueError with the reason of `takes`.
+    `table_BN` names the pages of a slot in order; entries after the live ones are not read. No
+    length may exceed N·T. Raises ValueError with the reason of `takes`.
     """
     (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
     assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
@@ -85,7 +83,7 @@ def attend_pages(
         raise ValueError(why)
     if B * N * 4 > TABLE_BYTES and B > 1:
         halves = (slice(0, B // 2), slice(B // 2, B))
-        more = dict(tiles=tiles, interpret=interpret, priced_positions=priced_positions)
+        more = dict(tiles=tiles, interpret=interpret)
         result = [
             attend_pages(q_BWHh[x], keys_PKTh, values_PKTh, table_BN[x], length_B[x], **more)
             for x in halves
@@ -101,7 +99,6 @@ def attend_pages(
         [(spec, (B, *spec.block_shape[1:]), jnp.float32) for spec in (rows, sums)],
         name="page_attention",
         interpret=interpret,
-        priced_positions=priced_positions,
     )
     sums_BWHl = heads_of_rows(sums_BKXl[..., :2], W, H)
     return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
@@ -206,7 +203,6 @@ def append_and_attend(
     *,
     tiles: PageTiles | None = None,
     interpret: Any = False,
-    priced_positions: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write a slot's entry at position `length` − 1, and attend to its first `length` positions.
 
@@ -221,7 +217,7 @@ def append_and_attend(
     if why := takes(h, T, keys_PKTh.dtype):
         raise ValueError(why)
     if B * N * 4 > TABLE_BYTES and B > 1:
-        outs, more = [], dict(tiles=tiles, interpret=interpret, priced_positions=priced_positions)
+        outs, more = [], dict(tiles=tiles, interpret=interpret)
         for x in (slice(0, B // 2), slice(B // 2, B)):
             new, pages = (q_B1Hh[x], k_BKh[x], v_BKh[x]), (keys_PKTh, values_PKTh)
             result = append_and_attend(*new, *pages, table_BN[x], length_B[x], **more)
@@ -241,7 +237,6 @@ def append_and_attend(
         scratch=[pltpu.VMEM(q_BKXh.shape[1:], jnp.float32), pltpu.SemaphoreType.DMA],
         name="page_append",
         interpret=interpret,
-        priced_positions=priced_positions,
     )
     return heads_of_rows(out_BKXh, 1, H), keys, values
 

@@ -120,7 +120,6 @@ class Call:
         scratch: Sequence[Any] = (),
         name: str,
         interpret: Any,
-        priced_positions: int | None,
     ) -> Any:
         """Run a kernel for each slot, the first of its `inputs` being queries.
 
@@ -155,7 +154,7 @@ class Call:
                 # Pages that a table names exist: checks would double the work of starting a copy.
                 disable_bounds_checks=True,
             ),
-            cost_estimate=self.cost(priced_positions),
+            cost_estimate=self.cost,
             interpret=interpret,
             name=name,
         )
@@ -180,10 +179,10 @@ class Call:
         scores = 3 * min(K, 4) * X * self.block_tokens * 4
         return buffers + slot + scores
 
-    def cost(self, priced_positions: int | None) -> pl.CostEstimate:
-        """Return a call's cost for the compiler; by default an upper bound, for full tables."""
-        S = self.max_pages * self.page_tokens if priced_positions is None else priced_positions
-        h, itemsize = self.head_dim, self.dtype.itemsize
+    @property
+    def cost(self) -> pl.CostEstimate:
+        """A call's cost for the compiler: an upper bound, for full tables."""
+        S, h, itemsize = self.max_pages * self.page_tokens, self.head_dim, self.dtype.itemsize
         heads = self.num_slots * self.num_kv_heads
         rows_bytes = self.num_rows * (h * itemsize + h * 4 + LANES * 4)
         return pl.CostEstimate(

@@ -18,7 +18,6 @@ from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
 from rl.gin.loader import resolve_path
 from rl.speculation.config import DraftModelConfig
-from spec.budget.goodput import DeviceDrafter
 from spec.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import Drafter
@@ -36,28 +35,6 @@ class DrafterSource(Protocol):
     def drafter_for(self, context: DrafterContext) -> Drafter:
         """Return the drafter of one worker for one rollout."""
         ...
-
-
-class DeviceDrafterSource(Protocol):
-    """One drafter of a run, shared by all workers."""
-
-    @property
-    def made_for(self) -> str:
-        """A text that changes with its programs and their times."""
-        ...
-
-    @property
-    def max_depth(self) -> int:
-        """The most draft tokens on a path."""
-        ...
-
-    def drafter_for(self, context: DrafterContext) -> DeviceDrafter:
-        """Return the drafter of one worker for one rollout."""
-        ...
-
-
-DeviceDrafters = Mapping[str, DeviceDrafterSource]  # by their names among the sources
-NO_DRAFTERS: DeviceDrafters = {}
 
 
 class PerRunner(Generic[T]):
@@ -258,3 +235,8 @@ class LearnedDrafter:
             return jax.tree.map(lambda x: runner.put(runner.cast(np.asarray(x))), params)
 
         return self._on_devices.get(runner, placed, version)
+
+
+DeviceDrafterSource = DraftModel | LearnedDrafter  # one drafter of a run, shared by all workers
+DeviceDrafters = Mapping[str, DeviceDrafterSource]  # by their names among the sources
+NO_DRAFTERS: DeviceDrafters = {}

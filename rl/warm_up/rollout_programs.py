@@ -20,8 +20,8 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.device_drafters import DeviceDrafters
 from spec.budget.budget import DraftDecision
-from spec.budget.goodput import DeviceDrafter
 from spec.config import SamplingConfig
+from spec.draft_cache.drafter import CachingDrafter
 from spec.draft_cache.drafting import draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import NOT_GIVEN, pack
@@ -242,7 +242,7 @@ class Pool:
                         yield Program(draft_rounds, arguments)
 
     def _draft_rounds(
-        self, drafter: DeviceDrafter, decision: DraftDecision, B: int, S: int
+        self, drafter: CachingDrafter, decision: DraftDecision, B: int, S: int
     ) -> Arguments:
         rounds, put = drafter.empty_rounds(B, S), self.engine.argument
         numbers = put(np.ones(4, np.int32)), put(np.ones(B, np.float32))

@@ -246,11 +246,11 @@ class Instance(Costs):
         computed_s = model.attention_operations * num_nodes / self._operations_per_s
         return RoundCost(linear_s + self.efficiency.overhead_s, max(read_s, computed_s))
 
-    def prefill_seconds(self, tokens: int, rows: int = 1) -> float:
-        """Return the seconds of `rows` of `tokens` each; a position attends to half of its row."""
-        attention = rows * tokens * self.model.attention_operations * tokens / 2
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds of a row; a position attends to half of it."""
+        attention = tokens * self.model.attention_operations * tokens / 2
         attention_s = attention / self._operations_per_s
-        return self._linear_seconds(rows * tokens, 0.0) + attention_s + self.efficiency.overhead_s
+        return self._linear_seconds(tokens, 0.0) + attention_s + self.efficiency.overhead_s
 
     def copy_seconds(self, tokens: int) -> float:
         """Return the seconds of copying these positions' keys and values from the host."""

@@ -14,15 +14,14 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from spec.budget.budget import Budget, DraftDecision, Sizes, best, equal_trees, plain
 from spec.budget.config import LEARNED, TunerConfig
-from spec.budget.goodput import DeviceDrafter
 from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafts, LiveSlots, Source
+from spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source
 from spec.round_times import RoundTimes
 
 _STRIDE = 2**64  # of the counter between two draws, so that draws never overlap
@@ -39,14 +38,6 @@ class Strategy:
     verify_tokens: int
 
 
-class BanditConfig(NamedTuple):
-    """First batch size of each range, probability to explore, rewards that a median is of."""
-
-    thresholds: tuple[int, ...]
-    epsilon: float = 0.1
-    window: int = 32
-
-
 class BegMab:
     """Algorithm 1, with windows of rewards for each strategy and range.
 
@@ -55,8 +46,7 @@ class BegMab:
     draws so far and the recorded rounds.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], config: BanditConfig, seed: int) -> None:
-        """Raises ValueError if thresholds and groups differ in number."""
+    def __init__(self, strategies: Sequence[Strategy], config: TunerConfig, seed: int) -> None:
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
         self._seed, self._draws = seed, 0
@@ -152,7 +142,7 @@ class BegMab:
 
 
 def _by_bucket(
-    strategies: Sequence[Strategy], config: BanditConfig
+    strategies: Sequence[Strategy], config: TunerConfig
 ) -> tuple[tuple[Strategy, ...], ...]:
     """Return the candidates of each range: groups by `verify_tokens`, the most first.
 
@@ -163,16 +153,10 @@ def _by_bucket(
     plain = tuple(s for s in strategies if not s.verify_tokens)
     if plain and len(sizes) != len(config.thresholds):
         sizes.discard(0)  # it has no separate range
-    groups = [
+    return tuple(
         tuple(s for s in strategies if s.verify_tokens == size or s in plain)
         for size in sorted(sizes, reverse=True)
-    ]
-    if len(groups) != len(config.thresholds):
-        raise ValueError(
-            "expected as many thresholds as groups of strategies by verify_tokens, got thresholds "
-            f"{config.thresholds} and verify_tokens {sorted(sizes, reverse=True)}"
-        )
-    return tuple(groups)
+    )
 
 
 PLAIN = Strategy("plain", (), 0, 0, 0)
@@ -211,15 +195,10 @@ def _batch_size(num_requests: int, num_slots: int) -> int:
 
 
 def make_bandit(
-    config: TunerConfig,
-    sources: Sequence[str],
-    top_k: int,
-    deepest: Mapping[str, int],
-    seed: int,
+    config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int], seed: int
 ) -> BegMab:
     """Return a worker's bandit, which lives as long as the run."""
-    bandit = BanditConfig(config.thresholds, config.epsilon, config.window)
-    return BegMab(strategies(config, sources, top_k, deepest), bandit, seed)
+    return BegMab(strategies(config, sources, top_k, deepest), config, seed)
 
 
 class BanditBudget(Budget):
@@ -249,7 +228,7 @@ class BanditBudget(Budget):
         if strategy == PLAIN:  # its reward is known
             self._record(np.zeros(len(live)), num_slots)
         for name in self._on_device & set(strategy.sources):
-            cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
+            cast(RoundsDrafter, self._union.named(name)).depth = strategy.depth
         return frozenset(self._union.names) - frozenset(strategy.sources)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:

@@ -6,8 +6,7 @@ draft tokens. A = live requests, B = slots, N = draft tokens, S = cache position
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,13 +24,10 @@ from spec.budget.budget import (
 from spec.budget.config import LEARNED, MODEL, parse_budget
 from spec.drafter import (
     Acceptance,
-    Drafter,
     Drafts,
     LiveSlots,
     PerRequest,
-    Program,
     RequestIndex,
-    RoundsDrafter,
     Source,
     longest_paths,
     sums,
@@ -119,14 +115,6 @@ class Aimd(Budget):
 
 
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
-
-
-class DeviceDrafter(Drafter, RoundsDrafter, Protocol):
-    """A drafter whose seconds grow with its depth, which may change between rounds."""
-
-    def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
-        """Yield the jitted steps for an engine in this bucket, and makers of their arguments."""
-        ...
 
 
 class DeviceDraftGate:

@@ -358,9 +358,10 @@ def unpack_rounds(packed: jax.Array) -> list[DraftedRound]:
         if not kind_M.any():
             break
         slots_M = np.repeat(np.arange(B), N)
-        drawn = by_slot(tokens_M, bits_M.view(np.float32), kind_M, slots_M, B)[:3]
+        drawn = tokens_M, bits_M.view(np.float32), kind_M, slots_M, B
+        tokens_BN, logprobs_BN, count_B, _ = by_slot(*drawn)
         drafts_3BX = packed_6BN[3:, :, 1:].copy()
         drafts_3BX[1] -= 1
         drafted_B = (drafts_3BX[0] != PADDING).sum(axis=1, dtype=np.int32)
-        rounds.append(DraftedRound(*drawn, drafts_3BX, drafted_B))
+        rounds.append(DraftedRound(tokens_BN, logprobs_BN, count_B, drafts_3BX, drafted_B))
     return rounds

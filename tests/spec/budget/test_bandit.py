@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rl.checkpoint import contents
-from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.budget.bandit import BegMab, Strategy
+from spec.budget.config import TunerConfig
 
 
 def strategy(name, verify_tokens):
@@ -20,7 +21,8 @@ ALL = (DEEP, FLAT, WIDE, PLAIN)
 
 
 def bandit(strategies=ALL, seed=0, thresholds=(1, 9, 33), **more):
-    return BegMab(strategies, BanditConfig(thresholds, **more), seed)
+    sizes = tuple(sorted({s.verify_tokens for s in strategies} - {0}, reverse=True))
+    return BegMab(strategies, TunerConfig(thresholds, sizes, **more), seed)
 
 
 def reward(mab, strategy, value, batch_size):
@@ -144,13 +146,6 @@ def test_strategies_that_a_checkpoint_has_not_are_untried_and_others_are_forgott
     found = [(s.name, after.median_reward(s, n)) for n in (2, 16, 40) for s in after.candidates(n)]
     found = [(name, value) for name, value in found if value]
     assert found == [("flat", 7), ("plain", 7)]
-
-
-def test_thresholds():
-    with pytest.raises(ValueError, match=r"thresholds \(1,\) and verify_tokens \[64, 16\]"):
-        bandit(thresholds=(1,))
-    with pytest.raises(ValueError, match=r"thresholds \(1, 2, 3, 4\) and verify_tokens"):
-        bandit(thresholds=(1, 2, 3, 4))
 
 
 def test_choices_are_counted_until_they_are_taken_and_rewards_are_of_all_ranges():
