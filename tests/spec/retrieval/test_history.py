@@ -13,7 +13,9 @@ from spec.retrieval.history import (
     LOST,
     NEXT,
     PAPER_RULE,
+    RULE,
     HistoryDrafter,
+    HistoryIndex,
     LastResponseDrafter,
     build_index,
 )
@@ -36,6 +38,27 @@ def test_history_prefers_the_branch_of_the_largest_reward_sum():
     store.replace("p", of_group(tokens, [0.5, 0.25, 0.5]))
     index = build_index(store, {"p": ids(50, 51)}, rule)
     assert drafts(drafter(), live_texts([50, 51, 1], groups=[0])) == [[2, 8]]
+
+
+def test_the_trees_of_several_forests_draft_as_those_of_one():
+    store, prompts = RolloutCache(), {"p": ids(50, 51), "q": ids(60)}
+    store.replace("p", of_group([ids(1, 2, 7), ids(1, 3)], [1.0, 0.5]))
+    store.replace("q", of_group([ids(1, 2, 9)], [1.0]))
+    whole = build_index(store, prompts, RULE)
+    parts = [build_index(store, {key: prompt}, RULE).trees for key, prompt in prompts.items()]
+    joined = HistoryIndex(parts[0] | parts[1])
+    assert joined.num_tokens == whole.num_tokens
+    texts = [50, 51, 1], [60, 1], [50, 51], [8, 8]
+    keys, groups = {0: "p", 1: "q", 2: "none"}, [0, 1, 0, 2]
+    found = [
+        HistoryDrafter(index, keys, RULE).propose(
+            live_texts(*texts, groups=groups), np.array([5, 5, 2, 5]), 6
+        )
+        for index in (whole, joined)
+    ]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert found[1].count_A.tolist()[3] == 0 < found[1].count_A[:3].min()
 
 
 def test_a_draft_stays_with_the_response_that_it_began_in():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -192,9 +192,10 @@ def test_a_forest_drafts_and_grows_in_another_program_as_here(seed, rule):
     tokens_BL = np.random.default_rng(seed).integers(0, VOCAB, (4, 30)).astype(np.int32)
     wanted = drafts(forest, trees, tokens_BL, rule)
     assert any(tokens for tokens, *_ in wanted)
-    buffers = []  # read-only, as Ray's are
-    packed = pickle.dumps(forest, protocol=5, buffer_callback=buffers.append)
-    there = pickle.loads(packed, buffers=[bytes(b) for b in buffers])
+    there, state = SuffixForest.__new__(SuffixForest), copy.deepcopy(forest.__getstate__())
+    for array in state["_arena"]:
+        array.setflags(write=False)  # as Ray's are
+    there.__setstate__(state)
     assert there.num_tokens == forest.num_tokens
     assert drafts(there, trees, tokens_BL, rule) == wanted
     for one in (forest, there):
