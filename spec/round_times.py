@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 MAX_SECONDS = 1e5  # of a round
 ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "  # names of tables
@@ -22,7 +22,7 @@ def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
     fitted: dict[tuple[int, int, int], float] = {}
     for slots, positions in {(b, s) for b, _, s in seconds}:
         blocks: list[tuple[list[int], float]] = []  # nodes, and their mean
-        for nodes in _nodes(seconds, slots, positions):
+        for nodes in sorted(n for b, n, s in seconds if (b, s) == (slots, positions)):
             blocks.append(([nodes], seconds[slots, nodes, positions]))
             while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
                 (few, few_s), (more, more_s) = blocks[-2:]
@@ -30,10 +30,6 @@ def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
                 blocks[-2:] = [(few + more, mean_s)]
         fitted |= {(slots, n, positions): mean_s for block, mean_s in blocks for n in block}
     return fitted
-
-
-def _nodes(keys: Iterable[tuple[int, int, int]], slots: int, positions: int) -> list[int]:
-    return sorted(n for b, n, s in keys if (b, s) == (slots, positions))
 
 
 class RoundTimes:

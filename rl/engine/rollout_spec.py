@@ -18,7 +18,6 @@ from rl.engine.model_runner import ModelRunner
 from rl.trajectory import Request
 from spec.budget.budget import Budget
 from spec.config import SamplingConfig
-from spec.draft_cache.drafting import StateSource
 from spec.drafter import Drafter
 from spec.eagle.training_data import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
@@ -31,12 +30,12 @@ class DrafterContext:
 
     runner: ModelRunner
     spec: RolloutSpec
-    states: StateSource
+    states: CachedStates
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedStates:
-    """The hidden states that a cache of a worker holds (a `StateSource`)."""
+    """The hidden states that a cache of a worker holds; `empty` ones compile programs."""
 
     runner: ModelRunner
     cache: Callable[[], Cache]

@@ -215,14 +215,13 @@ class Speculation:
         return None if self.times is None else self.seconds.corrected(self.times)
 
     @property
-    def can_be_off(self) -> bool:
-        """True if drafts that lose are turned off: not if workers draft."""
-        return parse_budget(self.config.budget)[0] != "fixed" and not self.apart
-
-    @property
     def is_off(self) -> bool:
-        """True if drafts have been turned off for the rest of the run."""
-        return self.seconds.is_off and self.can_be_off
+        """True if drafts that lose have been turned off for the rest of the run.
+
+        They are not if workers draft, nor with a fixed budget.
+        """
+        can_be_off = parse_budget(self.config.budget)[0] != "fixed" and not self.apart
+        return self.seconds.is_off and can_be_off
 
     def bandit(self, worker: int) -> BegMab:
         """Return a worker's tuner."""

@@ -64,16 +64,14 @@ class DrafterUnion(Drafter):
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
 
     def in_rounds(self) -> RoundsDrafter | None:
-        active = [k for k, name in enumerate(self._all_names()) if name not in self.skipped]
+        names = self.names or [""] * len(self._drafters)
+        active = [k for k, name in enumerate(names) if name not in self.skipped]
         if len(active) != 1:
             return None
         drafter = self._drafters[active[0]].in_rounds()
         if drafter is not None:
             self._last = {active[0]: int(drafter.source)}
         return drafter
-
-    def _all_names(self) -> Sequence[str]:
-        return self.names or [""] * len(self._drafters)
 
     def named(self, name: str) -> Drafter | None:
         """Return the drafter of that name, if there is one."""

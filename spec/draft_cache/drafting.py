@@ -76,19 +76,7 @@ def unpack_chunks(table_PX: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array,
     return row_P, slot_P, first_P, table_PX[:, n:]
 
 
-Inputs = tuple[Any, tuple[Any, ...]]  # constants, and the policy's states (`StateSource`)
-
-
-class StateSource(Protocol):
-    """The policy's hidden states for a drafter, as `models.kv_cache.state_windows` finds them."""
-
-    def array(self) -> Any:
-        """Return the present states of all slots."""
-        ...
-
-    def empty(self, num_slots: int, num_positions: int) -> Any:
-        """Return zeros, to compile programs with."""
-        ...
+Inputs = tuple[Any, tuple[Any, ...]]  # constants, and the policy's states (for `state_windows`)
 
 
 class DraftTrees(NamedTuple):

@@ -182,19 +182,15 @@ class _Cases:
 
     def _best_two(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:
         """Return the next token of each branch and the second choice for it, [R, E, 2]."""
-        ranked_REV = transformer.head(self.params, hidden_RED)
+        logits_REV = transformer.head(self.params, hidden_RED)
         scheme = self.enumeration.drafting.scheme
         if scheme is not None:
-            ranked_REV = self._ranked(ranked_REV, j, scheme)
-        return jax.lax.top_k(ranked_REV, 2)[1].astype(jnp.int32)
-
-    def _ranked(self, logits_REV: jax.Array, j: jax.Array, scheme: sampling.Draw) -> jax.Array:
-        """Return the scores of draws after each branch, j after its guess."""
-        processing = self.ends.processing
-        temperature_RE, top_k_RE, top_p_RE = processing.broadcast(logits_REV.shape[:2])
-        cut_REV = sampling.processed_logits(logits_REV, temperature_RE, top_k_RE, top_p_RE)
-        keys_RE = self._noise(self._case_E[None] + 1 + j)
-        return sampling.rank_draws(cut_REV, keys_RE, temperature_RE, scheme)
+            processing = self.ends.processing
+            temperature_RE, top_k_RE, top_p_RE = processing.broadcast(logits_REV.shape[:2])
+            cut_REV = sampling.processed_logits(logits_REV, temperature_RE, top_k_RE, top_p_RE)
+            keys_RE = self._noise(self._case_E[None] + 1 + j)
+            logits_REV = sampling.rank_draws(cut_REV, keys_RE, temperature_RE, scheme)
+        return jax.lax.top_k(logits_REV, 2)[1].astype(jnp.int32)
 
     def _noise(self, ahead_1N: jax.Array) -> jax.Array:
         """Return the keys of the positions `ahead` of the rows' responses, [R, N]."""

@@ -25,7 +25,6 @@ from spec.draft_cache.drafting import (
     Inputs,
     RoundResult,
     RowEnds,
-    StateSource,
     unpack_chunks,
 )
 from spec.drafter import LiveSlots, Source
@@ -170,8 +169,8 @@ CHUNK_TOKENS = 32
 class EagleDrafter(CachingDrafter):
     """Trees of an EAGLE drafter, of the best draft tokens in `depth` levels (`tree.max_depth`).
 
-    `states` has the current hidden states of the engine's slots. `weights` returns the newest
-    weights; entries computed with older ones stay.
+    `states` are `rl.engine.rollout_spec.CachedStates`. `weights` returns the newest weights;
+    entries computed with older ones stay.
     """
 
     source = Source.LEARNED
@@ -184,7 +183,7 @@ class EagleDrafter(CachingDrafter):
         sampling: SamplingConfig,
         key: jax.Array,
         *,
-        states: StateSource,
+        states: Any,
         runner: Runner,
         num_draft_tokens: int,
     ) -> None:

@@ -148,7 +148,8 @@ def token_sums(
 
     def chunk(part: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
         outputs_JBCD, targets_BCD, drafted_BC, counts_JBC = part
-        log_p_BCU = jax.nn.log_softmax(_policy_logits(frozen, targets_BCD) * scale)
+        x_BCD = targets_BCD.astype(frozen.head_UD.dtype)
+        log_p_BCU = jax.nn.log_softmax(linear(x_BCD, frozen.head_UD, jnp.float32) * scale)
 
         def one(step: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
             outputs_BCD, counts_BC = step
@@ -175,12 +176,6 @@ def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
     V, U = frozen.embedding_VD.shape[0], frozen.head_UD.shape[0]
     ids_V = jnp.full(V, -1, jnp.int32).at[frozen.draft_ids_U].set(jnp.arange(U, dtype=jnp.int32))
     return jnp.take(ids_V, jnp.maximum(tokens_BT, 0), mode="clip")
-
-
-def _policy_logits(frozen: SharedParams, last_hidden_BTD: jax.Array) -> jax.Array:
-    head_UD = frozen.head_UD
-    x_BTD = last_hidden_BTD.astype(head_UD.dtype)
-    return linear(x_BTD, head_UD, jnp.float32)
 
 
 def _hits(

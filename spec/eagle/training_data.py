@@ -110,7 +110,10 @@ def pack(
     if max_batches is not None:
         fullest = np.argsort(free[: len(rows)], kind="stable")[: max_batches * num_rows]
         rows = [rows[r] for r in sorted(fullest.tolist())]
-    return _batches(sequences, rows, num_rows, row_tokens)
+    num_batches = -(-len(rows) // num_rows)
+    return [
+        _batch(sequences, rows[i::num_batches], num_rows, row_tokens) for i in range(num_batches)
+    ]
 
 
 def _windows(sequences: Sequence[HiddenStates], row_tokens: int) -> list[_Window]:
@@ -127,15 +130,6 @@ def _windows(sequences: Sequence[HiddenStates], row_tokens: int) -> list[_Window
             if stop > sequence.prompt_tokens:
                 windows.append(_Window(index, start, stop))
     return windows
-
-
-def _batches(
-    sequences: Sequence[HiddenStates], rows: list[list[_Window]], num_rows: int, row_tokens: int
-) -> list[DrafterBatch]:
-    num_batches = -(-len(rows) // num_rows)
-    return [
-        _batch(sequences, rows[i::num_batches], num_rows, row_tokens) for i in range(num_batches)
-    ]
 
 
 def _batch(
