@@ -171,7 +171,7 @@ def test_an_index_that_is_late_or_fails_is_not_waited_for(monkeypatch):
         go.set()
         monkeypatch.setattr(HistoryActor, "build", lambda self, *args: 1 // 0)
         assert made.drafts(KEYS[:2]).history.keys() == set(KEYS[:2])
-    assert "no index within 30 s; its prompts' groups go to the rollout" in made.said[0]
+    assert "no index within 300 s; its prompts' groups go to the rollout" in made.said[0]
     assert "by zero" in made.said[1]
 
 
