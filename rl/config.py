@@ -12,6 +12,8 @@ from models.config import MeshConfig, ModelConfig
 from rl.checkpoint.config import CheckpointConfig
 from rl.cluster.config import ClusterConfig
 from rl.data.tasks import TaskConfig
+from rl.drafter_training.config import DrafterConfig, shape_of
+from rl.drafting.config import DraftingConfig
 from rl.engine.config import EngineConfig
 from rl.eval_sets import EvalConfig
 from rl.gin.loader import resolve_path
@@ -21,14 +23,7 @@ from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.config import (
-    DrafterConfig,
-    DraftingConfig,
-    DraftModelConfig,
-    ReuseConfig,
-    SpeculationConfig,
-    shape_of,
-)
+from rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
 from rl.workers.config import SchedConfig
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig

@@ -20,6 +20,7 @@ from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.cluster.processes import ALONE
 from rl.config import TrainConfig
+from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from rl.engine.engine import Engine, RolloutEngine
@@ -27,7 +28,6 @@ from rl.inputs import Inputs
 from rl.responses import WHOLE, Partition
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Deadline
-from rl.speculation.config import DrafterConfig, shape_of
 from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle

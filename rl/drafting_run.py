@@ -14,10 +14,10 @@ from models.config import ModelConfig
 from rl.cluster.actors import Actor, ActorSettings, Starts
 from rl.cluster.join import DRAFT_MODEL
 from rl.config import TrainConfig
+from rl.drafting.config import methods_of
 from rl.drafting.plans import Planner
 from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingWorkers
 from rl.engine.engine import RolloutEngine
-from rl.speculation.config import methods_of
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers, MultiEngine
 from spec.budget.config import MODEL

@@ -15,7 +15,6 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.folder import replace_file
-from models.layout import buckets
 from models.transformer import Params
 from rl import drafter_run
 from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
@@ -45,6 +44,7 @@ from rl.warm_up.rollout_programs import Reach
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine
 from sched.simulator.roofline import MeasuredCosts
+from spec.buckets import buckets
 from spec.budget.config import MODEL
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes

@@ -33,6 +33,7 @@ from rl.drafter_run import first_drafter
 from rl.drafter_training import export as drafter_folder
 from rl.drafter_training import offline
 from rl.drafter_training import traces as drafter_traces
+from rl.drafter_training.config import shape_of
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.drafter_training.traces import DrafterTraces, num_tokens
 from rl.drafter_training.trainer import SUMS
@@ -45,7 +46,6 @@ from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
-from rl.speculation.config import shape_of
 from spec.config import MIN_TEMPERATURE
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig

@@ -20,15 +20,15 @@ import numpy as np
 from models import transformer
 from models.attention import Packing
 from models.config import ModelConfig
-from models.layout import bucket
 from models.transformer import Params
 from rl import packing
+from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.traces import num_tokens
 from rl.drafter_training.trainer import SUMS, DrafterTrainer
 from rl.engine.model_runner import ModelRunner
 from rl.packing import Response, Row, Shape
-from rl.speculation.config import DrafterConfig
 from rl.speculation.device_drafters import LearnedDrafter
+from spec.buckets import bucket
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 from spec.eagle.model import EagleParams, EagleWeights, SharedParams

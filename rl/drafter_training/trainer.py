@@ -23,8 +23,8 @@ import numpy as np
 
 from models.transformer import Params
 from rl.checkpoint.checkpointer import Checkpointer
+from rl.drafter_training.config import DrafterConfig
 from rl.engine.model_runner import ModelRunner
-from rl.speculation.config import DrafterConfig
 from rl.speculation.device_drafters import LearnedDrafter, PerRunner
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training

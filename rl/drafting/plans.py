@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.speculation.config import DraftingConfig
+from rl.drafting.config import DraftingConfig
 from sched.policies.specactor import (
     Acceptance,
     Profile,
@@ -119,8 +119,8 @@ class MeasuredSeconds:
 class Planner:
     """Plans rollouts of `num_requests` at once on `num_workers` of both kinds.
 
-    `methods` are the draft models (`methods_of`), `method` the one of the last rollout. `seconds`,
-    and `draft_s` of each method, are set once they are measured.
+    `methods` are the draft models (`rl.drafting.config.methods_of`), `method` the one of the last
+    rollout. `seconds`, and `draft_s` of each method, are set once they are measured.
     """
 
     def __init__(

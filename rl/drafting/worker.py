@@ -22,12 +22,12 @@ import jax
 import numpy as np
 
 from rl.cluster.actors import ActorDied
+from rl.drafting.config import DraftingConfig, methods_of
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.worker_record import Span
 from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.config import DraftingConfig, methods_of
 from rl.speculation.device_drafters import DraftModel
 from rl.warm_up import compile_buckets
 from spec.config import SamplingConfig

@@ -18,8 +18,8 @@ from functools import partial
 from typing import TypeVar, cast
 
 from models.config import ModelConfig
-from models.layout import bucket
 from rl.cluster.actors import Actor, Handle
+from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import MeasuredSeconds, Planner
 from rl.drafting.worker import Answer, Draft, DraftingLink, DraftingWorker, Peer, Rollout
 from rl.engine.config import EngineConfig
@@ -28,9 +28,10 @@ from rl.engine.rollout_spec import DrafterContext
 from rl.engine.worker_record import WorkerPart
 from rl.runtime.parallel_compile import OnCompiled, keep_programs
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.config import DraftingConfig, DraftModelConfig
+from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import DeviceDrafters, DrafterSource, DraftModel
 from sched.simulator.roofline import MeasuredCosts
+from spec.buckets import bucket
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
 from spec.decoupled.drafter import DecoupledDrafter, DraftPlan, OnePlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, Self, get_args
 
-from models.layout import bucket, buckets
 from rl.gin.values import found_size
+from spec.buckets import bucket, buckets
 
 POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of it
 PART_MULTIPLE = 32  # and the others

@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from models import kv_cache, layout, paged_cache, sharding, transformer
 from models.config import ModelConfig
-from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES, widest_tree
+from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from models.paged_cache import Cache, PagedCache
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.engine.lockstep import LaunchRecord, Lockstep
 from rl.runtime import devices
 from rl.trajectory import HostKv, Request, check_requests
+from spec.buckets import widest_tree
 from spec.budget.budget import DraftDecision
 from spec.config import Draw, SamplingConfig
 from spec.draft_cache.drafting import Shape

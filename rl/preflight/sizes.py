@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Literal
 
 from models.config import ModelConfig
-from models.layout import axis_ways, bucket
+from models.layout import axis_ways
 from rl import packing
 from rl.config import SIZES, TrainConfig
 from rl.first_programs import rollout_reach
@@ -25,6 +25,7 @@ from rl.preflight.fit import BOTH, Fit, Fitting
 from rl.preflight.targets import attached
 from rl.runtime import devices
 from rl.runtime.progress import say
+from spec.buckets import bucket
 
 MICRO_BATCH_TOKENS = 8192  # products with the weights are compute-bound from far fewer on
 MAX_SLOTS = 256

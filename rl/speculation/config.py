@@ -1,4 +1,4 @@
-"""Speculation, reuse, drafting workers and the learned drafter as users set them."""
+"""Speculation and reuse as users set them: sections Speculation, DraftModel and Reuse."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 import typing
 from typing import Literal
 
-from models.config import ModelConfig
 from spec.budget.config import LEARNED, MODEL, parse_budget
 from spec.config import ChainConfig, Proposal
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 from spec.reuse.prefix_rule import parse_mode, parse_schedule
 
 SourceName = Literal["last", "history", "histospec", "group", "own", "learned", "model"]
@@ -201,130 +199,3 @@ def check_coupling(
             f"it), got {prompts_per_step} prompts of {num_examples} examples: lower "
             "Rollout.prompts_per_step"
         )
-
-
-MAX_WINDOW = 32  # no drafting worker drafts further ahead
-Ahead = Literal["free_running", "enumeration"]
-Method = Literal["model", "learned", "own", "group", "history", "histospec"]
-
-
-def methods_of(num_models: int) -> tuple[str, ...]:
-    """Return the names of a run's draft models: `model`, `model2`, `model3`, …"""
-    return (MODEL, *(f"{MODEL}{k}" for k in range(2, num_models + 1)))
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftingConfig:
-    """Workers that only draft, and workers that help with the last requests.
-
-    `workers` of `Sched.workers` draft for the others, by the source `model`, on each of their
-    devices; None: as the plan says (not with `Cluster.kind` = `ray`), 0: each worker drafts by
-    itself. With `DraftModel.directories` each rollout has the draft model with the most tokens a
-    second, by measured seconds and acceptance. `ahead`: `free_running` continues after a window
-    while it is verified, `enumeration` drafts for all outcomes of the round, with `fan_out` guesses
-    of each next token. A `window` has as many draft tokens; None: as the plan says, up to
-    `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0: never) a request with less
-    acceptance than others gets a separate window. Idle workers answer up to `requests_per_helper`
-    of the others' last requests again, each drafting by one of the `methods`, and the first answer
-    counts. Source: SpecActor, section 4.
-    """
-
-    workers: int | None = 0
-    ahead: Ahead = "enumeration"
-    window: int | None = None
-    fan_out: int = 3
-    reconfigure_tokens: int = 1000
-    requests_per_helper: int = 0
-    methods: tuple[Method, ...] = ("model", "own")
-
-    def __post_init__(self) -> None:
-        if self.ahead not in (known := typing.get_args(Ahead)):
-            raise ValueError(f"expected ahead of {', '.join(known)}, got {self.ahead!r}")
-        if self.window is not None and not 1 <= self.window <= MAX_WINDOW:
-            raise ValueError(f"window must be 1 … {MAX_WINDOW}, got {self.window}")
-        if self.fan_out < 1:
-            raise ValueError(f"fan_out must be at least 1, got {self.fan_out}")
-        for name in ("workers", "reconfigure_tokens", "requests_per_helper"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        known = typing.get_args(Method)
-        named = set(self.methods)
-        if not named or len(named) < len(self.methods) or not named <= set(known):
-            raise ValueError(
-                f"expected different methods of drafting of {', '.join(known)}, got {self.methods}"
-            )
-
-    @property
-    def drafts_apart(self) -> bool:
-        """True if some workers may draft for the others."""
-        return self.workers != 0
-
-    @property
-    def helps(self) -> bool:
-        """True if idle workers help with the requests of others."""
-        return self.requests_per_helper > 0
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-    """A drafter that is trained online, if `Speculation.sources` has `learned`.
-
-    It starts from the folder `directory` (as `rl.export --drafter` writes), or from random weights
-    over the `draft_vocab_size` most frequent tokens of the prompts (0: over all tokens).
-    It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `shared_noise`
-    (`spec.eagle.drafter`).
-
-    With `spot`, idle workers train it once `min_idle_workers` are idle; it also trains for
-    `steps_after_rollout` steps after each rollout. A step is `micro_batches` of `batch_rows` rows
-    of `row_tokens`; a worker that gets requests finishes at most its micro-batch. Rollouts use the
-    new weights every `swap_every_steps` and after each rollout; they are saved every
-    `checkpoint_every_steps`.
-    """
-
-    directory: str | None = None
-    draft_vocab_size: int = 0
-    max_depth: int = TreeConfig.max_depth
-    top_k: int = TreeConfig.top_k
-    proposal: Proposal = "likeliest"
-    spot: bool = True
-    min_idle_workers: int = 1
-    steps_after_rollout: int = 0
-    micro_batches: int = 4
-    batch_rows: int = 2
-    row_tokens: int = 512
-    swap_every_steps: int = 16
-    checkpoint_every_steps: int = 64
-
-    def __post_init__(self) -> None:
-        TreeConfig(self.max_depth, self.top_k, self.proposal)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            low = 0 if field.name in ("draft_vocab_size", "steps_after_rollout") else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < low:
-                raise ValueError(f"{field.name} must be at least {low}, got {value}")
-
-    @property
-    def tree(self) -> TreeConfig:
-        return TreeConfig(self.max_depth, self.top_k, self.proposal)
-
-
-def shape_of(
-    options: DrafterConfig, training: DrafterTrainingConfig, model: ModelConfig
-) -> EagleConfig:
-    """Return the shape of the drafter that training starts from, without reading weights.
-
-    Raises FileNotFoundError or ValueError for a folder without a drafter of this policy.
-    """
-    from spec.eagle import files as eagle_files
-    from spec.eagle import model as eagle
-
-    if options.directory is None:
-        return eagle.config_for(model, training.design, draft_vocab_size=options.draft_vocab_size)
-    shape = eagle_files.check(options.directory, model)
-    if shape.design != training.design:
-        raise ValueError(
-            f"{options.directory} holds a drafter of design {shape.design!r}, and "
-            f"DrafterTraining.variant={training.variant!r} trains one of {training.design!r}: "
-            "choose another variant"
-        )
-    return shape

@@ -14,7 +14,7 @@ from typing import Protocol
 import numba
 import numpy as np
 
-from models.layout import widest_tree
+from spec.buckets import widest_tree
 from spec.drafter import Acceptance, Drafts, LiveSlots, PerRequest, RequestIndex
 
 Sizes = Sequence[int]  # of rounds, in nodes, ascending
@@ -26,7 +26,7 @@ class DraftDecision:
     """A round of `num_nodes` with the first `taken_A` draft tokens of each request.
 
     With the B roots they are at most `num_nodes`, with its root at most
-    `models.layout.widest_tree(…)` of a request, or the round fails with ValueError. Without
+    `spec.buckets.widest_tree(…)` of a request, or the round fails with ValueError. Without
     `taken_A`: plain decoding for `num_rounds` rounds. With `tree_tokens` these rounds draft on the
     device, at most so many draft tokens a request, and verify the best, by probability times
     `scale_A`.

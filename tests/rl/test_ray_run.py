@@ -20,6 +20,7 @@ from tiny_team import (
 from rl import ray_run as ray_workers
 from rl.cluster import ray_session
 from rl.config import TrainConfig
+from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
 from rl.engine.engine import Engine
 from rl.first_programs import rollout_reach
@@ -27,7 +28,7 @@ from rl.gin.loader import load
 from rl.ray_run import RayWorkers
 from rl.ray_workers.place import Bounds
 from rl.runtime.run_files import ROUNDS_FILE
-from rl.speculation.config import DraftingConfig, SpeculationConfig
+from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.warm_up.rollout_programs import Reach
 from spec.reuse.rollout_cache import RolloutCache

@@ -9,9 +9,10 @@ from tiny_team import CONFIG, MODEL, PARAMS, REQUESTS, SAMPLING
 
 from models import hf
 from rl.cluster.actors import Actor
+from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
 from rl.drafting.workers import CONCURRENCY, DraftingActors
-from rl.speculation.config import DraftingConfig, DraftModelConfig
+from rl.speculation.config import DraftModelConfig
 
 LONGEST, WINDOW = 24, 2  # tokens of a prompt and a response; draft tokens
 

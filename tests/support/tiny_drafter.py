@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from tiny_team import CONFIG, MODEL, PARAMS
 
+from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.trainer import DrafterTrainer
 from rl.engine.engine import Engine
-from rl.speculation.config import DrafterConfig
 from rl.speculation.device_drafters import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig

@@ -9,9 +9,9 @@ import pytest
 from models import transformer
 from rl.drafter_run import first_drafter
 from rl.drafter_training import offline as offline_drafter
+from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining, hidden_of, num_bytes
 from rl.packing import Response
-from rl.speculation.config import DrafterConfig
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
 from spec.eagle.training_data import pack

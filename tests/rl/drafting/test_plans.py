@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from live_by_hand import live_texts
 
+from rl.drafting.config import DraftingConfig, methods_of
 from rl.drafting.plans import (
     DEADLINE_SHARE,
     DECAY,
@@ -16,7 +17,6 @@ from rl.drafting.plans import (
     Observed,
     Planner,
 )
-from rl.speculation.config import DraftingConfig, methods_of
 from sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import DraftPlan

@@ -13,6 +13,7 @@ import pytest
 from fake_ahead import commit
 
 from rl.cluster.actors import ActorDied
+from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
 from rl.drafting.worker import (
     LATE_S,
@@ -25,7 +26,7 @@ from rl.drafting.worker import (
 )
 from rl.drafting.workers import DraftingWorkers, share
 from rl.engine.worker_record import WorkerPart
-from rl.speculation.config import DraftingConfig, DraftModelConfig
+from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import DraftModel
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig

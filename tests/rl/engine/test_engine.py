@@ -13,10 +13,10 @@ from loop_runs import counted_compilations
 from shapes import PLAIN, TINY, make_params
 
 import rl.engine.rounds
-from models.layout import bucket
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
+from spec.buckets import bucket
 from spec.budget.bandit import BanditBudget, make_bandit
 from spec.budget.budget import DraftDecision, FixedBudget
 from spec.budget.config import TunerConfig
