@@ -22,8 +22,9 @@ from rl.trajectory import Request, Trajectory
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
+from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, build_index
-from spec.retrieval.live_texts import GroupDrafter, NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.sampling import step_key
 

@@ -29,7 +29,8 @@ from rl.warm_up.compile_buckets import LongerBuckets
 from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine
-from sched.simulator.roofline import Costs, MeasuredCosts
+from sched.simulator.measured_costs import MeasuredCosts
+from sched.simulator.roofline import Costs
 from spec.budget.bandit import node_counts
 from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget

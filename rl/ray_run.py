@@ -43,7 +43,7 @@ from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from rl.warm_up.rollout_programs import Reach
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine
-from sched.simulator.roofline import MeasuredCosts
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.buckets import buckets
 from spec.budget.config import MODEL
 from spec.reuse.rollout_cache import RolloutCache

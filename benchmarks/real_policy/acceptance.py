@@ -17,8 +17,9 @@ from benchmarks.real_policy.ground import Ground
 from rl.trajectory import Trajectory
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, LiveSlots
+from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
-from spec.retrieval.live_texts import GroupDrafter, NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 
 BUDGET_NODES, DEPTHS = 16, 8

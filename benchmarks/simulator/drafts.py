@@ -17,8 +17,8 @@ import numpy as np
 from sched.policies.specactor import sequential_tokens
 from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.worker import RoundModel, RoundPlan
+from spec.budget.aimd import START_TOKENS, next_windows
 from spec.budget.budget import Budget
-from spec.budget.goodput import START_TOKENS, next_windows
 from spec.drafter import Drafts, LiveSlots
 from spec.round_times import RoundTimes
 

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.simulator.drafts import Windowed, WindowMean, window_mean
 from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
 from benchmarks.simulator.steps import StepSimulation, StepsRecord
-from sched.policies.divided import GroupFifo
+from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
 from sched.policies.steps import StepOrder
 from sched.protocol import Scheduler

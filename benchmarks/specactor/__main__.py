@@ -25,17 +25,18 @@ import numpy as np
 from benchmarks import environment, workloads
 from benchmarks.specactor.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
 from models import hf
-from models.layout import bucket
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory
 from sched.policies.specactor import Acceptance, prob_of, rate
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
+from spec.buckets import bucket
 from spec.budget.budget import FixedBudget
 from spec.config import ChainConfig, SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
-from spec.decoupled.drafter import DecoupledDrafter, DraftPlan, OnePlan
+from spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from spec.decoupled.messages import DraftPlan
 from spec.draft_model.drafter import DraftModelDrafter
 from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Drafts, LiveSlots

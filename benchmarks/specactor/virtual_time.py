@@ -18,7 +18,7 @@ from rl.engine.engine import Engine
 from rl.engine.stats import RoundRecord
 from rl.trajectory import Trajectory
 from spec.decoupled.ahead import DraftingAhead
-from spec.decoupled.drafter import Block, Commit
+from spec.decoupled.messages import Block, Commit
 
 Price = Callable[[RoundRecord, int], float]  # of a round, and its draft tokens
 

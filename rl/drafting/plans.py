@@ -26,7 +26,8 @@ from sched.policies.specactor import (
 )
 from sched.simulator.roofline import Costs
 from spec.budget.config import MODEL
-from spec.decoupled.drafter import DraftPlan, RequestPlans
+from spec.decoupled.drafter import RequestPlans
+from spec.decoupled.messages import DraftPlan
 from spec.drafter import PRIOR_PROB, LiveSlots
 from spec.round_times import RoundTimes
 

@@ -32,7 +32,7 @@ from rl.speculation.device_drafters import DraftModel
 from rl.warm_up import compile_buckets
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
-from spec.decoupled.drafter import Block, Commit, DraftLink, DraftPlan
+from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
 from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Program
 from spec.sampling import KEY_IMPL, step_key

@@ -30,11 +30,12 @@ from rl.runtime.parallel_compile import OnCompiled, keep_programs
 from rl.runtime.waits import HANG_LIMIT_S
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import DeviceDrafters, DrafterSource, DraftModel
-from sched.simulator.roofline import MeasuredCosts
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.buckets import bucket
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
-from spec.decoupled.drafter import DecoupledDrafter, DraftPlan, OnePlan
+from spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from spec.decoupled.messages import DraftPlan
 from spec.round_times import RoundTimes
 
 T = TypeVar("T")

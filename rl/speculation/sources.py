@@ -35,11 +35,13 @@ from spec.budget.bandit import BanditBudget, BegMab, make_bandit
 from spec.budget.budget import Budget
 from spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig, parse_budget
 from spec.budget.goodput import make_budget
-from spec.budget.union import CopiesDrafter, DrafterUnion, Progress
+from spec.budget.union import DrafterUnion
+from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Drafter
 from spec.retrieval import history
+from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.history import HistoryDrafter, HistoryIndex, LastResponseDrafter, build_index
-from spec.retrieval.live_texts import DraftServer, GroupDrafter, NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.retrieval.suffix_queries import ProposalRule
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from spec.round_times import RoundTimes, RunSeconds

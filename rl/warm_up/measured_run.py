@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.folder import held, replace_file
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from sched.simulator.roofline import MeasuredCosts
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.round_times import RoundTimes
 
 if TYPE_CHECKING:

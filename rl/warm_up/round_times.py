@@ -32,7 +32,8 @@ from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.nodes import NOT_GIVEN, by_slot, pack, unpack_draws
-from spec.retrieval.live_texts import GroupDrafter, NgramDrafter
+from spec.retrieval.group import GroupDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.round_times import RoundTimes, monotone
 from spec.sampling import step_key
 from spec.verify import Slots, chunks_alone, decode_rounds, verify_round

@@ -20,16 +20,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from sched.ledger import Ledger
-from sched.protocol import (
-    OF_NO_WORKER,
-    REPORTS,
-    Action,
-    Event,
-    Finished,
-    Scheduler,
-    WorkerJoined,
-    WorkerLost,
-)
+from sched.policies.group_fifo import GroupFifo
+from sched.protocol import OF_NO_WORKER, REPORTS, Action, Event, Finished, Scheduler
 from sched.request import Group, RequestState, Status, Worker
 
 PreferPool = Callable[[int], bool]  # tokens so far → whether a copy is cheaper than prefill
@@ -225,57 +217,6 @@ class ContextAware(Order):
 
 
 # --- schedulers -------------------------------------------------------------------------
-
-
-class GroupFifo:
-    """The baseline: deals whole groups in turn to the instances, in an order shuffled by `seed`.
-
-    An instance is `ranks_per_instance` consecutive workers, to which its requests are dealt in
-    turn. The requests of a lost worker are dealt to the others. An event takes O(1), and as much
-    for each request that it deals; the first deal after workers joined or were lost O(workers)
-    more. All requests start at once; each worker admits and preempts them as its memory allows.
-    """
-
-    def __init__(self, *, seed: int, ranks_per_instance: int = 1) -> None:
-        if ranks_per_instance < 1:
-            raise ValueError(f"expected ranks_per_instance >= 1, got {ranks_per_instance}")
-        self._rng = np.random.default_rng(seed)
-        self._ranks = ranks_per_instance
-        self._ledger = Ledger()
-        self._waiting: dict[int, list[RequestState]] = {}  # group → requests that no worker has
-        self._instances: dict[int, list[Worker]] = {}  # none: to be found anew
-        self._dealt = 0
-        self._dealt_in: collections.Counter[int] = collections.Counter()  # by instance
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._ledger.num_unfinished
-
-    def handle(self, event: Event, now_s: float) -> list[Action]:
-        for request in self._ledger.apply(event):
-            self._waiting.setdefault(request.group_id, []).append(request)
-        if isinstance(event, WorkerJoined | WorkerLost):
-            self._instances.clear()
-        if not self._ledger.workers or not self._waiting:
-            return []
-        instances = self._instances
-        if not instances:
-            for worker_id, worker in self._ledger.workers.items():
-                instances.setdefault(worker_id // self._ranks, []).append(worker)
-        numbers = list(instances)
-        groups, self._waiting = list(self._waiting.values()), {}
-        actions: list[Action] = []
-        for i in self._rng.permutation(len(groups)).tolist():
-            number = numbers[self._dealt % len(numbers)]
-            self._dealt += 1
-            for request in groups[i]:
-                ranks = instances[number]
-                worker = ranks[self._dealt_in[number] % len(ranks)]
-                self._dealt_in[number] += 1
-                actions.append(
-                    self._ledger.start(request, worker, request.remaining_tokens, reserve=False)
-                )
-        return actions
 
 
 class WorkerHeap:

@@ -1,4 +1,4 @@
-"""Budgets by measured round times: HistoSpec's windows, and the most tokens per second.
+"""The budget that buys the most tokens per second, by a table of measured round times.
 
 A round of M nodes costs its seconds in the table; it brings each request one token and its accepted
 draft tokens. A = live requests, B = slots, N = draft tokens, S = cache positions.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spec.budget.aimd import Aimd
 from spec.budget.budget import (
     Backoff,
     Budget,
@@ -17,7 +18,6 @@ from spec.budget.budget import (
     FixedBudget,
     PlainSpell,
     Sizes,
-    all_that_fit,
     best_by_size,
     best_trees,
 )
@@ -29,90 +29,9 @@ from spec.drafter import (
     PerRequest,
     RequestIndex,
     Source,
-    longest_paths,
     sums,
 )
 from spec.round_times import RoundTimes
-
-DECAY = 0.9  # of the acceptance of a request, a round
-ALL_DECAY = 0.99  # of the acceptance counts of all
-START_TOKENS, STEP_TOKENS, MAX_TOKENS = 2, 2, 32  # of windows
-CLOSED_ROUNDS = 32, 256  # shortest and longest time until a closed gate looks again
-
-
-def next_windows(
-    window_A: np.ndarray,
-    longest_A: np.ndarray,
-    accepted_A: np.ndarray,
-    window_tokens: Sequence[int] | None = None,
-) -> np.ndarray:
-    """Return the windows after a round: one step more if the whole longest path was accepted.
-
-    Otherwise the window starts again. `window_tokens`: first window, step, largest (the paper's).
-    """
-    start, step, largest = window_tokens or (START_TOKENS, STEP_TOKENS, MAX_TOKENS)
-    grown_A = np.minimum(window_A + step, largest)
-    changed_A = np.where(accepted_A >= longest_A, grown_A, start)
-    return np.where(longest_A > 0, changed_A, window_A)
-
-
-class Aimd(Budget):
-    """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
-
-    A window is the most draft tokens of a request. A tree (the paper has chains) counts as accepted
-    if its longest path is. The gate makes rounds plain if, by the table and the acceptance so far,
-    trees bring fewer tokens per second. While closed it wants no drafts; when it checks again,
-    refused drafts are compared with the tokens drawn instead.
-    """
-
-    def __init__(
-        self, times: RoundTimes | None = None, window_tokens: Sequence[int] | None = None
-    ) -> None:
-        self._times, self._window_tokens = times, window_tokens
-        index = RequestIndex()
-        self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
-        self._tokens_per_request = 0.0  # of a round of trees, decayed mean
-        self._closed = PlainSpell(index, *CLOSED_ROUNDS)
-
-    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        if self._closed.lasts(live, num_slots):
-            return np.zeros(len(live), np.int32)
-        return self._windows.get(live).astype(np.int32)
-
-    def choose(
-        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
-    ) -> DraftDecision:
-        decision = all_that_fit(drafts, sizes, num_slots)
-        bucket = num_slots, decision.num_nodes, num_positions
-        if decision.taken_A is not None and not self._pays(drafts, bucket):
-            return self._closed.begin(live, num_slots)
-        self._closed.end()
-        return decision
-
-    def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
-        """Return whether the round seems to bring more tokens a second than plain ones."""
-        if self._times is None or not self._tokens_per_request:
-            return True
-        num_slots, _, num_positions = bucket
-        plain_s, round_s = self._times(num_slots, num_slots, num_positions), self._times(*bucket)
-        # windows do not apply to active chains of cached responses
-        expected_A = 1 + drafts.prob_AN.sum(axis=1)
-        tokens = np.where(drafts.cached_A, expected_A, self._tokens_per_request).mean()
-        return plain_s is None or round_s is None or round_s < tokens * plain_s
-
-    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
-        accepted_A = acceptance.accepted_AN.sum(axis=1)
-        if acceptance.verified:
-            max_length_A = longest_paths(drafts, acceptance.observed_AN)
-            before_A = self._windows.get(live)
-            windows_A = next_windows(before_A, max_length_A, accepted_A, self._window_tokens)
-            self._windows.set(live, windows_A)
-        elif not drafts.count_A.any():
-            return
-        mean = 1.0 + float(accepted_A.mean())
-        old = self._tokens_per_request or mean
-        self._tokens_per_request = DECAY * old + (1 - DECAY) * mean
-
 
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
 
@@ -168,6 +87,7 @@ class DeviceDraftGate:
 
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
+DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
 REFUSED_ROUNDS = 16, 256  # min and max time until refused drafts are wanted again
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
 MIN_SHARE = 0.75  # and the share of the requests that have to be there

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.decoupled.drafter import Block, Commit
+from spec.decoupled.messages import Block, Commit
 from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import PRIOR_DRAFTS, PRIOR_PROB, LiveSlots
 

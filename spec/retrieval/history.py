@@ -20,7 +20,7 @@ import numba
 import numpy as np
 
 from spec.drafter import PADDING, Drafter, Drafts, LiveSlots, Source, no_drafts
-from spec.retrieval.live_texts import RequestFollowers, with_prompt_tail
+from spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 

@@ -20,7 +20,8 @@ from stepped_links import (
 
 from spec.config import ChainConfig
 from spec.decoupled.ahead import Enumerating, FreeRunning, RequestTexts
-from spec.decoupled.drafter import DecoupledDrafter, DraftPlan, OnePlan
+from spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from spec.decoupled.messages import DraftPlan
 from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Source
 

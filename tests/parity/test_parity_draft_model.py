@@ -26,7 +26,7 @@ from spec.budget.union import DrafterUnion
 from spec.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import Source
-from spec.retrieval.live_texts import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

@@ -31,7 +31,7 @@ from spec.drafter import Drafter
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
-from spec.retrieval.live_texts import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

@@ -26,9 +26,9 @@ from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
 from spec.budget.budget import SeeingBudget
 from spec.budget.goodput import make_budget
-from spec.budget.union import CopiesDrafter, Progress
+from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Source
-from spec.retrieval.live_texts import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.round_times import RoundTimes

@@ -11,8 +11,9 @@ from rl.engine.engine import Engine
 from rl.trajectory import Origin
 from spec.budget.goodput import make_budget
 from spec.budget.union import DrafterUnion
+from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import PAPER_RULE, RULE, HistoryDrafter, build_index
-from spec.retrieval.live_texts import GroupDrafter, NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.round_times import RoundTimes
 

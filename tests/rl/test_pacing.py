@@ -12,7 +12,7 @@ from rl.pipeline import Pacing, pace_of, step_scheduler
 from rl.rollouts import Prompts
 from rl.workers.config import SchedConfig
 from sched.policies.histopipe import Pace
-from sched.simulator.roofline import MeasuredCosts
+from sched.simulator.measured_costs import MeasuredCosts
 
 
 def fetch(num_nodes, rounds, emitted):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from spec.decoupled.drafter import Commit, DraftPlan
+from spec.decoupled.messages import Commit, DraftPlan
 from spec.drafter import Drafter, no_drafts
 
 NO_CHAIN = ()

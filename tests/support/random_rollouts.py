@@ -18,7 +18,8 @@ from rl.trajectory import FinishReason, PartialRequest, Request
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
-from spec.retrieval.live_texts import GroupDrafter, NgramDrafter
+from spec.retrieval.group import GroupDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.symbolic_device import MODEL, VOCAB, Broken, SymbolicEngine

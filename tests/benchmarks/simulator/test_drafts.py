@@ -19,8 +19,9 @@ from benchmarks.simulator.drafts import (
 from sched.policies.specactor import sequential_tokens
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from spec.budget import goodput as budgets
+from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
-from spec.budget.goodput import Aimd, Goodput
+from spec.budget.goodput import Goodput
 from spec.drafter import Acceptance, Drafts, LiveSlots
 
 # a round takes 1 s for what it reads, with 0.05 s for every node (√ of the sum of squares)

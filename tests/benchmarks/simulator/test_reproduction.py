@@ -21,7 +21,7 @@ from benchmarks.simulator.reproduction import (
 )
 from benchmarks.simulator.specactor_devices import DevicePlan
 from sched.simulator.roofline import MODELS
-from spec.budget.goodput import MAX_TOKENS
+from spec.budget.aimd import MAX_TOKENS
 
 SHIPPED = {name: experiment for name, (_, experiment) in EXPERIMENTS.items()}
 FIGURES = {name: figures_of(name) for name in EXPERIMENTS}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulator.steps import AheadSimulation, BegunDrafts, BegunStart, StepSimulation
-from sched.policies.divided import Divided, Fifo, GroupFifo
+from sched.policies.divided import Divided, Fifo
+from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, tau_of
 from sched.policies.steps import Ahead, StepOrder
 from sched.request import RequestSpec
 from sched.simulator.cluster import Cluster
-from sched.simulator.roofline import MeasuredCosts
+from sched.simulator.measured_costs import MeasuredCosts
 from tests.support.steady_rounds import STEADY
 
 LENGTHS = {0: 10, 1: 10, 2: 10, 3: 10}

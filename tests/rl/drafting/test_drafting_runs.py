@@ -17,8 +17,8 @@ from rl.engine.worker_record import read_workers
 from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from sched.policies.specactor import WorkerPlan
-from spec.budget.union import CopiesDrafter
 from spec.decoupled.ahead import Enumerating, FreeRunning
+from spec.decoupled.copies import CopiesDrafter
 from spec.drafter import PRIOR_PROB
 from spec.eagle.drafter import EagleDrafter
 

@@ -19,7 +19,7 @@ from rl.drafting.plans import (
 )
 from sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
 from spec.budget.config import MODEL
-from spec.decoupled.drafter import DraftPlan
+from spec.decoupled.messages import DraftPlan
 from spec.drafter import PRIOR_PROB
 from spec.round_times import RoundTimes
 

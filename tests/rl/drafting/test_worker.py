@@ -30,7 +30,7 @@ from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import DraftModel
 from spec.budget.config import MODEL
 from spec.config import SamplingConfig
-from spec.decoupled.drafter import Block
+from spec.decoupled.messages import Block
 
 LIMIT_S = 30.0  # of a wait for a thread
 NONE = np.zeros(0, np.int32)

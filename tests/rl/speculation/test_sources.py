@@ -8,8 +8,9 @@ from trajectories import trajectory
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, history_rule
+from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
-from spec.budget.goodput import Aimd, Goodput
+from spec.budget.goodput import Goodput
 from spec.drafter import Source
 from spec.retrieval.history import PAPER_RULE
 from spec.reuse.rollout_cache import RolloutCache

@@ -25,9 +25,9 @@ from rl.workers.multi_engine import Helpers
 from sched.protocol import Copy, Drop, Finished
 from sched.request import Kv, copy_of
 from spec.budget.budget import FixedBudget
-from spec.budget.union import CopiesDrafter, Progress
+from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Source
-from spec.retrieval.live_texts import NgramDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 
 LIMIT_S = 60.0  # of a wait for another worker: rounds take milliseconds

@@ -26,7 +26,7 @@ from rl.trajectory import Origin, Request
 from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
-from spec.retrieval.live_texts import DraftServer, GroupDrafter
+from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from random_cluster import AheadCluster
 
-from sched.policies.divided import ContextAware, Divided, Fifo, GroupFifo
+from sched.policies.divided import ContextAware, Divided, Fifo
+from sched.policies.group_fifo import GroupFifo
 from sched.policies.steps import Ahead
 from sched.protocol import (
     ChunkDone,

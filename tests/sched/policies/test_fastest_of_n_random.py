@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from random_cluster import AheadCluster, CopiesCluster, random_work
 
-from sched.policies.divided import ORDERS, Divided, Fifo, GroupFifo
+from sched.policies.divided import ORDERS, Divided, Fifo
 from sched.policies.fastest_of_n import FastestOfN
+from sched.policies.group_fifo import GroupFifo
 from sched.policies.steps import Ahead
 from sched.request import RequestSpec
 

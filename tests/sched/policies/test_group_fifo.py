@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sched.policies.divided import GroupFifo
+from sched.policies.group_fifo import GroupFifo
 from sched.protocol import Submitted, WorkerJoined, WorkerLost
 from sched.request import RequestSpec
 

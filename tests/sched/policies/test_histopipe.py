@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sched.policies.divided import GroupFifo
+from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import (
     HistoPipe,
     HistoPipeConfig,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from random_cluster import RandomCluster, random_steps, random_work
 
-from sched.policies.divided import ORDERS, Divided, GroupFifo
+from sched.policies.divided import ORDERS, Divided
+from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.steps import StepOrder
 

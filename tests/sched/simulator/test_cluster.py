@@ -7,7 +7,8 @@ import collections
 import numpy as np
 import pytest
 
-from sched.policies.divided import POLICIES, Divided, Fifo, GroupFifo, make_scheduler
+from sched.policies.divided import POLICIES, Divided, Fifo, make_scheduler
+from sched.policies.group_fifo import GroupFifo
 from sched.protocol import Start, Submitted, WorkerJoined
 from sched.request import Kv, RequestSpec
 from sched.simulator.cluster import Cluster, Simulation

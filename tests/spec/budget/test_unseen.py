@@ -5,10 +5,11 @@ import pytest
 from drafts_by_hand import chain, stack
 from live_by_hand import live_slots
 
+from spec.budget.aimd import Aimd
 from spec.budget.bandit import BanditBudget, make_bandit
 from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.config import TunerConfig
-from spec.budget.goodput import REPEATS, Aimd, Goodput
+from spec.budget.goodput import REPEATS, Goodput
 from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafter, Source
 from spec.round_times import RoundTimes

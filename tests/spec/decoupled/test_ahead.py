@@ -15,7 +15,7 @@ from spec.decoupled.ahead import (
     FreeRunning,
     cases_tree,
 )
-from spec.decoupled.drafter import DraftPlan
+from spec.decoupled.messages import DraftPlan
 
 COUPLED = DraftPlan(3, decoupled=False)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from live_by_hand import live_texts
 
 from sched.request import COPIES, copy_of
-from spec.budget.union import SURE, CopiesDrafter, Progress
+from spec.decoupled.copies import SURE, CopiesDrafter, Progress
 from spec.drafter import Acceptance, LiveSlots, Source
 
 

@@ -7,7 +7,8 @@ import pytest
 from live_by_hand import live_texts
 
 from spec.config import SamplingConfig
-from spec.decoupled.drafter import Block, DecoupledDrafter, DraftPlan, OnePlan
+from spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from spec.decoupled.messages import Block, DraftPlan
 from spec.drafter import Acceptance, Source, no_drafts
 
 PLAN = DraftPlan(4)

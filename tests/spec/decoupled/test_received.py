@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from live_by_hand import live_texts
 
 from spec.decoupled import drafter as received
-from spec.decoupled.drafter import FIRST_NODES, Block, ReceivedBlocks
+from spec.decoupled.drafter import FIRST_NODES, ReceivedBlocks
+from spec.decoupled.messages import Block
 from spec.drafter import Source
 
 

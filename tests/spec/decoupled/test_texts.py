@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec.decoupled.ahead import RequestTexts
-from spec.decoupled.drafter import DraftPlan
+from spec.decoupled.messages import DraftPlan
 
 
 def texts_with(*tokens, assumed=(), prob=None, rows=2):

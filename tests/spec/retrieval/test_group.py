@@ -6,7 +6,8 @@ import time
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.retrieval.live_texts import DraftServer, GroupDrafter, NgramDrafter
+from spec.retrieval.group import DraftServer, GroupDrafter
+from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.retrieval.suffix_forest import ProposalRule
 
 CHAIN = ProposalRule(longest=4, shortest=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.budget.goodput import MAX_TOKENS
+from spec.budget.aimd import MAX_TOKENS
 from spec.drafter import Source
 from spec.retrieval.history import (
     FOUND,
