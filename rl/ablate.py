@@ -1,8 +1,8 @@
-"""`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table.
+"""`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table, one figure.
 
 FILE is a training configuration with an `Ablation` section. Each run is a process of
 `python -m rl.train` in a separate folder, one after the other; the same command resumes a grid that
-was stopped. `table.csv` and `table.md` are written after every run.
+was stopped. `table.csv`, `table.md` and `figure.png` are written after every run.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ NOTES = {
     "reused_fraction": "reused_fraction is from the second epoch on.",
     "kl": "kl is trainer against sampler.",
 }
+PANELS = (  # (column, title, relative to the first variant)
+    ("generated_tokens", "Generated tokens (first = 1)", True),
+    ("rollout_s", "Rollout seconds (first = 1)", True),
+    ("final_reward", "Reward, last epoch or whole run", False),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +200,19 @@ def _mean(rows: Sequence[Row], metric: str) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
+def reward_curves(done: Sequence[Cell]) -> dict[str, dict[int, float]]:
+    """Return each variant's mean rewards by step, over the seeds that have the step."""
+    rewards: dict[str, dict[int, list[float]]] = {cell.name: {} for cell in done}
+    for cell in done:
+        for row in read_metrics(cell.folder):
+            if row.get("reward") is not None:
+                rewards[cell.name].setdefault(row["step"], []).append(row["reward"])
+    return {
+        name: {step: float(np.mean(by_step[step])) for step in sorted(by_step)}
+        for name, by_step in rewards.items()
+    }
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Return mean and sample deviation of the known values."""
     known = [v for v in values if not math.isnan(v)]
@@ -241,6 +259,40 @@ def _ratio(value: float, base: float) -> float:
 def _value(spread: Spread, digits: int) -> str:
     mean, deviation = ("" if math.isnan(x) else f"{x:.{digits}f}" for x in spread)
     return f"{mean} ± {deviation}" if deviation else mean
+
+
+def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
+    """Draw tokens, seconds and reward of every variant, with deviations, and reward by step."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from rl.reports.style import INK, RUN_COLORS, STYLE, plain_text, run_look, step_axis
+
+    names = list(spreads)
+    with rc_context(STYLE):
+        bars_inch = 1.2 + 0.36 * len(names)
+        picture = Figure(figsize=(11, bars_inch + 3.6), layout="constrained")
+        above, below = picture.subfigures(2, 1, height_ratios=(bars_inch, 3.6))
+        axes = above.subplots(1, len(PANELS), sharey=True)
+        for axis, (column, title, is_relative) in zip(axes, PANELS, strict=True):
+            base = spreads[names[0]][column][0] if is_relative else 1.0
+            means, errors = ([_ratio(spreads[n][column][i], base) for n in names] for i in (0, 1))
+            colors = [RUN_COLORS[-1], *[RUN_COLORS[0]] * (len(names) - 1)]
+            lines = {"xerr": np.nan_to_num(errors), "ecolor": INK}
+            axis.barh(range(len(names)), means, color=colors, **lines)
+            axis.set_title(title)
+            axis.grid(axis="y", visible=False)
+        axes[0].set_yticks(range(len(names)), [plain_text(n, 28) for n in names])
+        axes[0].invert_yaxis()
+        curve = below.subplots()
+        for index, (name, rewards) in enumerate(curves.items()):
+            color, style = run_look(index)
+            look = {"color": color, "label": plain_text(name, 28)}
+            curve.plot(list(rewards), list(rewards.values()), style, **look)
+        curve.set_title("Reward by step, mean over seeds")
+        step_axis(curve)
+        curve.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        picture.savefig(path)
 
 
 # --- the command ------------------------------------------------------------------------
@@ -308,7 +360,7 @@ def _run_all(folder: Path, grid: Sequence[Cell], num_examples: int) -> int:
             return EXIT_FAILED
         table = _write(folder, grid, num_examples)
     say(table)
-    say(f"{folder / 'table.md'}, {folder / 'table.csv'}")
+    say(f"{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'figure.png'}")
     return 0
 
 
@@ -329,7 +381,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
 
 
 def _write(folder: Path, grid: Sequence[Cell], num_examples: int) -> str:
-    """Write the table of the runs that are done; return it."""
+    """Write table and figure of the runs that are done; return the table."""
     done = [cell for cell in grid if cell.is_done]
     if not done:
         return "nothing is done yet"
@@ -339,8 +391,10 @@ def _write(folder: Path, grid: Sequence[Cell], num_examples: int) -> str:
     writer.writeheader()
     writer.writerows(rows)
     replace_file(folder / "table.csv", text.getvalue())
-    table = markdown(by_variant(rows))
+    spreads = by_variant(rows)
+    table = markdown(spreads)
     replace_file(folder / "table.md", table)
+    figure(spreads, reward_curves(done), folder / "figure.png")
     return table
 
 

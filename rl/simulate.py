@@ -1,7 +1,7 @@
 """`python -m rl.simulate`: a cluster's rollout under several schedulers, on a virtual clock.
 
 Real runs use the same schedulers; seconds come from a roofline or from a run's measurements, so all
-results are simulated. Writes `results.json`.
+results are simulated. Writes `results.json` and `figure.png`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from models.folder import replace_file
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import load
 from rl.metrics.writer import Row, read_samples
+from rl.reports.style import STYLE
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import aligned, say
 from rl.warm_up.measured_run import read_profile
 from sched.policies.divided import POLICIES
-from sched.simulator.cluster import Cluster, Record, play_policy
+from sched.simulator.cluster import Cluster, Record, WorkerSample, play_policy
 from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 else:  # names in tables, known to a running program only
     Device, Model = Literal[tuple(ACCELERATORS)], Literal[tuple(MODELS)]
     Policy = Literal[POLICIES]
+
+COLUMNS = 400  # time bins of the figure
+MAX_WORKERS = 64  # in a panel of the figure
+
 
 # --- configuration ----------------------------------------------------------------------
 
@@ -239,6 +244,66 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
+    """Draw a panel of running requests by worker for each policy, and one of all positions held.
+
+    A dashed line marks the start of the tail, a solid one the end.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    until_s = max(record.completion_s for record in records.values())
+    grids = {name: grid(record, until_s) for name, record in records.items()}
+    max_running = max(running.max() for running, _ in grids.values())
+    with rc_context(STYLE):
+        picture = Figure(figsize=(10, 1.6 * len(grids) + 2.2), layout="constrained")
+        axes = picture.subplots(len(grids) + 1, sharex=True)
+        for axis, (name, (running, _)) in zip(axes, grids.items(), strict=False):
+            extent = 0, until_s, min(len(running), MAX_WORKERS) - 0.5, -0.5
+            look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "Blues"}
+            look |= {"extent": extent, "vmin": 0, "vmax": max_running}
+            shades = axis.imshow(running[:MAX_WORKERS], **look)
+            done_s, tail_s = records[name].completion_s, records[name].tail_s
+            axis.axvline(done_s, color="#222222", linewidth=1.5)
+            axis.axvline(done_s - tail_s, color="#222222", linewidth=1, linestyle="--")
+            tail = f"the last tenth of the requests (from the dashed line) {tail_s:,.0f} s"
+            axis.set_title(f"{name}: {done_s:,.0f} s, of which {tail}", fontsize="medium")
+            axis.set_ylabel("worker")
+            axis.grid(visible=False)
+        times = np.linspace(0, until_s, COLUMNS)
+        for name, (_, positions) in grids.items():
+            axes[-1].plot(times, positions.sum(axis=0) / 1e6, label=name)
+        axes[-1].set_ylabel("positions held, millions")
+        axes[-1].set_xlabel("simulated seconds")
+        axes[-1].set_xlim(0, 1.02 * until_s)  # the last line is not on the frame
+        axes[-1].legend(loc="upper right")
+        picture.suptitle(title)
+        bar = picture.colorbar(shades, ax=list(axes), shrink=0.5, pad=0.01)
+        bar.set_label("running requests")
+        picture.savefig(path)
+
+
+def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (running requests, positions held) by worker and time; float [workers, COLUMNS]."""
+    times = np.linspace(0, until_s, COLUMNS)
+    running, positions = np.zeros((2, len(record.workers), COLUMNS))
+    by_worker: dict[int, list[WorkerSample]] = {}
+    for sample in record.samples:
+        by_worker.setdefault(sample.worker_id, []).append(sample)
+    for worker_id, samples in by_worker.items():
+        at = np.searchsorted([s.begin_s for s in samples], times, side="right") - 1
+        running[worker_id] = np.where(at >= 0, [samples[max(i, 0)].num_running for i in at], 0)
+        positions[worker_id] = positions_at(samples, times)
+    return running, positions
+
+
+def positions_at(samples: Sequence[WorkerSample], times: np.ndarray) -> np.ndarray:
+    """Return one worker's positions, interpolated from each sample to the value it next reached."""
+    knots = np.repeat([s.begin_s for s in samples], 2)
+    values = np.array([x for s in samples for x in (s.reached_positions, s.positions)])
+    return np.interp(times, knots, values, left=0.0)
+
+
 # --- the command ------------------------------------------------------------------------
 
 
@@ -259,16 +324,20 @@ def main(argv: Sequence[str]) -> int:
 def _report(config: SimulateRun, name: str, *, as_json: bool) -> int:
     folder = Path(config.simulate.directory or Path("runs") / f"simulate-{name}")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for row, _ in play(config)]
+    played = list(play(config))
+    rows = [row for row, _ in played]
     result = {"simulated": True, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1) + "\n")
+    last = played[-len(config.simulate.policies) :]
+    seed, cluster = config.simulate.seeds[-1], config.simulated_cluster
+    hardware = cluster.profile or f"{cluster.model} on {cluster.device}, by a roofline"
+    title = f"Simulated: {hardware}; {cluster.workers} workers, seed {seed}"
+    figure({row["policy"]: record for row, record in last}, folder / "figure.png", title)
     if as_json:
         say(json.dumps(result))
     else:
         say("\n".join([table(rows), "", *remarks(rows)]))
-        cluster = config.simulated_cluster
-        hardware = cluster.profile or f"{cluster.model} on {cluster.device}, by a roofline"
-        say(f"simulated: {hardware}; {folder / 'results.json'}")
+        say(f"simulated; {folder / 'results.json'}; seed {seed} in {folder / 'figure.png'}")
     return 0
 
 

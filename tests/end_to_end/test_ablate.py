@@ -65,7 +65,7 @@ def test_a_grid_is_stopped_resumed_and_read(grid, capsys, monkeypatch):
     # an epoch is three steps: the fourth is taken over whole
     assert float(full["reused_fraction"]) == 1.0 and plain["reused_fraction"] == "nan"
     assert 0 < float(full["generated_tokens"]) < float(plain["generated_tokens"])
-    assert "| full |" in (runs / "table.md").read_text()
+    assert (runs / "figure.png").exists() and "| full |" in (runs / "table.md").read_text()
     assert call_main(ablate.main, *arguments(grid)) == 0
     out = capsys.readouterr().out
     assert out.count("done before") == 2 and (runs / "table.md").read_text() in out

@@ -9,6 +9,7 @@ from rl.ablate import (
     AblationConfig,
     by_variant,
     cells,
+    figure,
     folder_name,
     markdown,
     read_cell,
@@ -141,12 +142,15 @@ def test_rows_are_summarised_over_seeds():
     assert math.isnan(spreads["plain"]["kl"][0])
 
 
-def test_the_table():
+def test_the_table_and_the_figure(tmp_path):
     text = markdown(by_variant(ROWS))
     lines = text.splitlines()
     assert len({line.replace("\\|", "").count("|") for line in lines[:4]}) == 1
     assert lines[2].startswith("| plain | 1.00 | 1.00× |") and "0.7500 ± 0.3536" in lines[2]
     assert lines[3].startswith("| a\\|b | 0.40 | 2.50× |")
+    curves = {"plain": {1: 0.5, 2: 0.75}, "a|b": {1: 0.5}}
+    figure(by_variant(ROWS), curves, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_async_rollouts_have_no_rollout_seconds_to_compare():

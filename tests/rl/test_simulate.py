@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 from rl import simulate
 from rl.gin.loader import load
 from rl.metrics.writer import MetricsConfig, MetricsWriter
 from rl.simulate import (
+    COLUMNS,
     SimulateRun,
+    grid,
     lengths_of_run,
     play,
     remarks,
@@ -47,6 +50,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert printed == json.loads((tmp_path / "results.json").read_text())
     assert printed["simulated"] is True
     assert [row["seed"] for row in printed["rows"]] == [0] * 4 + [1] * 4
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,36 @@ def test_remarks_say_what_seers_order_costs_and_saves():
     assert "seer: 1.11× as fast, tail shorter by 80%" in text
     assert "seer ends after divided_fifo in 1 of 1 seeds, its tail is shorter in 1" in text
     assert "divided_fifo in" not in "\n".join(remarks(rows[:2]))
+
+
+def test_the_picture_says_what_it_is(tmp_path, monkeypatch):
+    """Its title, a line where the tail begins, and room for the last line."""
+    import matplotlib.figure
+
+    seen = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path: seen.append(self))
+    where = f"Simulate.directory={str(tmp_path)!r}"
+    assert simulate.main([*arguments(where, "Simulate.seeds=(0, 1)")]) == 0
+    (picture,) = seen
+    title = picture.get_suptitle()
+    assert "Simulated" in title and "roofline" in title and "seed 1" in title
+    panels = [axis for axis in picture.axes if len(axis.lines) == 2]
+    assert len(panels) == 4
+    for axis in panels:
+        end_s, tail_s = (line.get_xdata()[0] for line in axis.lines)
+        assert 0 < tail_s <= end_s < axis.get_xlim()[1]
+
+
+def test_the_grid_of_a_record_is_what_ran_when():
+    config = load(SimulateRun, [], [*SMALL, "Simulate.policies=('seer',)"])
+    ((_, record),) = play(config)
+    running, positions = grid(record, record.completion_s)
+    assert running.shape == positions.shape == (3, COLUMNS)
+    assert running[:, 0].sum() > 0 and running[:, -1].sum() == 0
+    assert positions.max() <= 8000
+    busy_s = np.count_nonzero(running, axis=1) * record.completion_s / COLUMNS
+    wanted = [w.busy_s for w in record.workers]
+    assert busy_s == pytest.approx(wanted, rel=0.02)
 
 
 def test_an_unknown_policy_is_refused():
