@@ -16,7 +16,7 @@ from rl.cluster.join import DRAFT_MODEL
 from rl.config import TrainConfig
 from rl.drafting.config import methods_of
 from rl.drafting.plans import Planner
-from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingWorkers
+from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings, DraftingWorkers
 from rl.engine.engine import RolloutEngine
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import Helpers, MultiEngine
@@ -110,17 +110,22 @@ def drafting_actors(
     planner = make_planner(config)
     planner.drafting_workers = config.drafting.workers
     count = config.drafting.workers * config.sched.devices_per_worker
-    num_rows = -(-planner.num_requests // min(count, config.num_verifying))
-    settings = (
-        *(policy, config.engine, np.dtype(dtype).name),
+    settings = DraftingSettings(
+        policy,
+        config.engine,
+        np.dtype(dtype).name,
         dataclasses.replace(config.draft_model, directory=str(folder)),
-        *(config.drafting, planner.max_window, num_rows, config.longest_tokens, config.sampling),
+        config.drafting,
+        planner.max_window,
+        num_rows=-(-planner.num_requests // min(count, config.num_verifying)),
+        longest_tokens=config.longest_tokens,
+        sampling=config.sampling,
     )
     files = {DRAFT_MODEL: str(folder)}
     of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
 
     def start(number: int) -> Actor:
-        args = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", settings
+        args = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", (settings,)
         options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
         options["concurrency"] = CONCURRENCY
         return Actor(*args, of_actors, room, number, **options)

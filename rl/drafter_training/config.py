@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from models.config import ModelConfig
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig, Proposal, TreeConfig
+from spec.config import Proposal
+from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 
 
 @dataclasses.dataclass(frozen=True)

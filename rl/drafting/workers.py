@@ -188,27 +188,33 @@ def _of_each_device(engine: Engine) -> list[Engine]:
 # --- actors -----------------------------------------------------------------------------
 
 
-class DraftingActor(DraftingWorker):
-    """A drafting worker in a separate program, compiled, for requests of `num_rows` at once."""
+@dataclasses.dataclass(frozen=True)
+class DraftingSettings:
+    """All that an actor needs to draft on one device, for requests of `num_rows` at once."""
 
-    def __init__(
-        self,
-        policy: ModelConfig,
-        config: EngineConfig,
-        dtype: str,
-        model: DraftModelConfig,
-        drafting: DraftingConfig,
-        max_window: int,
-        num_rows: int,
-        longest_tokens: int,
-        sampling: SamplingConfig,
-    ) -> None:
+    policy: ModelConfig
+    engine: EngineConfig
+    dtype: str
+    model: DraftModelConfig
+    drafting: DraftingConfig
+    max_window: int
+    num_rows: int
+    longest_tokens: int
+    sampling: SamplingConfig
+
+
+class DraftingActor(DraftingWorker):
+    """A drafting worker in a separate program, compiled, with the draft model of its folder."""
+
+    def __init__(self, settings: DraftingSettings) -> None:
         keep_programs()
-        engine = Engine(policy, config, dtype=dtype)
-        engine = drafting_engine(engine, num_rows, longest_tokens, max_window)
-        super().__init__(engine, DraftModel.load(model).models, drafting, max_window)
-        self.prepare(sampling)
-        self._draft_s = self.draft_seconds(sampling)[MODEL]
+        window = settings.max_window
+        engine = Engine(settings.policy, settings.engine, dtype=settings.dtype)
+        engine = drafting_engine(engine, settings.num_rows, settings.longest_tokens, window)
+        models = DraftModel.load(settings.model).models
+        super().__init__(engine, models, settings.drafting, window)
+        self.prepare(settings.sampling)
+        self._draft_s = self.draft_seconds(settings.sampling)[MODEL]
 
     def get_draft_s(self) -> float:
         """Return the measured seconds of a draft token for all requests."""

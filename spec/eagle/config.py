@@ -8,9 +8,9 @@ import typing
 from typing import Literal
 
 from models.config import ModelConfig
+from spec.config import Proposal
 
 Design = Literal["eagle", "eagle3"]
-Proposal = Literal["likeliest", "shared_noise"]
 Variant = Literal["eagle", "hass", "eagle3"]
 
 

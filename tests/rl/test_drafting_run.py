@@ -67,12 +67,12 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
         assert len(actors.actors) == 4
         while len(room.started) < 4 or not all(h.calls[1:] for (h,) in room.started.values()):
             threading.Event().wait(0.01)
-        member, target, *sizes = room.started[0][0].calls[1]
+        member, target, told = room.started[0][0].calls[1]
         assert (member, target) == ("make", "rl.drafting.workers:DraftingActor")
         planner = make_planner(config)
-        drafting, max_window, num_rows, *rest = sizes[4:]
-        assert num_rows * 2 >= planner.num_requests > 0 and max_window == 3
-        assert (drafting, *rest) == (config.drafting, config.longest_tokens, config.sampling)
+        assert told.num_rows * 2 >= planner.num_requests > 0 and told.max_window == 3
+        assert told.longest_tokens == config.longest_tokens
+        assert (told.sampling, told.drafting) == (config.sampling, config.drafting)
         assert actors.planner.drafting_workers == 2 and actors.planner.num_workers == 4
     assert settings(config).model_apart and not settings(made(RAY)).model_apart
     assert not settings(config).model_here
