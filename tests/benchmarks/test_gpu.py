@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 
 from benchmarks import rounds
@@ -44,8 +45,15 @@ def test_all_paths_of_attention_compute_the_same():
     rows = rows_of("kernels")
     assert {r["how"] for r in rows} == {"ours", "portable", "xla"}
     assert {r["attention"] for r in rows} == {"pages", "rows"}
-    assert max(r["difference_to_portable"] for r in rows) < 1e-5
+    assert all(r["difference_to_portable"] < 1e-5 for r in rows)
     assert not any(r["kernel"] for r in rows), "a CPU has none"
+
+
+def test_a_difference_is_seen():
+    x = np.array([1.0, -4.0, 2.0], np.float32)
+    assert parts.difference([x], [x]) == 0
+    assert parts.difference([x + np.array([0, 0, 0.5])], [x]) == pytest.approx(0.125)
+    assert np.isnan(parts.difference([x * np.nan, x], [x, x]))
 
 
 @pytest.mark.soak
@@ -92,6 +100,11 @@ def test_devices_are_found_by_their_name():
     found = {kind: accelerator(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
     names = [device and device.name for device in found.values()]
     assert names == ["H100", "H200", None]
+
+
+def test_all_parts_end_within_nine_minutes():
+    assert sum(gpu.DEADLINES_S.values()) <= 9 * 60 - 20, "20 s to start and to write"
+    assert set(gpu.DEADLINES_S) == set(parts.PARTS)
 
 
 def test_the_real_size_is_refused_without_a_gpu(monkeypatch):

@@ -18,7 +18,7 @@ from rl.data import reasoning_gym_tasks
 from rl.data.answers import with_marker
 from rl.data.tasks import Example, open_task
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
+from rl.rewards.pool import STARTUP_S, RewardPool
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score, ScoreJob
 
@@ -201,7 +201,7 @@ def run(budget: int, num_bombs: int = len(BOMBS), workers: int = 1) -> dict[str,
                 except RewardWorkerError:
                     counts["tracebacks"] += 1
                     break
-                counts["hangs"] += time.monotonic() - began > DEADLINE_S + 240.0
+                counts["hangs"] += time.monotonic() - began > DEADLINE_S + 2 * STARTUP_S
                 counts["tried"] += 1
                 _count(counts, score)
     return counts

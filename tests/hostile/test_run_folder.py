@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_runs import call_main
 
 from rl import report, train
 from rl.checkpoint.checkpointer import Checkpointer
@@ -68,15 +69,7 @@ def victim(tmp_path):
 
 
 def call(*arguments: object) -> int:
-    import signal
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        return train.main([str(a) for a in arguments])
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    return call_main(train.main, *arguments)
 
 
 def where(folder: Path) -> str:

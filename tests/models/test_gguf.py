@@ -1,4 +1,4 @@
-"""Policies in GGUF files: the weights that were written, Hugging Face's logits, refusals."""
+"""Policies in GGUF files: the weights that were written, refusals."""
 
 import dataclasses
 from pathlib import Path

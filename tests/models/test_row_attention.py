@@ -154,6 +154,9 @@ def test_skipping_leaves_nothing_out(monkeypatch):
     usual = attend_rows(*given[:3], packing)
     monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.ones((len(p), len(p)), bool))
     np.testing.assert_allclose(attend_rows(*given[:3], packing), usual, atol=1e-6)
+    # and a planted fault is found
+    monkeypatch.setattr(row_attention, "_seen", lambda p, b: jnp.eye(len(p), dtype=bool))
+    assert np.abs(np.asarray(attend_rows(*given[:3], packing) - usual)).max() > 1e-2
 
 
 def test_long_rows_of_a_whole_policy(monkeypatch):

@@ -1,6 +1,7 @@
 """What is computed again changes no gradient, and what is kept is what the name says."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +64,13 @@ def test_products_with_weights_are_kept_and_no_scores(capsys, given):
 
 def test_what_is_kept_is_split_over_tensor(given):
     """And gathered again for the layer: gradients are the same."""
-    (params, tokens), name = given, "layer"
+    params, tokens = given
     wanted = jax.tree.leaves(found(params, tokens, name="none"))
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=2), jax.devices()[:2])
     with jax.set_mesh(mesh):
-        step = jax.jit(lambda p, t: found.__wrapped__(p, t, name=name))
-        jaxpr = jax.make_jaxpr(lambda p: transformer.hidden(MODEL, p, tokens, remat=name))(params)
+        step = jax.jit(lambda p, t: found.__wrapped__(p, t, name="layer"))
+        hidden = partial(transformer.hidden, MODEL, tokens_BT=tokens, remat="layer")
+        jaxpr = jax.make_jaxpr(hidden)(params)
         got = jax.tree.leaves(step(params, tokens))
     pins = [e.params["sharding"].spec for e in jaxpr.eqns if "constraint" in e.primitive.name]
     assert sum("tensor" in spec for spec in pins) == L

@@ -182,7 +182,7 @@ def differences(golden, trajectories) -> list[str]:
         want, name = golden[got.request_id], f"request {got.request_id}"
         if tuple(got.response_ids.tolist()) != want.response_ids:
             found.append(f"{name}: tokens {got.response_ids.tolist()}, not {want.response_ids}")
-        elif np.abs(got.logprobs - np.asarray(want.logprobs)).max() > TOLERANCE:
+        elif not np.abs(got.logprobs - np.asarray(want.logprobs)).max() <= TOLERANCE:  # or NaN
             found.append(f"{name}: log-probabilities {got.logprobs}, not {want.logprobs}")
         if got.finish_reason is not want.finish_reason:
             found.append(f"{name}: finished by {got.finish_reason}, not {want.finish_reason}")
@@ -223,6 +223,7 @@ def misscored(params, trajectories, config: SamplingConfig, model=MODEL) -> dict
     for row, t in zip(scored_RT, trajectories, strict=True):
         first = len(t.prompt_ids) - 1
         gap = np.abs(row[first : first + t.num_tokens] - t.logprobs)
+        gap[np.isnan(gap)] = np.inf
         for origin in set(t.origins.tolist()):
             worst[origin] = max(worst.get(origin, 0.0), float(gap[t.origins == origin].max()))
     return worst

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from trajectories import trajectory
 
 from rl.collected import StepPrompts, StepResponses, load_unfinished, unfinished_state, whole_groups
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats
 from rl.rewards.scores import Score
 from rl.rollouts import Prompts
-from rl.trajectory import FinishReason, Trajectory
 
 
 def asked(step, first_group, count=2):
@@ -20,20 +19,8 @@ def asked(step, first_group, count=2):
 
 
 def scored(group, sample, reward, tokens=(5, 6)):
-    n = len(tokens)
-    t = Trajectory(
-        request_id=2 * group + sample,
-        group_id=group,
-        sample_index=sample,
-        prompt_ids=np.ones(1, np.int32),
-        response_ids=np.asarray(tokens, np.int32),
-        logprobs=np.full(n, -0.5, np.float32),
-        policy_versions=np.full(n, 3, np.int32),
-        origins=np.zeros(n, np.uint8),
-        finish_reason=FinishReason.STOP,
-        reward=reward,
-        emission_logprobs=np.full(n, -0.25, np.float32),
-    )
+    of = {"group": group, "sample": sample, "reward": reward, "version": 3}
+    t = trajectory(2 * group + sample, [1], tokens, logprobs=-0.5, emission=-0.25, **of)
     return t, Score({}, reward), f"{group}.{sample}"
 
 

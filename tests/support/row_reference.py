@@ -57,6 +57,7 @@ def largest_error(got, want):
 
     def one(x, other):
         x = np.asarray(x.astype(jnp.float32), np.float64)
+        assert np.isfinite(x).all()
         return np.abs(x - other).max() / max(1.0, np.abs(other).max())
 
     return [one(*pair) for pair in zip(got, want, strict=True)]

@@ -108,6 +108,20 @@ def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 
+def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
+    """A planted fault: its copy may be late, and the next block comes into the buffer."""
+    monkeypatch.setattr(page_attention_tpu._Entry, "end", lambda self, slot, buffer: None)
+    lengths = (64, 64, 64)
+    q, keys, values, table = arrays(1, 1, 1, 64, 2, jnp.float32)
+    given = q, *entries(1, jnp.float32), keys, values
+    params = pltpu.InterpretParams(dma_execution_mode="on_wait")
+    tiles, held = PageTiles(2, 2), jnp.asarray(lengths)
+    found = append_and_attend(*given, table, held, tiles=tiles, interpret=params)
+    with pytest.raises(AssertionError):
+        assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
+    pltpu.reset_tpu_interpret_mode_state()
+
+
 def test_large_tables_are_attended_to_in_parts(monkeypatch):
     q, keys, values, table = arrays(1, 2, 1, 64, 3, jnp.float32)
     given, lengths = (q, *entries(1, jnp.float32), keys, values), (64, 192, 100)
@@ -135,6 +149,7 @@ def test_the_portable_path_says_the_same(dtype, tolerance):
     ("kind", "dtype", "T"),
     [
         ("TPU v5 lite", jnp.bfloat16, 128),
+        ("TPU v5p", jnp.bfloat16, 128),
         ("TPU v5p", jnp.float32, 64),
         ("TPU v6 lite", jnp.bfloat16, 128),
     ],

@@ -131,6 +131,15 @@ def test_a_product_that_does_not_wait_is_found(monkeypatch):
     assert simulate(q, k, v, table, (128, 0, 0), PageTiles(1, 2), "eager")[1]
 
 
+def test_a_page_that_does_not_exist_is_found():
+    """The tests above would see a page behind the live ones that is read."""
+    q, k, v, table = arrays(1, 1, 1, 128, 1, jnp.float32)
+    table[1] = NO_PAGE
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
+        simulate(q, k, v, table, (128, 1, 0), PageTiles(1, 2), "on_wait")
+    pltpu.reset_tpu_interpret_mode_state()
+
+
 # What the compiler is given
 
 
@@ -146,7 +155,10 @@ def lowered(device, W=1, dtype=jnp.bfloat16, T=128, K=2, width=h, **options):
 
 @pytest.mark.parametrize(
     ("generation", "sizes"),
-    [("v5e", {}), ("v5p", {"W": 16, "T": 64, "dtype": jnp.float32, "K": 1}), ("v6e", {})],
+    [
+        *(("v5e", {}), ("v5p", {}), ("v6e", {})),
+        ("v5p", {"W": 16, "T": 64, "dtype": jnp.float32, "K": 1}),
+    ],
     ids=str,
 )
 def test_it_lowers_for_every_generation(generation, sizes):

@@ -53,7 +53,7 @@ def responses_of_one_token(T):
 
 @pytest.mark.parametrize(
     ("places", "T", "H", "K", "h"),
-    [(packed, 150, 2, 1, 64), (responses_of_one_token, 137, 1, 1, 128), (packed, 1, 1, 1, 64)],
+    [(packed, 150, 2, 1, 64), (responses_of_one_token, 137, 1, 1, 128), (packed, 1, 4, 2, 64)],
 )
 def test_outputs_and_gradients_are_those_of_float64(places, T, H, K, h):
     qkv, _, dout = inputs(T, H, K, h, jnp.bfloat16)

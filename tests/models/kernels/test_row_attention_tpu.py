@@ -83,6 +83,14 @@ def test_lists_of_pairs(by_query):
         assert (pairs[b, num[b] :] == row[-1]).all()
 
 
+def test_a_mask_left_out_is_noticed(monkeypatch):
+    """A planted fault: every pair is taken for one without a mask."""
+    given = inputs(300, 2, 1, 16)
+    monkeypatch.setattr(row_pairs, "whole_pairs", row_pairs.seen_pairs)
+    got = jax.jit(interpreted.__wrapped__)(*given)
+    assert min(largest_error(got, reference(*given))) > 1e-2
+
+
 @pytest.mark.parametrize(("kind", "cores"), [("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1)])
 def test_gradients_lower_for_a_tpu(monkeypatch, kind, cores):
     """Through `attend_rows`, which chooses the kernel there; on a CPU it is not in the program."""
@@ -105,7 +113,7 @@ def test_gradients_lower_for_a_tpu(monkeypatch, kind, cores):
 
 
 def test_under_a_mesh_devices_compute_their_own_rows_and_heads(monkeypatch):
-    """In interpret mode in the place of the portable path, on 8 devices; and lowered for TPUs."""
+    """In interpret mode in the place of the portable path, on 4 devices; and lowered for TPUs."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
     (q, k, v), places, dout = inputs(150, 4, 2, 16)
     seen = []

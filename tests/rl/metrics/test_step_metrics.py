@@ -7,12 +7,13 @@ import math
 
 import numpy as np
 import pytest
+from trajectories import trajectory
 
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.rewards.scores import Score
-from rl.trajectory import FinishReason, Trajectory
+from rl.trajectory import FinishReason
 
 
 class Letters:
@@ -22,19 +23,10 @@ class Letters:
         return "".join("" if i == 9 and skip_special else "abcdefghi$"[i] for i in ids)
 
 
-def trajectory(i, num_tokens, reason):
-    return Trajectory(
-        request_id=i,
-        group_id=i // 2,
-        sample_index=i % 2,
-        prompt_ids=np.array([9, 2, 1], np.int32),
-        response_ids=np.zeros(num_tokens, np.int32),
-        logprobs=np.full(num_tokens, -0.5, np.float32),
-        policy_versions=np.zeros(num_tokens, np.int32),
-        origins=np.zeros(num_tokens, np.uint8),
-        finish_reason=reason,
-        emission_logprobs=np.full(num_tokens, -0.5, np.float32),
-    )
+def answer(i, num_tokens, finish):
+    """One of a group of two."""
+    of = {"group": i // 2, "sample": i % 2, "logprobs": -0.5, "reward": None}
+    return trajectory(i, [9, 2, 1], [0] * num_tokens, finish=finish, **of)
 
 
 def stats(**changes):
@@ -45,7 +37,7 @@ def stats(**changes):
 
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-TRAJECTORIES = [trajectory(0, 2, STOP), trajectory(1, 4, STOP), trajectory(2, 9, LENGTH)]
+TRAJECTORIES = [answer(0, 2, STOP), answer(1, 4, STOP), answer(2, 9, LENGTH)]
 
 
 def scores(*values, failure=None):
@@ -94,7 +86,7 @@ def test_a_function_without_any_value_has_no_mean():
 
 
 def test_no_terminated_length_where_all_responses_are_truncated():
-    cut = [trajectory(i, 9, LENGTH) for i in range(3)]
+    cut = [answer(i, 9, LENGTH) for i in range(3)]
     row = step_metrics(
         cut, scores(1.0, 1.0, 1.0), stats(tokens=0, rounds=collections.Counter()), step=3
     )

@@ -23,8 +23,8 @@ from unittest import mock
 
 import jax.numpy as jnp
 import jax.random
-import numpy as np
 import pytest
+from trajectories import trajectory
 from whole_steps import whole_steps
 
 from rl import setup as run_setup
@@ -40,7 +40,7 @@ from rl.runtime.parallel_compile import compile_all
 from rl.runtime.signals import STARTING, Limits, Watch
 from rl.runtime.waits import POLL_S, Deadline, Hang
 from rl.speculation import sources
-from rl.trajectory import FinishReason, Request, Trajectory
+from rl.trajectory import Request, Trajectory
 from rl.workers import driver
 from rl.workers.config import SchedConfig
 from rl.workers.messages import WorkerError
@@ -58,12 +58,9 @@ NOT_ENDED = "nothing has ended it"
 Never = threading.Event
 
 
-def trajectory(request: Request, tokens: int) -> Trajectory:
-    ints, floats = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
-    origins, prompt = ints.astype(np.uint8), np.asarray(request.prompt_ids, np.int32)
-    numbers = request.request_id, request.group_id, request.sample_index
-    own = *numbers, prompt, ints, floats, ints, origins, FinishReason.STOP
-    return Trajectory(*own, emission_logprobs=floats)
+def response(request: Request) -> Trajectory:
+    of = {"group": request.group_id, "sample": request.sample_index, "reward": None}
+    return trajectory(request.request_id, request.prompt_ids, [0] * 4, **of)
 
 
 def words_of(kind: type[BaseException], work: Callable[[], object]) -> str:
@@ -128,7 +125,7 @@ class StandIn:
     def step(self) -> list[Trajectory]:
         self._at("rounds")
         ended, self.waiting = self.waiting, []
-        return [trajectory(partial_request.request, 4) for partial_request in ended]
+        return [response(partial_request.request) for partial_request in ended]
 
     def _at(self, part: str) -> None:
         if part == self.hangs:

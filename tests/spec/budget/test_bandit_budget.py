@@ -58,6 +58,7 @@ def test_arms_are_as_deep_as_their_drafters_get():
     "wrong",
     [
         {"thresholds": (2, 5)},
+        {"thresholds": (1,)},
         {"thresholds": (1, 1)},
         {"thresholds": (1, 9, 5)},
         {"window": 0},

@@ -187,3 +187,15 @@ def check(cases, max_nodes):
 @given(st.lists(REQUEST, min_size=1, max_size=4), st.integers(1, 14))
 def test_drafts_are_what_is_read_plainly(cases, max_nodes):
     check(cases, max_nodes)
+
+
+def test_a_planted_fault_is_found(monkeypatch):
+    """A base that is one off: what follows is another draft."""
+    put = ReceivedBlocks.put
+
+    def wrong(self, sent, live):
+        put(self, [x._replace(base_tokens=max(x.base_tokens - 1, 0)) for x in sent], live)
+
+    monkeypatch.setattr(received.ReceivedBlocks, "put", wrong)
+    with pytest.raises(AssertionError):
+        check([([(-1, 1, 0.9), (0, 2, 0.8)], [3, 3], 2, 5, 5)], 5)

@@ -29,6 +29,7 @@ from spec.draft_cache import cache as draft_cache
 from spec.draft_cache import drafter as caching_drafter
 from spec.draft_cache import drafting
 from spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS
+from spec.draft_cache.rows import CachedRows
 from spec.draft_model.drafter import PRIOR_DRAFTS, PRIOR_PROB, ChainDrafting
 from spec.drafter import PADDING, Source
 
@@ -42,6 +43,11 @@ def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
 def test_drafts_of_shared_noise_are_draws_with_the_requests_own_noise(name):
     drafter = make_drafter(draws=SAMPLINGS[name], proposal="shared_noise")
     assert history(drafter, 1, SAMPLINGS[name], "shared_noise") == []
+
+
+def test_entries_of_wrong_drafts_are_found_if_they_are_kept(monkeypatch):
+    monkeypatch.setattr(CachedRows, "roll_back", lambda *_: None)
+    assert history(make_drafter(), 0)
 
 
 def test_at_temperature_0_probs_are_those_of_temperature_1():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.checkpoint import contents
+from spec.eagle import training_data
 from spec.eagle.config import DataBufferConfig
 from spec.eagle.training_data import RequestSample
 
@@ -283,10 +284,23 @@ def test_several_threads():
         rng = np.random.default_rng(name)
         for i in range(200):
             kept.add(sequence(int(rng.integers(1, 30)), name), i // 50)
-            assert kept.num_bytes <= kept.config.max_bytes
             for got in kept.sample(50, i // 50, rng):
                 assert equal(got, sequence(len(got.tokens_T), got.policy_version))
 
     in_threads(work)
     assert kept.num_sequences + kept.dropped + kept.evicted == 800
     assert kept.num_bytes == sum(bytes_of(n) for _, n in held(kept)) <= kept.config.max_bytes
+
+
+def test_room_is_made_and_filled_under_one_lock(monkeypatch):
+    kept, owned, seen = buffer(2 * bytes_of(10)), training_data._owned, []
+
+    def noted(caught):
+        seen.append((kept._lock.locked(), kept.num_bytes + bytes_of(10)))
+        return owned(caught)
+
+    monkeypatch.setattr(training_data, "_owned", noted)
+    for name in range(4):
+        kept.add(sequence(10, name), 0)
+    assert len(seen) == 4
+    assert all(locked and num_bytes <= 2 * bytes_of(10) for locked, num_bytes in seen)

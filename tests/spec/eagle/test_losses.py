@@ -132,11 +132,11 @@ def test_chunks_change_neither_sums_nor_gradients():
     of = jax.jit(jax.value_and_grad(of, has_aux=True), static_argnames="chunk_tokens")
     (_, whole), whole_slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=100)
     assert np.abs(whole_slope).max() > 0.01
-    # of seven columns three, three and one
-    (_, got), slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=6)
-    for name, x in got.items():
-        np.testing.assert_allclose(x, whole[name], rtol=1e-5, err_msg=name)
-    np.testing.assert_allclose(slope, whole_slope, atol=1e-6)
+    for chunk_tokens in (1, 6):  # a column, and of seven columns three, three and one
+        (_, got), slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=chunk_tokens)
+        for name, x in got.items():
+            np.testing.assert_allclose(x, whole[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(slope, whole_slope, atol=1e-6)
 
 
 def test_logits_of_all_entries_are_never_in_memory_at_once():
@@ -170,7 +170,8 @@ def differences(got_JT, start, sequence, wanted, num_steps=STEPS):
     """The largest distance from the reference of each step, of a sequence that starts there."""
     far = np.zeros(num_steps)
     for (j, t), o in wanted.items():
-        far[j] = max(far[j], np.abs(got_JT[j, start + t] - o).max())
+        far[j] = np.maximum(far[j], np.abs(got_JT[j, start + t] - o).max())
+    assert np.isfinite(far).all()
     per_step = [len(sequence.tokens_T) - 1 - j for j in range(num_steps)]
     assert len(wanted) == sum(per_step)  # every draft of every entry was compared
     return far
@@ -191,6 +192,18 @@ def test_every_step_is_what_drafting_gives(design, bias):
             wanted = drafted(config, exact, embedding, sequence, STEPS)
             assert differences(got[:, b], start, sequence, wanted).max() < 2e-5
             start += len(sequence.tokens_T)
+
+
+def test_a_wrong_pairing_is_seen_at_every_step():
+    """Planted: f_t with x_t."""
+    config, params, frozen = drafter("eagle")
+    sequence = hidden_states(config, 9)
+    batch = packed([[sequence]], 9)
+    fault = dataclasses.replace(batch, tokens_BT=np.roll(batch.tokens_BT, 1, axis=1))
+    got = unrolled(config, params, frozen, fault)
+    embedding = np.asarray(frozen.embedding_VD, np.float64)
+    wanted = drafted(config, as_float64(params), embedding, sequence, STEPS)
+    assert differences(got[:, 0], 0, sequence, wanted).min() > 1e-2
 
 
 def test_blocks_of_a_long_row_change_nothing():

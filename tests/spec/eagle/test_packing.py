@@ -5,6 +5,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +91,18 @@ def test_every_response_token_counts_exactly_once(drawn, num_rows, row_tokens):
     times = check(sequences, pack(sequences, num_rows, row_tokens), num_rows, row_tokens)
     should = {(n, i) for n, (length, p) in enumerate(drawn, 1) for i in range(max(p, 2), length)}
     assert set(times) == should and set(times.values()) <= {1}
+
+
+def test_the_check_finds_faults():
+    """Planted: an entry across two sequences, states of a neighbour."""
+    sequences = [sequence(1, 5, 3), sequence(2, 5, 3)]
+    [batch] = pack(sequences, 1, 12)
+    assert sum(check(sequences, [batch], 1, 12).values()) == 4
+    counts_BT, hidden_BTW = batch.counts_BT.copy(), batch.hidden_BTW.copy()
+    counts_BT[0, 3], hidden_BTW[0, 6] = True, hidden_BTW[0, 5]
+    for fault in ({"counts_BT": counts_BT}, {"hidden_BTW": hidden_BTW}):
+        with pytest.raises(AssertionError):
+            check(sequences, [dataclasses.replace(batch, **fault)], 1, 12)
 
 
 def test_batches_have_long_and_short_rows():

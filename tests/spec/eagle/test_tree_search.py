@@ -142,6 +142,7 @@ def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, tempera
         ("eagle", None, 3, 3, 12),
         ("eagle3", IDS, 3, 3, 12),
         ("eagle", None, 2, 1, 5),
+        ("eagle", None, 2, 4, 5),
     ],
 )
 def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, M) -> None:

@@ -9,11 +9,13 @@ import dataclasses
 import random
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from suffix_contexts import occurrences
 
 from spec.drafter import no_drafts
+from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
 
 # --- the brute-force matcher --------------------------------------------------------------
@@ -256,3 +258,42 @@ def test_random_programs_equal_the_matcher(seed, length):
     rng = random.Random(seed)
     for _ in range(4):
         Program(rng.randbytes(length)).run()
+
+
+# --- the checks can fail ------------------------------------------------------------------
+
+
+class Crossing(SuffixForest):
+    """A new sequence begins where the one before in its tree ended."""
+
+    def add(self, tree, tokens=(), weight=1.0):
+        before = self._members[tree & kernels.SLOT_MASK][-1:]
+        sequence = super().add(tree, (), weight)
+        for column in (kernels.LAST, kernels.NODE, kernels.MATCHED) if before else ():
+            of_last = self._arena.sequences[before[0], column]
+            self._arena.sequences[sequence & kernels.SLOT_MASK, column] = of_last
+        self.append(sequence, tokens)
+        return sequence
+
+
+class Deaf(SuffixForest):
+    """Followers do not hear of growth."""
+
+    def follow(self, followers, tokens_BL, rows_F, lengths_F, which_F=None):
+        for state_X, tree in zip(followers.state_FX, followers.trees_F, strict=True):
+            if tree >= 0:
+                grown = self._arena.trees[tree & kernels.SLOT_MASK, kernels.GROWN]
+                state_X[kernels.SEEN_GROWN] = grown
+        super().follow(followers, tokens_BL, rows_F, lengths_F, which_F)
+
+
+@pytest.mark.parametrize("fault", [Crossing, Deaf])
+def test_a_planted_fault_is_found(fault):
+    def run():
+        for seed in range(300):
+            program = Program(random.Random(seed).randbytes(200))
+            program.forest = fault(program.most)
+            program.run()
+
+    with pytest.raises(AssertionError):
+        run()

@@ -206,6 +206,7 @@ FORGED = {
 
 @pytest.mark.parametrize("blob", FORGED.values(), ids=FORGED)
 def test_a_forged_blob_is_named_and_skipped(tmp_path, blob):
+    assert decode(forged(GOOD, TOKENS), "p", "", vocab_size=100).num_tokens == 3
     with pytest.raises(CacheFileError):
         decode(blob, "p", "", vocab_size=100)
     cache = RolloutCache(1, tmp_path, vocab_size=100)
