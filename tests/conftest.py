@@ -138,4 +138,7 @@ def wheels(tmp_path_factory, checkout_copy) -> dict[str, Path]:
     command = [sys.executable, "-I", "-c", code]
     done = subprocess.run(command, cwd=checkout_copy, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {kind: next(folder.glob("*.whl")) for kind, folder in folders.items()}
+    wheels = {}
+    for kind, folder in folders.items():
+        (wheels[kind],) = folder.glob("*.whl")
+    return wheels

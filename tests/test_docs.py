@@ -114,6 +114,8 @@ def test_the_diffs_of_the_how_tos_apply_and_pass_their_checks(tmp_path):
     for path in HOW_TOS:
         text = path.read_text(encoding="utf-8")
         (diff,), (check,) = blocks(text, "diff"), blocks(text, "python")
+        alone = ["git", "apply", "--check", "-"]
+        subprocess.run(alone, cwd=ROOT, input=diff, text=True, check=True)
         subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
         checks.append(f"exec(compile({check!r}, {path.name!r}, 'exec'), {{}})")
     command = [sys.executable, "-c", "\n".join(checks)]

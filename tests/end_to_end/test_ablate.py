@@ -1,5 +1,6 @@
 """`python -m rl.ablate` as a user runs it: a grid, stopped, gone on with, and its table."""
 
+import contextlib
 import csv
 import os
 import signal
@@ -43,15 +44,24 @@ def command(grid):
 
 def test_a_grid_is_stopped_resumed_and_read(grid, capsys, monkeypatch):
     env, runs = tiny_run.environment(), grid.parent / "runs"
-    with held(grid, runs / "plain-0", 1):
-        process = subprocess.Popen(
+    with contextlib.ExitStack() as holding:
+        holding.enter_context(held(grid, runs / "plain-0", 1))
+        with subprocess.Popen(
             command(grid), cwd=tiny_run.ROOT, env=env, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        while not (runs / "plain-0" / "metrics.jsonl").exists() and process.poll() is None:
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C tells all
-    output, _ = process.communicate(timeout=300)
+        ) as process:  # fmt: skip
+            try:
+                until_s = time.monotonic() + 300
+                while not (runs / "plain-0" / "metrics.jsonl").exists():
+                    assert process.poll() is None, process.communicate()[0]
+                    assert time.monotonic() < until_s, "no step has ended"
+                    time.sleep(0.05)
+                os.killpg(process.pid, signal.SIGINT)  # Ctrl-C tells all
+                holding.close()
+                output, _ = process.communicate(timeout=300)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 75, output
     assert "the same command resumes it" in output
     for name, value in env.items():  # of the runs that it starts

@@ -19,10 +19,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_device():
     """Workers share one device, as on a user's CPU: what one has compiled serves all."""
-    import jax
+    from loop_runs import few_devices
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    with few_devices():
         yield
 
 

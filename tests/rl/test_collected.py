@@ -58,6 +58,18 @@ def test_groups_are_kept_for_later_epochs_once_they_are_whole():
     assert {group: [t.sample_index for t in ts] for group, ts in left.items()} == {10: [0], 11: []}
 
 
+def test_another_pass_follows_while_groups_are_missing():
+    step = asked("now", 10)
+    collected = StepResponses(
+        step, {}, [scored(10, 0, 1.0), scored(10, 1, 0.0), scored(11, 0, 1.0)]
+    )
+    assert collected.num_missing(2) == 1 and collected.num_missing(1) == 0
+    step.add(9, Prompts(step.prompts.examples[:1], ((1,),), (9,), 12))
+    assert step.phases == 2 and step.passed_over == 2 and len(step.prompts) == 3
+    collected.scored.extend([scored(12, 0, 0.5), scored(12, 1, 0.0)])
+    assert collected.num_missing(2) == 0
+
+
 def test_unfinished_groups_come_back_from_a_checkpoint():
     ended = [scored(4, 3, 1.5, (7, 8, 9))[0], scored(4, 1, None)[0]]
     state = unfinished_state({4: ended, 5: []})

@@ -1,4 +1,4 @@
-"""Which runs may have drafting workers, and the settings of these on Ray."""
+"""Idle help and drafting workers of a run: their settings, also on Ray, and their actors."""
 
 import threading
 from types import SimpleNamespace

@@ -80,11 +80,10 @@ def test_the_figures_of_an_evaluated_run(evaluated):
 
 
 def test_what_is_said_of_it(evaluated):
-    done = evaluated
-    said = [m for m in done.show.messages if m.startswith("eval ")]
+    said = [m for m in evaluated.show.messages if m.startswith("eval ")]
     assert said[0].startswith("eval before training: mean_reward: own 0.")
     assert said[1].startswith("eval after step 2: ") and "; best at step 2" in said[1]
-    row, best = evaluations(done), read_best(done.folder)
+    row, best = evaluations(evaluated), read_best(evaluated.folder)
     assert [m.partition(":")[0] for m in said[3:]] == ["eval own", "eval train", "eval all"]
     figures = [f"{row[step]['eval/own/mean_reward']:.3f} ± " for step in (0, 5)]
     assert all(text in said[3] for text in figures) and " → " in said[3]
@@ -92,12 +91,12 @@ def test_what_is_said_of_it(evaluated):
 
 
 def test_the_best_step_is_recorded_and_kept(evaluated):
-    done = evaluated
-    values = {step: row["eval/mean_reward"] for step, row in evaluations(done).items() if step}
-    best = read_best(done.folder)
+    rows = evaluations(evaluated)
+    values = {step: row["eval/mean_reward"] for step, row in rows.items() if step}
+    best = read_best(evaluated.folder)
     assert best.value == max(values.values()) == values[best.step]
     assert best.metric == "eval/mean_reward"
-    assert set(list_steps(done.folder / "checkpoints")) == {best.step, 5}
+    assert set(list_steps(evaluated.folder / "checkpoints")) == {best.step, 5}
 
 
 @pytest.fixture(scope="module")

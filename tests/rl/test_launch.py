@@ -92,6 +92,16 @@ def test_one_that_fails_without_naming_an_error_is_explained(
     assert "process 1: only 1 says so" in capsys.readouterr().err
 
 
+def test_of_two_that_fail_the_first_is_explained(started, monkeypatch, tmp_path, capsys):
+    def run(actors, start, host, limit_s, show, num_stops):
+        show(1, True, "only 1 says so")
+        return {1: 1, 0: 1}
+
+    monkeypatch.setattr("rl.launch.run_trainers", run)
+    assert launch(config_of(), tmp_path, resume=False) == 1
+    assert "process 1: only 1 says so" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("what", "number", "status"),
     [("stops", signal.SIGINT, 75), ("stops at the start", signal.SIGINT, 130)],

@@ -1,4 +1,4 @@
-"""Each algorithm in the training loop: it learns, resumes to the bit, and compiles once."""
+"""Each algorithm in the training loop: it learns, and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from loop_runs import assert_same_bits, finish
+from loop_runs import assert_same_bits, finish, texts
 from run_settings import DAPO, DRAFTS
 
 from rl.checkpoint import contents
@@ -70,14 +70,13 @@ def test_groups_without_differences_are_replaced_by_further_prompts(tiny, dapo):
 
 def test_samples_of_every_phase_have_noise_of_their_own(dapo):
     first = [json.loads(line) for line in dapo.samples.splitlines()]
-    texts = [s["completion"] for s in first if s["step"] == 1]
-    assert len(set(texts)) == len(texts) > 8
+    found = [s["completion"] for s in first if s["step"] == 1]
+    assert len(set(found)) == len(found) > 8
 
 
 def test_drafts_change_no_token_of_any_phase(tiny, dapo, tmp_path):
     done = finish(tiny, tmp_path, *FOUR, tiny_run.rewarded(tiny, "lucky"), *DRAFTS)
-    texts = [[json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (done, dapo)]
-    assert texts[0] == texts[1]
+    assert texts(done) == texts(dapo)
     # the third step has seen all six prompts: there is history to draft from
     assert max(row.get("spec/history/speculated_fraction", 0.0) for row in done.rows) > 0
 

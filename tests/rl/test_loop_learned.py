@@ -134,7 +134,7 @@ def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
     assert 60 < len(chosen(2)) < 140 and 200 < len(chosen(3)) < 300
 
 
-def test_workers_train_it_while_the_trainer_trains(tiny, tmp_path):
+def test_idle_workers_of_a_pipeline_train_it(tiny, tmp_path):
     with spare_time():
         settings = (*LEARNED, *SETTINGS, *PIPELINE, "Drafter.checkpoint_every_steps=1")
         done = finish(tiny, tmp_path, *settings)

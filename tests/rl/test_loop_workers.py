@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import jax
 import pytest
-from loop_runs import assert_same_run, finish, texts
+from loop_runs import assert_same_run, few_devices, finish, texts
 from run_settings import PIPELINE, SETTINGS
 
 
 @pytest.fixture
-def narrow(tiny, tmp_path, monkeypatch):
+def narrow(tiny, tmp_path):
     """Runs on one device, as on a user's CPU."""
 
     def run(*settings):
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+        with few_devices():
             return finish(tiny, tmp_path / "narrow", *settings)
 
     return run

@@ -93,7 +93,7 @@ def answers(config, inputs, params, step):
 @pytest.mark.parity
 def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
     """Steps 1 and 2 by the first weights, step s by those after update s − 2."""
-    done, folder = ahead, ahead.folder
+    folder = ahead.folder
     config = load(TrainConfig, [tiny], [*FOUR, f"Run.directory={str(folder)!r}"])
     inputs = open_inputs(config)
     _, first = hf.load_pretrained(inputs.policy, None)
@@ -106,11 +106,11 @@ def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
         return found.arrays.params
 
     for step in range(1, 5):
-        got = [s["completion"] for s in samples(done) if s["step"] == step]
+        got = [s["completion"] for s in samples(ahead) if s["step"] == step]
         assert got == answers(config, inputs, after(step - 2), step)
         if step > 2:  # by the step's own weights they would be others
             assert got != answers(config, inputs, after(step - 1), step)
-    assert [row["rollout/off_policyness/max"] for row in done.rows] == [0, 1, 1, 1]
+    assert [row["rollout/off_policyness/max"] for row in ahead.rows] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -1,4 +1,4 @@
-"""Trainer processes of actors: their lines, how they stop, and what the loss of one ends."""
+"""Trainer processes of actors: how they stop, and what the loss of one ends."""
 
 import os
 import signal

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rl import report
-from rl.engine.stats import RoundRecord, save_timeline
+from rl.engine.stats import RoundRecord, load_timeline, save_timeline
 from rl.report import pick_samples
 from rl.reports import page as report_page
 from rl.reports import plots as report_plots
@@ -196,6 +196,11 @@ def test_a_hostile_timeline_is_one_error(tmp_path, capsys, content):
     assert report.main([str(folder)]) == 2
     error = capsys.readouterr().err
     assert "is not a timeline that a run wrote" in error and error.count("\n") == 1
+
+
+def test_the_good_round_of_the_hostile_ones_is_read(tmp_path):
+    (tmp_path / "timeline.json").write_text(f'{{"step": 1, "rounds": [{GOOD_ROUND}]}}')
+    assert len(load_timeline(tmp_path)[1]) == 1
 
 
 def test_hostile_numbers_and_names_are_left_out_or_taken_literally(tmp_path, capsys):

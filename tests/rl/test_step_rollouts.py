@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from loop_runs import finish, stop_after
-from run_settings import DAPO, DRAFTS, LEARNED, SETTINGS
+from run_settings import DAPO, DRAFTS, LEARNED, SETTINGS, TWO
 
 from rl import rollouts as run_rollouts
 from rl.engine.engine import Engine
@@ -23,7 +23,7 @@ from tests.support.tiny_run import rewarded
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-AHEAD = ("Sched.mode='ahead'", "Sched.workers=2", "Sched.chunk_tokens=3")
+AHEAD = ("Sched.mode='ahead'", *TWO)
 MODES = {  # plainly: below
     "drafts": (*DRAFTS, "Speculation.sources=('last','history','group','own')"),
     "dynamic sampling": (*DAPO, "Reuse.mode='coupled'"),
@@ -53,9 +53,10 @@ def late_updates(has_begun):
 
     def waiting(*args, **options):
         until_s, step = time.monotonic() + 120, len(planned)
-        while planned and planned[-1]._begun_place is not None and time.monotonic() < until_s:
+        while planned and planned[-1]._begun_place is not None:
             if has_begun(planned[-1], step):
                 break
+            assert time.monotonic() < until_s, "nothing is begun"
             time.sleep(0.001)
         return update(*args, **options)
 

@@ -11,7 +11,7 @@ from models import hf
 from rl.cluster.actors import Actor
 from rl.drafting.config import DraftingConfig
 from rl.drafting.plans import Planner
-from rl.drafting.workers import CONCURRENCY, DraftingActors
+from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings
 from rl.speculation.config import DraftModelConfig
 
 LONGEST, WINDOW = 24, 2  # tokens of a prompt and a response; draft tokens
@@ -29,13 +29,13 @@ def drafting_actors(model, verifying=2, workers=1, room=None, lines=None, **sett
     planner = Planner(config, verifying + workers, len(REQUESTS), WINDOW)
     planner.drafting_workers = workers
     sizes = WINDOW, len(REQUESTS), LONGEST
-    given = MODEL, CONFIG, "float32", model, config, *sizes, SAMPLING
+    given = DraftingSettings(MODEL, CONFIG, "float32", model, config, *sizes, SAMPLING)
     say = (lambda line: None) if lines is None else lines.append
     room, of_actors = room or ThreadRoom(), dataclasses.replace(SETTINGS, say=say)
 
     def start(number):
         target = "rl.drafting.workers:DraftingActor"
-        named = f"drafting worker {number}", target, given
+        named = f"drafting worker {number}", target, (given,)
         options = {"make_s": 300.0, "concurrency": CONCURRENCY}
         return Actor(*named, of_actors, room, number, **options)
 

@@ -11,6 +11,9 @@ from tests.support import tiny_run
 # The end of the reward file: no sample is scored while the run that `held` names has all its rows.
 HELD = """
 
+import time
+
+
 def _held(score):
     def scored(completions, **columns):
         while _is_held():

@@ -78,6 +78,14 @@ def assert_same_run(one, other):
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
 
 
+@contextlib.contextmanager
+def few_devices(count=1):
+    """Workers have so many devices; with one they share it, as on a user's CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: jax.devices()[:count])
+        yield
+
+
 def learnt(row):
     """What training knows of a step: all but how its tokens were come by."""
     ours = ("spec/", "rollout/", "emission_kl/", "drafter/")
@@ -155,3 +163,11 @@ def compilations(tiny, folder, *overrides) -> tuple[Finished, list[str], list[st
         done = finish(tiny, folder, "Checkpoint.every_steps=1", *overrides)
     later = [name for i, name in enumerate(found) if i not in warm]
     return done, [found[i] for i in sorted(warm)], later
+
+
+def compiles_nothing_late(tiny, folder, *overrides, but=()) -> Finished:
+    """A run from empty caches whose warm-up compiles all that it needs, except what `but` names."""
+    done, before, after = compilations(tiny, folder, *overrides)
+    assert len(before) > 10, "the listener must hear of compilations"
+    assert [name for name in after if name not in but] == []
+    return done

@@ -3,14 +3,16 @@
 from sched.ledger import Ledger
 from sched.protocol import ChunkDone, Defer, Submitted
 
+TWO = ("Sched.workers=2", "Sched.chunk_tokens=3")
+SLOTS = ("Engine.slots=4", "Engine.min_slots=4")
 # Which rounds a request shares depends on time, and their shapes round differently: what is learnt
 # from the trainer's own log-probabilities is the same to the bit.
 SETTINGS = (
     "Algorithm.old_logprobs='recomputed'",
-    *("Engine.slots=4", "Engine.min_slots=4", "Run.steps=6", "Sampling.draw='gumbel'"),
+    *(*SLOTS, "Run.steps=6", "Sampling.draw='gumbel'"),
 )
-WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
-PIPELINE = ("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3")
+WORKERS = (*TWO, *SLOTS)
+PIPELINE = ("Sched.mode='pipeline'", *TWO)
 DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2")
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
 LEARNED = (

@@ -55,7 +55,6 @@ REWARD = '''"""Rewards of the smallest run: dense, and every fault that a scorer
 
 import math
 import os
-import time
 
 
 def digits(completions, **columns):

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 from thread_actors import SETTINGS, ThreadRoom
+from waiting import wait_until
 
 from rl.cluster import actors
 from rl.cluster.actors import Actor
@@ -104,8 +105,8 @@ def test_answers_that_have_come_are_not_late():
     def ask_and_be_busy(_):
         for _ in range(3):
             answers.put(adder.call("add", 1, limit_s=0.0))
-        while adder._done.qsize() < 3:
-            time.sleep(0.001)
+        wait_until(lambda: adder._done.qsize() == 3)
+        time.sleep(2 * actors.WATCH_S)  # deadlines are looked at again
 
     adder.call("add", 1).add_done_callback(ask_and_be_busy)
     room.hold[0].set()

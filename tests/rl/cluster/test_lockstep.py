@@ -48,7 +48,7 @@ def test_only_the_last_launches_are_remembered(monkeypatch):
     assert lines_of(ROUNDS, ["another", *ROUNDS[1:]]) == [line] * 2
 
 
-def test_a_thread_compares_while_processes_run_and_at_the_end():
+def test_a_thread_compares_while_processes_run():
     def work(p: Processes) -> list[str]:
         lines, came = list[str](), threading.Event()
         differs = lambda line: (lines.append(line), came.set())  # noqa: E731

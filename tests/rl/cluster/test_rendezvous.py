@@ -46,6 +46,7 @@ class TwoComers:
         self.accept, self.left = listener.accept, 2
 
     def settimeout(self, seconds: float) -> None:
+        assert 0 < seconds <= 60.0
         self.left -= 1
         if self.left < 0:
             raise TimeoutError
@@ -61,9 +62,9 @@ def test_the_absent_are_named_to_all_who_came(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(join, "_listen", listening)
     port = free_port()
-    found = met(*(config(i, 4, port) for i in (0, 2, 3)))
+    found = met(*(config(i, 5, port) for i in (0, 2, 3)))
     assert found[0] == found[1] == found[2]
-    assert "got 3 within Cluster.deadline_s=60 s: process 1 did not come" in found[0]
+    assert "got 3 within Cluster.deadline_s=60 s: process 1, 4 did not come" in found[0]
 
 
 def test_two_of_one_number_are_told() -> None:
@@ -119,7 +120,7 @@ def test_strangers_are_not_listened_to() -> None:
     port = free_port()
 
     def stranger(hello: bytes) -> None:
-        while True:  # until process 0 listens
+        while not first.done():  # until process 0 listens
             try:
                 with socket.create_connection(("127.0.0.1", port), 60.0) as peer:
                     return peer.sendall(hello)

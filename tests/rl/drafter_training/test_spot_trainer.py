@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -107,8 +108,9 @@ def test_rollouts_are_what_they_were_and_catch_what_is_learnt_from(engines):
     }
     spot = make_spot(buffer=DataBuffer(DataBufferConfig()))
     team = with_spot(engines, 3, spot)
-    num_rollouts, spans = 0, []
+    num_rollouts, spans, until_s = 0, [], time.monotonic() + 120
     while num_rollouts < 3 or not spans:  # some worker is idle in one of them
+        assert time.monotonic() < until_s
         assert_same_tokens(rollout(team, spot), alone)
         num_rollouts, spans = num_rollouts + 1, spot.take_spans()
     caught = spot.trainer.buffer.sample(10**6, 1, np.random.default_rng(0))
@@ -138,7 +140,9 @@ def test_rollouts_that_end_at_any_moment_lose_nothing(engines, monkeypatch):
     monkeypatch.setattr(trainer, "work", watched)
     monkeypatch.setattr(spot, "rollout_ended", stopped)
     team, held, steps = with_spot(engines, 3, spot), trainer.buffer.num_sequences, []
+    until_s = time.monotonic() + 120
     while len(steps) < 20 or steps[-1] < 3:
+        assert time.monotonic() < until_s
         ended.clear()
         late.clear()
         rollout(team, spot, rng.sample(REQUESTS, rng.randrange(1, 5)))
@@ -164,7 +168,9 @@ def test_nobody_trains_before_requests_are_where_they_run(engines, monkeypatch):
         monkeypatch.setattr(spot, name, partial(told, getattr(spot, name), then))
     team, work = with_spot(engines, 3, spot), spot.trainer.work
     monkeypatch.setattr(spot.trainer, "work", lambda *a, **o: seen.append(now[0]) or work(*a, **o))
+    until_s = time.monotonic() + 120
     while "during" not in seen:
+        assert time.monotonic() < until_s
         rollout(team, spot)
     # one that looked just before the end may begin just after it
     assert "before" not in seen

@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import rollouts
 from drafting_actors import WINDOW, drafting_actors, save_policy
 from thread_actors import ThreadRoom
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, PROMPTS, REQUESTS, SAMPLING, STOP
+from waiting import wait_until
 
 from rl.drafting import worker
 from rl.drafting import workers as drafting
@@ -50,13 +50,6 @@ def plain(engine):
 
 def tokens(done):
     return {t.request_id: t.response_ids.tolist() for t in done}
-
-
-def wait_until(condition):
-    until_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 class Verifying:
@@ -155,13 +148,12 @@ def test_one_that_hangs_is_waited_for_by_nobody_and_is_started_again(
         actors.wait_ready()
         verifying = Verifying(engine, plain, model, actors)
         hangs.append(True)
-        while not is_waiting.is_set():
-            verifying.play()
+        wait_until(lambda: (verifying.play(), is_waiting.is_set())[1])
         wait_until(lambda: is_late(actors.actors[0]))
         go.set()
         wait_until(lambda: actors.actors[0].num_starts == 2)
         verifying.accepts()
-    assert "no answer to count_steps" in lines[0]
+    assert "no answer to count_steps within 300.0 s" in lines[0]
 
 
 @pytest.mark.fault
@@ -178,8 +170,7 @@ def test_a_step_that_fails_is_reported_and_drafts_come_again(engine, plain, mode
         actors.wait_ready()
         verifying = Verifying(engine, plain, model, actors)
         fails.append("a device is gone")
-        while not verifying.lines:
-            verifying.play()
+        wait_until(lambda: (verifying.play(), verifying.lines)[1])
         verifying.accepts()
     assert verifying.lines[0] == (
         "warning: drafting worker 0 failed: RuntimeError: a device is gone; it starts again"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
-from loop_runs import compilations, finish, learnt, stop_after
+from loop_runs import (
+    assert_same_run,
+    compiles_nothing_late,
+    few_devices,
+    finish,
+    stop_after,
+    texts,
+)
 
 from rl import drafting_run as drafting
 from rl.drafting import worker
@@ -44,16 +50,6 @@ def apart(tiny, *settings):
     return (*WORKERS, *sources, STEPS, *settings)
 
 
-def texts(done):
-    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
-
-
-def assert_same(got, plain):
-    assert texts(got) == texts(plain)
-    for ours, theirs in zip(plain.rows, got.rows, strict=True):
-        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
-
-
 def said(done, word):
     return [line for line in done.show.messages if word in line]
 
@@ -61,14 +57,6 @@ def said(done, word):
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("plain"), STEPS)
-
-
-def compiles_nothing_late(tiny, folder, *settings):
-    """Run from empty caches; return what it left."""
-    got, before, after = compilations(tiny, folder, *settings)
-    assert len(before) > 10
-    assert after == [], after
-    return got
 
 
 @pytest.mark.slow
@@ -79,7 +67,7 @@ def test_drafting_workers_change_no_token_and_compile_nothing_late(
 ):
     settings = f"Drafting.ahead={ahead!r}", f"Sched.mode={mode!r}"
     got = compiles_nothing_late(tiny, tmp_path, *apart(tiny, *settings))
-    assert_same(got, request.getfixturevalue("plain"))  # of programs that are there by now
+    assert_same_run(got, request.getfixturevalue("plain"))  # of programs that are there by now
     assert not said(got, "drafting worker")
 
 
@@ -100,7 +88,7 @@ def test_nor_does_a_ladder_of_models(tiny, tmp_path, plain, monkeypatch):
     monkeypatch.setattr(drafting_workers.Planner, "choose_method", in_turn)
     folder = str(tiny.parent / "policy")
     got = finish(tiny, tmp_path, *apart(tiny, f"DraftModel.directories=({folder!r},)"))
-    assert_same(got, plain)
+    assert_same_run(got, plain)
     assert set(chosen) == {"model", "model2"}
     names = {part.name for step in read_workers(got.folder) for part in step.parts}
     assert names == {"worker 0", "worker 1", "drafting 0"}
@@ -110,11 +98,9 @@ def test_nor_does_a_ladder_of_models(tiny, tmp_path, plain, monkeypatch):
 
 
 @pytest.mark.parity
-def test_more_of_them_than_verify_change_none_either(tiny, tmp_path, plain, monkeypatch):
-    import jax
-
-    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:2])
-    assert_same(finish(tiny, tmp_path, *apart(tiny, "Drafting.workers=2")), plain)
+def test_more_of_them_than_verify_change_none_either(tiny, tmp_path, plain):
+    with few_devices(2):
+        assert_same_run(finish(tiny, tmp_path, *apart(tiny, "Drafting.workers=2")), plain)
 
 
 def test_more_of_them_than_devices_are_refused(tiny, tmp_path):
@@ -144,8 +130,14 @@ def test_planned_workers_change_no_token(tiny, tmp_path, plain, monkeypatch, cou
     monkeypatch.setattr(DraftingWorkers, "take", noted)
     settings = "Drafting.workers=None", "Drafting.reconfigure_tokens=2"
     got = finish(tiny, tmp_path, *apart(tiny, *settings))
-    assert_same(got, plain)
+    assert_same_run(got, plain)
     assert taken == [1] * count
+
+
+@pytest.mark.parity
+def test_plans_of_a_run_itself(tiny, tmp_path, plain):
+    settings = "Drafting.workers=None", "Drafting.reconfigure_tokens=2"
+    assert_same_run(finish(tiny, tmp_path, *apart(tiny, *settings)), plain)
 
 
 # --- losses -----------------------------------------------------------------------------
@@ -178,18 +170,11 @@ def test_one_that_raises_starts_again(tiny, tmp_path, plain, monkeypatch):
 
     count = steps_that(monkeypatch, "enumeration", fail_once)
     got = finish(tiny, tmp_path, *apart(tiny, "Drafting.ahead='enumeration'"))
-    assert_same(got, plain)
+    assert_same_run(got, plain)
     assert len(count) > 4
     assert said(got, "drafting worker") == [
         "warning: drafting worker 0 failed: RuntimeError: a device is gone; it starts again"
     ]
-
-
-class Impatient(DraftingWorkers):
-    """Drafting workers that hang after a moment; verifying ones have the run's limit."""
-
-    def __init__(self, *given, hang_limit_s, **options):
-        super().__init__(*given, hang_limit_s=0.02, **options)
 
 
 @pytest.mark.fault
@@ -204,8 +189,12 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
             hung.append(n)
             never.wait(120)
 
+    def impatient(*given, clock, **options):
+        """Drafting workers whose clock leaps beyond the limit once one hangs."""
+        return DraftingWorkers(*given, clock=lambda: clock() + 100.0 * len(hung), **options)
+
     if replaced:
-        monkeypatch.setattr(drafting, "DraftingWorkers", Impatient)
+        monkeypatch.setattr(drafting, "DraftingWorkers", impatient)
     monkeypatch.setattr(worker, "LEAVING_S", 0.1)
     steps_that(monkeypatch, ahead, hang_once)
     settings = apart(tiny, f"Drafting.ahead={ahead!r}", "Run.hang_limit_s=30.0")
@@ -213,7 +202,7 @@ def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahe
         got = finish(tiny, tmp_path, *settings)
     finally:
         never.set()
-    assert_same(got, plain)
+    assert_same_run(got, plain)
     assert bool(said(got, "drafting worker 0 failed: TimeoutError: no answer")) == replaced
 
 
@@ -240,14 +229,14 @@ HELPERS = (
 @pytest.mark.slow
 @pytest.mark.parity
 def test_copies_of_stragglers_change_no_token_and_compile_nothing_late(tiny, tmp_path, plain):
-    assert_same(compiles_nothing_late(tiny, tmp_path, *HELPERS), plain)
+    assert_same_run(compiles_nothing_late(tiny, tmp_path, *HELPERS), plain)
 
 
 @pytest.mark.parity
 def test_helpers_and_a_drafting_worker_change_no_token(tiny, tmp_path, plain):
     """Copies are drafted for by the drafting worker, and by each helper's own draft model."""
     helpers = "Drafting.requests_per_helper=4", "Drafting.methods=('model','own')"
-    assert_same(finish(tiny, tmp_path, *apart(tiny, *helpers, "Sched.mode='ahead'")), plain)
+    assert_same_run(finish(tiny, tmp_path, *apart(tiny, *helpers, "Sched.mode='ahead'")), plain)
 
 
 # --- the bandit, and copies by a learned drafter ------------------------------------------
@@ -275,14 +264,14 @@ def rewarded(bandits):
 @pytest.mark.parity
 def test_a_bandit_chooses_among_what_drafting_workers_send(tiny, tmp_path, plain, bandits):
     named = "Speculation.sources=('own','model')"
-    assert_same(finish(tiny, tmp_path, *apart(tiny, *BANDIT, named)), plain)
+    assert_same_run(finish(tiny, tmp_path, *apart(tiny, *BANDIT, named)), plain)
     assert rewarded(bandits) >= {"plain", "own × 3", "model × 3"}
 
 
 @pytest.mark.parity
 def test_a_bandit_on_workers_that_help_one_another(tiny, tmp_path, plain, bandits):
     got = finish(tiny, tmp_path, *HELPERS, *BANDIT)
-    assert_same(got, plain)
+    assert_same_run(got, plain)
     for row in got.show.rows:
         shares = [v for k, v in row.items() if k.startswith("bandit/") and k.endswith("/share")]
         assert sum(shares) == pytest.approx(1.0)
@@ -290,7 +279,6 @@ def test_a_bandit_on_workers_that_help_one_another(tiny, tmp_path, plain, bandit
     assert rewarded(bandits) >= {"plain", "own × 3"}
 
 
-@pytest.mark.soak
 @pytest.mark.parity
 def test_copies_are_drafted_for_by_a_learned_drafter(tiny, tmp_path, plain, monkeypatch):
     methods, made = [], CopiesDrafter.__init__
@@ -301,5 +289,5 @@ def test_copies_are_drafted_for_by_a_learned_drafter(tiny, tmp_path, plain, monk
         *("Drafter.max_depth=3", "Drafter.top_k=2", "Drafter.steps_after_rollout=1"),
         *("Drafter.batch_rows=1", "Drafter.row_tokens=32", "Drafter.micro_batches=1"),
     )
-    assert_same(finish(tiny, tmp_path, *HELPERS, *named), plain)
+    assert_same_run(finish(tiny, tmp_path, *HELPERS, *named), plain)
     assert {type(method) for method in methods} == {EagleDrafter}

@@ -42,8 +42,9 @@ def test_two_groups_interleaved_with_std():
 
 
 def test_without_normalisation_only_the_mean_is_taken_away():
-    advantages, _ = of_groups([1.0, 0.0, 0.5, 0.5], [7, 7, 8, 8], normalise="none")
+    advantages, stats = of_groups([1.0, 0.0, 0.5, 0.5], [7, 7, 8, 8], normalise="none")
     assert advantages.tolist() == [0.5, -0.5, 0.0, 0.0]
+    assert stats["frac_reward_zero_std"] == 0.5
 
 
 @pytest.mark.parametrize("normalise", ["std", "none"])

@@ -309,20 +309,25 @@ def test_gspo_clips_nothing_on_policy_in_bfloat16():
         for t, row in zip(batch, off, strict=True)
     ]
 
-    recipe = dataclasses.replace(
-        RECIPE,
-        algorithm=AlgorithmConfig("gspo"),
-        trainer=TrainerConfig(compute_dtype="bfloat16", micro_batch_tokens=128),
-    )
+    def updated(**algorithm):
+        recipe = dataclasses.replace(
+            RECIPE,
+            algorithm=AlgorithmConfig("gspo", **algorithm),
+            trainer=TrainerConfig(compute_dtype="bfloat16", micro_batch_tokens=128),
+        )
+        state = init_state(jax.tree.map(jnp.copy, params), make_optimizer(recipe.optimizer, 100))
+        return run(state, batch, some_advantages(16), recipe=recipe)
+
     # ratios against what was recorded would be clipped
     means = [row[: t.num_tokens].mean() for row, t in zip(off, batch, strict=True)]
     assert np.mean(np.abs(means) > 4e-4) > 0.1
-    state = init_state(jax.tree.map(jnp.copy, params), make_optimizer(recipe.optimizer, 100))
-    state, metrics = run(state, batch, some_advantages(16), recipe=recipe)
+    state, metrics = updated()
     assert metrics["clip_ratio/region_mean"] == 0
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1
     moved = zip(leaves(state.params), leaves(params), strict=True)
     assert any((a != b).any() for a, b in moved)
+    _, metrics = updated(old_logprobs="rollout")
+    assert metrics["clip_ratio/region_mean"] > 0.1  # what the default is for
 
 
 def test_old_and_reference_logprobs_are_each_policys_own(warm):

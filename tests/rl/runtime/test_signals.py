@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from waiting import wait_until
 
 from rl.runtime import signals
 from rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
@@ -44,13 +45,6 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-def wait_for(condition):
-    until = time.monotonic() + 20
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert condition()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("step", "status"), [(0, None), (3, 75)])
 def test_while_it_compiles_a_run_is_stopped_at_once(number, step, status):
@@ -69,7 +63,7 @@ def test_a_running_step_is_told_and_then_left_in_time():
         watch.at("rollout")
         watch.check()
         send(signal.SIGTERM)
-        wait_for(lambda: ended.said)
+        wait_until(lambda: ended.said)
         with pytest.raises(Stopped):
             watch.check()
         send(signal.SIGTERM)  # once more changes nothing
@@ -84,7 +78,7 @@ def test_a_step_that_is_not_left_in_time_is_ended():
     with watch:
         watch.at("update")
         send(signal.SIGTERM)
-        wait_for(lambda: ended.said)
+        wait_until(lambda: ended.said)
         now_s[0] += 30.0
         assert not ended.happened.wait(0.3)
         now_s[0] += 0.5
@@ -100,7 +94,7 @@ def test_saving_may_take_longer(part):
     with watch:
         watch.at(part)
         send(signal.SIGTERM)
-        wait_for(lambda: ended.said)
+        wait_until(lambda: ended.said)
         time.sleep(0.6)
         assert not ended.happened.is_set()
         if part == SAVING:  # and the next part has its time from then on
@@ -115,7 +109,7 @@ def test_a_second_ctrl_c_ends_at_once():
     with watch:
         watch.at(SAVING)
         send(signal.SIGINT)
-        wait_for(lambda: ended.said)
+        wait_until(lambda: ended.said)
         send(signal.SIGINT)
         assert ended.happened.wait(20)
     assert ended.said[-1] == "stopped at once; step 3 stands"
@@ -162,10 +156,10 @@ def test_a_wait_without_progress_is_a_hang_and_one_with_progress_is_none():
     from concurrent.futures import Future
 
     heartbeat, beats = [], iter(range(8))
-    deadline = Deadline(0.2, lambda: heartbeat.append(1))
+    deadline, began_s = Deadline(0.2, lambda: heartbeat.append(1)), time.monotonic()
     with pytest.raises(Hang, match="MainThread waits for a copy: no sign of life for"):
         result_of(Future(), "a copy", deadline, lambda: next(beats, None))
-    assert len(heartbeat) == 8
+    assert len(heartbeat) == 8 and time.monotonic() - began_s > 0.5
     done: Future[int] = Future()
     done.set_result(5)
     assert result_of(done, "a number", Deadline(0.0)) == 5

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import pytest
-from loop_runs import finish, learnt
+from loop_runs import assert_same_run, finish, texts
 
 from models import hf, transformer
 from policies.make.characters import save_character_tokenizer
@@ -22,8 +21,8 @@ from tests.support import tiny_run
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
 
 
-def asks(folder):
-    return "Speculation.sources=('model',)", f"DraftModel.directory={str(folder)!r}"
+def asks(folder, *sources):
+    return f"Speculation.sources={(*sources, 'model')!r}", f"DraftModel.directory={str(folder)!r}"
 
 
 def save_model(folder, characters=tiny_run.CHARACTERS, **changes):
@@ -33,21 +32,28 @@ def save_model(folder, characters=tiny_run.CHARACTERS, **changes):
     return folder
 
 
-def texts(done):
-    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("plain"), "Run.steps=2")
 
 
 @pytest.mark.parity
-def test_the_policys_beginnings_draft_what_it_draws(tiny, tmp_path):
+def test_the_policys_beginnings_draft_what_it_draws(tiny, tmp_path, plain):
     """The folder that the run starts from is its draft model; its draws are the policy's."""
-    plain = finish(tiny, tmp_path / "plain", "Run.steps=2")
     settings = (*DRAFTS, *asks(tiny.parent / "policy"), "DraftModel.proposal='shared_noise'")
-    got = finish(tiny, tmp_path / "drafts", *settings, "Run.steps=2")
-    assert texts(got) == texts(plain)
-    for ours, theirs in zip(plain.rows, got.rows, strict=True):
-        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+    got = finish(tiny, tmp_path, *settings, "Run.steps=2")
+    assert_same_run(got, plain)
     # of 8 tokens three in four are draft tokens; in the first step they come from the policy itself
     assert got.rows[0]["spec/model/speculated_fraction"] > 0.5
+
+
+@pytest.mark.parity
+def test_another_model_drafts_beside_siblings(tiny, tmp_path, plain):
+    other = save_model(tmp_path / "other", d_model=8, num_kv_heads=1)
+    settings = (*DRAFTS, *asks(other, "group", "own"), "DraftModel.min_prob=0.0")
+    got = finish(tiny, tmp_path / "run", *settings, "Run.steps=2")
+    assert texts(got) == texts(plain)
+    assert got.rows[0]["spec/model/speculated_fraction"] < 0.5
 
 
 @pytest.mark.parametrize(

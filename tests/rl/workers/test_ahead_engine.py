@@ -147,7 +147,8 @@ def test_an_error_ahead_of_the_step_is_raised_where_results_are_asked_for(monkey
         engine.plan(coming())
         with pytest.raises(WorkerError, match="a device is gone"):
             play(engine, PARAMS, KEY)
-            while True:  # until a worker has begun something
+            until_s = time.monotonic() + 120
+            while time.monotonic() < until_s:  # until a worker has begun something
                 engine._next()
 
 

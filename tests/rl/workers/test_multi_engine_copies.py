@@ -34,9 +34,9 @@ LIMIT_S = 60.0  # of a wait for another worker: rounds take milliseconds
 LONG = [r for r in REQUESTS if r.group_id == 0]  # of one worker, under group_fifo
 
 
-def helped(engines, policy="group_fifo", num_methods=2, **options):
+def helped(engines, policy="group_fifo", **options):
     team = workers(engines, len(engines), policy, kv_tokens=200, **options)
-    team.helpers = Helpers(num_methods, 4, lambda held, left: True, dict)
+    team.helpers = Helpers(2, 4, lambda held, left: True, dict)
     for i, engine in enumerate(engines):
         if isinstance(gates := getattr(engine, "gates", None), Gates):
             gates.has_mail = lambda i=i: team.places[i]._worker.has_mail
