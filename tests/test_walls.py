@@ -294,23 +294,35 @@ PLANTED = [
     (walls, "rl/a.py", "from benchmarks import rollout"),
     (sched_is_pure, "sched/a.py", "import jax.numpy as jnp"),
     (sched_is_pure, "sched/a.py", "from time import monotonic"),
+    (sched_is_pure, "sched/a.py", "import random"),
     (sched_is_pure, "sched/a.py", "def f():\n    import threading"),
+    (sched_is_pure, "sched/a.py", "import os.path"),
     (sched_is_pure, "sched/a.py", "from numpy.random import randint"),
     (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.rand()"),
     (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.default_rng()"),
     (sched_is_pure, "sched/a.py", "print('decided')"),
+    (sched_is_pure, "sched/a.py", "import sysconfig"),
     (no_code_from_data, "rl/a.py", "import pickle"),
     (no_code_from_data, "models/a.py", "x = eval('1')"),
     (no_code_from_data, "rl/a.py", "import builtins\nbuiltins.exec('1')"),
     (no_code_from_data, "rl/a.py", "from sympy.parsing.sympy_parser import parse_expr"),
+    (no_code_from_data, "rl/a.py", "import sympy\nsympy.parse_expr('1')"),
     (no_code_from_data, "models/a.py", "load('x', trust_remote_code=True)"),
     (no_code_from_data, "rl/a.py", "np.load('x', allow_pickle=flag)"),
     (no_standard_names, "rl/queue.py", ""),
     (no_standard_names, "logging/a.py", ""),
 ]
+# A planted fault for every row of the table: each room enters one that it must not.
 PLANTED += [
-    (rooms, "models/kernels/a.py", "import models.config.b"),
+    (rooms, f"{package}/{room + '/' if room else ''}a.py", f"import {package}.{closed[0]}.b")
+    for package, table in ROOMS.items()
+    for room, allowed in table.items()
+    if (closed := sorted(set(table) - allowed - {room, "", "runtime"}))
+    and not (package == "rl" and not room)
+]
+PLANTED += [
     (rooms, "rl/engine/a.py", "from rl import train"),
+    (rooms, "rl/engine/a.py", "from rl.pipeline import PipelineRollouts"),
     (rooms, "rl/train.py", "from rl.export import main"),
     (rooms, "rl/engine/a.py", "def f():\n    from rl.rewards import pool"),
     (rooms, "rl/trajectory.py", "from rl.engine.engine import Engine"),
@@ -362,21 +374,34 @@ def engine_modules(root: Path) -> list[str]:
     return [d for d in found if not d.startswith(NOT_ENGINE)]
 
 
-def test_the_engine_imports_with_nothing_but_its_needs():
-    modules = engine_modules(ROOT)
-    assert {"models.transformer", "models.sharding", "rl.trajectory"} <= set(modules)
+def import_engine(root: Path) -> subprocess.CompletedProcess[str]:
+    """Imports every engine module with the packages that it must not need blocked."""
     code = (
         "import importlib, sys\n"
+        f"sys.path.insert(0, {str(root)!r})\n"
         f"for name in {sorted(NOT_FOR_ENGINE)!r}: sys.modules[name] = None\n"
-        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"for name in {engine_modules(root)!r}: importlib.import_module(name)\n"
     )
     command = [sys.executable, "-c", code]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_the_engine_imports_with_nothing_but_its_needs():
+    assert {"models.transformer", "models.sharding", "rl.trajectory"} <= set(engine_modules(ROOT))
+    done = import_engine(ROOT)
     assert done.returncode == 0, (
         f"expected the engine to import with only {sorted(ENGINE_NEEDS)}, got:\n{done.stderr}\n"
         "mend: move the import into the function that needs it"
     )
+
+
+def test_an_engine_that_needs_more_is_found(tmp_path):
+    plant(tmp_path, "rl/__init__.py", "")
+    plant(tmp_path, "rl/pictures.py", "import matplotlib")
+    plant(tmp_path, "rl/engine/engine.py", "import rl.pictures")
+    done = import_engine(tmp_path)
+    assert done.returncode != 0 and "matplotlib" in done.stderr
 
 
 def without_functions(tree: ast.Module) -> ast.Module:

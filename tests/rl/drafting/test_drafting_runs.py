@@ -163,13 +163,14 @@ def steps_that(monkeypatch, ahead, do):
 
 @pytest.mark.fault
 @pytest.mark.parity
-def test_one_that_raises_starts_again(tiny, tmp_path, plain, monkeypatch):
+@pytest.mark.parametrize("ahead", ["free_running", "enumeration"])
+def test_one_that_raises_starts_again(tiny, tmp_path, plain, monkeypatch, ahead):
     def fail_once(n):
         if n == 4:
             raise RuntimeError("a device is gone")
 
-    count = steps_that(monkeypatch, "enumeration", fail_once)
-    got = finish(tiny, tmp_path, *apart(tiny, "Drafting.ahead='enumeration'"))
+    count = steps_that(monkeypatch, ahead, fail_once)
+    got = finish(tiny, tmp_path, *apart(tiny, f"Drafting.ahead={ahead!r}"))
     assert_same_run(got, plain)
     assert len(count) > 4
     assert said(got, "drafting worker") == [
