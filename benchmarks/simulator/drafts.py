@@ -1,8 +1,8 @@
 """Rounds with draft tokens in the simulator, decided by the budgets and windows of `spec`.
 
 A `sched.simulator.worker.RoundModel` calls the objects that decide in an engine's rounds,
-`spec.budget.budget` and `spec.budget.goodput`, with a roofline's seconds instead of measured ones
-and with probabilities instead of drafts.
+`spec.budget.budget` and `spec.budget.aimd`, with a roofline's seconds instead of measured ones and
+with probabilities instead of drafts.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class WindowMean:
 
 
 def window_mean(p: float, share_found: float = 1.0) -> WindowMean:
-    """Return the stationary mean of `spec.budget.goodput` if draft tokens are each accepted with p.
+    """Return the stationary mean of `spec.budget.aimd` if draft tokens are each accepted with p.
 
     Draft tokens are found with probability `share_found`; otherwise a request decodes plainly and
     keeps its window.

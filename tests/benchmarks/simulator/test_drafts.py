@@ -18,7 +18,7 @@ from benchmarks.simulator.drafts import (
 )
 from sched.policies.specactor import sequential_tokens
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from spec.budget import goodput as budgets
+from spec.budget import aimd
 from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput
@@ -123,8 +123,8 @@ def test_windows_at_the_ends(monkeypatch):
     half = window_mean(0.9, 0.5)
     whole = window_mean(0.9)
     assert half.tokens - 1 == pytest.approx((whole.tokens - 1) / 2)
-    monkeypatch.setattr(budgets, "STEP_TOKENS", 3)
-    monkeypatch.setattr(budgets, "MAX_TOKENS", 9)
+    monkeypatch.setattr(aimd, "STEP_TOKENS", 3)
+    monkeypatch.setattr(aimd, "MAX_TOKENS", 9)
     assert window_mean(1.0).drafts == pytest.approx(9)  # 2, 5, 8, and 9
 
 
