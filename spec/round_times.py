@@ -136,11 +136,15 @@ LOSS = 0.01  # of the seconds in rounds: a step that loses less does not count
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """One step: seconds in rounds and those that drafts saved, and (n, m) of each bucket."""
+    """One step: seconds in rounds and those that drafts saved, and (n, m) of each bucket.
+
+    `has_history` is False if no prompt had responses of an earlier epoch to draft from.
+    """
 
     rollout_s: float
     saved_s: float
     rounds: Mapping[Bucket, tuple[int, float]]
+    has_history: bool
 
     @property
     def loses(self) -> bool:
@@ -148,29 +152,39 @@ class StepSeconds:
 
 
 class RunSeconds:
-    """Sums up steps of a run; drafts end after `losing_steps` losing ones in a row (0: never)."""
+    """Sums up steps of a run; drafts end after `losing_steps` losing ones in a row (0: never).
+
+    Steps without history are counted apart: drafts that lose in the first epoch begin again in the
+    second.
+    """
 
     def __init__(self, losing_steps: int = 0) -> None:
-        self.is_off = False
-        self._lost = collections.deque[StepSeconds](maxlen=losing_steps)  # the last ones
+        self._off = set[bool]()  # has_history of the steps that have lost
+        self._lost = {x: collections.deque[StepSeconds](maxlen=losing_steps) for x in (False, True)}
         self._rounds: dict[Bucket, tuple[float, float]] = {}  # n and m
+
+    def is_off(self, has_history: bool) -> bool:
+        """Return whether drafts have ended for steps with, or without, history."""
+        return True in self._off or has_history in self._off
 
     def played(self, step: StepSeconds) -> None:
         """Add the next step."""
+        lost = self._lost[step.has_history]
         if step.loses:
-            self._lost.append(step)
+            lost.append(step)
         else:
-            self._lost.clear()
-        self.is_off = self.is_off or 0 < len(self._lost) == self._lost.maxlen
+            lost.clear()
+        if 0 < len(lost) == lost.maxlen:
+            self._off.add(step.has_history)
         self._rounds = {b: (DECAY * n, m) for b, (n, m) in self._rounds.items()}
         for bucket, (more, mean_s) in step.rounds.items():
             n, m = self._rounds.get(bucket, (0.0, 0.0))
             self._rounds[bucket] = n + more, (n * m + more * mean_s) / (n + more)
 
-    @property
-    def lost(self) -> tuple[float, float]:
-        """The seconds that drafts lost in the latest losing steps, and those steps' seconds."""
-        return -sum(s.saved_s for s in self._lost), sum(s.rollout_s for s in self._lost)
+    def lost(self, has_history: bool) -> tuple[float, float]:
+        """Return the seconds that drafts lost in the latest losing steps, and those steps' own."""
+        lost = self._lost[has_history]
+        return -sum(s.saved_s for s in lost), sum(s.rollout_s for s in lost)
 
     def corrected(self, times: RoundTimes) -> RoundTimes:
         """Return the table as this run's rounds correct it; of a bucket

@@ -123,6 +123,7 @@ class Speculation:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the current rollout, or the last one
+        self.has_history = False  # its prompts have responses of an earlier epoch
         self._tuner, self._seed = tuner or TunerConfig(), seed
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
@@ -153,12 +154,16 @@ class Speculation:
         group once `group_size` responses have ended (0: never). `answers` marks the prompts that
         this process has the requests of. With `index` the history is not looked up here.
         """
-        if not self.config.enabled or self.is_off:
+        if not self.config.enabled:
             return no_drafts
         built = None
         if self.keeps_history and index is None:
             pairs = enumerate(zip(keys, prompts, strict=True))
             built = self._history({key: ids for g, (key, ids) in pairs if answers(g)})
+        if index is None:
+            self.has_history = bool(last) or (built is not None and built.num_tokens > 0)
+        if self.is_off:
+            return no_drafts
         names, index = dict(enumerate(keys, first_group)), built.index if built else index
         shared = server or DraftServer(group_size), Progress()
         make = partial(self._drafts, names, last or {}, index, *shared, self.times_now)
@@ -218,12 +223,15 @@ class Speculation:
 
     @property
     def is_off(self) -> bool:
-        """True if drafts that lose have been turned off for the rest of the run.
+        """True if drafts that lose have been turned off: for the run, or until it has history.
 
         They are not if workers draft, nor with a fixed budget.
         """
-        can_be_off = parse_budget(self.config.budget)[0] != "fixed" and not self.apart
-        return self.seconds.is_off and can_be_off
+        return self._can_be_off and self.seconds.is_off(self.has_history)
+
+    @property
+    def _can_be_off(self) -> bool:
+        return parse_budget(self.config.budget)[0] != "fixed" and not self.apart
 
     def bandit(self, worker: int) -> BegMab:
         """Return a worker's tuner."""
@@ -291,7 +299,8 @@ class Speculation:
 
     @property
     def keeps_history(self) -> bool:
-        return self.config.history_source is not None and not self.is_off
+        is_off = self._can_be_off and self.seconds.is_off(True)
+        return self.config.history_source is not None and not is_off
 
     @property
     def no_history(self) -> HistoryIndex | None:

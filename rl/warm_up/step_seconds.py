@@ -26,7 +26,9 @@ MAX_SECONDS = 1e12  # of all rounds of a step, of all workers
 WHAT = "seconds of steps"
 
 
-def step_seconds(rounds: Sequence[RoundRecord], times: RoundTimes) -> StepSeconds:
+def step_seconds(
+    rounds: Sequence[RoundRecord], times: RoundTimes, has_history: bool
+) -> StepSeconds:
     """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
     Budgets decided by `times`. Tokens of reuse are left out of the savings.
@@ -35,13 +37,14 @@ def step_seconds(rounds: Sequence[RoundRecord], times: RoundTimes) -> StepSecond
         sum(r.ended_s - r.began_s for r in rounds),
         seconds_saved([r for r in rounds if not r.cached_nodes], at_its_pace(rounds, times)),
         _by_bucket(rounds, times),
+        has_history,
     )
 
 
 def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
     """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
     step = RunSeconds()
-    step.played(StepSeconds(0.0, 0.0, _by_bucket(rounds, times)))
+    step.played(StepSeconds(0.0, 0.0, _by_bucket(rounds, times), True))
     return step.corrected(times)
 
 
@@ -109,13 +112,20 @@ def after_step(
         return {}
     metric = {"spec/turned_off": float(speculation.is_off)}
     seconds, times = speculation.seconds, speculation.times_now
-    lost_before = seconds.is_off
-    nothing = StepSeconds(0.0, 0.0, {})
-    seconds.played(record.of(step, lambda: step_seconds(rounds, times) if times else nothing))
-    if seconds.is_off and not lost_before:
-        lost_s, rollout_s = seconds.lost
+    has_history = speculation.has_history
+    lost_before = seconds.is_off(has_history)
+
+    def measure() -> StepSeconds:
+        if times is None:
+            return StepSeconds(0.0, 0.0, {}, has_history)
+        return step_seconds(rounds, times, has_history)
+
+    seconds.played(record.of(step, measure))
+    if seconds.is_off(has_history) and not lost_before:
+        lost_s, rollout_s = seconds.lost(has_history)
         steps = speculation.config.losing_steps
-        end = "turned off for the rest of the run" if speculation.is_off else "kept as configured"
+        until = "until the second epoch" if speculation.keeps_history else "for the rest of the run"
+        end = f"turned off {until}" if speculation.is_off else "kept as configured"
         say(
             f"drafts have cost about {lost_s / rollout_s:.1%} of {rollout_s:.1f} s of rounds in "
             f"the last {steps} steps: they are {end} (Speculation.losing_steps)"
@@ -139,6 +149,7 @@ def _line(step: int, seconds: StepSeconds) -> bytes:
         "step": step,
         "rollout_s": seconds.rollout_s,
         "saved_s": seconds.saved_s,
+        "has_history": seconds.has_history,
         "rounds": [[*bucket, *both] for bucket, both in seconds.rounds.items()],
     }
     return json.dumps(row).encode() + b"\n"
@@ -161,12 +172,18 @@ def _step(line: bytes) -> tuple[int, StepSeconds]:
         slots, nodes, positions = map(_count, bucket)
         rounds[slots, nodes, positions] = _count(count), _seconds(mean_s, 0.0)
     totals = _seconds(row["rollout_s"], 0.0), _seconds(row["saved_s"], -MAX_SECONDS)
-    return _count(row["step"]), StepSeconds(*totals, rounds)
+    return _count(row["step"]), StepSeconds(*totals, rounds, _bool(row["has_history"]))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 1 <= value < 2**53:
         raise ValueError(f"expected a count, got {str(value)[:40]!r}")
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false, got {str(value)[:40]!r}")
     return value
 
 

@@ -66,7 +66,7 @@ TABLE = RoundTimes({PLAIN: 1.0, FEW: 1.5, MANY: 4.0}, {"model": {(4, 2, 64): 0.5
 def after(*rounds, saved_s=0.0, losing_steps=0):
     run = RunSeconds(losing_steps)
     for of_step in rounds:
-        run.played(StepSeconds(100.0, saved_s, of_step))
+        run.played(StepSeconds(100.0, saved_s, of_step, True))
     return run
 
 
@@ -103,15 +103,30 @@ def test_a_measured_round_never_falls_with_more_nodes():
     assert got(*PLAIN) == got(*FEW) == pytest.approx(2, abs=0.01) and got(*MANY) > 2
 
 
+def step(saved_s, has_history=True):
+    return StepSeconds(100.0, saved_s, {}, has_history)
+
+
 def test_drafts_are_off_after_steps_in_a_row_that_lose():
     for saved_s, steps, is_off in [(-2, 3, True), (-2, 2, False), (-0.5, 9, False), (1, 9, False)]:
-        assert after(*[{}] * steps, saved_s=saved_s, losing_steps=3).is_off == is_off
+        assert after(*[{}] * steps, saved_s=saved_s, losing_steps=3).is_off(True) == is_off
     run = after({}, {}, saved_s=-2.0, losing_steps=3)
-    assert run.lost == (4.0, 200.0)
-    run.played(StepSeconds(100.0, 0.0, {}))
-    run.played(StepSeconds(100.0, -2.0, {}))
-    assert not run.is_off, "not in a row"
-    assert not after(*[{}] * 9, saved_s=-2.0).is_off, "0: never"
+    assert run.lost(True) == (4.0, 200.0)
+    run.played(step(0.0))
+    run.played(step(-2.0))
+    assert not run.is_off(True), "not in a row"
+    assert not after(*[{}] * 9, saved_s=-2.0).is_off(True), "0: never"
     run = after(*[{}] * 3, saved_s=-2.0, losing_steps=3)
-    run.played(StepSeconds(100.0, 5.0, {}))
-    assert run.is_off, "for the rest of the run"
+    run.played(step(5.0))
+    assert run.is_off(True) and run.is_off(False), "for the rest of the run"
+
+
+def test_drafts_that_lose_without_history_begin_again_with_it():
+    run = RunSeconds(2)
+    for _ in range(2):
+        run.played(step(-2.0, has_history=False))
+    assert run.is_off(False) and not run.is_off(True)
+    run.played(step(-2.0))
+    assert not run.is_off(True), "steps of the first epoch are not counted to the second's"
+    run.played(step(-3.0))
+    assert run.is_off(True) and run.lost(True) == (5.0, 200.0)

@@ -11,12 +11,12 @@ from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on, step_seconds
-from spec.reuse.rollout_cache import RolloutCache
+from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.round_times import RoundTimes, StepSeconds
 
 PLAIN, DRAFTED = (4, 4, 64), (4, 16, 64)
 TIMES = RoundTimes({PLAIN: 7.0, DRAFTED: 1.0})
-LOSS = StepSeconds(10.0, -1.0, {PLAIN: (8, 14.0), DRAFTED: (2, 3.0)})
+LOSS = StepSeconds(10.0, -1.0, {PLAIN: (8, 14.0), DRAFTED: (2, 3.0)}, True)
 
 
 def record(nodes, num_rounds, device_s=5.0, **more):
@@ -34,7 +34,7 @@ def losing(**settings):
 
 def test_seconds_of_rounds_are_medians_by_bucket():
     rounds = [record(4, 4), record(4, 8, 9.0), record(4, 2, 90.0), record(16, 1)]
-    found = step_seconds(rounds, TIMES)
+    found = step_seconds(rounds, TIMES, True)
     # (1 + 5 + 1) / 4, (1 + 9 + 1) / 8 and (1 + 90 + 1) / 2 a round; with its drafting 2 + 7
     assert found.rounds == {PLAIN: (14, 11 / 8), DRAFTED: (1, 9.0)}
     assert found.rollout_s == 10 + 14 + 95 + 10
@@ -49,7 +49,7 @@ def test_a_machine_that_is_slow_for_a_step_is_no_loss_by_drafts():
     steps = [[record(4, 1, 4.0)] * 50 + [drafted] * 9]
     slower = lambda r: {k: 9 * v for k, v in vars(r).items() if k.endswith("_s")}  # noqa: E731
     steps.append([dataclasses.replace(r, **slower(r)) for r in steps[0]])
-    once, slow = (step_seconds(step, times) for step in steps)
+    once, slow = (step_seconds(step, times, True) for step in steps)
     looked_s = 50 * 2
     assert once.saved_s == pytest.approx(9 * (2 * 6 - 9) - looked_s)
     assert slow.saved_s == pytest.approx(9 * once.saved_s)
@@ -57,10 +57,10 @@ def test_a_machine_that_is_slow_for_a_step_is_no_loss_by_drafts():
 
 def test_rounds_that_are_of_no_bucket_are_left_out():
     drafts_on_device = RoundTimes(TIMES.rounds, {"model": {(4, 2, 64): 1.0}})
-    assert step_seconds([record(16, 1)], drafts_on_device).rounds == {DRAFTED: (1, 7.0)}
+    assert step_seconds([record(16, 1)], drafts_on_device, True).rounds == {DRAFTED: (1, 7.0)}
     several = [record(16, 3), record(4, 1, prompt_tokens=3), record(4, 0)]
-    assert step_seconds(several, TIMES).rounds == {}
-    cached = step_seconds([record(16, 1, cached_nodes=2)], TIMES)
+    assert step_seconds(several, TIMES, True).rounds == {}
+    cached = step_seconds([record(16, 1, cached_nodes=2)], TIMES, True)
     assert cached.saved_s == 0 and cached.rounds == {DRAFTED: (1, 9.0)}
 
 
@@ -83,8 +83,9 @@ def test_a_recorded_step_is_read_instead_of_measured(tmp_path):
     assert resumed.of(4, lambda: LOSS) == LOSS == SecondsRecord(folder).of(4, pytest.fail)
 
 
-def line(step="1", rollout_s="1", rounds="[]"):
-    return f'{{"step": {step}, "rollout_s": {rollout_s}, "saved_s": 0, "rounds": {rounds}}}'
+def line(step="1", rollout_s="1", rounds="[]", has_history="true"):
+    seconds = f'"rollout_s": {rollout_s}, "saved_s": 0, "has_history": {has_history}'
+    return f'{{"step": {step}, {seconds}, "rounds": {rounds}}}'
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def line(step="1", rollout_s="1", rounds="[]"):
         *("{", "[" * 99_999, "[1]", '{"step": 1}', line(step="1.5")),
         *(line(rounds=rounds) for rounds in ("[[4]]", "[3]", "[[4, 4, 64, 0, 1.0]]")),
         *(line(rollout_s=seconds) for seconds in ("NaN", "-1", "1e99")),
+        line(has_history="1"),
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, text):
@@ -103,26 +105,51 @@ def test_a_damaged_record_is_named(tmp_path, text):
         SecondsRecord(Folder(tmp_path))
 
 
-def play(speculation, folder, steps):
-    """The metrics of so many steps that lose, and what was said."""
+def play(speculation, folder, steps, first=1):
+    """The metrics of so many steps that lose, and the messages."""
     said, record = [], SecondsRecord(Folder(folder))
-    rows = [after_step(speculation, record, n + 1, [], said.append) for n in range(steps)]
+    numbers = range(first, first + steps)
+    rows = [after_step(speculation, record, step, [], said.append) for step in numbers]
     return [row.get("spec/turned_off") for row in rows], said
 
 
 @pytest.fixture
 def always_lost(monkeypatch):
-    monkeypatch.setattr("rl.warm_up.step_seconds.step_seconds", lambda rounds, times: LOSS)
+    monkeypatch.setattr(
+        "rl.warm_up.step_seconds.step_seconds",
+        lambda rounds, times, has_history: dataclasses.replace(LOSS, has_history=has_history),
+    )
 
 
 def test_a_budget_that_loses_says_so_once_and_turns_itself_off(always_lost, tmp_path):
-    speculation = losing(budget="goodput", sources=("history", "own"))
-    assert speculation.keeps_history
+    speculation = losing(budget="goodput", sources=("own",))
     off, said = play(speculation, tmp_path, 5)
     assert off == [0, 0, 0, 1, 1]
     (line,) = said
     assert "cost about 10.0% of 30.0 s of rounds in the last 3 steps: they are turned off" in line
+    assert "for the rest of the run" in line
     assert speculation.drafter_factory(["a"], [(1, 2)])(None) == (None, None)
+
+
+def test_drafts_that_lose_in_the_first_epoch_are_judged_again_in_the_second(always_lost, tmp_path):
+    speculation = losing(budget="goodput", sources=("history", "own"))
+
+    def drafter():
+        return speculation.drafter_factory(["a"], [(1, 2)])(None)[0]
+
+    assert drafter() is not None
+    off, [line] = play(speculation, tmp_path, 5)
+    assert off == [0, 0, 0, 1, 1] and "turned off until the second epoch" in line
+    assert drafter() is None and speculation.keeps_history
+
+    speculation._cache.replace("a", of_group([np.array([3, 4, 5])], [1.0]))
+    assert drafter() is not None
+    again = losing(budget="goodput", sources=("history", "own"))
+    go_on(again, SecondsRecord(Folder(tmp_path)), 5)
+    assert again.seconds.is_off(False) and not again.seconds.is_off(True), "as resumed"
+    off, [line] = play(speculation, tmp_path, 5, first=6)
+    assert off == [0, 0, 0, 1, 1] and "for the rest of the run" in line
+    assert drafter() is None
     assert not speculation.keeps_history and speculation.history_metrics() == {}
 
 
@@ -142,7 +169,7 @@ def test_drafts_of_drafting_workers_stay(always_lost, tmp_path):
     speculation = losing(sources=("model",), budget="off")
     speculation.config = SpeculationConfig(sources=("model",))
     speculation.apart = {"model": None}
-    assert play(speculation, tmp_path, 4)[0] == [0] * 4 and speculation.seconds.is_off
+    assert play(speculation, tmp_path, 4)[0] == [0] * 4 and speculation.seconds.is_off(False)
 
 
 def test_without_drafts_nothing_is_recorded(tmp_path):
