@@ -56,7 +56,7 @@ def grid(arguments: argparse.Namespace) -> dict[str, Any]:
     folder = arguments.folder.absolute()
     overrides = [f"Ablation.directory={str(folder)!r}", f"Ablation.seeds={tuple(arguments.seeds)}"]
     gin = [f"--gin.{x}" for x in overrides]
-    environment.call("rl.ablate", str(CONFIG), *gin, env=compiled(folder))
+    environment.call("rl.ablate", f"--gin_file={CONFIG}", *gin, env=compiled(folder))
     found = cells([CONFIG], overrides, folder)
     num_examples = len(open_inputs(found[0].config).task)
     rows = {(c.name, c.seed): read_cell(c, num_examples) for c in found}

@@ -1,4 +1,4 @@
-"""`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table, one figure.
+"""`python -m rl.ablate --gin_file=FILE`: train every variant of a grid with every seed.
 
 FILE is a training configuration with an `Ablation` section. Each run is a process of
 `python -m rl.train` in a separate folder, one after the other; the same command resumes a grid that
@@ -34,6 +34,7 @@ from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
 
 COLUMNS = (
     *("name", "seed", "epochs", "generated_tokens", "rollout_s", "verify_s", "final_reward"),
+    *("eval_reward", "eval_pass"),
     *("reused_fraction", "clip_fraction", "kl", "entropy", "distinct_1", "self_bleu"),
 )
 MEANS = {  # columns that are means over steps, with their metrics
@@ -43,11 +44,13 @@ MEANS = {  # columns that are means over steps, with their metrics
     "distinct_1": "diversity/distinct_1",
     "self_bleu": "diversity/self_bleu",
 }
+PASS = "eval/pass@"
 DIGITS = {"generated_tokens": 0, "rollout_s": 1, "verify_s": 1, "epochs": 1, "clip_fraction": 5}
 LEGEND = (
     "Mean ± deviation over seeds. tokens: generated, relative to the first row; speedup: the first "
     "row's rollout seconds over the row's; final_reward is the mean of the last epoch, or of all "
-    "steps if there was less than one."
+    "steps if there was less than one; eval_reward and eval_pass are mean reward and pass@k (the "
+    "largest k) of the last evaluation, over all sets."
 )
 NOTES = {
     "verify_s": "verify_s is part of rollout_s.",
@@ -170,7 +173,8 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
 
     Tokens and seconds are sums over all steps; the final reward is the mean over the last epoch.
     """
-    rows = step_rows(read_metrics(cell.folder))
+    every = read_metrics(cell.folder)
+    rows = step_rows(every)
     # dynamic sampling takes as many prompts as it needs
     per_step = float(cell.config.rollout.prompts_per_step)
     prompts = [float(row.get("dynamic_sampling/generated_groups") or per_step) for row in rows]
@@ -178,6 +182,7 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
     begins = ends - prompts
     later = [row for row, begin in zip(rows, begins, strict=True) if begin >= num_examples]
     last = [row for row, end in zip(rows, ends, strict=True) if end > ends[-1] - num_examples]
+    passes = {name for row in every for name in row if re.fullmatch(PASS + "[0-9]{1,9}", name)}
     return {
         "name": cell.name,
         "seed": cell.seed,
@@ -186,6 +191,8 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
         "rollout_s": _total(rows, "time/rollout") if "time/rollout" in rows[0] else math.nan,
         "verify_s": _total(rows, "spec/cached_seconds"),
         "final_reward": _mean(last, "reward"),
+        "eval_reward": _last(every, ["eval/mean_reward"]),
+        "eval_pass": _last(every, sorted(passes, key=lambda name: int(name[len(PASS) :]))),
         "reused_fraction": _mean(later, "spec/reused_fraction"),
         **{column: _mean(rows, metric) for column, metric in MEANS.items()},
     }
@@ -193,6 +200,12 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
 
 def _total(rows: Sequence[Row], metric: str) -> float:
     return float(sum(float(row.get(metric) or 0.0) for row in rows))
+
+
+def _last(rows: Sequence[Row], metrics: Sequence[str]) -> float:
+    """Return the newest value of the last of `metrics`."""
+    values = [row[name] for name in metrics[-1:] for row in rows if row.get(name) is not None]
+    return float(values[-1]) if values else math.nan
 
 
 def _mean(rows: Sequence[Row], metric: str) -> float:
@@ -300,17 +313,16 @@ def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Pa
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check the whole grid, run the cells that are not done; return the exit code."""
-    parser = config_parser("rl.ablate", __doc__, files=False)
-    parser.add_argument("gin_file", nargs="?", help="a configuration with an Ablation section")
+    parser = config_parser("rl.ablate", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
     parser.add_argument("--table", action="store_true", help="write the table of finished runs")
     args, overrides = parse_command_line(parser, argv, AblationRun)
-    if args.gin_file is None:
-        parser.error("expected a file: python -m rl.ablate configs/ablations/lenience.gin")
+    if not args.gin_file:
+        parser.error("expected a grid: --gin_file=configs/ablations/lenience.gin")
     try:
-        config = load(AblationRun, [args.gin_file], overrides)
-        folder = Path(config.ablation.directory or Path("runs") / Path(args.gin_file).stem)
-        grid = cells([args.gin_file], overrides, folder.absolute())
+        config = load(AblationRun, args.gin_file, overrides)
+        folder = Path(config.ablation.directory or Path("runs") / Path(args.gin_file[-1]).stem)
+        grid = cells(args.gin_file, overrides, folder.absolute())
         num_examples = len(open_inputs(grid[0].config).task)
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)

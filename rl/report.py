@@ -1,5 +1,7 @@
 """`python -m rl.report RUN...`: a report on one or several runs, as PNG and one HTML page.
 
+Of several runs it prints and shows the ratios to the first: seconds, tokens, rewards.
+
 It reads metrics.jsonl, samples.jsonl, eval_samples.jsonl, timeline.json and workers.jsonl of each
 run folder.
 """
@@ -16,9 +18,10 @@ from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import Row, spread
 from rl.reports import page as report_page
 from rl.reports import plots as report_plots
+from rl.reports.comparison import comparison
 from rl.reports.evaluations import eval_table
 from rl.reports.runs import ReportError, Run, load_runs, summary_table
-from rl.runtime.progress import say
+from rl.runtime.progress import aligned, say
 from rl.runtime.run_files import REPORT_FOLDER
 
 PAGE_FILE = "index.html"
@@ -58,6 +61,7 @@ def write_report(
         ],
         summaries=summary_table(runs),
         evaluations=eval_table(runs),
+        compared=comparison(runs),
         samples=[
             (run.label, row)
             for run in runs
@@ -94,8 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = Path(arguments.runs[0])
     default = (first.parent if first.is_file() else first) / REPORT_FOLDER
     try:
+        runs = load_runs(arguments.runs)
         written = write_report(
-            load_runs(arguments.runs),
+            runs,
             Path(arguments.output) if arguments.output else default,
             smooth_steps=arguments.smooth,
             max_samples=arguments.samples,
@@ -105,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for path in written:
         say(path)
+    if rows := comparison(runs):
+        for line in aligned([list(rows[0]), *(list(row.values()) for row in rows)]):
+            say(line)
     return 0
 
 

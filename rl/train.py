@@ -26,6 +26,7 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave
+from rl.unused_settings import unused_settings
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         folder = run_folder.check(config, resume=args.resume)
         check_installed(config.metrics)
         inputs = open_inputs(config)
-        warnings = check_rewards(config.reward, inputs.task)
+        warnings = [*unused_settings(config), *check_rewards(config.reward, inputs.task)]
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE

@@ -32,7 +32,7 @@ class ProcessLost(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """Processes that must do the same did not: their results are not to be trusted."""
+    """Processes that must run the same program differed: their results are void."""
 
 
 class Store(Protocol):

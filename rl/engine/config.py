@@ -19,19 +19,20 @@ MAX_PAIRS = 12  # of slots and positions
 class EngineConfig:
     """Settings of a rollout worker on its devices; none of them changes a token.
 
-    `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache positions the
-    longest request's, a half and an eighth of it, `min_positions` at least. Without draft tokens of
-    the host up to `rounds_per_fetch` rounds run between two fetches. Beside its nodes a round
+    `slots` requests run at once. The engine compiles programs for each bucket: of slots
+    `min_slots`, 2 · `min_slots`, … up to `slots`; of cache positions the longest request, a half
+    and an eighth of it, never below `min_positions`. Fewer buckets compile faster. A round has a
+    root for each slot, draft tokens and tokens of cached responses: `max_round_nodes` caps all of
+    them (never below twice the slots), `max_nodes` those of one request. Up to `rounds_per_fetch`
+    rounds without draft tokens of the host run between two fetches. Beside its nodes a round
     computes `prefill_rows` chunks of prompts, of `prefill_chunk_tokens` each (in rows at most
-    `min_positions`). A round has slots · 2^i nodes: a root for each slot, draft tokens, and tokens
-    of cached responses; at most `max_round_nodes`, but twice the slots at least, and at most
-    `max_nodes` of one request.
+    `min_positions`).
 
     `cache` is "rows", one of the longest request's length for each slot, or "pages" of
     `page_tokens` positions, as many as a request has tokens; "auto": rows on CPUs. There are
-    `pages` in all (0: as many as all slots can need); if they lack, the newest requests wait and
-    are computed again. `slots` and `pages` of "auto" are found by the memory that the programs of
-    the run need (`rl.preflight.sizes`).
+    `pages` in all (0: as many as all slots can need); if they run out, the newest requests pause
+    and are computed again, with the same tokens. "auto" chooses `slots` and `pages` that fit the
+    device's memory (`rl.preflight.sizes`).
     """
 
     slots: int | Literal["auto"] = 64

@@ -147,7 +147,8 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     if times is not None:
         of_cached = int(stats.accepted_by_source[Source.CACHED])
         metrics["spec/accepted_tokens"] = float(accepted - of_cached)
-        metrics["spec/seconds_saved"] = seconds_saved(stats.timeline, times)
+        without = [r for r in stats.timeline if not r.cached_nodes]
+        metrics["spec/seconds_saved"] = seconds_saved(without, times)
     rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:
         return metrics

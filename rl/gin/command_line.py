@@ -12,22 +12,21 @@ from rl.gin.values import ConfigError, nearest
 from rl.runtime.progress import printable, say
 
 
-def config_parser(program: str, doc: str | None, *, files: bool = True) -> argparse.ArgumentParser:
-    """Return a parser of `--gin.Section.field`, `--list` and, with `files`, `--gin_file`."""
+def config_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of `--gin_file`, `--gin.Section.field` and `--list`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # `--gin` must not pass for `--gin_file`
     )
-    if files:
-        parser.add_argument(
-            "--gin_file",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="a configuration file; may be repeated, later ones win",
-        )
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a configuration file; may be repeated, later ones win",
+    )
     # For usage and help: `split_overrides` takes the real ones before argparse sees them.
     parser.add_argument(
         "--gin.Section.field",
@@ -92,6 +91,8 @@ def _meant(argument: str, parser: argparse.ArgumentParser, schema: type) -> str:
     """Return a hint at the flag or field closest to an unknown argument."""
     flag, equals, value = argument.partition("=")
     name = flag.removeprefix("--")
+    if flag == "--gin":
+        return " Write --gin.Section.field=value, as --gin.Run.steps=3"
     if re.fullmatch(r"[A-Z]\w*\.\w+", name):
         return f" Did you mean --gin.{name}{equals}{value}?"
     if homes := fields_called(name, schema):

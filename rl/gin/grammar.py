@@ -10,7 +10,7 @@ import dataclasses
 import io
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,13 @@ class _Delegate:
         return Reference(name)
 
 
-def read_files(paths: Iterable[Path]) -> list[Binding]:
-    """Return the bindings of files in order, of an included file at its place; ConfigError."""
+def read_files(paths: Iterable[Path], resolve: Callable[[str], Path]) -> list[Binding]:
+    """Return the bindings of files in order, of an included file at its place; ConfigError.
+
+    An included file is beside the including one, or at the place that `resolve` returns.
+    """
     sizes = list[int]()
-    return [binding for path in paths for binding in _read_file(path, (), sizes)]
+    return [binding for path in paths for binding in _read_file(path, (), sizes, resolve)]
 
 
 def _read_text(path: Path, sizes: list[int]) -> str:
@@ -78,7 +81,9 @@ def _read_text(path: Path, sizes: list[int]) -> str:
         raise ConfigError(f"{path}: expected UTF-8 text, got {error}") from error
 
 
-def _read_file(path: Path, including: tuple[Path, ...], sizes: list[int]) -> list[Binding]:
+def _read_file(
+    path: Path, including: tuple[Path, ...], sizes: list[int], resolve: Callable[[str], Path]
+) -> list[Binding]:
     including = (*including, path.resolve())
     if path.resolve() in including[:-1]:
         raise ConfigError(f"{path} includes itself: {' -> '.join(map(str, including))}")
@@ -93,10 +98,14 @@ def _read_file(path: Path, including: tuple[Path, ...], sizes: list[int]) -> lis
     for statement in _statements(path, _read_text(path, sizes)):
         where = f"{path}:{statement.location.line_num}"
         if isinstance(statement, grammar.IncludeStatement):
-            included = path.parent / statement.filename
+            beside = path.parent / statement.filename
+            included = beside if beside.is_file() else resolve(statement.filename)
             if not included.is_file():
-                raise ConfigError(f"{where}: included file {included} does not exist")
-            bindings += _read_file(included, including, sizes)
+                raise ConfigError(
+                    f"{where}: included file {statement.filename} does not exist beside {path}, "
+                    "in this folder, or in the checkout"
+                )
+            bindings += _read_file(included, including, sizes, resolve)
         elif isinstance(statement, grammar.ImportStatement):
             raise ConfigError(
                 f"{where}: `{statement.format()}`: a configuration holds values and may not "

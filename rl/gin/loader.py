@@ -44,7 +44,7 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
     Later files win over earlier ones, overrides (`"Sampling.temperature=0.7"`) over files. A macro
     (`NAME = value`, used as `%NAME`) has its last value everywhere. Raises ConfigError.
     """
-    bindings = read_files(_existing(file) for file in files)
+    bindings = read_files((_existing(file) for file in files), resolve_path)
     bindings += [read_override(override) for override in overrides]
     sections = _sections(schema)
     macros = _Macros({b.name: b for b in bindings if "." not in b.name})

@@ -26,19 +26,24 @@ def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:
     if eval_s := _total(evals, "eval_s"):
         lines[0] += f", {duration(eval_s)} in evaluations"
     if any("spec/seconds_saved" in row for row in rows):
-        lines.append(_of_drafts(rows, seconds["rollout"]))
+        lines.append(_drafts_line(rows, seconds["rollout"]))
     return lines
 
 
-def _of_drafts(rows: Sequence[Row], rollout_s: float) -> str:
+def _drafts_line(rows: Sequence[Row], rollout_s: float) -> str:
     accepted, saved_s = _total(rows, "spec/accepted_tokens"), _total(rows, "spec/seconds_saved")
-    drawn = _total(rows, "rollout/generated_tokens")
-    text = f"drafts: {accepted:,.0f} of {drawn:,.0f} tokens were accepted draft tokens"
-    verb, of = ("saved", rollout_s + saved_s) if saved_s >= 0 else ("lost", rollout_s)
-    text += f"; by measured rounds they {verb} about {duration(abs(saved_s))}"
+    reused = sum(
+        _number(row.get("spec/verified_prefix_tokens")) * _number(row.get("spec/cached_responses"))
+        for row in rows
+    )
+    tokens = _total(rows, "rollout/generated_tokens") + reused
+    text = f"drafts: {accepted / max(tokens, 1):.0%} of {tokens:,.0f} response tokens were accepted"
+    text += f" draft tokens, {reused / tokens:.0%} were reused" if reused else " draft tokens"
+    verb, plain_s = "saved" if saved_s >= 0 else "lost", rollout_s + saved_s
+    text += f"; by measured rounds drafts {verb} about {duration(abs(saved_s))}"
     if any(name.startswith("workers/") for row in rows for name in row):
         return f"{text}, summed over workers"  # of rollouts that overlap
-    return text + (f", {abs(saved_s) / of:.0%} of plain rollouts" if of > 0 else "")
+    return text + (f", {abs(saved_s) / plain_s:.0%} of plain rollouts" if plain_s > 0 else "")
 
 
 def duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.reports.comparison import NOTE
 from rl.reports.style import number
 
 MAX_TEXT_CHARS = 20_000
@@ -73,12 +74,13 @@ def page(
     images: Sequence[tuple[str, bytes, str]],
     summaries: Sequence[Mapping[str, str]],
     evaluations: Sequence[Mapping[str, str]],
+    compared: Sequence[Mapping[str, str]],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
     """Return the whole page as text.
 
     `runs`: (label, rows, last step, summary lines); `images`: (file, PNG, caption); `summaries`,
-    `evaluations`: rows of tables; `samples`: (run label, row).
+    `evaluations`, `compared`: rows of tables; `samples`: (run label, row).
     """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -99,6 +101,10 @@ def page(
         evaluated = f"""<h2>Evaluation before and after training</h2>
 {_table(evaluations, several)}
 <p class="faint">In brackets: 95% intervals over questions.</p>"""
+    if compared:
+        evaluated += f"""<h2>Compared with {_text(runs[0][0])}</h2>
+{_table(compared, several)}
+<p class="faint">{NOTE}</p>"""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -37,9 +37,13 @@ class Curve:
     metric: str
     caption: str
     band: tuple[str, str] | None = None
+    hides_zeros: bool = False  # a panel of zeros alone brings nothing
 
     def shown(self, runs: Sequence[Run]) -> bool:
-        return any(run.has(self.metric) for run in runs)
+        values = [run.series(self.metric) for run in runs]
+        if self.hides_zeros:
+            return any(np.nan_to_num(x).any() for x in values)
+        return any(np.isfinite(x).any() for x in values)
 
     def draw(self, ax: Any, runs: Sequence[Run], window: int) -> None:
         scale = 100 if self.unit.startswith("%") else 1
@@ -171,7 +175,9 @@ PANELS: tuple[Panel, ...] = (
     EvalCurves(),
     Curve("failures.png", "Responses without a score", "responses per step", "rewards/failures",
           "Responses whose reward function raised, ran out of time or returned no number; the "
-          "samples below give the reasons."),
+          "samples below give the reasons.", hides_zeros=True),
+    Curve("no_signal.png", "Groups without signal", "% of groups", "frac_reward_zero_std",
+          "Groups whose responses all have the same reward: nothing is learned from them."),
     Curve("length.png", "Response length", "tokens", "completions/mean_length",
           "Mean tokens of a response; the bounds are the shortest and the longest of the step.",
           ("completions/min_length", "completions/max_length")),
@@ -179,6 +185,10 @@ PANELS: tuple[Panel, ...] = (
           "Entropy of the next token; near 0 the policy has stopped exploring."),
     Curve("clip.png", "Clip fraction", "% of tokens", "clip_ratio/region_mean",
           "Tokens whose gradient was clipped because the update had moved them too far."),
+    Curve("grad_norm.png", "Gradient norm", "norm before clipping", "grad_norm",
+          "Norm of the gradient, mean over the step's optimizer steps."),
+    Curve("learning_rate.png", "Learning rate", "learning rate", "lr",
+          "Learning rate of the step's last optimizer step."),
     Curve("throughput.png", "Throughput", "tokens per second", "perf/throughput",
           "Response tokens over the seconds of the whole step, learning included."),
     Curve("spec_tokens.png", "Tokens per round", "tokens per request", "spec/tokens_per_round",

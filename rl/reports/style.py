@@ -34,9 +34,8 @@ STYLE = {
 
 
 def run_look(index: int) -> tuple[str, str]:
-    """Return color and line style of the index-th run."""
-    style = RUN_STYLES[index // len(RUN_COLORS) % len(RUN_STYLES)]
-    return RUN_COLORS[index % len(RUN_COLORS)], style
+    """Return color and line style of the index-th run: equal curves show through each other."""
+    return RUN_COLORS[index % len(RUN_COLORS)], RUN_STYLES[index % len(RUN_STYLES)]
 
 
 def plain_text(text: str, limit: int) -> str:

@@ -24,7 +24,7 @@ class RewardConfig:
       `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
     weights: one per function; empty means all ones.
     extract: how the built-in functions find the answer in a completion (rl.data.answers).
-    deadline_s: of one sample, for all functions together.
+    deadline_s: time to score one response with all functions.
     on_failure: if a scorer raises, hangs, dies or returns nonsense, the reward of its sample is
       0 (`zero`), or the sample is left out of the advantages (`skip`).
     memory_limit_mib: address space of each worker; libraries reserve more than they use. None

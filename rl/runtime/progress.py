@@ -58,7 +58,13 @@ class Progress:
         self._left = ""
         if self._total_steps is not None and (steps := self._total_steps - row["step"]) > 0:
             self._left = f"  {time_left(steps * statistics.median(self._recent_s))}"
-        self.message(format_step(row, self._total_steps) + self._left)
+        columns = [*step_columns(row, self._total_steps), self._left.strip()]
+        self.message(folded(columns, self._width_chars))
+
+    @property
+    def _width_chars(self) -> int:
+        """Return the width of a line; a file's lines have no end."""
+        return sys.maxsize
 
     def part(self, step: int, name: str) -> None:
         """Show that a part of a step starts: `rollout`, `reward`, `update`, `checkpoint`, …"""
@@ -150,6 +156,10 @@ class RichProgress(Progress):
             self._bars.update(self._task, visible=False, refresh=True)
         super().compiling(what, done, total)
 
+    @property
+    def _width_chars(self) -> int:
+        return self._console.width
+
     def message(self, text: str) -> None:
         self._console.print(printable(cut(text), self._stream), soft_wrap=True)
 
@@ -187,8 +197,8 @@ _COLUMNS = (
 )
 
 
-def format_step(row: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """Return the line of a step, with the watched metrics that `row` has."""
+def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list[str]:
+    """Return the columns of a step's line, with the watched metrics that `row` has."""
     parts = [_step_of(row["step"], total_steps)]
     if (step_s := row.get("step_time")) and (rollout_s := row.get("time/rollout")) is not None:
         row = {**row, _ROLLOUT_SHARE: rollout_s / step_s}
@@ -196,7 +206,17 @@ def format_step(row: Mapping[str, Any], total_steps: int | None = None) -> str:
         if name in row:
             value = row[name]
             parts.append(form.format(float("nan") if value is None else value))
-    return "  ".join(parts)
+    return parts
+
+
+def folded(columns: Sequence[str], width_chars: int) -> str:
+    """Join columns by two spaces; one that would pass the width begins an indented line."""
+    text, used = columns[0], len(columns[0])
+    for column in filter(None, columns[1:]):
+        is_over = used + 2 + len(column) > width_chars
+        text += ("\n    " if is_over else "  ") + column
+        used = len(column) + (4 if is_over else used + 2)
+    return text
 
 
 def _step_of(step: int, total_steps: int | None) -> str:

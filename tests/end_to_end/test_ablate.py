@@ -35,7 +35,7 @@ def grid(tmp_path_factory):
 
 
 def arguments(grid, *more):
-    return [str(grid), f"--gin.Ablation.directory={str(grid.parent / 'runs')!r}", *more]
+    return [f"--gin_file={grid}", f"--gin.Ablation.directory={str(grid.parent / 'runs')!r}", *more]
 
 
 def command(grid):
@@ -91,4 +91,4 @@ def test_errors_are_named_before_anything_runs(grid, capsys):
     assert "Did you mean Ablation.seeds?" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:
         call_main(ablate.main)
-    assert left.value.code == 2 and "expected a file" in capsys.readouterr().err
+    assert left.value.code == 2 and "expected a grid" in capsys.readouterr().err

@@ -111,6 +111,9 @@ def test_a_row_of_the_table(grid, tmp_path):
     with MetricsWriter(cell.folder, MetricsConfig(tensorboard=False)) as writer:
         for row in rows:
             writer.write(row["step"], row)
+        for step, value in ((3, 0.25), (6, 0.75)):
+            passes = {"eval/pass@2": value, "eval/pass@16": value / 2, "eval/one/pass@99": 1.0}
+            writer.amend(step, {"eval/mean_reward": value, **passes})
     assert cell.steps_done == 6 and not cell.is_done  # its policy is not written yet
     (cell.folder / "policy").mkdir()
     assert cell.is_done
@@ -119,6 +122,7 @@ def test_a_row_of_the_table(grid, tmp_path):
     assert (got["name"], got["seed"], got["epochs"]) == ("plain", 0, 2.0)
     assert (got["generated_tokens"], got["rollout_s"], got["verify_s"]) == (60, 3.0, 1.5)
     assert got["final_reward"] == 5.0 and got["reused_fraction"] == 0.9  # of the second epoch
+    assert (got["eval_reward"], got["eval_pass"]) == (0.75, 0.375), "the last, of the largest k"
     assert got["entropy"] == pytest.approx(0.35) and math.isnan(got["kl"])
 
 

@@ -251,7 +251,7 @@ def test_what_drafts_brought_is_said_and_drawn(tmp_path):
     text = "".join(page.text)
     assert (folder / "report" / "spec_saved.png").exists()
     assert "time: 10 s in 2 steps (rollout 80%)" in text
-    assert "50 of 200 tokens were accepted draft tokens; by measured rounds they saved" in text
+    assert "25% of 200 response tokens were accepted draft tokens; by measured rounds" in text
     assert "spec/seconds_saved" in text and "2.5 (step 2)" in text
 
 
@@ -361,7 +361,7 @@ def test_a_run_that_was_evaluated_and_did_no_step_has_nothing_to_report(tmp_path
         (None, "no metrics.jsonl here"),
         ("", "has no rows yet"),
         ('{"step": 1, "rew', "has no rows yet"),
-        ('{"step": 1, "lr": 0.1}\n', "no metric that can be drawn"),
+        ('{"step": 1, "num_tokens": 3}\n', "no metric that can be drawn"),
         ("garbage\n{}\n", "metrics.jsonl:1: damaged row"),
     ],
 )

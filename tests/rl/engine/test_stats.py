@@ -91,6 +91,9 @@ def test_seconds_saved_are_those_of_plain_rounds_less_those_of_rounds_with_draft
         "spec/seconds_saved",
         "spec/accepted_tokens",
     }
+    stats.timeline.append(dataclasses.replace(all_three, cached_nodes=3))
+    again = speculation_metrics(stats, times)["spec/seconds_saved"]
+    assert again == metrics["spec/seconds_saved"], "cached responses are no drafts"
 
 
 def test_a_run_that_may_draft_says_what_looking_for_drafts_cost():

@@ -131,6 +131,18 @@ def test_include_is_relative_to_the_including_file(tmp_path, monkeypatch):
     assert load(Schema, [child]).run == RunConfig(steps=5, name="child")
 
 
+def test_include_finds_what_a_command_line_would(tmp_path, monkeypatch):
+    monkeypatch.setattr(config_lib, "PROJECT_ROOT", tmp_path / "project")
+    (tmp_path / "project" / "configs").mkdir(parents=True)
+    write(tmp_path / "project" / "configs" / "base.gin", "Run.steps = 5\n")
+    (tmp_path / "mine").mkdir()
+    own = write(tmp_path / "mine" / "own.gin", "include 'configs/base.gin'\n")
+    assert load(Schema, [own]).run.steps == 5
+    (tmp_path / "mine" / "configs").mkdir()
+    write(tmp_path / "mine" / "configs" / "base.gin", "Run.steps = 7\n")
+    assert load(Schema, [own]).run.steps == 7, "a file beside it comes first"
+
+
 def test_macros_go_by_value_and_the_last_value_counts(tmp_path):
     file = write(tmp_path / "a.gin", "N = 3\nM = %N\nRun.steps = %M\nRollout.buckets = (%N, 4)\n")
     got = load(Schema, [file])
@@ -378,6 +390,7 @@ def test_the_command_line_is_split():
         (["--\x1b[2Jx"], r"unknown argument --\x1b[2Jx"),
         (["--gin.Run.steps", "--dry_run"], "--gin.Run.steps has no value"),
         (["stray"], "unknown argument stray"),
+        (["--gin", "Run.steps=3"], "Write --gin.Section.field=value"),
     ],
 )
 def test_unknown_flags_stop_with_the_nearest(argv, words, capsys):

@@ -17,6 +17,7 @@ from rl.config import PolicyConfig, TrainConfig
 from rl.gin.loader import dump, load
 from rl.inputs import open_inputs
 from rl.simulate import SimulateRun
+from rl.unused_settings import unused_settings
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.gin"))
@@ -94,6 +95,7 @@ class TestConfig:
         assert load(schema, [saved]) == config
         if schema is SimulateRun:
             return
+        assert schema is not TrainConfig or unused_settings(config) == []
         monkeypatch.chdir(tmp_path)  # paths of shipped files are found from anywhere
         if config.policy.directory.startswith("downloads/"):
             policy = PolicyConfig(str(stand_in(tmp_path / "policy")))

@@ -21,22 +21,32 @@ def test_time_and_drafts_are_summed_over_steps():
     assert time_line == "time: 40 s in 2 steps (rollout 40%, update 22%), 2.5 s in evaluations"
     # 16 s of rollouts would have been 20 s
     assert drafts_line == (
-        "drafts: 1,000 of 4,000 tokens were accepted draft tokens; by measured rounds they saved "
-        "about 4.0 s, 20% of plain rollouts"
+        "drafts: 25% of 4,000 response tokens were accepted draft tokens; by measured rounds "
+        "drafts saved about 4.0 s, 20% of plain rollouts"
+    )
+
+
+def test_reused_tokens_are_a_share_of_all_response_tokens():
+    rows = [row(1, rollout=9.0, total=20.0, drawn=600.0, accepted=300.0, saved_s=1.0)]
+    rows[0] |= {"spec/verified_prefix_tokens": 40.0, "spec/cached_responses": 10.0}
+    assert (
+        "30% of 1,000 response tokens were accepted draft tokens, 40% were reused"
+        in (summary_lines(rows)[1])
     )
 
 
 def test_a_loss_is_called_one():
     rows = [row(1, rollout=10.0, total=10.0, drawn=100.0, accepted=3.0, saved_s=-0.5)]
-    assert summary_lines(rows)[1].endswith(
-        "by measured rounds they lost about 0.5 s, 5% of plain rollouts"
-    )
+    # plain rollouts would have taken 9.5 s
+    assert summary_lines(rows)[1].endswith("drafts lost about 0.5 s, 5% of plain rollouts")
+    rows = [row(1, rollout=8.0, total=10.0, drawn=100.0, accepted=3.0, saved_s=-4.0)]
+    assert summary_lines(rows)[1].endswith("drafts lost about 4.0 s, 100% of plain rollouts")
 
 
 def test_seconds_of_several_workers_are_no_share_of_the_clocks():
     rows = [row(1, rollout=10.0, total=10.0, drawn=9.0, accepted=3.0, saved_s=-15.0)]
     rows[0]["workers/lost"] = 0.0
-    assert summary_lines(rows)[1].endswith("they lost about 15 s, summed over workers")
+    assert summary_lines(rows)[1].endswith("drafts lost about 15 s, summed over workers")
 
 
 def test_a_run_that_cannot_draft_has_no_line_on_drafts_and_none_without_steps():

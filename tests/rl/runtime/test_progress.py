@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 import rl
-from rl.runtime.progress import ErrorsOnly, Progress, RichProgress, format_step, progress, say
+from rl.runtime.progress import (
+    ErrorsOnly,
+    Progress,
+    RichProgress,
+    folded,
+    progress,
+    say,
+    step_columns,
+)
 
 ROW = {
     "step": 7,
@@ -25,6 +33,18 @@ ROW = {
     "kl": 0.1,
 }
 LINE = "step   7/200  reward  0.412  length   187.3  entropy  0.831     15,320 tok/s      4.21 s"
+
+
+def format_step(row, total_steps=None):
+    return folded(step_columns(row, total_steps), 10_000)
+
+
+def test_a_line_is_folded_between_columns():
+    columns = ["step 1/2", "reward  0.5", "", "about 3 s left"]
+    assert folded(columns, 80) == "step 1/2  reward  0.5  about 3 s left"
+    assert folded(columns, 37) == folded(columns, 80)
+    assert folded(columns, 36) == "step 1/2  reward  0.5\n    about 3 s left"
+    assert folded(columns, 9) == "step 1/2\n    reward  0.5\n    about 3 s left"
 
 
 def test_the_line_of_a_step():

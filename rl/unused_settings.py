@@ -1,0 +1,78 @@
+"""Settings that differ from their defaults and have no effect in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rl.config import TrainConfig
+from spec.budget.config import BANDIT, LEARNED, MODEL
+
+
+def unused_settings(config: TrainConfig) -> list[str]:
+    """Return a sentence per setting, or section, that the run does not use: which one would."""
+    speculation, sched, drafting = config.speculation, config.sched, config.drafting
+    # a budget that is off compares a run with plain decoding
+    drafters = {*speculation.sources, *(drafting.methods if drafting.helps else ())}
+    several = sched.workers > 1 or sched.mode != "sync"
+    histopipe = sched.policy == "histopipe"
+    learned = LEARNED in drafters, '"learned" in Speculation.sources'
+    used: dict[str, tuple[bool, str]] = {
+        "DraftModel": (MODEL in drafters, '"model" in Speculation.sources'),
+        "Drafter": learned,
+        "DrafterTraining": learned,
+        "DataBuffer": learned,
+        "Tuner": (speculation.budget == BANDIT, 'Speculation.budget = "bandit"'),
+        "Drafting": (
+            drafting.drafts_apart or drafting.helps,
+            "Drafting.workers or Drafting.requests_per_helper above 0",
+        ),
+        "Critic": (config.algorithm.resolved.needs_critic, 'Algorithm.name = "ppo"'),
+        "Eval": (config.eval.num_prompts > 0, "Eval.num_prompts above 0"),
+        "Speculation.match_tokens": ("histospec" in drafters, '"histospec" in Speculation.sources'),
+        "Speculation.window_tokens": (
+            speculation.budget == "aimd" or "histospec" in drafters,
+            'Speculation.budget = "aimd" or "histospec" in Speculation.sources',
+        ),
+        "Speculation.group_update_tokens": ("group" in drafters, '"group" in Speculation.sources'),
+        "Reuse.schedule": (config.reuse.mode != "off", "a Reuse.mode other than off"),
+        "Algorithm.kl_estimator": (
+            config.algorithm.kl_coefficient > 0,
+            "Algorithm.kl_coefficient above 0",
+        ),
+        "Cluster.rollouts": (config.cluster.kind == "spmd", 'Cluster.kind = "spmd"'),
+        **{
+            f"Sched.{name}": (several, "Sched.workers above 1, or another Sched.mode than sync")
+            for name in ("policy", "chunk_tokens", "kv_tokens", "pool_bytes", "devices_per_worker")
+        },
+        **{
+            f"Sched.{name}": (histopipe, 'Sched.policy = "histopipe"')
+            for name in ("ranking_groups", "allocation", "last_share", "growth_quantile")
+        },
+    }
+    changed = [name for name in _changed(config) if name != "Eval.num_prompts"]
+    notes = []
+    for name, (is_used, needs) in used.items():
+        fields = [field for field in changed if field == name or field.startswith(f"{name}.")]
+        if fields and not is_used:
+            notes.append(f"{', '.join(fields)}: no effect in this run, it takes {needs}")
+    if _draws_on_last(config) and config.reuse.mode == "off":
+        notes.append('"last" in Speculation.sources: no effect without a Reuse.mode')
+    return notes
+
+
+def _draws_on_last(config: TrainConfig) -> bool:
+    sources = config.speculation.sources
+    is_default = sources == type(config.speculation)().sources
+    return config.speculation.enabled and "last" in sources and not is_default
+
+
+def _changed(config: TrainConfig) -> list[str]:
+    """Return the settings that differ from their sections' defaults, as Section.field."""
+    changed = []
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        name = type(values).__name__.removesuffix("Config")
+        for field in dataclasses.fields(values):
+            if getattr(values, field.name) != field.default:
+                changed.append(f"{name}.{field.name}")
+    return changed

@@ -1,0 +1,34 @@
+"""Settings that a run does not use are reported, and only these."""
+
+import pytest
+
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from rl.unused_settings import unused_settings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        ((), []),
+        (("DraftModel.max_depth=3",), ["DraftModel.max_depth"]),
+        (("DraftModel.max_depth=3", "Speculation.sources=('model',)"), []),
+        (("Drafter.top_k=3", "DataBuffer.long_share=0.5"), ["Drafter.top_k", "DataBuffer"]),
+        (("Tuner.window=8",), ["Tuner.window"]),
+        (("Tuner.window=8", "Speculation.budget='bandit'"), []),
+        (("Critic.learning_rate=0.1",), ["Critic.learning_rate"]),
+        (("Speculation.match_tokens=(5, 2)",), ["Speculation.match_tokens"]),
+        (("Speculation.sources=('last', 'own')",), ['"last"']),
+        (("Speculation.sources=('last', 'own')", "Reuse.mode='coupled'"), []),
+        (("Sched.chunk_tokens=64",), ["Sched.chunk_tokens"]),
+        (("Sched.chunk_tokens=64", "Sched.workers=2"), []),
+        (("Eval.num_prompts=0",), []),
+        (("Eval.num_prompts=0", "Eval.samples=2", "Eval.temperature=1.0"), ["Eval.samples"]),
+        # a run to compare with keeps its drafters' settings
+        (("Speculation.sources=('model',)", "Speculation.budget='off'"), []),
+    ],
+)
+def test_settings_without_effect_are_named(overrides, notes):
+    found = unused_settings(load(TrainConfig, ["configs/tiny_cpu.gin"], overrides))
+    assert len(found) == len(notes), found
+    assert all(line.startswith(name) for line, name in zip(found, notes, strict=True)), found
