@@ -13,7 +13,7 @@ from rl.unused_settings import unused_settings
         ((), []),
         (("DraftModel.max_depth=3",), ["DraftModel.max_depth"]),
         (("DraftModel.max_depth=3", "Speculation.sources=('model',)"), []),
-        (("Drafter.top_k=3", "DataBuffer.long_share=0.5"), ["Drafter.top_k", "DataBuffer"]),
+        (("Drafter.top_k=3", "DataBuffer.max_bytes=9999999"), ["Drafter.top_k", "DataBuffer"]),
         (("Tuner.window=8",), ["Tuner.window"]),
         (("Tuner.window=8", "Speculation.budget='bandit'"), []),
         (("Critic.learning_rate=0.1",), ["Critic.learning_rate"]),
