@@ -262,8 +262,8 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
         lines_of_runs = [Line2D([], [], color=c, linestyle=s, linewidth=2.2) for c, s in looks]
         names = [plain_text(run.label, 40) for run in runs]
         ncols = min(len(runs), 2 * columns)
-        below = "outside lower left"  # titles of neighbors stay in line
-        figure.legend(lines_of_runs, names, loc=below, ncols=ncols, labelcolor=INK)
+        above = "outside upper left"  # titles of neighbors stay in line
+        figure.legend(lines_of_runs, names, loc=above, ncols=ncols, labelcolor=INK)
     elif columns > 1:
         look = {"x": 0.012, "ha": "left", "fontsize": 13, "color": INK, "weight": "bold"}
         figure.suptitle(plain_text(runs[0].label, 80), **look)
