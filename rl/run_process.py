@@ -20,6 +20,7 @@ from rl.cluster import join
 from rl.cluster.config import ClusterConfig
 from rl.cluster.processes import Diverged, Processes, ProcessLost
 from rl.config import TrainConfig
+from rl.disk_plan import disk_plan
 from rl.gin.loader import ConfigError, dump
 from rl.inputs import Inputs, remarks
 from rl.learner.gathering import host_copy
@@ -146,8 +147,10 @@ class _RunProcess:
             device = f"{result[0].device_kind} × {len(result)}"
             show.message(f"{verb} in {self.folder} on {device}{among}")
             if processes.is_first:
-                run_folder.note_launch(self.folder, last_saved()[0])
-            for text in filter(None, (devices.warning(), not_cached, tight)):
+                before = [] if self.before is None else run_folder.changes(self.before, config)
+                run_folder.note_launch(self.folder, last_saved()[0], before)
+            room = disk_plan(config, self.inputs, self.folder).warning
+            for text in filter(None, (devices.warning(), not_cached, tight, room)):
                 show.message(f"warning: {text}")
             for text in remarks(config, self.inputs):
                 show.message(text)

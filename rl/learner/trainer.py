@@ -118,7 +118,7 @@ def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
     for network, trained in _networks(state):
         every += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
     static = {"recipe": recipe}
-    for params in _scored(state.params, recipe, _shapes_in):
+    for params in _scored(state.params, recipe, shapes_in):
         every.append(Call(logprobs.token_logprobs, (params, plain), static))
     if state.critic:
         every.append(Call(critic.token_values, (state.critic.params, plain), static))
@@ -147,7 +147,7 @@ def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Par
     return policies
 
 
-def _shapes_in(params: Params, dtype: Any) -> Params:
+def shapes_in(params: Params, dtype: Any) -> Params:
     """Return the shapes of `cast_params`."""
 
     def one(p: Any) -> jax.ShapeDtypeStruct:
