@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,8 @@ def train(
             state, position, record = train_step(system, state, position, timings, run.rollouts)
             run.checkpointer.whole_step(state, position)
             row = run.write(position, record, timings, clock())
+            if position.step == run.position.step + 1:
+                _warn_of_stops(config.run, timings, show)
             saving = Timings(clock, partial(begins, position.step))
             run.save_if_due(position.step, record, saving)
             step_s = timings.total_s - timings.before_s + saving.total_s
@@ -216,6 +219,18 @@ def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
     watch.at(part)
     if part != SAVING:  # most steps save nothing
         show.part(step, part)
+
+
+def _warn_of_stops(run: RunConfig, timings: Timings, show: Progress) -> None:
+    """Warn if an update takes longer than a stop may: it is finished first."""
+    update_s = timings.seconds().get("time/update", 0.0)
+    if update_s > run.stop_limit_s:
+        show.message(
+            f"warning: an update took {update_s:.1f} s, and Run.stop_limit_s={run.stop_limit_s:g}: "
+            "a stop during one leaves the newest checkpoint as it is; set it to "
+            f"{math.ceil(1.5 * update_s)} if this machine's scheduler waits as long (KillWait of "
+            "SLURM, terminationGracePeriodSeconds of Kubernetes: often 30)"
+        )
 
 
 def _is_out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from models.folder import Folder
+from rl.metrics.tensorboard import EventFile
 from rl.runtime.run_files import (
     EVAL_SAMPLES_FILE,
     METRICS_FILE,
@@ -82,7 +83,7 @@ class MetricsWriter:
         self._files: dict[str, BinaryIO] = {}
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda step: True)
-        self._tensorboard: Any = self._open_tensorboard(None) if config.tensorboard else None
+        self._tensorboard = self._open_tensorboard(None) if config.tensorboard else None
         project = config.wandb_project
         self._wandb: Any = _open_wandb(self._folder, project) if project else None
 
@@ -110,9 +111,7 @@ class MetricsWriter:
         """Pass a row on to TensorBoard and Weights & Biases."""
         finite = {k: v for k, v in row.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, row["step"])
-            self._tensorboard.flush()
+            self._tensorboard.write(row["step"], finite)
         if self._wandb is not None:
             self._wandb.log(finite, step=row["step"])
 
@@ -188,13 +187,9 @@ class MetricsWriter:
             file.close()
         self._files.clear()
 
-    def _open_tensorboard(self, purge_step: int | None) -> Any:
-        # purge_step has TensorBoard hide the rows that a killed run wrote after its checkpoint.
-        # Without the suffix two writers of one second would share, and truncate, one file.
-        from tensorboardX import SummaryWriter
-
-        suffix, folder = f".{uuid.uuid4().hex[:8]}", self._folder.folder(TENSORBOARD_FOLDER)
-        return SummaryWriter(str(folder.path), purge_step=purge_step, filename_suffix=suffix)
+    def _open_tensorboard(self, purge_step: int | None) -> EventFile:
+        # purge_step hides the rows that a killed run wrote after its checkpoint
+        return EventFile(self._folder.folder(TENSORBOARD_FOLDER).path, purge_step)
 
 
 class RowsOnly(MetricsWriter):
