@@ -13,6 +13,7 @@ from run_settings import DRAFTS, PIPELINE, SETTINGS
 from rl.checkpoint.best import read_best
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.folders import list_steps
+from rl.engine.engine import Engine
 from rl.metrics.writer import MetricsWriter, read_metrics, read_samples, step_rows
 from rl.runtime.signals import Stopped
 from tests.support import tiny_run
@@ -200,13 +201,21 @@ def test_other_questions_begin_a_new_comparison(tiny, sets, greedy, tmp_path):
     assert read_best(tmp_path).step == 3
 
 
-def test_several_workers_and_a_pipeline_answer_as_one_engine(tiny, sets, greedy, tmp_path):
-    """In a pipeline too the weights are those after the step, and evaluation changes no sample."""
-    first = evaluations(greedy[0])[0]
+def test_several_workers_and_a_pipeline_answer_as_one_engine(
+    tiny, sets, greedy, tmp_path, monkeypatch
+):
+    """In a pipeline too the weights are those after the step, and evaluation changes no sample.
+
+    An engine that only evaluates keeps no cache.
+    """
+    first, free, left = evaluations(greedy[0])[0], Engine.free, []
+    monkeypatch.setattr(Engine, "free", lambda e: left.append(free(e) or e._rows._memory.cache))
     for mode in ("sync", "ahead", "pipeline"):
         settings = (*SETTINGS, *PIPELINE, f"Sched.mode='{mode}'", "Run.steps=2")
         found = finish(tiny, tmp_path / mode, *settings, *EVALUATED[:2], sets)
         assert evaluations(found)[0]["eval/mean_reward"] == first["eval/mean_reward"]
+        assert left == ([] if mode == "sync" else [None, None]), "after each evaluation"
+        left.clear()
         without = finish(tiny, tmp_path / f"{mode}_without", *settings)
         assert drawn(found) == drawn(without)
 
