@@ -179,5 +179,5 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
-    places = (np.array(x, int) for x in (order, starts, prompt_starts))
+    places = np.array(order, int), np.array(starts, int), np.array(prompt_starts, int)
     return Layout(tokens_BT, targets_BT, packing, *places, used)

@@ -150,9 +150,7 @@ def resume(
     template = SavedArrays.of(state, behind, None if drafter is None else drafter.template)
     state_paths = tuple(f".{field.name}" for field in dataclasses.fields(TrainState))
     try:
-        restored = checkpoints.restore(
-            template, optional=SavedArrays.OPTIONAL, frees=state_paths
-        )
+        restored = checkpoints.restore(template, optional=SavedArrays.OPTIONAL, frees=state_paths)
     except NoWholeCheckpointError as error:
         if error.problems:
             raise

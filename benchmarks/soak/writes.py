@@ -113,9 +113,7 @@ def writes(folder: Path, count: int = 300) -> dict[str, Any]:
 def _resumed(folder: Path, settings: str, count: int) -> dict[str, int]:
     folder.mkdir()
     config, run, copies = tiny_run.make_inputs(folder), folder / "run", folder / "copies"
-    config.write_text(
-        config.read_text() + SETTINGS.format(task=folder / "task.jsonl") + settings
-    )
+    config.write_text(config.read_text() + SETTINGS.format(task=folder / "task.jsonl") + settings)
     run.mkdir()
     copies.mkdir()
     taken = Copies(run, copies)

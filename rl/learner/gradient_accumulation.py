@@ -219,11 +219,11 @@ def accumulate(
 
         marks = jax.tree.map(lambda _: jnp.float32(0), params)
         gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
-        (total, not_finite), (statistics, finite_B) = gradients(params, marks)
+        (sums, not_finite), (statistics, finite_B) = gradients(params, marks)
         finite = sum(jax.tree.leaves(not_finite)) == 0
         statistics = losses.add_statistics(before.statistics, statistics)
         health = replicated(Health(finite_B, finite))
-        return Accumulator(network.constrain(recipe, total), replicated(statistics)), health
+        return Accumulator(network.constrain(recipe, sums), replicated(statistics)), health
 
     total, health = _by_copy(one, (params, scalars), (accumulator,), (batch,))
     return total, replicated(health)

@@ -74,7 +74,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of numpy arrays, its samples and their places e in [E], the positions in use."""
+    """A micro-batch of numpy arrays, its samples, their places e in [E], the positions in use."""
 
     batch: MicroBatch
     sample_indices: np.ndarray

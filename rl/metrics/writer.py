@@ -278,7 +278,7 @@ class Timings:
         before: Timings | None = None,
     ) -> None:
         self._clock, self._on_start = clock, on_start
-        self._seconds = {} if before is None else dict(before._seconds)
+        self._seconds: dict[str, float] = {} if before is None else dict(before._seconds)
         self.before_s = self.total_s
 
     @property

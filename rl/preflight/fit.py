@@ -202,8 +202,10 @@ class Fitting:
         chosen = [i for i in largest_of_kinds(programs) if _kind(programs[i]) == _kind(peak)]
         rest = [one for one in before.measured if _kind(one.program) != _kind(peak)]
         new = self._measured(config, model, programs, chosen, before.depths)
-        changed = {"held": run.held, "evaluation_bytes": run.evaluation_bytes}
-        return dataclasses.replace(before, measured=(*new, *rest), **changed)
+        measured, evaluation_bytes = (*new, *rest), run.evaluation_bytes
+        return dataclasses.replace(
+            before, held=run.held, measured=measured, evaluation_bytes=evaluation_bytes
+        )
 
     def programs(self, config: TrainConfig, model: ModelConfig) -> RunPrograms:
         """Return the run's programs on the target's devices; nothing is compiled yet."""

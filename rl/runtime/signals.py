@@ -55,8 +55,9 @@ class Watch:
 
     While the run is `starting` a signal ends the process at once. Later `check` raises in the main
     thread, which has `Limits.stop_s` to leave, and longer to save. A second Ctrl-C ends the process
-    at once, a third one if whole steps (up to `whole_step`) are not saved yet. `standing` returns the last saved step (0: none) and a description of it; `close`
-    removes a live display before the last message.
+    at once, a third one if whole steps (up to `whole_step`) are not saved yet. `standing` returns
+    the last saved step (0: none) and a description of it; `close` removes a live display before the
+    last message.
     """
 
     def __init__(

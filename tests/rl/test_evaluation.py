@@ -72,7 +72,17 @@ def test_what_a_kill_would_lose_is_written_first(evaluated):
     evaluation = ["eval_samples.jsonl", "amend"]
     before = [*evaluation, "metrics.jsonl"]
     order = [name for name, _ in itertools.groupby(WRITES)]
-    assert order == [*before, *step, *step, *evaluation, *step, *step, *evaluation, *step, *evaluation]
+    assert order == [
+        *before,
+        *step,
+        *step,
+        *evaluation,
+        *step,
+        *step,
+        *evaluation,
+        *step,
+        *evaluation,
+    ]
 
 
 def without_evaluation(rows):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from whole_steps import whole_steps
 
-from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint import contents, reader
+from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
 from rl.runtime import host_memory

@@ -155,9 +155,9 @@ def test_siblings_share_a_row_and_short_groups_fill_it():
 
 
 def test_each_copy_of_the_weights_has_the_samples_of_its_rows():
-    samples = [sample(i, [9], [10 + i, 20 + i], group=i) for i in range(5)]
+    samples = [sample(i, [9], [10 + i, 20 + i], group=i) for i in range(9)]
     first, second = micro_batches.micro_batches(samples, Shape(4, 4, 8, copies=2))
-    assert [len(first.places), len(second.places)] == [4, 1]
+    assert [len(first.places), len(second.places)] == [8, 1]
     for packed in (first, second):
         batch = packed.batch
         targets_CX = batch.targets_BT.reshape(2, -1)  # of a copy, counted from its first position

@@ -164,7 +164,7 @@ def test_a_hangup_is_left_to_nohup():
 
 
 def test_a_terminal_that_is_gone_ends_no_run():
-    stream = open("/dev/full", "w")  # noqa: SIM115  # refuses every write
+    stream = open("/dev/full", "w")  # refuses every write
     with contextlib.suppress(OSError), stream:
         progress.Progress(stream).message("still there?")
 
