@@ -16,6 +16,7 @@ Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the b
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from models.attention import (
 )
 from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
+from models.sharding import sizes_in_use
 
 PLATFORMS = ("tpu", "cuda")  # that have kernels
 Axes = tuple[str | None, ...]
@@ -87,7 +89,7 @@ def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | N
     """Return why the portable path is taken on a platform and mesh; None if its kernel is."""
     from models.kernels.hopper import is_hopper
 
-    sizes = jax.sharding.get_abstract_mesh().shape
+    sizes = sizes_in_use()
     ways = sizes.get("tensor", 1)
     if k_BTKh.shape[2] % ways:
         return f"expected key/value heads that {ways} devices divide, got {k_BTKh.shape[2]}"
@@ -123,16 +125,18 @@ def _by_device(
     function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
 ) -> Any:
     """Call a function on each device's part of its inputs; `results` are (shape, axes)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    sizes = sizes_in_use()
+    if math.prod(sizes.values()) == 1:
         return function(*inputs)
 
     def partition(shape: tuple[int, ...], axes: Axes) -> PartitionSpec:
-        return PartitionSpec(*fitting_axes(mesh.shape, shape, axes))
+        return PartitionSpec(*fitting_axes(sizes, shape, axes))
 
     parts = tuple(partition(x.shape, of) for x, of in zip(inputs, axes, strict=True))
     out_parts = tuple(partition(*result) for result in results)
-    return jax.shard_map(function, in_specs=parts, out_specs=out_parts, check_vma=False)(*inputs)
+    left = set(sizes) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    specs: dict[str, Any] = {"in_specs": parts, "out_specs": out_parts, "axis_names": left}
+    return jax.shard_map(function, **specs, check_vma=False)(*inputs)
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -103,16 +104,32 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
     return jax.make_array_from_callback(copy.shape, where, copy.__getitem__)
 
 
+def sizes_in_use() -> dict[str, int]:
+    """Return the sizes of the mesh in use by axis, 1 for those of a `shard_map` around the caller.
+
+    It is empty without a mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    return {name: 1 if name in manual else size for name, size in mesh.shape.items()}
+
+
 def ways_in_use(axis: str) -> int:
     """Return how many ways the mesh in use splits a logical axis; 1 without a mesh."""
+    sizes = sizes_in_use()
+    return axis_ways(sizes, axis) if sizes else 1
+
+
+def ways_outside() -> int:
+    """Return into how many parts a `shard_map` around the caller splits its arrays."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else axis_ways(mesh.shape, axis)
+    return math.prod(mesh.shape[name] for name in mesh.manual_axes)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pin an activation to the sharding of its logical axes, under the mesh in use."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    sizes = sizes_in_use()
+    if math.prod(sizes.values()) == 1:
         return x
-    spec = fitting_spec(mesh.shape, x.shape, axes)
+    spec = fitting_spec(sizes, x.shape, axes)
     return jax.lax.with_sharding_constraint(x, spec)

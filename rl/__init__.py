@@ -1,7 +1,12 @@
 """The training loop, the rollout engine and the commands, on `models`, `spec` and `sched`."""
 
 import importlib.util
+import os
+import re
+import signal
+import sys
 from pathlib import Path
+from types import FrameType
 
 import sched
 
@@ -28,4 +33,17 @@ def _check_packages() -> None:
             )
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End a command in one line; libraries would swallow a KeyboardInterrupt of their callbacks."""
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped\n")
+    os._exit(128 + number)
+
+
+def _is_command() -> bool:
+    """Return whether `python -m rl.COMMAND` is starting, which locates this package first."""
+    return sys.argv[:1] == ["-m"] and any(re.fullmatch(r"rl\.\w+", x) for x in sys.orig_argv)
+
+
+if _is_command():
+    signal.signal(signal.SIGINT, _stop)
 _check_packages()

@@ -31,6 +31,7 @@ from rl.metrics.writer import Row, read_metrics, step_rows
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
+from rl.runtime.signals import stop_signals
 
 COLUMNS = (
     *("name", "seed", "epochs", "generated_tokens", "rollout_s", "verify_s", "final_reward"),
@@ -340,18 +341,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Stop:
-    """Stops the grid on SIGTERM and Ctrl-C: the current run saves, and no other starts."""
+    """Stops the grid on `stop_signals`: the current run saves, and no other starts."""
 
     def __init__(self) -> None:
         self.requested = False
         self.child: subprocess.Popen[bytes] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._request)
 
     def _request(self, number: int, _: object) -> None:
         self.requested = True
-        if self.child is not None:  # a terminal sends it Ctrl-C too: harmless
-            self.child.send_signal(signal.SIGTERM)
+        if self.child is not None:
+            self.child.send_signal(number)
 
 
 def _run_all(folder: Path, grid: Sequence[Cell], num_examples: int) -> int:
@@ -384,7 +385,8 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     replace_file(config, dump(cell.config))
     command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
     command += ["--resume"] if cell.is_started else []
-    with subprocess.Popen(command) as stop.child:
+    # in a session of its own: a terminal would send it Ctrl-C as well
+    with subprocess.Popen(command, start_new_session=True) as stop.child:
         if stop.requested:  # while it started
             stop.child.send_signal(signal.SIGTERM)
         code = stop.child.wait()

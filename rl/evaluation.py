@@ -26,7 +26,7 @@ from rl.eval_sets import EvalConfig, EvalSet
 from rl.inputs import Inputs
 from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
-from rl.metrics.writer import MetricsWriter, Row
+from rl.metrics.writer import EVAL_SECONDS, MetricsWriter, Row
 from rl.responses import WHOLE, Partition, Responses, Scorer, failures_text
 from rl.rewards.scores import Score
 from rl.rollouts import run
@@ -36,7 +36,6 @@ from rl.trajectory import Request, Trajectory
 from spec.sampling import step_key
 
 EVAL_STEP = 2**31 - 1  # of the noise: no training step comes that far
-EVAL_SECONDS = "eval_s"  # the metric that every evaluation has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,9 +178,13 @@ class RunEvaluation:
             system.partition,
             system.is_stop_requested,
         )
+        if system.eval_engine is not system.engine:  # which is idle until the next evaluation
+            for one in system.eval_engine.engines:
+                system.eval_engine.do(one.free)
         row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - start_s}
-        self._metrics.amend(step, row)
+        # the row says that the evaluation is done, so its samples come first
         self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
+        self._metrics.amend(step, row)
         self._done.add(step)
         if text := failures_text([score for a in answers for score in a.scores]):
             system.show.message(f"warning: evaluation after step {step}: {text}")

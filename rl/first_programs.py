@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
 from rl.config import TrainConfig
+from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine, RolloutEngine
 from rl.inputs import Inputs
 from rl.responses import WHOLE, Partition
@@ -100,6 +101,20 @@ def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
         nodes=_node_sizes(config),
         alone=drafted_alone(config),
     )
+
+
+def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> EngineConfig:
+    """Return the settings of an engine that only evaluates, on a mesh that splits slots `ways`.
+
+    It has no more pages than its requests can need: `Engine.pages` may be sized for other devices.
+    """
+    engine = config.engine
+    if not engine.pages or engine.pages == "auto":
+        return engine
+    max_tokens = config.max_any_prompt_tokens + config.sampling.max_any_new_tokens
+    slots = engine.over(ways).slot_bucket(num_requests)
+    needed = dataclasses.replace(engine, pages=0).num_pages(slots, max_tokens, ways)
+    return dataclasses.replace(engine, pages=min(engine.pages, needed))
 
 
 def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:

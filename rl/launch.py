@@ -28,7 +28,7 @@ from rl.runtime import host_memory
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE
-from rl.runtime.signals import leave
+from rl.runtime.signals import leave, stop_signals
 from rl.runtime.waits import ProgramLost
 
 LAST_LINES = 40  # of a process that fails without an error message
@@ -79,14 +79,14 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
 
 
 class StopSignals:
-    """A context manager that counts SIGTERM and Ctrl-C."""
+    """A context manager that counts `stop_signals`."""
 
     def __init__(self) -> None:
         self.count, self.last = 0, signal.SIGTERM
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             self._exits.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 

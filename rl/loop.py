@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from rl.engine.worker_record import WorkerLog
 from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import trainer
-from rl.learner.optimizer import TrainState
-from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, read_metrics
+from rl.learner.optimizer import SavedArrays, TrainState
+from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, lost_rows, read_metrics
 from rl.rollouts import StepRollouts
 from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
 from rl.runtime.progress import Progress
@@ -56,16 +57,21 @@ def train(
     anywhere and resumed writes the same bits as one that was not. Raises Stopped if a stop was
     requested, or if `Run.time_limit_s` leaves no time for another step.
     """
-    start_s, num_skipped = clock(), 0
+    start_s, num_skipped, begins = clock(), 0, partial(_begins, show, watch)
     with _opened(config, inputs, folder, show, watch, clock, processes) as run:
         system, state, position = run.system, run.state, run.position
         run.checkpointer.evaluate_with(run.evaluation)
+        saving = Timings(clock)
         while position.step < config.run.steps:
-            timings = Timings(clock, partial(_begins, show, watch, position.step + 1))
+            timings = Timings(clock, partial(begins, position.step + 1), saving)
             state, position, record = train_step(system, state, position, timings, run.rollouts)
             run.checkpointer.whole_step(state, position)
-            run.save_if_due(position.step, record, timings)
-            row, step_s = run.write(position, record, timings, clock())
+            row = run.write(position, record, timings, clock())
+            if position.step == run.position.step + 1:
+                _warn_of_stops(config.run, timings, show)
+            saving = Timings(clock, partial(begins, position.step))
+            run.save_if_due(position.step, record, saving)
+            step_s = timings.total_s - timings.before_s + saving.total_s
             finish_warm_up(system, state, folder)
             run.checkpointer.evaluate_with(run.evaluation)
             num_skipped = _in_a_row(num_skipped, row, position.step)
@@ -91,10 +97,13 @@ class _Run:
     position: RunPosition
 
     def save_if_due(self, step: int, record: StepRecord, timings: Timings) -> None:
-        """Save a checkpoint after the last step, and when it is due."""
+        """Save a checkpoint after the last step, and when it is due.
+
+        The step's row has been written: a row would be lost if a kill came between the two.
+        """
         system, config = self.system, self.system.config
         with timings.section("checkpoint"):
-            if config.checkpoint.due(step) or step == config.run.steps:
+            if step == config.run.steps or self.checkpointer.is_due():
                 system.show.part(step, SAVING)
                 if system.processes.is_first:
                     save_timeline(self.folder, step, record.stats.timeline)
@@ -102,8 +111,8 @@ class _Run:
 
     def write(
         self, position: RunPosition, record: StepRecord, timings: Timings, now_s: float
-    ) -> tuple[dict[str, Any], float]:
-        """Write a step's metrics and samples; return its metrics and its seconds."""
+    ) -> dict[str, Any]:
+        """Write a step's samples, then its metrics; return these."""
         step, stats, show = position.step, record.stats, self.system.show
         workers, of_workers = self.workers.step(step, stats.parts, stats.events, now_s)
         turned_off = after_step(
@@ -114,7 +123,7 @@ class _Run:
         self.metrics.write_samples(step, record.samples)
         seconds = timings.seconds()
         show.step(self.metrics.write(step, row | speed_metrics(row, seconds)))
-        return row, sum(seconds.values())
+        return row
 
 
 @contextlib.contextmanager
@@ -143,6 +152,7 @@ def _opened(
                 Deadline(config.run.hang_limit_s, watch.heartbeat),
                 committed=partial(committed, files, best),
                 spared=best.spared,
+                light=SavedArrays.OF_TRAINING,
                 processes=processes,
             )
         )
@@ -157,12 +167,17 @@ def _opened(
         metrics.truncate_to_step(position.step)
         processes.barrier("rows of the run", watch.heartbeat)
         rows = read_metrics(folder) if files.exists(METRICS_FILE) else []
+        if processes.is_first and (lost := lost_rows(rows, position.step)):
+            show.message(f"warning: {folder / METRICS_FILE} {lost}")
         evaluation = RunEvaluation(system, best, metrics, clock, rows)
         seconds = SecondsRecord(files, processes)
         go_on(system.speculation, seconds, position.step)
         saved = host.get("source", {})
         rollouts = enter(open_rollouts(system, position.step + 1, stale_params, saved))
-        saver = enter(RunCheckpointer(system, checkpoints, rollouts, state, position))
+        saver = enter(
+            RunCheckpointer(system, checkpoints, rollouts, metrics, clock, state, position)
+        )
+        checkpoints.tidy()
         log = WorkerLog(position.step)
         parts = system, folder, metrics, log, evaluation, rollouts, seconds, saver
         yield _Run(*parts, state, position)
@@ -204,6 +219,18 @@ def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
     watch.at(part)
     if part != SAVING:  # most steps save nothing
         show.part(step, part)
+
+
+def _warn_of_stops(run: RunConfig, timings: Timings, show: Progress) -> None:
+    """Warn if an update takes longer than a stop may: it is finished first."""
+    update_s = timings.seconds().get("time/update", 0.0)
+    if update_s > run.stop_limit_s:
+        show.message(
+            f"warning: an update took {update_s:.1f} s, and Run.stop_limit_s={run.stop_limit_s:g}: "
+            "a stop during one leaves the newest checkpoint as it is; set it to "
+            f"{math.ceil(1.5 * update_s)} if this machine's scheduler waits as long (KillWait of "
+            "SLURM, terminationGracePeriodSeconds of Kubernetes: often 30)"
+        )
 
 
 def _is_out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> bool:

@@ -24,13 +24,14 @@ from models.config import ModelConfig, num_params, param_specs
 from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
 from rl.config import TrainConfig, drafter_shape
 from rl.engine import cache_ops
-from rl.first_programs import num_whole_model, rollout_reach
+from rl.first_programs import evaluation_engine, num_whole_model, rollout_reach
 from rl.gin.loader import dump, resolve_path
 from rl.inputs import Inputs, remarks
 from rl.learner import critic
 from rl.learner.optimizer import make_optimizer
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
+from rl.warm_up.rollout_programs import Reach
 
 TRAINING, ROLLOUTS = "training", "rollouts"
 USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
@@ -147,7 +148,8 @@ def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_c
     """Return the bytes of one device that arrays take between programs."""
     dtype = config.trainer.dtype_on(is_cpu)
     training = _training(config, model, _Shards(layout.mesh), dtype)
-    rollouts = _rollouts(config, model, _Shards(layout.worker_mesh), dtype, is_cpu=is_cpu)
+    worker, reach = _Shards(layout.worker_mesh), rollout_reach(config)
+    rollouts = _rollouts(config, model, worker, dtype, reach, is_cpu=is_cpu)
     if dtype == jnp.float32 and not layout.is_disjoint and _shares_weights(config, layout):
         rollouts["rollout weights"] = 0  # rollouts read the master weights
     rollouts = {name: size * layout.workers_each for name, size in rollouts.items()}
@@ -197,15 +199,48 @@ def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any
     return held
 
 
+def evaluation_bytes(
+    config: TrainConfig, model: ModelConfig, layout: Layout, *, is_cpu: bool
+) -> int:
+    """Return the bytes of a training device during an evaluation beside the workers; else 0.
+
+    Training computes nothing meanwhile, and they are given back afterwards.
+    """
+    if not (config.sched.beside_training and config.eval.num_prompts):
+        return 0
+    is_local = config.cluster.kind == "spmd" and config.cluster.rollouts == "local"
+    size = layout.num_training if is_local else math.prod(layout.mesh.values())
+    ways = layout.mesh["fsdp"] * layout.mesh["tensor"]
+    tensor = rollout_tensor(size, ways, model.num_kv_heads, config.mesh.rollout_tensor)
+    mesh = _Shards({"data": size // tensor, "fsdp": 1, "tensor": tensor})
+    num_sets = len(config.eval.sets or config.task.specs)
+    requests = num_sets * config.eval.num_prompts * config.eval.samples
+    settings = evaluation_engine(config, requests, size // tensor)
+    config = dataclasses.replace(config, engine=settings)
+    dtype = config.trainer.dtype_on(is_cpu)
+    reach = Reach(requests, config.max_any_prompt_tokens)
+    arrays = _rollouts(config, model, mesh, dtype, reach, is_cpu=is_cpu, drafts=False)
+    if dtype == jnp.float32 and layout.mesh["fsdp"] == 1 and layout.mesh["tensor"] == tensor:
+        arrays["rollout weights"] = 0  # it reads the master weights
+    return sum(arrays.values())
+
+
 def _rollouts(
-    config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any, *, is_cpu: bool
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: _Shards,
+    dtype: Any,
+    bounds: Reach,
+    *,
+    is_cpu: bool,
+    drafts: bool = True,
 ) -> dict[str, int]:
     """The arrays of one worker: weights, its largest cache, and the state of its slots."""
-    ways, bounds = axis_ways(mesh.sizes, "batch"), rollout_reach(config)
+    ways = axis_ways(mesh.sizes, "batch")
     engine = config.engine.over(ways)
     max_tokens = bounds.max_prompt_tokens + config.sampling.max_any_new_tokens
     slots = engine.slot_bucket(bounds.max_requests)
-    shape = drafter_shape(config, model)
+    shape = drafter_shape(config, model) if drafts else None
     feature_layers = None if shape is None else shape.feature_layers
 
     def cache(of: ModelConfig, features: tuple[int, ...] | None = None) -> Any:
@@ -236,7 +271,7 @@ def _rollouts(
 
         whole = _Shards(dict.fromkeys(mesh.sizes, 1))
         drafters.append((shape.layer, whole.params(eagle.param_specs(shape), dtype)))
-    if config.speculation.asks_model:
+    if drafts and config.speculation.asks_model:
         draft = hf.shape(resolve_path(str(config.draft_model.directory)))
         drafters.append((draft, mesh.params(param_specs(draft), dtype)))
     if drafters:
@@ -303,12 +338,17 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
         ways = max(ways, sched.workers * sched.devices_per_worker)
     layout = divide(config, model, max(devices.count, ways), devices.processes)
     parts = held_arrays(config, model, layout, is_cpu=devices.is_cpu)
-    parts[TRAINING]["gradients"] = parts[TRAINING]["master weights"]
+    gradients = parts[TRAINING]["gradients"] = parts[TRAINING]["master weights"]
+    evaluation = evaluation_bytes(config, model, layout, is_cpu=devices.is_cpu)
+    if evaluation > gradients:  # they take turns
+        parts[TRAINING]["evaluations, beyond gradients"] = evaluation - gradients
     return Estimate(parts, layout.is_disjoint)
 
 
 def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print the plan of `--dry_run`, and the memory it needs; return the exit code."""
+    from rl.disk_plan import disk_plan
+
     model, devices_here = inputs.model, unopened_devices()
     say(dump(config))
     say(f"# run folder    {folder}")
@@ -319,6 +359,8 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     for one in inputs.evals.sets:
         say(f"# evaluation    {one.name}: {len(one.examples)} questions of {one.spec}")
     say(f"# per step      {config.rollout.num_requests} responses")
+    room = disk_plan(config, inputs, folder)
+    say(f"# disk          {room}")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
     if config.open_sizes:
@@ -340,7 +382,7 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
         return EXIT_USAGE
     if devices_here.bytes_each is None:
         say("# memory        the size of a device is unknown: compared when it runs")
-    for remark in [*filter(None, [warning]), *remarks(config, inputs)]:
+    for remark in [*filter(None, [warning, room.warning]), *remarks(config, inputs)]:
         say(f"# note          {remark}")
     say("# ok            all is checked but Mesh: devices are checked when it runs")
     return 0

@@ -143,6 +143,7 @@ def of_run(config: TrainConfig, base: Base, history: History, form: Form) -> str
         f"{config.rollout.prompts_per_step} prompts × {config.rollout.group_size} responses",
         "Response tokens": "" if math.isnan(num_tokens) else f"{num_tokens:,.0f}",
         "Hardware and versions": _hardware(history),
+        **_changes(history),
         "Exported": f"{form.date}, weights in {form.dtype}",
         "Prompts, sampling, optimizer, evaluations": "see the configuration below",
     }
@@ -234,6 +235,16 @@ def _hardware(history: History) -> str:
     ]
     dates = " to ".join(dict.fromkeys((code(legs[0].began), code(legs[-1].began))))
     return f"{_listed(dict.fromkeys(places))}; {dates}{hours}"
+
+
+def _changes(history: History) -> dict[str, str]:
+    """Return what each resumed leg changed, by its steps: the configuration is the last one."""
+    changed: dict[str, list[str]] = {}
+    for launch in history.legs:
+        if launch.after_step < history.step and launch.changes:
+            title = f"From step {launch.after_step + 1:,} on"
+            changed.setdefault(title, []).extend(map(_spec, launch.changes))
+    return {title: _listed(changes) for title, changes in changed.items()}
 
 
 def _results(rows: Sequence[Row]) -> str:

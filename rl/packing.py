@@ -24,11 +24,20 @@ ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows of a micro-batch, positions of a row, and how many samples they may hold."""
+    """Rows of a micro-batch, positions of a row, and how many samples they may hold.
+
+    Each of `copies` of the weights has an equal part of the rows, with their samples.
+    """
 
     rows: int
     length: int
     samples: int
+    copies: int = 1
+
+    @property
+    def of_copy(self) -> Shape:
+        """Return the shape of one copy's part."""
+        return Shape(self.rows // self.copies, self.length, self.samples // self.copies)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,14 +78,17 @@ class Layout:
     used_positions: int
 
 
-def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1) -> Shape:
+def batch_shape(
+    micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1, copies: int = 1
+) -> Shape:
     """Return rows for the longest prompt and response, of about `micro_batch_tokens` in all.
 
-    The number of rows is a multiple of `row_multiple`, the size of the mesh's batch axes.
+    The number of rows is a multiple of `row_multiple`, the size of the mesh's batch axes, which
+    `copies` divides.
     """
     length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
     rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
-    return Shape(rows, length, SAMPLES_PER_ROW * rows)
+    return Shape(rows, length, SAMPLES_PER_ROW * rows, copies)
 
 
 def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
@@ -167,5 +179,5 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
-    places = np.array(order), np.array(starts), np.array(prompt_starts)
+    places = np.array(order, int), np.array(starts, int), np.array(prompt_starts, int)
     return Layout(tokens_BT, targets_BT, packing, *places, used)

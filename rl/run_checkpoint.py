@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +21,7 @@ from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
 from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
+from rl.metrics.writer import MetricsWriter
 from rl.responses import AGREED, PeerFailed
 from rl.rollouts import StepRollouts
 from rl.runtime.run_files import NEWEST_FILE
@@ -53,17 +55,21 @@ class RunCheckpointer:
         system: System,
         checkpoints: Checkpointer,
         rollouts: StepRollouts | PipelineRollouts,
+        metrics: MetricsWriter,
+        clock: Callable[[], float],
         state: TrainState,
         position: RunPosition,
     ) -> None:
         self._system, self._checkpoints, self._rollouts = system, checkpoints, rollouts
-        self._saved_step = position.step
+        self._metrics, self._clock = metrics, clock
+        self._saved_step, self._saved_s = position.step, clock()
         self.whole_step(state, position)
 
     def whole_step(self, state: TrainState, position: RunPosition) -> None:
         """Record a completed step as the rollback point of an interrupted one."""
         system = self._system
         self._state, self._position = state, position
+        system.watch.whole_step = position.step
         self._learned = {
             "reuse": system.reuse.state(),
             "speculation": system.speculation.state(),
@@ -73,8 +79,18 @@ class RunCheckpointer:
         if system.drafter is not None:
             system.drafter.mark()
 
+    def is_due(self) -> bool:
+        """Return whether a checkpoint is due by steps or, in any process, by minutes."""
+        config, step = self._system.config.checkpoint, self._position.step
+        if config.due(step) or not config.every_minutes:
+            return config.due(step)
+        is_late = self._clock() - self._saved_s >= 60 * config.every_minutes
+        return self._system.processes.any(f"save after step {step}", is_late)
+
     def save(self) -> None:
+        """Save the last whole step, after the rows that were written up to it."""
         system, position = self._system, self._position
+        self._metrics.sync()
         system.speculation.settle()
         host = {
             "num_tokens": position.num_tokens,
@@ -89,7 +105,7 @@ class RunCheckpointer:
         stale_params = self._rollouts.stale_params(self._state, position.step)
         arrays = SavedArrays.of(self._state, stale_params, drafter)
         self._checkpoints.save(position.step, arrays, host, _spilled(system.cache))
-        self._saved_step = position.step
+        self._saved_step, self._saved_s = position.step, self._clock()
 
     def evaluate_with(self, evaluation: RunEvaluation) -> None:
         """Evaluate the last whole step if that is due; a step that is the best is saved."""
@@ -130,10 +146,11 @@ def resume(
     """
     drafter, behind = system.drafter, None
     if system.config.sched.mode == "pipeline":
-        behind = trainer.cast_params(state.params, system.engine.dtype)
+        behind = trainer.shapes_in(state.params, system.engine.dtype)
     template = SavedArrays.of(state, behind, None if drafter is None else drafter.template)
+    state_paths = tuple(f".{field.name}" for field in dataclasses.fields(TrainState))
     try:
-        restored = checkpoints.restore(template, optional=SavedArrays.OPTIONAL)
+        restored = checkpoints.restore(template, optional=SavedArrays.OPTIONAL, frees=state_paths)
     except NoWholeCheckpointError as error:
         if error.problems:
             raise
@@ -166,6 +183,11 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
 
     Raises StructureMismatchError.
     """
+    reader.check_structure(checkpoints, saved_shapes(config, inputs), SavedArrays.OPTIONAL)
+
+
+def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
+    """Return the shapes of the arrays of a run's checkpoints; opens no device."""
     spec, model = recipe(config, inputs.model), inputs.model
     state = state_shapes(param_specs(model), make_optimizer(config.optimizer, spec.total_steps))
     if config.algorithm.resolved.needs_critic:
@@ -178,8 +200,7 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
 
         init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
         drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))
-    template = SavedArrays.of(state, behind, drafter)
-    reader.check_structure(checkpoints, template, SavedArrays.OPTIONAL)
+    return SavedArrays.of(state, behind, drafter)
 
 
 def _spilled(cache: RolloutCache) -> LinkedFiles | None:

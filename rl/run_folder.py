@@ -82,6 +82,17 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
     ]
 
 
+def remarks(found: Sequence[Change], now: TrainConfig) -> list[str]:
+    """Return sentences on changes with an effect that their fields do not name."""
+    schedule = now.optimizer.schedule
+    if schedule == "constant" or all(change.field != "Run.steps" for change in found):
+        return []
+    return [
+        f"Optimizer.schedule={schedule!r} now ends at step {now.run.steps}: the learning rate "
+        "jumps to its place on the longer or shorter curve"
+    ]
+
+
 def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
     """Raise ConfigError if a resumed run would be another experiment."""
     other = [change for change in found if change.of_experiment]
@@ -303,21 +314,26 @@ def _lines(config: TrainConfig) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One start of a run's process: after which step, with the date, device and versions."""
+    """One start of a run's process: after which step, with the date, device and versions.
+
+    `changes` are the settings that differ from the launch before, as text.
+    """
 
     after_step: int
     began: str  # the date, in UTC
     device: str
     versions: dict[str, str]
+    changes: list[str] = dataclasses.field(default_factory=list)
 
 
-def note_launch(folder: Path, after_step: int) -> None:
+def note_launch(folder: Path, after_step: int, changes: Sequence[Change] = ()) -> None:
     """Add this process's launch to the run folder. Raises OSError."""
     launch = Launch(
         after_step,
         datetime.datetime.now(datetime.UTC).date().isoformat(),
         devices.device(),
         {"reprise": rl.__version__} | devices.versions(),
+        list(map(str, changes)),
     )
     run = Folder(folder)
     with contextlib.closing(run), run.append(LEGS_FILE) as file:
@@ -337,10 +353,12 @@ def _launch(line: bytes) -> Launch | None:
     row: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
-    if not isinstance(row, dict) or row.keys() != {f.name for f in dataclasses.fields(Launch)}:
+    if not isinstance(row, dict):
         return None
-    texts = [row["began"], row["device"]]
-    if isinstance(row["versions"], dict):
-        texts += row["versions"].values()
-    fits = type(row["after_step"]) is int and all(isinstance(text, str) for text in texts)
-    return Launch(**row) if fits and isinstance(row["versions"], dict) else None
+    row = {"changes": []} | row  # which the first version did not write
+    match row:
+        case {"began": str(), "device": str(), "versions": dict(v), "changes": list(c), **rest}:
+            fits = rest.keys() == {"after_step"} and type(rest["after_step"]) is int
+            if fits and all(isinstance(text, str) for text in (*v.values(), *c)):
+                return Launch(**row)
+    return None

@@ -15,11 +15,13 @@ from typing import Any
 from jax.errors import JaxRuntimeError
 
 from rl import memory, run_export, run_folder
+from rl.checkpoint.checkpointer import SaveError
 from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from rl.cluster import join
 from rl.cluster.config import ClusterConfig
 from rl.cluster.processes import Diverged, Processes, ProcessLost
 from rl.config import TrainConfig
+from rl.disk_plan import disk_plan
 from rl.gin.loader import ConfigError, dump
 from rl.inputs import Inputs, remarks
 from rl.learner.gathering import host_copy
@@ -31,7 +33,7 @@ from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
 from rl.responses import PeerFailed
 from rl.rewards.process import RewardWorkerError
 from rl.run_checkpoint import check_can_resume
-from rl.runtime import devices
+from rl.runtime import devices, disk
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.parallel_compile import TooManyMappings, keep_programs
 from rl.runtime.progress import Progress, progress, say
@@ -93,6 +95,8 @@ def run(
         except JaxRuntimeError as error:
             lost = processes.blame()
             return one.failed(error) if lost is None else one.lost(lost)
+        except OSError as error:
+            return one.failed_disk(error)
         except Exception as error:
             return one.failed(error)
     if status == 0:
@@ -146,8 +150,10 @@ class _RunProcess:
             device = f"{result[0].device_kind} × {len(result)}"
             show.message(f"{verb} in {self.folder} on {device}{among}")
             if processes.is_first:
-                run_folder.note_launch(self.folder, last_saved()[0])
-            for text in filter(None, (devices.warning(), not_cached, tight)):
+                before = [] if self.before is None else run_folder.changes(self.before, config)
+                run_folder.note_launch(self.folder, last_saved()[0], before)
+            room = disk_plan(config, self.inputs, self.folder).warning
+            for text in filter(None, (devices.warning(), not_cached, tight, room)):
                 show.message(f"warning: {text}")
             for text in remarks(config, self.inputs):
                 show.message(text)
@@ -193,6 +199,8 @@ class _RunProcess:
             self._show_summary(show)
             show.message(f"stopped and saved; {text}" if step else f"stopped; {text}")
             return watch.exit_status
+        except OSError as error:  # a full disk, a link in the folder
+            return self._ended(self._disk_sentence(error), show)
         except (
             NonFiniteUpdate,
             TooManyMappings,
@@ -204,7 +212,6 @@ class _RunProcess:
             NoWholeCheckpointError,
             StructureMismatchError,
             DamagedRowError,
-            OSError,  # a full disk, a link in the folder
         ) as error:
             return self._ended(str(error), show)
         watch.at(EXPORTING)
@@ -236,11 +243,26 @@ class _RunProcess:
         for line in summary_lines(step_rows(rows), [row for row in rows if "eval_s" in row]):
             show.message(line)
 
+    def _disk_sentence(self, error: OSError) -> str:
+        """Return an error, for a disk that refuses with the folder and the last saved step."""
+        reason = disk.refuses(error)
+        if reason is None or isinstance(error, SaveError):
+            return str(error)
+        what = error if error.filename else f"{self.folder}: {reason}"
+        return f"{what}; {run_folder.standing(self.folder)[1]}"
+
     # -- other ends -----------------------------------------------------------------------
 
     def _ended(self, text: str, show: Progress) -> int:
         """Report an error that users can cause; the other processes end as well."""
         show.message(f"error: {text}")
+        self.processes.fail(text)
+        return EXIT_FAILED
+
+    def failed_disk(self, error: OSError) -> int:
+        """Report an error of the disk before the run has started, or after its end."""
+        text = self._disk_sentence(error)
+        say(f"error: {text}", sys.stderr)
         self.processes.fail(text)
         return EXIT_FAILED
 

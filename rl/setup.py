@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from models import hf
 from models.config import ModelConfig
 from models.folder import Folder
+from models.layout import axis_ways
 from models.sharding import make_mesh, rollout_mesh
 from models.transformer import Params
 from rl import first_programs
@@ -206,24 +207,34 @@ class RunBuilder:
 
     def eval_engine(self, dtype: Any) -> RolloutEngine | None:
         """Return an engine for evaluations, while the workers continue with the next step."""
-        return self._trainer_engine(dtype)
+        questions = self.partition.max_groups(self.inputs.evals.num_questions)
+        num_requests = questions * self.config.eval.samples
+        return self._trainer_engine(dtype, num_evaluated=num_requests)
 
     def _trainer_engine(
-        self, dtype: Any, lockstep: LockstepWatch | None = None, **options: Any
+        self,
+        dtype: Any,
+        lockstep: LockstepWatch | None = None,
+        num_evaluated: int = 0,
+        **options: Any,
     ) -> Engine:
         """Return an engine on the trainer's devices, or on this process's part of them.
 
-        Weights of a mesh are bound to their devices, and all else must be there too.
+        Weights of a mesh are bound to their devices, and all else must be there too. Unless it is
+        0, `num_evaluated` is the number of requests of an engine that only evaluates.
         """
         config, model = self.config, self.inputs.model
         own = self.partition.splits and not self.partition.processes.alone
-        mesh = engine_mesh(config, model, self.mesh, own=own)
+        mesh, settings = engine_mesh(config, model, self.mesh, own=own), config.engine
+        if num_evaluated:
+            ways = 1 if mesh is None else axis_ways(mesh.shape, "batch")
+            settings = first_programs.evaluation_engine(config, num_evaluated, ways)
         options["dtype"] = dtype
         if not own:
-            return Engine(model, config.engine, mesh=mesh, lockstep=lockstep, **options)
+            return Engine(model, settings, mesh=mesh, lockstep=lockstep, **options)
         assert mesh is not None
         place: dict[str, Any] = {"mesh": mesh} if mesh.size > 1 else {"device": mesh.devices.item()}
-        return ThreadedEngine(model, config.engine, **place, **options)
+        return ThreadedEngine(model, settings, **place, **options)
 
     def _lockstep(self) -> LockstepWatch | None:
         """Return the comparison of launches if one engine spans several processes."""

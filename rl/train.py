@@ -2,14 +2,13 @@
 
 Without arguments it runs configs/tiny_cpu.gin. A run has one folder: config.gin (resolved, runs
 again as it is), metrics.jsonl, samples.jsonl, TensorBoard events, checkpoints, and at the end the
-policy as a Hugging Face folder, with its drafter if it learned one. Ctrl-C and SIGTERM save the
-last whole step and exit with 75.
+policy as a Hugging Face folder, with its drafter if it learned one. Ctrl-C, SIGTERM and SIGHUP save
+the last whole step and exit with 75.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         check_installed(config.metrics)
         inputs = open_inputs(config)
         warnings = [*unused_settings(config), *check_rewards(config.reward, inputs.task)]
+        warnings += run_folder.remarks(changes, config)
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
@@ -143,7 +143,4 @@ def _newest_run(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    try:
-        leave(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before there is a run to stop
-        leave(128 + signal.SIGINT)
+    leave(main(sys.argv[1:]))

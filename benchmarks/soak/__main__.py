@@ -5,6 +5,7 @@
 | kill | kill −9 at random points of a run, which is then resumed | resume.json |
 | kill_ahead | the same with two workers that prefetch the next step | resume_ahead.json |
 | kill_drafting | the same with a worker that drafts for three others | resume_drafting.json |
+| writes | a kill at every write of a run folder: copies are resumed | writes.json |
 | stop | SIGTERM in every part of a step, Ctrl-C during compilation | stops.json |
 | lose | rollout workers on Ray are killed, and one is stopped | remote.json |
 | processes | several processes of one run, resumed by fewer | processes.json |
@@ -13,7 +14,7 @@
 | hostile | hostile configurations, folders and answers | hostile.json |
 
 Runs with a fault are compared with a run without it, bit by bit. The exit status is 1 if they
-differ. `lose`, `processes` and `roles` need Linux (/proc). `--count` is of kills, steps or
+differ. `lose`, `processes` and `roles` need Linux (/proc). `--count` is of kills, copies, steps or
 rollouts, and of hostile cases of each class.
 """
 
@@ -28,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.soak import inputs, memory, processes, runs
+from benchmarks.soak import inputs, memory, processes, runs, writes
 
 FAULTS = {
     "kill": runs.kill,
     "kill_ahead": partial(runs.kill, settings=runs.AHEAD),
     "kill_drafting": partial(runs.kill, settings=runs.DRAFTING),
+    "writes": writes.writes,
     "stop": runs.stop,
     "lose": processes.lose,
     "processes": processes.compare_processes,

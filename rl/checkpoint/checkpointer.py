@@ -11,8 +11,9 @@ Invariants:
 - `save` returns once the values are off the device; one background thread writes and hashes
   them, and its errors surface at the next `save`, `wait` or `close`.
 - Restored values are bitwise the saved ones, on the shardings of the template.
-- Each of several processes writes its shards, process 0 everything else. After each part of a
-  save they agree: it succeeds on all or fails on all.
+- Each of several processes writes its shards, process 0 everything else; each flushes and hashes
+  an equal part of the files. After each part of a save they agree: it succeeds on all or fails on
+  all.
 - Nothing is written or deleted through a link (models.folder).
 
 The directory must be a file system with atomic renames, shared by all hosts.
@@ -24,6 +25,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import os
 import re
@@ -35,14 +37,14 @@ from typing import Any, TypeVar
 
 import jax
 
-from models.folder import Folder
+from models.folder import Folder, held, replace_file
 from rl.checkpoint import folders, manifest
 from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.contents import ArrayWriter, encode_host, write_host
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import ARRAYS, FILES_FOLDER, PyTree, Restored, describe, flatten, restore
 from rl.cluster.processes import ALONE, Processes
-from rl.runtime import host_memory
+from rl.runtime import disk, host_memory
 from rl.runtime.waits import POLL_S, Deadline, Hang, result_of
 
 _log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ _log = logging.getLogger(__name__)
 _writing = threading.Lock()
 _writer: Checkpointer | None = None  # the last one that took the lock
 T = TypeVar("T")
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_HASHES = ".hashes-"  # and the number of a process: its part of the manifest
 
 
 class SaveError(OSError):
@@ -71,7 +73,8 @@ class Checkpointer:
     Several `processes` all call the same methods, with the same steps and host state, in the same
     order. Opening tidies up after a killed run, and raises RuntimeError while another process
     writes to the directory. In the background thread `committed` is called with each complete
-    step; then older ones are deleted, but never those that `spared` returns.
+    step; then older ones are deleted, but of those that `spared` returns only the arrays whose
+    paths begin as in `light`, and linked files.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Checkpointer:
         processes: Processes = ALONE,
         committed: Callable[[int], None] = lambda step: None,
         spared: Callable[[], Collection[int]] = tuple,
+        light: Sequence[str] = (),
     ) -> None:
         if isinstance(directory, Folder):
             self._folder = directory
@@ -96,6 +100,7 @@ class Checkpointer:
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
         self._committed, self._spared = committed, spared
+        self._light = [f"{ARRAYS}/{path}" for path in light] + [f"{FILES_FOLDER}/"] * bool(light)
         self._deadline, self._hangs = deadline or Deadline(), False
         self._parts_done = 0  # of all saves so far
         self._waited = 0  # waits for another process
@@ -106,7 +111,7 @@ class Checkpointer:
         self._together("opening", self._open)
         host_memory.bound_file_threads()
         self._orbax = ArrayWriter(by_all=not processes.alone)
-        logging.getLogger("absl").addFilter(_is_not_disk_error)  # a second time changes nothing
+        logging.getLogger("absl").addFilter(disk.is_other_record)  # a second time changes nothing
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
@@ -214,10 +219,18 @@ class Checkpointer:
         if threading.current_thread() is threading.main_thread():
             self._deadline.heartbeat()
 
-    def restore(self, template: PyTree, *, optional: Sequence[str] = ()) -> Restored:
+    def restore(self, template: PyTree, **options: Any) -> Restored:
         """Wait for the save in progress, then `reader.restore` the newest whole checkpoint."""
         self.wait()
-        return restore(self.directory, template, optional=optional, processes=self._processes)
+        return restore(self.directory, template, processes=self._processes, **options)
+
+    def tidy(self) -> None:
+        """Delete what is beyond the steps to keep: after a save, and what a kill left of one."""
+        if not self._processes.is_first or not (steps := folders.list_steps(self._folder)):
+            return
+        newest = folders.step_folder(self.directory, steps[0])
+        if steps[0] == self._published or not manifest.verify(newest, contents=False):
+            folders.retire(self._folder, self.config.keep, self._spared(), self._light)
 
     def close(self) -> None:
         """Finish the save in progress, delete old steps, unlock; raises as `wait`."""
@@ -225,7 +238,7 @@ class Checkpointer:
             self.wait()
             if self._published is not None and self._folder.is_in_place():
                 with self._disk_errors(self._published):
-                    folders.retire(self._folder, self.config.keep, self._spared())
+                    self.tidy()
         finally:
             self._thread.shutdown(wait=not self._hangs)
             if not self._hangs:
@@ -301,19 +314,25 @@ class Checkpointer:
                 if state is not None:
                     write_host(working / "host", state)
 
+        def hash_part() -> None:
+            with self._disk_errors(step):
+                self._hash_part(working)
+
         def publish() -> None:
             if not self._processes.is_first:
                 return
             with self._disk_errors(step):
-                manifest.write_manifest(working, extra, known)
+                manifest.write_manifest(working, extra, known, self._hashed(working))
                 self._parts_done += 1
                 folders.publish(self._folder, step)
                 self._published = step
                 self._committed(step)
-                folders.retire(self._folder, self.config.keep, self._spared())
+                self.tidy()
 
         try:
             self._together(f"writing step {step}", write)
+            if not self._processes.alone:
+                self._together(f"hashing step {step}", hash_part)
             self._together(f"publishing step {step}", publish)
             host_memory.give_back()
         except BaseException as error:
@@ -323,13 +342,31 @@ class Checkpointer:
                     self._folder.remove(working.name)
             raise
 
+    def _hash_part(self, working: Path) -> None:
+        """Leave this process's part of the arrays' entries in a file for process 0."""
+        index, names = self._processes.index, manifest.list_files(working / ARRAYS)
+        part = names[index :: self._processes.count]
+        entries = manifest.durable_entries(working / ARRAYS, part)
+        replace_file(working / f"{_HASHES}{index}", json.dumps(entries))
+
+    def _hashed(self, working: Path) -> dict[str, manifest.Entry]:
+        """Return the entries of all processes, and delete their files."""
+        entries: dict[str, manifest.Entry] = {}
+        with held(working) as folder:
+            for name in folder.names():
+                if name.startswith(_HASHES):
+                    part = json.loads(folder.read(name))
+                    entries |= {f"{ARRAYS}/{file}": entry for file, entry in part.items()}
+                    folder.remove(name)
+        return entries
+
     @contextlib.contextmanager
     def _disk_errors(self, step: int) -> Iterator[None]:
         """Raise a SaveError of one line if the disk refuses; other errors pass as they are."""
         try:
             yield
         except Exception as error:
-            why = _disk_refuses(error)
+            why = disk.refuses(error)
             if why is None or isinstance(error, SaveError):
                 raise
             whole = [
@@ -342,22 +379,6 @@ class Checkpointer:
             raise SaveError(
                 f"{what} step {step} could not be written to {self.directory}: {why}; {newest}"
             ) from error
-
-
-def _is_not_disk_error(record: logging.LogRecord) -> bool:
-    """Drop the pages of traceback that Orbax logs for errors that become one SaveError."""
-    return not (record.exc_info and _disk_refuses(record.exc_info[1]))
-
-
-def _disk_refuses(error: BaseException | None) -> str | None:
-    """Return the disk's reason for an error, which libraries may wrap; None for other errors."""
-    while error is not None:
-        for number in _DISK_ERRORS:
-            reason = os.strerror(number)
-            if (isinstance(error, OSError) and error.errno == number) or reason in str(error):
-                return reason
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _take_lock(folder: Folder) -> Any:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many are kept.
 
-    `every_steps` of 0 means only at the end of a run. `asynchronous` false waits
-    for the disk at every save.
+    A step is saved if it is a multiple of `every_steps`, or ends `every_minutes` or more after the
+    last save; 0 turns either off, and the end of a run is always saved. Besides the `keep` newest
+    the best step by evaluation is kept, without optimizer state. `asynchronous` false waits for
+    the disk at every save.
     """
 
     every_steps: int = 20
+    every_minutes: float = 30.0
     keep: int = 2
     asynchronous: bool = True
 
@@ -23,6 +27,11 @@ class CheckpointConfig:
                 f"Checkpoint.every_steps: expected 0 (only at the end) or more, "
                 f"got {self.every_steps}"
             )
+        if not 0 <= self.every_minutes < math.inf:
+            raise ValueError(
+                f"Checkpoint.every_minutes: expected 0 (by steps alone) or more, "
+                f"got {self.every_minutes}"
+            )
         if self.keep < 1:
             raise ValueError(
                 f"Checkpoint.keep: expected at least 1, got {self.keep}: "
@@ -30,5 +39,5 @@ class CheckpointConfig:
             )
 
     def due(self, step: int) -> bool:
-        """Return whether a run saves after `step`, regardless of its last step."""
+        """Return whether a run saves after `step`, whatever its last step and the time."""
         return self.every_steps > 0 and step > 0 and step % self.every_steps == 0

@@ -75,7 +75,8 @@ def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]
         restored = handler.restore(epath.Path(folder), args=arguments)
     finally:
         handler.close()
-    return {path: _free_as(leaf, restored[path]) for path, leaf in wanted.items()}
+    # popped: an array that is copied is not held twice for longer than that takes
+    return {path: _free_as(leaf, restored.pop(path)) for path, leaf in wanted.items()}
 
 
 def _free_as(template: Any, restored: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@
     .working-step_00000040/   being filled; becomes step_00000040 by one rename
     .replaced-step_00000020/  an older save of step 20, until the new one is in place
     .trash-step_00000000/     being deleted
-    abandoned-step_00000060/  later than a step that was saved again
+    abandoned-step_00000060/  later than a step that was saved again; deleted once that is passed
 
 Invariant: a kill at any moment leaves the newest committed step in its place or, between the two
 renames of a replacement, under a name that `recover` puts back.
@@ -17,13 +17,14 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from models.folder import Folder
 from rl.checkpoint import manifest
 
 _STEP = re.compile(r"step_(\d{8,})")
+_ABANDONED = re.compile(r"abandoned-step_(\d{8,})")
 _WORKING, _REPLACED, _TRASH = ".working-", ".replaced-", ".trash-"
 _log = logging.getLogger(__name__)
 
@@ -94,17 +95,44 @@ def publish(directory: Folder, step: int) -> None:
     directory.remove(replaced, missing_ok=True)
 
 
-def retire(directory: Folder, keep: int, spared: Collection[int] = ()) -> None:
-    """Delete steps older than the `keep` newest that are whole by names and sizes, but no `spared`.
+def retire(
+    directory: Folder, keep: int, spared: Collection[int] = (), light: Sequence[str] = ()
+) -> None:
+    """Delete steps older than the `keep` newest that are whole by names and sizes.
 
-    Call it only once the newest step is whole: it is kept whatever its state.
+    Older `spared` ones lose their files with the prefixes `light`. Abandoned steps are deleted up
+    to the newest one. Call it only once that is whole: it is kept whatever its state.
     """
-    saved = 0
+    whole = list[int]()
     for step in list_steps(directory):
-        folder = step_folder(directory.path, step)
-        if saved >= keep:
-            if step not in spared:
-                directory.rename(folder.name, f"{_TRASH}{folder.name}")
-                directory.remove(f"{_TRASH}{folder.name}")
-        elif saved == 0 or not manifest.verify(folder, contents=False):
-            saved += 1
+        name = step_folder(directory.path, step).name
+        if len(whole) < keep:
+            if not whole or not manifest.verify(directory.path / name, contents=False):
+                whole.append(step)
+        elif step not in spared:
+            _delete(directory, name)
+        elif light:
+            _lighten(directory, name, light)
+    for name in directory.names():
+        aside = _ABANDONED.match(name)
+        if aside and whole and int(aside[1]) <= whole[0]:
+            _delete(directory, name)
+
+
+def _delete(directory: Folder, name: str) -> None:
+    directory.rename(name, f"{_TRASH}{name}")
+    directory.remove(f"{_TRASH}{name}")
+
+
+def _lighten(directory: Folder, name: str, prefixes: Sequence[str]) -> None:
+    """Delete files with these prefixes, of entries one or two levels below a checkpoint."""
+    with contextlib.suppress(manifest.ManifestError):  # a damaged one is left as it is
+        manifest.drop(directory.path / name, prefixes)
+        step = directory.folder(name, create=False)
+        for parent in filter(step.is_folder, step.names()):
+            inner = step.folder(parent, create=False)
+            for entry in inner.names():
+                if f"{parent}/{entry}".startswith(tuple(prefixes)):
+                    inner.remove(entry)
+            inner.close()
+        step.close()

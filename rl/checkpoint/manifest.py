@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from models.folder import Folder, replace_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
+DROPPED = "dropped"  # of `extra`: prefixes of files that `drop` has taken out
+Entry = dict[str, Any]  # size and SHA-256 of a file
 _HASH_THREADS = 4
 _SELF_HASH = "sha256_of_the_rest"
 
@@ -47,28 +49,48 @@ class Content:
 
 
 def write_manifest(
-    folder: Path, extra: dict[str, Any] | None = None, known: Mapping[str, Content] | None = None
+    folder: Path,
+    extra: dict[str, Any] | None = None,
+    known: Mapping[str, Content] | None = None,
+    done: Mapping[str, Entry] | None = None,
 ) -> None:
     """Record every file of `folder` durably; `extra` is JSON stored with the list.
 
-    Files of `known` content, by relative name, are not read. Each file and folder is flushed to
-    the disk first, then the manifest is renamed into place. Raises OSError, and ValueError for
-    links.
+    Files of `known` content, by relative name, are not read, and those of `done`, the entries of
+    other processes, not touched. Each file and folder is flushed to the disk first, then the
+    manifest is renamed into place. Raises OSError, and ValueError for links.
     """
-    known = known or {}
-    names = list_files(folder)
+    names, done = list_files(folder), done or {}
     linked = [name for name in names if (folder / name).is_symlink()]
     if linked:
         raise ValueError(f"expected plain files in {folder}, got the link {linked[0]!r}: remove it")
-    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        entries = list(pool.map(lambda name: _durable(folder / name, known.get(name)), names))
-    files = dict(zip(names, entries, strict=True))
+    own = durable_entries(folder, [name for name in names if name not in done], known or {})
+    files = {name: own[name] if name in own else done[name] for name in names}
     for parent, _, _ in os.walk(folder):
         inner = Folder(parent)
         inner.sync()
         inner.close()
     payload = {"format": FORMAT, "extra": extra or {}, "files": files}
     replace_file(folder / MANIFEST_NAME, _encode(payload))
+
+
+def durable_entries(
+    folder: Path, names: Sequence[str], known: Mapping[str, Content] | None = None
+) -> dict[str, Entry]:
+    """Flush files to the disk, and return their entries; files of `known` content are not read."""
+    contents = known or {}
+    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
+        entries = pool.map(lambda name: _durable(folder / name, contents.get(name)), names)
+        return dict(zip(names, entries, strict=True))
+
+
+def drop(folder: Path, prefixes: Sequence[str]) -> None:
+    """Take files with these prefixes out of the manifest: they may be deleted from then on."""
+    payload = read_manifest(folder)
+    if payload["extra"].get(DROPPED) != list(prefixes):
+        files = {n: x for n, x in payload["files"].items() if not n.startswith(tuple(prefixes))}
+        extra = payload["extra"] | {DROPPED: list(prefixes)}
+        replace_file(folder / MANIFEST_NAME, _encode(payload | {"files": files, "extra": extra}))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -98,17 +120,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     raise ManifestError("is damaged: expected a list of files")
 
 
-def verify(folder: Path, *, contents: bool = True) -> list[Problem]:
-    """Compare a folder with its manifest, without `contents` by names and sizes; [] if whole."""
+def verify(folder: Path, *, contents: bool = True, part: tuple[int, int] = (0, 1)) -> list[Problem]:
+    """Compare a folder with its manifest, without `contents` by names and sizes; [] if whole.
+
+    `part` (i, n) compares every n-th file, from the i-th on. Files that were dropped do not count.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return [Problem(folder, "", "expected a folder, found none")]
     try:
-        listed = read_manifest(folder)["files"]
+        payload = read_manifest(folder)
     except ManifestError as error:
         return [Problem(folder, MANIFEST_NAME, str(error))]
-    present = set(list_files(folder))
-    names = sorted({*listed, *present})
+    listed, dropped = payload["files"], tuple(payload["extra"].get(DROPPED, ()))
+    present = {name for name in list_files(folder) if not name.startswith(dropped)}
+    names = sorted({*listed, *present})[part[0] :: part[1]]
 
     def fault(name: str) -> str | None:
         if name not in listed:
@@ -133,20 +159,20 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST_NAME)
 
 
-def _durable(path: Path, known: Content | None) -> dict[str, Any]:
+def _durable(path: Path, known: Content | None) -> Entry:
     """Flush a file to the disk and return its entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _entry(path) if known is None else {"bytes": known.num_bytes, "sha256": known.sha256}
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> Entry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def _fault(path: Path, expected: dict[str, Any], contents: bool) -> str | None:
+def _fault(path: Path, expected: Entry, contents: bool) -> str | None:
     try:
         if path.is_symlink():
             return "expected a plain file, found a link"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from rl.cluster.processes import ALONE, Processes
 
 ARRAYS, FILES_FOLDER = "arrays", "files"  # of a step; files are linked, not copied
 _SHOWN = 5  # paths or problems named in one message
-_log = logging.getLogger(__name__)
 PyTree = Any
 
 
@@ -60,6 +58,7 @@ def restore(
     *,
     subset: bool = False,
     optional: Sequence[str] = (),
+    frees: Sequence[str] = (),
     processes: Processes = ALONE,
 ) -> Restored:
     """Restore the newest whole checkpoint (or exactly `step`), verified before use.
@@ -67,17 +66,22 @@ def restore(
     `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure,
     types (floats are rounded) and shardings, by default on the first local device. `subset` allows
     fewer arrays than were saved. Parts with a path prefix in `optional` may be missing from either
-    template or checkpoint. All `processes` of a mesh restore together.
+    template or checkpoint. Arrays of the template with a prefix in `frees` are deleted before the
+    saved ones are read: devices hold one state. All `processes` of a mesh restore together.
     Raises NoWholeCheckpointError, or StructureMismatchError naming the first paths that differ.
     """
     directory = Path(directory).absolute()
-    chosen, warnings, damaged = _choose(directory, step, processes)
+    chosen, warnings, damaged = _choose(directory, step, processes, subset=subset)
     folder = step_folder(directory, chosen)
     wanted = flatten(template, concrete=False)
     saved = manifest.read_manifest(folder)["extra"]["arrays"]
     missing = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
     own = {path: x for path, x in wanted.items() if path.startswith(missing)}
-    flat = own | read_arrays(folder / ARRAYS, {p: x for p, x in wanted.items() if p not in own})
+    rest = {path: x for path, x in wanted.items() if path not in own}
+    for path, x in rest.items():
+        if path.startswith(tuple(frees)) and isinstance(x, jax.Array):
+            x.delete()
+    flat = own | read_arrays(folder / ARRAYS, rest)
     host = read_host(folder / "host")
     tree = jax.tree.structure(template).unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
@@ -90,18 +94,32 @@ def check_structure(directory: Path, template: PyTree, optional: Sequence[str] =
     for step in list_steps(directory):
         with contextlib.suppress(manifest.ManifestError):
             folder = step_folder(directory, step)
-            saved = manifest.read_manifest(folder)["extra"].get("arrays")
-            if isinstance(saved, dict):
+            extra = manifest.read_manifest(folder)["extra"]
+            saved = extra.get("arrays")
+            if isinstance(saved, dict) and manifest.DROPPED not in extra:
                 wanted = describe(flatten(template, concrete=False))
                 _check_structure(folder, wanted, saved, optional, subset=False)
                 return
 
 
-def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems of the checkpoint of `step` (none: it is whole), and of linked files."""
+def problems_of(
+    directory: Path | str, step: int, processes: Processes = ALONE, *, subset: bool = False
+) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems of the checkpoint of `step` (none: it is whole), and of linked files.
+
+    Each of `processes` reads a part of the files. One that was reduced to the policy is whole only
+    for a `subset`.
+    """
     folder = step_folder(Path(directory), step)
+    own = [
+        (problem.file, problem.what)
+        for problem in manifest.verify(folder, part=(processes.index, processes.count))
+    ]
+    answers = processes.gather_large(f"files of step {step}", json.dumps(own).encode())
+    every = dict.fromkeys((file, what) for one in answers for file, what in json.loads(one))
     problems, linked = list[Problem](), list[Problem]()
-    for problem in manifest.verify(folder):
+    for file, what in sorted(every):
+        problem = Problem(folder, file, what)
         is_linked = problem.file.startswith(f"{FILES_FOLDER}/")
         (linked if is_linked else problems).append(problem)
     if not problems:
@@ -109,6 +127,8 @@ def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[P
         arrays, what = extra.get("arrays"), ""
         if extra.get("step") != step:
             what = f"expected a manifest of step {step}, found one of step {extra.get('step')}"
+        elif manifest.DROPPED in extra and not subset:
+            what = "holds the policy alone, kept as the best step by evaluation: expected a state"
         elif not isinstance(arrays, dict) or any(type(x) is not str for x in arrays.values()):
             what = "expected a manifest that describes arrays"
         if what:
@@ -117,37 +137,19 @@ def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[P
 
 
 def _choose(
-    directory: Path, step: int | None, processes: Processes
+    directory: Path, step: int | None, processes: Processes, *, subset: bool
 ) -> tuple[int, list[str], list[str]]:
-    """Choose a step, process 0 for all; return it, warnings and its damaged linked files."""
-    if processes.alone:
-        return _choose_here(directory, step)
+    """Choose a step; return it, warnings and its damaged linked files, in all processes alike."""
 
-    def answer() -> bytes:
-        try:
-            return json.dumps(_choose_here(directory, step)).encode()
-        except NoWholeCheckpointError as error:
-            return json.dumps({"message": str(error), "steps": list(error.problems)}).encode()
-        except Exception as error:  # the others would wait
-            return json.dumps({"message": f"{type(error).__name__}: {error}"}).encode()
+    def kept() -> bytes:
+        return json.dumps(list_steps(directory) if step is None else [step]).encode()
 
-    result = json.loads(processes.from_first("the checkpoint to restore", answer))
-    if isinstance(result, list):
-        return result[0], result[1], result[2]
-    if "steps" not in result:
-        raise RuntimeError(f"process 0 cannot read {directory}: {result['message']}")
-    raise NoWholeCheckpointError(result["message"], {step: [] for step in result["steps"]})
-
-
-def _choose_here(directory: Path, step: int | None) -> tuple[int, list[str], list[str]]:
-    candidates = list_steps(directory) if step is None else [step]
+    candidates = json.loads(processes.from_first("kept checkpoints", kept))
     problems: dict[int, list[Problem]] = {}
     for candidate in candidates:
-        result, linked = problems_of(directory, candidate)
+        result, linked = problems_of(directory, candidate, processes, subset=subset)
         if not result:
             warnings = [f"skipped a damaged checkpoint: {_listed(p)}" for p in problems.values()]
-            for warning in warnings:
-                _log.warning("%s", warning)
             return candidate, warnings, sorted({Path(p.file).name for p in linked})
         problems[candidate] = result
     if not candidates:

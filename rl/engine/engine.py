@@ -85,6 +85,10 @@ class Engine(ModelRunner):
         """Return the worker that drafters of a rollout are made for."""
         return DrafterContext(self, spec, CachedStates(self, lambda: self._rows.cache))
 
+    def free(self) -> None:
+        """Give the cache's memory back; the next rollout makes another one."""
+        self._rows.drop()
+
     # -- the rollout -------------------------------------------------------
 
     def run(

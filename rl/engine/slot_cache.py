@@ -293,8 +293,8 @@ class SlotCache:
         self._slots = None
 
     def drop(self) -> None:
-        """Forget the cache: a step that failed may have consumed it."""
-        self._memory.cache = self._pending = None
+        """Forget the cache: a step that failed may have consumed it, or its memory is wanted."""
+        self._memory.cache = self._pending = self._slots = None
 
     def fit(self, num_requests: int, wanted_later: Collection[int]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.

@@ -23,7 +23,7 @@ from rl.learner import gradient_accumulation
 from rl.learner.advantages import gae, whiten
 from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.gradient_accumulation import Network, Report, StepScalars
-from rl.learner.logprobs import by_sample, unwatched
+from rl.learner.logprobs import at_responses, by_sample, unwatched
 from rl.learner.losses import LossInputs, TokenStatistics, token_weights
 from rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
 from rl.learner.optimizer import CriticState, make_optimizer, settle, trained_shapes
@@ -78,7 +78,7 @@ def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
         dtype=recipe.trainer.dtype,
     )
     values_BT = jnp.sum(hidden_BTD.astype(jnp.float32) * params.head_D, axis=-1)
-    return values_BT.reshape(-1)[batch.index_EM]
+    return at_responses(values_BT, batch)
 
 
 def value_loss(

@@ -1,8 +1,10 @@
 """The jitted steps of one optimizer step, and the check before it is applied.
 
-    start → accumulate, once a micro-batch → inspect → check, on the host → apply
+    start → accumulate, once a micro-batch → join → inspect → check, on the host → apply
 
-Policy and critic share them: a `Network`, their static argument, holds the differences.
+Policy and critic share them: a `Network`, their static argument, holds the differences. Of several
+copies of the weights (the mesh axis `data`) each sums the gradients of its own rows, in arrays
+with a leading axis of copies: they are added up in `join`, once per optimizer step.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from models import sharding
 from models.config import ModelConfig
-from models.sharding import constrain, replicated
+from models.layout import RULES
+from models.sharding import constrain, replicated, ways_in_use
 from models.training import adding
 from rl.learner import losses
 from rl.learner.config import OptimizerConfig, TrainSpec
@@ -29,6 +33,8 @@ from rl.learner.optimizer import CriticState, TrainState, learning_rate, make_op
 from rl.runtime.devices import in_turn
 
 State = TypeVar("State", TrainState, CriticState)
+T = TypeVar("T")
+_COPIES = RULES["copies"]  # the mesh axis of copies of the weights
 
 
 class Call(NamedTuple):
@@ -66,7 +72,10 @@ class Accumulator:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Flags: each row's loss, and the gradient of the micro-batch as a whole, are finite."""
+    """Flags: each sample's loss, and the gradient of the micro-batch as a whole, are finite.
+
+    With several copies of the weights both have a leading axis of copies.
+    """
 
     loss_B: jax.Array
     gradient: jax.Array
@@ -119,16 +128,74 @@ _STATIC = ("network", "recipe")
 @partial(jax.jit, static_argnames=_STATIC)
 def start(*, network: Network, recipe: TrainSpec) -> Accumulator:
     """Return an empty accumulator."""
-    specs = network.specs(recipe.model)
-    gradients = jax.tree.map(lambda spec: jnp.zeros(spec.shape, jnp.float32), specs)
-    return Accumulator(network.constrain(recipe, gradients), network.no_statistics(recipe))
+
+    def empty() -> Accumulator:
+        specs = network.specs(recipe.model)
+        gradients = jax.tree.map(lambda spec: jnp.zeros(spec.shape, jnp.float32), specs)
+        return Accumulator(network.constrain(recipe, gradients), network.no_statistics(recipe))
+
+    return _by_copy(empty)
 
 
 def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
     """Return the shapes of `start`'s result, under the mesh in use."""
-    total = jax.eval_shape(partial(start, network=network, recipe=recipe))
     gradients = sharding.shapes(network.specs(recipe.model), jnp.float32)
-    return Accumulator(gradients, sharding.whole_shapes(total.statistics))
+    statistics = sharding.whole_shapes(jax.eval_shape(partial(network.no_statistics, recipe)))
+    total, copies = Accumulator(gradients, statistics), ways_in_use("copies")
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        where = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(_COPIES, *x.sharding.spec))
+        return jax.ShapeDtypeStruct((copies, *x.shape), x.dtype, sharding=where)
+
+    return total if copies == 1 else jax.tree.map(one, total)
+
+
+def _by_copy(function: Callable[..., T], whole: Any = (), sums: Any = (), rows: Any = ()) -> T:
+    """Call a function of the arguments `whole`, `sums` and `rows` for each copy of the weights.
+
+    It gets the copy's sums and rows; results have a leading axis of copies. With one copy it is
+    called as it is.
+    """
+    if ways_in_use("copies") == 1:
+        return function(*whole, *sums, *rows)
+
+    def one(whole: Any, sums: Any, rows: Any) -> Any:
+        sums = jax.tree.map(lambda x: x[0], sums)
+        return jax.tree.map(lambda x: x[None], function(*whole, *sums, *rows))
+
+    split = PartitionSpec(_COPIES)
+    specs: dict[str, Any] = {"in_specs": (PartitionSpec(), split, split), "out_specs": split}
+    mapped = jax.shard_map(one, **specs, axis_names={_COPIES}, check_vma=False)
+    return mapped(whole, sums, rows)
+
+
+def join(accumulator: Accumulator) -> Accumulator:
+    """Return the sums over all copies of the weights, in each copy; it is consumed."""
+    return accumulator if ways_in_use("copies") == 1 else joined(accumulator)
+
+
+@partial(jax.jit, donate_argnames=("accumulator",))
+def joined(accumulator: Accumulator) -> Accumulator:
+    """`join` of several copies."""
+
+    def one(total: Accumulator) -> Accumulator:
+        gradients, sums = jax.lax.psum((total.gradients, total.statistics.sums), _COPIES)
+        maxima = jax.tree.map(lambda x: jax.lax.pmax(x, _COPIES), total.statistics.maxima)
+        return Accumulator(gradients, TokenStatistics(sums, maxima))
+
+    return _by_copy(one, sums=(accumulator,))
+
+
+def _whole(tree: Any) -> Any:
+    """Return sums after `join`, which all copies have alike, without the axis of copies."""
+    if ways_in_use("copies") == 1:
+        return tree
+
+    def one(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], tree)
+
+    specs: dict[str, Any] = {"in_specs": PartitionSpec(_COPIES), "out_specs": PartitionSpec()}
+    return jax.shard_map(one, **specs, axis_names={_COPIES}, check_vma=False)(tree)
 
 
 @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("accumulator",))
@@ -143,17 +210,23 @@ def accumulate(
 ) -> tuple[Accumulator, Health]:
     """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
 
-    def loss_of(params: Any, marks: Any) -> Any:
-        params = adding(params, accumulator.gradients, marks)
-        return network.loss(params, batch, scalars, recipe)
+    def one(
+        params: Any, scalars: StepScalars, before: Accumulator, batch: MicroBatch
+    ) -> tuple[Accumulator, Health]:
+        def loss_of(params: Any, marks: Any) -> Any:
+            params = adding(params, before.gradients, marks)
+            return network.loss(params, batch, scalars, recipe)
 
-    marks = jax.tree.map(lambda _: jnp.float32(0), params)
-    gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
-    (total, not_finite), (statistics, finite_B) = gradients(params, marks)
-    finite = sum(jax.tree.leaves(not_finite)) == 0
-    statistics = losses.add_statistics(accumulator.statistics, statistics)
-    health = replicated(Health(finite_B, finite))
-    return Accumulator(network.constrain(recipe, total), replicated(statistics)), health
+        marks = jax.tree.map(lambda _: jnp.float32(0), params)
+        gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
+        (sums, not_finite), (statistics, finite_B) = gradients(params, marks)
+        finite = sum(jax.tree.leaves(not_finite)) == 0
+        statistics = losses.add_statistics(before.statistics, statistics)
+        health = replicated(Health(finite_B, finite))
+        return Accumulator(network.constrain(recipe, sums), replicated(statistics)), health
+
+    total, health = _by_copy(one, (params, scalars), (accumulator,), (batch,))
+    return total, replicated(health)
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -162,8 +235,9 @@ def inspect(
 ) -> Report:
     """Return the gradient's norm before clipping, the learning rate to come, and the statistics."""
     lr = learning_rate(network.optimizer(recipe), recipe.total_steps, step)
-    squares = [jnp.sum(g * g) for g in jax.tree.leaves(accumulator.gradients)]
-    return replicated(Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics))
+    total = _whole(accumulator)
+    squares = [jnp.sum(g * g) for g in jax.tree.leaves(total.gradients)]
+    return replicated(Report(jnp.sqrt(sum(squares)), lr, total.statistics))
 
 
 @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
@@ -172,7 +246,7 @@ def apply(
 ) -> State:
     """Take one optimizer step; with `commit` False return the state unchanged."""
     optimizer = make_optimizer(network.optimizer(recipe), recipe.total_steps)
-    changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    changes, opt_state = optimizer.update(_whole(gradients), state.opt_state, state.params)
     params = network.constrain(recipe, optax.apply_updates(state.params, changes))
     stepped: dict[str, Any] = {"step": state.step + 1} if isinstance(state, TrainState) else {}
     after = dataclasses.replace(state, params=params, opt_state=opt_state, **stepped)
@@ -182,12 +256,13 @@ def apply(
 def calls(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Call]:
-    """Return calls of `accumulate`, `apply` and `inspect`, perhaps of shapes, to be lowered."""
+    """Return calls of the steps after `start`, perhaps of shapes, to be lowered."""
     total = empty_shapes(**static)
     return [
         Call(accumulate, (state.params, total, batch, scalars), static),
         Call(apply, (state, total.gradients, np.bool_(False)), static),
         Call(inspect, (total, step), static),
+        *([Call(joined, (total,), {})] if ways_in_use("copies") > 1 else []),
     ]
 
 
@@ -196,6 +271,7 @@ def run_once(
 ) -> State:
     """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
     total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
+    total = in_turn(join(total))
     in_turn(inspect(total, step, **static))
     return in_turn(apply(state, total.gradients, np.bool_(False), **static))
 
@@ -212,13 +288,13 @@ def check(
 ) -> None:
     """Raise NonFiniteUpdate, naming the fewest samples that can be at fault."""
     pairs = list(zip(packed, health, strict=True))
-    bad = [i for p, h in pairs for i, ok in zip(p.sample_indices, h.loss_B, strict=False) if not ok]
+    bad = [i for p, h in pairs for i in p.sample_indices[~h.loss_B.reshape(-1)[p.places]]]
     what = f"the {whose}loss"
     if not bad:
         if np.isfinite(report.grad_norm) and np.isfinite(report.statistics.sums["loss"]):
             return
         what = f"the {whose}gradient (norm {report.grad_norm})"
-        bad = [i for p, h in pairs if not h.gradient for i in p.sample_indices]
+        bad = [i for p, h in pairs if not np.all(h.gradient) for i in p.sample_indices]
         bad = bad or list(range(len(samples)))
     names = tuple(samples[i].name for i in sorted(bad))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

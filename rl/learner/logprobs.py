@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
 from models.layout import RULES, logits_axes
-from models.sharding import constrain, replicated
+from models.sharding import constrain, replicated, sizes_in_use, ways_in_use, ways_outside
 from models.transformer import Params
 from rl.learner import micro_batches
 from rl.learner.config import TrainSpec
@@ -51,7 +51,7 @@ def logprobs_and_entropy(
     )
     # the head stays in its master's dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
-    sizes = jax.sharding.get_abstract_mesh().shape
+    sizes = sizes_in_use()
     rows_axis, vocab_axis = logits_axes(sizes, recipe.model.vocab_size)
     head = _head(params, vocab_axis)
 
@@ -66,10 +66,19 @@ def logprobs_and_entropy(
         )
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 
-    chunk_tokens = recipe.trainer.logprob_chunk_tokens
+    chunk_tokens = recipe.trainer.logprob_chunk_tokens // ways_outside()
     rows = hidden_BTD, batch.targets_BT, batch.processing_BT
     logprobs_BT, entropy_BT = _map_chunks(chunk, rows, chunk_tokens)
-    return logprobs_BT.reshape(-1)[batch.index_EM], entropy_BT.reshape(-1)[batch.index_EM]
+    return at_responses(logprobs_BT, batch), at_responses(entropy_BT, batch)
+
+
+def at_responses(x_BT: jax.Array, batch: MicroBatch) -> jax.Array:
+    """Return values where the response tokens of a micro-batch are predicted; [E, M]."""
+    if (copies := ways_in_use("copies")) == 1:
+        return x_BT.reshape(-1)[batch.index_EM]
+    index_CEM = batch.index_EM.reshape(copies, -1, batch.index_EM.shape[1])
+    x_CEM = jax.vmap(lambda x, index: x[index])(x_BT.reshape(copies, -1), index_CEM)
+    return x_CEM.reshape(batch.index_EM.shape)
 
 
 def _head(params: Params, vocab_axis: str) -> Params:
@@ -171,6 +180,7 @@ def by_sample(
     on_pass: Callable[[], None],
 ) -> list[np.ndarray]:
     """Return `run`'s values for each sample's tokens, [num_tokens] each; one fetch."""
+    assert shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
     packed = micro_batches.micro_batches(samples, shape)
     passes: list[jax.Array] = []
     for p in packed:
@@ -178,6 +188,6 @@ def by_sample(
         keep_pace(passes, on_pass)
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
     for p, result_EM in zip(packed, jax.device_get(passes), strict=True):
-        for e, i in enumerate(p.sample_indices):
+        for e, i in zip(p.places, p.sample_indices, strict=True):
             result[i] = result_EM[e, : samples[i].trajectory.num_tokens]
     return result

@@ -60,7 +60,8 @@ class MicroBatch:
     """A micro-batch on the device: rows b of T positions, samples e with tokens m < T.
 
     `targets_BT` are the tokens that the positions predict; `index_EM` is the place in the flattened
-    [B · T] where each response token is predicted; the loss works on [E, M].
+    [B · T] where each response token is predicted, counted in the part of each copy of the weights
+    (`Shape.copies`); the loss works on [E, M].
     """
 
     tokens_BT: jax.Array
@@ -73,10 +74,11 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of numpy arrays, the samples in its first rows, the positions in use."""
+    """A micro-batch of numpy arrays, its samples, their places e in [E], the positions in use."""
 
     batch: MicroBatch
     sample_indices: np.ndarray
+    places: np.ndarray
     used_positions: int
 
 
@@ -125,8 +127,9 @@ def minibatch_indices(
 
 def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
     """Pack samples into few rows, rows into micro-batches; ValueError if one does not fit a row."""
-    responses = [sample.response for sample in samples]
-    return [_pack(samples, responses, rows, shape) for rows in packing.plan(responses, shape)]
+    responses, n = [sample.response for sample in samples], shape.copies
+    parts = packing.plan(responses, shape.of_copy)
+    return [_pack(samples, responses, parts[i : i + n], shape) for i in range(0, len(parts), n)]
 
 
 def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
@@ -155,26 +158,39 @@ def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
 
 
 def _pack(
-    samples: Sequence[TrainSample], responses: Sequence[Response], rows: Sequence[Row], shape: Shape
+    samples: Sequence[TrainSample],
+    responses: Sequence[Response],
+    parts: Sequence[Sequence[Row]],
+    shape: Shape,
 ) -> Packed:
-    layout = packing.lay_out(responses, rows, shape)
-    order = layout.order.tolist()
+    """Return the micro-batch of so many copies' rows, or of fewer."""
+    part, over = shape.of_copy, shape.copies - len(parts)
+    layouts = [packing.lay_out(responses, rows, part) for rows in [*parts, *[[]] * over]]
+    order = np.concatenate([layout.order for layout in layouts])
     batch = dataclasses.replace(
         empty(shape, with_critic=samples[order[0]].critic_targets is not None),
-        tokens_BT=layout.tokens_BT,
-        targets_BT=layout.targets_BT,
-        packing=layout.packing,
+        tokens_BT=np.concatenate([layout.tokens_BT for layout in layouts]),
+        targets_BT=np.concatenate([layout.targets_BT for layout in layouts]),
+        packing=jax.tree.map(lambda *x: np.concatenate(x), *(x.packing for x in layouts)),
     )
-    for e, (i, start) in enumerate(zip(order, layout.starts.tolist(), strict=True)):
-        _fill(batch, e, samples[i], start + np.arange(samples[i].trajectory.num_tokens))
-    return Packed(batch, layout.order, layout.used_positions)
+    places = list[int]()
+    for c, layout in enumerate(layouts):
+        pairs = zip(layout.order.tolist(), layout.starts.tolist(), strict=True)
+        for e, (i, start) in enumerate(pairs, start=c * part.samples):
+            index = start + np.arange(samples[i].trajectory.num_tokens)
+            _fill(batch, e, samples[i], index, c * part.rows * part.length)
+            places.append(e)
+    return Packed(batch, order, np.array(places), sum(x.used_positions for x in layouts))
 
 
-def _fill(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) -> None:
-    """Fill row e of the loss's inputs; `index` are the positions that predict its tokens."""
+def _fill(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray, first: int) -> None:
+    """Fill row e of the loss's inputs; `index` are the positions that predict its tokens.
+
+    They are counted from position `first` of the micro-batch on.
+    """
     t, n = sample.trajectory, len(index)
     batch.index_EM[e, :n] = index
-    batch.processing_BT.put(index, sample.sampling)
+    batch.processing_BT.put(first + index, sample.sampling)
     inputs = batch.inputs
     inputs.mask_BT[e, :n] = True
     inputs.advantages_B[e] = sample.advantage

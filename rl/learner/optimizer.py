@@ -50,6 +50,7 @@ class SavedArrays:
     drafter: Any = None  # the training state of a learned one
 
     OPTIONAL: ClassVar = (".critic", ".behind", ".drafter")  # not needed to resume
+    OF_TRAINING: ClassVar = (".opt_state", ".critic", ".behind")  # needed only to resume
 
     @classmethod
     def of(cls, state: TrainState, behind: Params | None, drafter: Any) -> SavedArrays:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from models.sharding import ways_in_use
 from models.transformer import Params, param_specs
 from rl import packing
 from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
@@ -31,6 +32,7 @@ from rl.learner.gradient_accumulation import (
     accumulate,
     apply,
     inspect,
+    join,
     start,
 )
 from rl.learner.logprobs import place, placed_shapes
@@ -93,7 +95,10 @@ def cast_call(params: Params, dtype: Any) -> Call:
 def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
     """Return the shape of all micro-batches, for prompts and responses of up to `max_tokens`."""
     return packing.batch_shape(
-        recipe.trainer.positions_of_micro_batch, max_tokens, row_multiple=logprobs.batch_ways()
+        recipe.trainer.positions_of_micro_batch,
+        max_tokens,
+        row_multiple=logprobs.batch_ways(),
+        copies=ways_in_use("copies"),
     )
 
 
@@ -118,7 +123,7 @@ def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
     for network, trained in _networks(state):
         every += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
     static = {"recipe": recipe}
-    for params in _scored(state.params, recipe, _shapes_in):
+    for params in _scored(state.params, recipe, shapes_in):
         every.append(Call(logprobs.token_logprobs, (params, plain), static))
     if state.critic:
         every.append(Call(critic.token_values, (state.critic.params, plain), static))
@@ -147,7 +152,7 @@ def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Par
     return policies
 
 
-def _shapes_in(params: Params, dtype: Any) -> Params:
+def shapes_in(params: Params, dtype: Any) -> Params:
     """Return the shapes of `cast_params`."""
 
     def one(p: Any) -> jax.ShapeDtypeStruct:
@@ -320,6 +325,7 @@ class _StepInputs:
         has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
         moving = [s for s in samples if has_other_terms or s.advantage]
         used = moving or samples  # for the statistics
+        assert learner.shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
         packed = micro_batches.micro_batches(used, learner.shape)
         return cls(used, packed, scalars, where, bool(moving))
 
@@ -338,6 +344,7 @@ def _optimizer_step(
             totals[n], healthy = in_turn(accumulate(*args, network=network, recipe=recipe))
             health[n].append(healthy)
         logprobs.keep_pace(health[-1], on_pass)
+    totals = [in_turn(join(total)) for total in totals]
     reported = [
         in_turn(inspect(total, state.step, network=network, recipe=recipe))
         for total, (network, _) in zip(totals, networks, strict=True)

@@ -2,7 +2,8 @@
 
 Invariant: after a kill at any moment, `truncate_to_step` of the resumed step leaves the files that
 a run stopped cleanly at that step would have left, byte for byte, except for wall-clock metrics
-(`deterministic_view`) and workers.jsonl.
+(`deterministic_view`) and workers.jsonl. So samples are written before their row, rows before the
+checkpoint (with `sync`, for a power cut), and the samples of an evaluation before its metrics.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from models.folder import Folder
+from rl.metrics.tensorboard import EventFile
 from rl.runtime.run_files import (
+    EVAL_SAMPLES_FILE,
     METRICS_FILE,
     ROW_FILES,
     SAMPLES_FILE,
@@ -38,6 +42,8 @@ WALL_CLOCK_NAMES = {
     "spec/history_index_seconds",
 }
 
+EVAL_SECONDS = "eval_s"  # the metric that every evaluation has
+SHOWN = 8  # steps in one message
 Row = dict[str, Any]
 
 
@@ -77,7 +83,7 @@ class MetricsWriter:
         self._files: dict[str, BinaryIO] = {}
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda step: True)
-        self._tensorboard: Any = self._open_tensorboard(None) if config.tensorboard else None
+        self._tensorboard = self._open_tensorboard(None) if config.tensorboard else None
         project = config.wandb_project
         self._wandb: Any = _open_wandb(self._folder, project) if project else None
 
@@ -105,9 +111,7 @@ class MetricsWriter:
         """Pass a row on to TensorBoard and Weights & Biases."""
         finite = {k: v for k, v in row.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, row["step"])
-            self._tensorboard.flush()
+            self._tensorboard.write(row["step"], finite)
         if self._wandb is not None:
             self._wandb.log(finite, step=row["step"])
 
@@ -132,11 +136,22 @@ class MetricsWriter:
             lines = self._folder.read(WORKERS_FILE).splitlines(keepends=True)
             self._folder.replace(WORKERS_FILE, b"".join(lines[len(lines) // 2 :]))
 
+    def sync(self) -> None:
+        """Flush all rows to the disk."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
     def truncate_to_step(self, step: int) -> None:
-        """Remove the rows of every step after `step`, as if they had never been written."""
+        """Remove the rows of every step after `step`, as if they had never been written.
+
+        An evaluation without its metrics will be repeated: its samples are removed.
+        """
         self._close_files()
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda row_step: row_step <= step)
+        rows = read_metrics(self._folder.path) if self._folder.exists(METRICS_FILE) else []
+        evaluated = {row["step"] for row in rows if EVAL_SECONDS in row}
+        _keep_rows(self._folder, EVAL_SAMPLES_FILE, evaluated.__contains__)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = self._open_tensorboard(purge_step=step + 1)
@@ -167,17 +182,14 @@ class MetricsWriter:
             raise OSError(f"{self._folder.path / name}: wrote {written} of {len(line)} bytes")
 
     def _close_files(self) -> None:
+        self.sync()
         for file in self._files.values():
             file.close()
         self._files.clear()
 
-    def _open_tensorboard(self, purge_step: int | None) -> Any:
-        # purge_step has TensorBoard hide the rows that a killed run wrote after its checkpoint.
-        # Without the suffix two writers of one second would share, and truncate, one file.
-        from tensorboardX import SummaryWriter
-
-        suffix, folder = f".{uuid.uuid4().hex[:8]}", self._folder.folder(TENSORBOARD_FOLDER)
-        return SummaryWriter(str(folder.path), purge_step=purge_step, filename_suffix=suffix)
+    def _open_tensorboard(self, purge_step: int | None) -> EventFile:
+        # purge_step hides the rows that a killed run wrote after its checkpoint
+        return EventFile(self._folder.folder(TENSORBOARD_FOLDER).path, purge_step)
 
 
 class RowsOnly(MetricsWriter):
@@ -212,8 +224,21 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 def step_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of training steps: an evaluation before the first one is left out."""
-    evaluated = ("eval/", "eval_s")
+    evaluated = ("eval/", EVAL_SECONDS)
     return [r for r in rows if not all(n == "step" or n.startswith(evaluated) for n in r)]
+
+
+def lost_rows(rows: Sequence[Row], step: int) -> str:
+    """Return a sentence on the steps up to `step` that have no row: all had one when saved."""
+    lost = sorted(set(range(1, step + 1)) - {row["step"] for row in rows})
+    if not lost:
+        return ""
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    steps = ", ".join(map(str, lost[:SHOWN])) + more
+    return (
+        f"has no row of {len(lost)} steps that the checkpoint contains (a power cut, or an edit): "
+        f"{steps}; curves lack them, the weights do not"
+    )
 
 
 def read_samples(path: str | Path, name: str = SAMPLES_FILE) -> list[Row]:
@@ -243,14 +268,22 @@ class Timings:
     """Measures the seconds spent in named parts of a step, by the given clock.
 
     `with timings.section("rollout"): ...` adds to `time/rollout`, also if it raises. `on_start` is
-    called with the name of each part.
+    called with the name of each part. The seconds of `before`, if given, count in it.
     """
 
     def __init__(
-        self, clock: Callable[[], float], on_start: Callable[[str], None] = lambda name: None
+        self,
+        clock: Callable[[], float],
+        on_start: Callable[[str], None] = lambda name: None,
+        before: Timings | None = None,
     ) -> None:
         self._clock, self._on_start = clock, on_start
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {} if before is None else dict(before._seconds)
+        self.before_s = self.total_s
+
+    @property
+    def total_s(self) -> float:
+        return sum(self._seconds.values())
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:

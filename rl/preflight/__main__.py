@@ -11,7 +11,6 @@ if the run fits, 2 if not, as for `python -m rl.train --dry_run`.
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -107,7 +106,4 @@ def _preflight(
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,8 @@
     program = arguments + outputs − aliases + temporaries
     peak    = arrays that stay + max over programs of (program − its arguments that stay)
 
+An evaluation on training devices, beside the workers, has arrays of its own in place of a program.
+
 A deep model may be compiled at two depths a < b instead, since figures are linear in the number of
 layers L (up to XLA's order of a program if memory is short):
 
@@ -118,6 +120,7 @@ class Fit:
     num_whole_model: int
     is_disjoint: bool
     depths: tuple[int, int] | None
+    evaluation_bytes: int = 0
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, Measured]]:
@@ -134,10 +137,13 @@ class Fit:
     def peak(self) -> tuple[str, int, Measured]:
         """The devices that need most: their users, the bytes, and the program at the peak."""
         peaks = [
-            (name, held_bytes + max(0, one.extra_bytes), one)
+            (name, held_bytes + max(0, one.extra_bytes, self._evaluation_bytes(name)), one)
             for name, (held_bytes, one) in self.groups.items()
         ]
         return max(peaks, key=lambda peak: peak[1])
+
+    def _evaluation_bytes(self, name: str) -> int:
+        return 0 if name == ROLLOUTS else self.evaluation_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -186,6 +192,7 @@ class Fitting:
             sum(one.num_tokens > 0 for one in programs),
             run.layout.is_disjoint,
             compiled,
+            run.evaluation_bytes,
         )
 
     def refit(self, before: Fit, config: TrainConfig, model: ModelConfig) -> Fit:
@@ -195,7 +202,10 @@ class Fitting:
         chosen = [i for i in largest_of_kinds(programs) if _kind(programs[i]) == _kind(peak)]
         rest = [one for one in before.measured if _kind(one.program) != _kind(peak)]
         new = self._measured(config, model, programs, chosen, before.depths)
-        return dataclasses.replace(before, held=run.held, measured=(*new, *rest))
+        measured, evaluation_bytes = (*new, *rest), run.evaluation_bytes
+        return dataclasses.replace(
+            before, held=run.held, measured=measured, evaluation_bytes=evaluation_bytes
+        )
 
     def programs(self, config: TrainConfig, model: ModelConfig) -> RunPrograms:
         """Return the run's programs on the target's devices; nothing is compiled yet."""

@@ -21,7 +21,15 @@ from rl.first_programs import rollout_reach
 from rl.gin.loader import resolve_path
 from rl.learner import critic, trainer
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
-from rl.memory import ROLLOUTS, TRAINING, Parts, divide, held_arrays, num_bytes
+from rl.memory import (
+    ROLLOUTS,
+    TRAINING,
+    Parts,
+    divide,
+    evaluation_bytes,
+    held_arrays,
+    num_bytes,
+)
 from rl.speculation.device_drafters import (
     DeviceDrafters,
     DeviceDrafterSource,
@@ -108,6 +116,11 @@ class RunPrograms:
     def held(self) -> Parts:
         """The bytes of one device that arrays take between programs."""
         return held_arrays(self.config, self.model, self.layout, is_cpu=self._is_cpu)
+
+    @cached_property
+    def evaluation_bytes(self) -> int:
+        """The bytes of a training device during an evaluation beside the workers; else 0."""
+        return evaluation_bytes(self.config, self.model, self.layout, is_cpu=self._is_cpu)
 
     def all(self) -> list[RunProgram]:
         """Return the programs of training, then of rollouts."""

@@ -32,6 +32,8 @@ def lines_of(fit: Fit) -> Iterator[str]:
     for part, arrays in fit.held.items():
         for name, size in arrays.items():
             yield f"stays         {part}: {name:36s} {_gb(size):>9s} GB"
+    if fit.evaluation_bytes:
+        yield f"evaluation    on training devices, in turn: {_gb(fit.evaluation_bytes):>14s} GB"
     for name, (held_bytes, one) in fit.groups.items():
         extra_bytes = max(0, one.extra_bytes)
         yield (

@@ -6,6 +6,8 @@ Outside a terminal the lines are plain text without control codes.
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
 import os
 import statistics
 import sys
@@ -89,7 +91,8 @@ class Progress:
     def message(self, text: str) -> None:
         """Show a line of text once."""
         self._last_line_s = self._clock()
-        say(cut(text), self._stream)
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk: no run's end
+            say(cut(text), self._stream)
 
     def close(self) -> None:
         """End the display."""
@@ -161,10 +164,12 @@ class RichProgress(Progress):
         return self._console.width
 
     def message(self, text: str) -> None:
-        self._console.print(printable(cut(text), self._stream), soft_wrap=True)
+        with contextlib.suppress(OSError):
+            self._console.print(printable(cut(text), self._stream), soft_wrap=True)
 
     def close(self) -> None:
-        self._bars.stop()
+        with contextlib.suppress(OSError):
+            self._bars.stop()
 
     def _show(self, text: str, counts: str = "", done: int = 0, total: int | None = None) -> None:
         if self._bars.tasks[0].description != text:  # restart its clock
@@ -249,5 +254,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def say(text: object, stream: TextIO | None = None) -> None:
     """Print a line, made `printable`, to `stream` (default: stdout): all output of commands."""
     stream = sys.stdout if stream is None else stream
-    stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
-    stream.flush()
+    try:
+        stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
+        stream.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # nobody reads, or the terminal is gone
+            raise

@@ -2,7 +2,8 @@
 
 Python handles a signal between two lines of the main thread, which may be in a compilation or a
 device call for minutes. So signals go through a pipe to a watching thread, which notifies the main
-thread, and ends the process if that does not leave in time: saved steps are always whole.
+thread, and ends the process if that does not leave in time: saved steps are always whole. Before
+a command has a `Watch`, and in commands without one, `rl/__init__.py` handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rl.runtime.waits import HANG_LIMIT_S, code_line
 
 COMPILE_LIMIT_S = 3600.0
 SPEAKING_S = 1.0  # for the last message: a terminal may hang as well
+SAME_STOP_S = 0.5  # launchers pass on a Ctrl-C that the terminal has sent to the process already
 # parts with separate rules
 STARTING, SAVING, EXPORTING, COMPILING = "starting", "checkpoint", "export", "compiling"
 LONG_PARTS = STARTING, EXPORTING, COMPILING
@@ -42,13 +44,20 @@ class Limits:
     stop_s: float = 8.0
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a command: Ctrl-C, SIGTERM, and unless ignored SIGHUP."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]  # nohup
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 class Watch:
-    """Watches the main thread for hangs, and the process for SIGTERM and Ctrl-C; a context manager.
+    """Watches the main thread for hangs, and the process for `stop_signals`; a context manager.
 
     While the run is `starting` a signal ends the process at once. Later `check` raises in the main
     thread, which has `Limits.stop_s` to leave, and longer to save. A second Ctrl-C ends the process
-    at once. `standing` returns the last saved step (0: none) and a description of it; `close`
-    removes a live display before the last message.
+    at once, a third one if whole steps (up to `whole_step`) are not saved yet. `standing` returns
+    the last saved step (0: none) and a description of it; `close` removes a live display before the
+    last message.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class Watch:
         self._part, self._heartbeat_s = STARTING, clock()
         self._noted, self._saving = False, saving
         self._stop_requested_s: float | None = None
+        self._stopped_at_s, self._insisted = clock(), False
+        self.whole_step = 0  # the last one that the main thread has completed
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._exits = contextlib.ExitStack()
@@ -124,7 +135,8 @@ class Watch:
             os.set_blocking(fd, False)
             self._exits.callback(os.close, fd)
         self._exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self._signals = stop_signals()
+        for number in self._signals:
             self._exits.callback(signal.signal, number, signal.signal(number, self._note))
         thread = threading.Thread(target=self._watch, args=(reader,), name="watch", daemon=True)
         thread.start()
@@ -144,16 +156,19 @@ class Watch:
             self._check_limits()
 
     def _signalled(self, number: signal.Signals) -> None:
-        if number not in (signal.SIGTERM, signal.SIGINT):
+        if number not in self._signals:
             return  # others' handlers write to the pipe as well
         first, self.signal = self._stop_requested_s is None, number
         if self._part == STARTING:
             self._end(f"stopped before step {self._last_saved()[0] + 1}")
         elif first:
-            self._stop_requested_s = self._clock()
+            self._stop_requested_s = self._stopped_at_s = self._clock()
             self._speak(f"stopping: saving {self._saving}...")
-        elif number == signal.SIGINT:
-            self._end("stopped at once")
+        elif number == signal.SIGINT and self._clock() - self._stopped_at_s > SAME_STOP_S:
+            if self._insisted or not self._unsaved():
+                self._end("stopped at once")
+            self._insisted = True
+            self._speak(f"still saving: Ctrl-C once more loses {self._unsaved()}")
 
     def _check_limits(self) -> None:
         """End the process if the main thread made no progress, or did not leave, in time."""
@@ -168,8 +183,15 @@ class Watch:
             if late_s > limits.stop_s:
                 self._end(f"stopped at {part}, which did not come to an end in {late_s:.1f} s")
 
+    def _unsaved(self) -> str:
+        """Return the whole steps that are not saved, as text; none: an empty one."""
+        count = self.whole_step - self._last_saved()[0]
+        return f"{count} whole step{'s' * (count > 1)}" if count > 0 else ""
+
     def _end(self, text: str, status: int | None = None) -> None:
-        _, last_saved = self._last_saved()
+        step, last_saved = self._last_saved()
+        if unsaved := self._unsaved():
+            last_saved = f"{unsaved} lost; {last_saved if step else 'nothing is saved'}"
         status = self.exit_status if status is None else status
         self._speak(f"{text}; {last_saved}", self._close)
         self._over.set()

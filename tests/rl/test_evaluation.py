@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 
 import pytest
@@ -9,8 +11,10 @@ from loop_runs import finish
 from run_settings import DRAFTS, PIPELINE, SETTINGS
 
 from rl.checkpoint.best import read_best
+from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.folders import list_steps
-from rl.metrics.writer import read_metrics, read_samples, step_rows
+from rl.engine.engine import Engine
+from rl.metrics.writer import MetricsWriter, read_metrics, read_samples, step_rows
 from rl.runtime.signals import Stopped
 from tests.support import tiny_run
 
@@ -31,11 +35,54 @@ def sets(tiny):
     return f"Eval.sets=('own=jsonl:{path}', 'train=jsonl:{tiny.parent / 'task.jsonl'}')"
 
 
+WRITES: list[str] = []  # of the run `evaluated`, in order
+
+
+@contextlib.contextmanager
+def noted_writes():
+    def noted(owner, method, name):
+        original = getattr(owner, method)
+
+        def call(self, *arguments):
+            WRITES.append(name or arguments[0])
+            return original(self, *arguments)
+
+        patch.setattr(owner, method, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        noted(MetricsWriter, "_append", None)
+        noted(MetricsWriter, "amend", "amend")
+        noted(Checkpointer, "save", "save")
+        yield
+
+
 @pytest.fixture(scope="module")
 def evaluated(tiny, sets, tmp_path_factory):
     sampled = ("Eval.samples=2", "Eval.temperature=0.7", "Checkpoint.every_steps=1")
     folder = tmp_path_factory.mktemp("evaluated")
-    return finish(tiny, folder, *EVALUATED, *WITH_ALL, sets, *sampled)
+    with noted_writes():
+        return finish(tiny, folder, *EVALUATED, *WITH_ALL, sets, *sampled)
+
+
+def test_what_a_kill_would_lose_is_written_first(evaluated):
+    """Samples before their row, the row before the checkpoint, an evaluation's samples before
+    the figures that say that it is done.
+    """
+    step = ["samples.jsonl", "metrics.jsonl", "save"]
+    evaluation = ["eval_samples.jsonl", "amend"]
+    before = [*evaluation, "metrics.jsonl"]
+    order = [name for name, _ in itertools.groupby(WRITES)]
+    assert order == [
+        *before,
+        *step,
+        *step,
+        *evaluation,
+        *step,
+        *step,
+        *evaluation,
+        *step,
+        *evaluation,
+    ]
 
 
 def without_evaluation(rows):
@@ -164,13 +211,21 @@ def test_other_questions_begin_a_new_comparison(tiny, sets, greedy, tmp_path):
     assert read_best(tmp_path).step == 3
 
 
-def test_several_workers_and_a_pipeline_answer_as_one_engine(tiny, sets, greedy, tmp_path):
-    """In a pipeline too the weights are those after the step, and evaluation changes no sample."""
-    first = evaluations(greedy[0])[0]
+def test_several_workers_and_a_pipeline_answer_as_one_engine(
+    tiny, sets, greedy, tmp_path, monkeypatch
+):
+    """In a pipeline too the weights are those after the step, and evaluation changes no sample.
+
+    An engine that only evaluates keeps no cache.
+    """
+    first, free, left = evaluations(greedy[0])[0], Engine.free, []
+    monkeypatch.setattr(Engine, "free", lambda e: left.append(free(e) or e._rows._memory.cache))
     for mode in ("sync", "ahead", "pipeline"):
         settings = (*SETTINGS, *PIPELINE, f"Sched.mode='{mode}'", "Run.steps=2")
         found = finish(tiny, tmp_path / mode, *settings, *EVALUATED[:2], sets)
         assert evaluations(found)[0]["eval/mean_reward"] == first["eval/mean_reward"]
+        assert left == ([] if mode == "sync" else [None, None]), "after each evaluation"
+        left.clear()
         without = finish(tiny, tmp_path / f"{mode}_without", *settings)
         assert drawn(found) == drawn(without)
 

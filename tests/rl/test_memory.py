@@ -10,6 +10,7 @@ from models import kv_cache
 from models.config import ModelConfig, num_params
 from rl import memory
 from rl.config import TrainConfig
+from rl.first_programs import evaluation_engine
 from rl.gin.loader import load
 from rl.memory import ROLLOUTS, TRAINING, Devices
 
@@ -122,6 +123,20 @@ def test_workers_with_devices_of_their_own_are_counted_apart():
     assert shared.parts[ROLLOUTS][KEYS] == 2 * split.parts[ROLLOUTS][KEYS], "both on one device"
     sums = {part: sum(arrays.values()) for part, arrays in split.parts.items()}
     assert split.total_bytes == max(sums.values()) < sum(sums.values())
+
+
+def test_an_evaluation_beside_the_workers_counts_beyond_gradients():
+    beside = "Sched.mode='pipeline'", "Sched.workers=2", "Eval.num_prompts=1000"
+    many = estimated(*beside, devices=Devices(3)).parts[TRAINING]  # one of them trains
+    name = "evaluations, beyond gradients"
+    cache = jax.eval_shape(lambda: kv_cache.init(MODEL, 16, 256, jnp.float32))
+    cache_bytes = sum(4 * x.size for x in jax.tree.leaves(cache))
+    assert 0 < many[name] + many["gradients"] - cache_bytes < 0.3 * cache_bytes
+    for fewer in ((*beside[:2], "Eval.num_prompts=0"), (), ("Eval.num_prompts=1000",)):
+        assert name not in estimated(*fewer, devices=Devices(4)).parts[TRAINING]
+    few = setting("Engine.pages=4000", "Engine.cache='pages'", "Engine.slots=4096")
+    assert evaluation_engine(few, 8, 1).pages == 8 * 2 < evaluation_engine(few, 5000, 1).pages
+    assert evaluation_engine(setting(), 8, 1) == setting().engine
 
 
 def test_the_verdict():

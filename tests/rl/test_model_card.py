@@ -95,6 +95,20 @@ def test_what_was_run():
     assert 'Run.directory = "own"' in text.replace("'", '"')
 
 
+def test_what_legs_changed_has_a_line_by_step():
+    one, other = (
+        Launch(20, "2026-11-21", "cpu", {}, [change])
+        for change in ("Optimizer.learning_rate: 1e-06 → 3e-06", "Task.specs: ('/me/a',) → ('/b',)")
+    )
+    later = Launch(40, "2026-11-22", "cpu", {}, ["Run.steps: 40 → 80"])
+    config = load(TrainConfig, [], ())
+    history = History("own", 40, ROWS, [LEG, one, other, later])
+    what = section(model_card.of_run(config, BASE, history, FORM), "What was run")
+    line = "- **From step 21 on**: `Optimizer.learning_rate: 1e-06 → 3e-06`, `Task.specs: ('a',) → "
+    assert line in what and "/me" not in what
+    assert "From step 41" not in what and "From step 1 " not in what
+
+
 def test_first_and_last_rewards_and_evaluations():
     results = section(card(), "Results")
     assert "- `reward`: first 0.1375 (steps 1 to 10), last 0.8875 (steps 31 to 40)\n" in results
@@ -161,8 +175,13 @@ def test_legs_are_noted_and_rows_that_no_run_writes_left_out(tmp_path):
     assert run_folder.read_launches(tmp_path) == []
     run_folder.note_launch(tmp_path, 0)
     (tmp_path / "legs.jsonl").open("a").write('{"device": 3}\n[[\n{"after_step": 1}\n')
-    run_folder.note_launch(tmp_path, 7)
+    run_folder.note_launch(tmp_path, 7, [run_folder.Change("Run.steps", "8", "12")])
     first, second = run_folder.read_launches(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
+    assert (first.changes, second.changes) == ([], ["Run.steps: 8 → 12"])
+    old = json.loads((tmp_path / "legs.jsonl").read_text().splitlines()[0])
+    del old["changes"]  # as earlier versions wrote it
+    (tmp_path / "legs.jsonl").write_text(json.dumps(old) + "\n")
+    assert run_folder.read_launches(tmp_path) == [first]
     assert "jax" in first.versions and first.device
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", first.began)

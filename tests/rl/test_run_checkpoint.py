@@ -2,17 +2,19 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from loop_runs import finish
 from run_settings import TRAINED_AFTER
 
+from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.reader import StructureMismatchError
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import open_inputs
-from rl.run_checkpoint import check_can_resume
+from rl.run_checkpoint import RunCheckpointer, RunPosition, check_can_resume
 from rl.runtime.run_files import CHECKPOINTS
 from tests.support import tiny_run
 
@@ -67,6 +69,25 @@ def test_what_a_checkpoint_lacks_begins_anew_and_is_left_out_again(
     shutil.copytree(done.folder, tmp_path / "back")
     back = finish(tiny, tmp_path / "back", "Run.steps=4")
     assert "resuming after step 3" in back.show.messages and len(back.rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "now_s", "others", "is_due"),
+    [
+        ({"every_minutes": 2.0}, 219.0, False, False),
+        ({"every_minutes": 2.0}, 220.0, False, True),
+        ({"every_minutes": 2.0}, 100.0, True, True),  # in another process
+        ({"every_minutes": 0.0}, 1e9, True, False),
+        ({"every_minutes": 2.0, "every_steps": 3}, 0.0, False, True),
+    ],
+)
+def test_a_checkpoint_is_due_by_minutes_in_all_processes_alike(config, now_s, others, is_due):
+    saver = RunCheckpointer.__new__(RunCheckpointer)
+    saver._position, saver._clock, saver._saved_s = RunPosition(step=6), lambda: now_s, 100.0
+    processes = SimpleNamespace(any=lambda what, own: own or others)
+    settings = SimpleNamespace(checkpoint=CheckpointConfig(**({"every_steps": 0} | config)))
+    saver._system = SimpleNamespace(config=settings, processes=processes)
+    assert saver.is_due() == is_due
 
 
 def test_another_shape_is_told_before_anything_is_made(tiny, two_steps):

@@ -113,6 +113,16 @@ def test_the_configuration_of_each_leg_is_kept(config, run):
     assert (run / "config.1.gin").read_text().startswith("# Leg 1 of this run; its steps: up to 2")
 
 
+def test_a_schedule_that_other_steps_stretch_is_named(config):
+    linear = changed(config, "optimizer", schedule="linear")
+    more = changed(linear, "run", steps=9)
+    [text] = run_folder.remarks(run_folder.changes(linear, more), more)
+    assert "Optimizer.schedule='linear' now ends at step 9" in text
+    constant = changed(more, "optimizer", schedule="constant")
+    assert run_folder.remarks(run_folder.changes(more, constant), constant) == []
+    assert run_folder.remarks(run_folder.changes(config, constant), constant) == []
+
+
 # --- folders ----------------------------------------------------------------------------
 
 

@@ -262,6 +262,7 @@ def test_a_dry_run_touches_no_device_and_makes_no_folder(tiny, tmp_path):
     for line in ("Run.steps = 3", "# examples      6\n", "# ok ", "# per step      8 responses"):
         assert line in done.stdout
     assert "total" in done.stdout and "MiB" in done.stdout
+    assert "# disk          checkpoints take up to " in done.stdout
 
 
 def test_a_run_as_one_of_several_processes_is_refused(tiny, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 def call_main(main: Callable[[Sequence[str]], int], *arguments: object) -> int:
     """Its exit code; this process's signal handlers are put back."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     try:
         return main([str(a) for a in arguments])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import jax.numpy as jnp
 import pytest
+from whole_steps import whole_steps
 
 from models.folder import Folder
-from rl.checkpoint import folders
+from rl.checkpoint import folders, reader
 from rl.checkpoint.best import Best, BestRecord, chosen_step, read_best
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
 
 
 @pytest.fixture
@@ -62,6 +67,27 @@ def test_the_best_step_is_not_pruned(run):
     folder = Folder(run / "checkpoints")
     folders.retire(folder, 1, spared={2})
     assert folders.list_steps(folder) == [6, 2]
+
+
+def test_a_best_step_that_is_older_keeps_the_policy_alone(tmp_path):
+    def arrays(step):
+        return {"params": jnp.full(3, float(step)), "opt": {"mu": jnp.full(5, float(step))}}
+
+    light = {"spared": lambda: {1, 3}, "light": ("['opt']",)}
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1), **light) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, arrays(step))
+        saver.wait()
+        assert whole_steps(tmp_path) == [3], "a state that can be resumed"
+    policy = reader.restore(tmp_path, {"params": jnp.zeros(3)}, 1, subset=True)
+    assert policy.arrays["params"].tolist() == [1.0] * 3
+    left = [path.name for path in (tmp_path / "step_00000001" / "arrays").iterdir()]
+    assert not any("opt" in name for name in left)
+    shutil.rmtree(tmp_path / "step_00000003")
+    with pytest.raises(reader.NoWholeCheckpointError, match="the policy alone, kept as the best"):
+        reader.restore(tmp_path, arrays(0))
+    (tmp_path / "step_00000001" / "arrays" / "['opt']_of_a_kill").write_text("x")
+    assert reader.problems_of(tmp_path, 1, subset=True) == ([], []), "not deleted yet"
 
 
 def test_steps_are_chosen_by_number_and_by_name(run):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from whole_steps import whole_steps
 
+from rl.checkpoint import contents, reader
 from rl.checkpoint import manifest as checkpoint_manifest
-from rl.checkpoint import reader
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
 from rl.runtime import host_memory
@@ -245,6 +245,59 @@ def test_saving_a_step_again_replaces_it_and_sets_later_ones_aside(tmp_path):
     np.testing.assert_array_equal(restored.arrays["x"], [20.0, 20.0])
     assert whole_steps(tmp_path) == [2, 1]
     assert (tmp_path / "abandoned-step_00000003" / checkpoint_manifest.MANIFEST_NAME).exists()
+    with Checkpointer(tmp_path, CheckpointConfig(keep=5)) as saver:
+        saver.save(3, {"x": jnp.ones(2)})
+    assert whole_steps(tmp_path) == [3, 2, 1]
+    assert not list(tmp_path.glob("abandoned-*")), "it was passed"
+
+
+def test_what_a_kill_in_the_last_save_left_is_deleted(tmp_path):
+    with Checkpointer(tmp_path, CheckpointConfig(keep=9)) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"x": jnp.ones(2)})
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as saver:
+        saver.tidy()
+        assert whole_steps(tmp_path) == [3]
+
+
+def test_devices_hold_one_state_while_it_is_read(tmp_path, monkeypatch):
+    state = {"w": jnp.arange(2.0**16), "n": jnp.ones(3)}
+    with Checkpointer(tmp_path) as saver:
+        saver.save(1, state)
+    whole, most, free_as = 2.0**18, [0], contents._free_as
+
+    def watched(*arguments):
+        most[0] = max(most[0], sum(x.nbytes for x in jax.live_arrays() if x.size == 2**16))
+        return free_as(*arguments)
+
+    monkeypatch.setattr(contents, "_free_as", watched)
+    restored = reader.restore(tmp_path, state, frees=("['w']",))
+    assert most[0] == whole, "the template's was deleted first"
+    assert state["w"].is_deleted() and not state["n"].is_deleted()
+    assert restored.arrays["w"][-1] == 2**16 - 1
+
+
+def test_several_processes_hash_and_verify_a_part_each(tmp_path):
+    class One:
+        alone, count, is_first, index = False, 3, False, 0
+
+        def gather_large(self, what, value, waiting=None):
+            return [value]
+
+    with Checkpointer(tmp_path) as saver:
+        saver.save(1, {"x": jnp.ones(2), "y": jnp.ones(3)})
+    for path in (tmp_path / "step_00000001").rglob("*"):
+        if path.is_file() and path.name != checkpoint_manifest.MANIFEST_NAME:
+            path.write_bytes(path.read_bytes() + b"x")
+    names = []
+    for index in range(3):
+        one = One()
+        one.index = index
+        problems, _ = reader.problems_of(tmp_path, 1, one)
+        names.append({problem.file for problem in problems})
+    whole, _ = reader.problems_of(tmp_path, 1)
+    assert all(names) and set.union(*names) == {problem.file for problem in whole}
+    assert sum(map(len, names)) == len(whole), "no file is read twice"
 
 
 def test_save_returns_before_the_disk_is_done(tmp_path, monkeypatch):
@@ -272,7 +325,7 @@ def test_a_synchronous_save_counts_when_it_returns(tmp_path):
 def test_config_says_when_a_step_is_due():
     assert [s for s in range(7) if CheckpointConfig(every_steps=3).due(s)] == [3, 6]
     assert not any(CheckpointConfig(every_steps=0).due(s) for s in range(7))
-    for bad in ({"every_steps": -1}, {"keep": 0}):
+    for bad in ({"every_steps": -1}, {"keep": 0}, {"every_minutes": -1.0}):
         with pytest.raises(ValueError, match="expected"):
             CheckpointConfig(**bad)
 

@@ -14,7 +14,7 @@ from shapes import CHAT
 
 from models import transformer
 from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings
+from models.sharding import make_mesh, param_shardings, ways_in_use
 from rl.learner import critic, micro_batches, trainer
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
@@ -54,6 +54,7 @@ def some_trajectories(count=8, seed=0):
 
 
 def run(state, trajectories, *, step=0, recipe=RECIPE, shape=SHAPE):
+    shape = dataclasses.replace(shape, copies=ways_in_use("copies"))
     zeros = np.zeros(len(trajectories), np.float32)
     learner = trainer.Learner(recipe, shape, SAMPLING)
     return trainer.update(state, trajectories, zeros, step, learner)

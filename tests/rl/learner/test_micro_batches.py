@@ -154,6 +154,23 @@ def test_siblings_share_a_row_and_short_groups_fill_it():
     assert packed.sample_indices.tolist() == [0, 1, 4, 3, 2]
 
 
+def test_each_copy_of_the_weights_has_the_samples_of_its_rows():
+    samples = [sample(i, [9], [10 + i, 20 + i], group=i) for i in range(9)]
+    first, second = micro_batches.micro_batches(samples, Shape(4, 4, 8, copies=2))
+    assert [len(first.places), len(second.places)] == [8, 1]
+    for packed in (first, second):
+        batch = packed.batch
+        targets_CX = batch.targets_BT.reshape(2, -1)  # of a copy, counted from its first position
+        for i, e in zip(packed.sample_indices, packed.places, strict=True):
+            assert batch.inputs.mask_BT[e].sum() == 2
+            tokens = targets_CX[e // 4][batch.index_EM[e, :2]]
+            assert tokens.tolist() == samples[i].trajectory.response_ids.tolist()
+    drawn = dataclasses.replace(samples[4], sampling=SamplingConfig(temperature=0.5))
+    *_, last = micro_batches.micro_batches([*samples[:3], drawn], Shape(2, 4, 4, copies=2))
+    cold_BT = last.batch.processing_BT.temperature == 0.5
+    assert cold_BT.sum() == 2 and last.batch.targets_BT[cold_BT].tolist() == [14, 24]
+
+
 def test_equal_bytes_are_not_equal_prompts():
     wide = dataclasses.replace(trajectory(1, [1], [2]), prompt_ids=np.array([1], np.int64))
     samples = [sample(0, [1, 0], [2]), TrainSample(wide, 0.0)]

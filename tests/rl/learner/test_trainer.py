@@ -15,14 +15,14 @@ from trajectories import some_trajectories, trajectory
 
 from models import transformer
 from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings
+from models.sharding import make_mesh, param_shardings, ways_in_use
 from rl.learner import logprobs as scoring
 from rl.learner import micro_batches, trainer
 from rl.learner.advantages import group_advantages
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.gradient_accumulation import StepScalars, accumulate, start
 from rl.learner.losses import AlgorithmConfig
-from rl.learner.optimizer import init_state, learning_rate, make_optimizer
+from rl.learner.optimizer import init_state, learning_rate, make_optimizer, state_shapes
 from rl.packing import Shape
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
@@ -50,7 +50,8 @@ def some_advantages(count=8, seed=0):
 
 
 def run(state, trajectories, advantages, *, step=0, on_pass=None, on_skip=None, **more):
-    learner = trainer.Learner(**{"recipe": RECIPE, "shape": SHAPE, "sampling": SAMPLING} | more)
+    shape = dataclasses.replace(SHAPE, copies=ways_in_use("copies"))
+    learner = trainer.Learner(**{"recipe": RECIPE, "shape": shape, "sampling": SAMPLING} | more)
     told = {"on_pass": on_pass, "on_skip": on_skip}
     told = {name: hears for name, hears in told.items() if hears is not None}
     return trainer.update(state, trajectories, advantages, step, learner, **told)
@@ -400,6 +401,18 @@ def test_eight_devices_give_what_one_gives(mesh_config, ways):
     assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     for a, b in zip(leaves(one.params), leaves(state.params), strict=True):
         np.testing.assert_allclose(b, a, atol=2e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_copies_of_the_weights_add_up_once_per_optimizer_step():
+    with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices()[:2])):
+        optimizer = make_optimizer(RECIPE.optimizer, RECIPE.total_steps)
+        state = state_shapes(transformer.param_specs(CHAT), optimizer)
+        calls = trainer.calls(state, trainer.batch_shape(RECIPE, 16), recipe=RECIPE)
+        text = {call.step.__name__: call.lower().compile().as_text() for call in calls[:4]}
+    assert "all-reduce" not in text["accumulate"], "once a micro-batch"
+    assert "all-reduce" in text["joined"]
+    assert "all-reduce" not in text["inspect"] + text["apply"]
 
 
 def rollout(params, key, groups, size):

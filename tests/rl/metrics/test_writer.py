@@ -17,10 +17,12 @@ from rl.metrics.writer import (
     MetricsWriter,
     Timings,
     deterministic_view,
+    lost_rows,
     read_metrics,
     read_samples,
     step_rows,
 )
+from rl.runtime.run_files import EVAL_SAMPLES_FILE
 
 
 def writer(directory: Path, **options) -> MetricsWriter:
@@ -113,6 +115,26 @@ def test_a_row_torn_at_any_byte_is_as_if_never_killed(tmp_path):
         assert files(run) == expected
 
 
+def test_samples_of_an_evaluation_without_its_metrics_are_those_of_none(tmp_path):
+    with writer(tmp_path) as out:
+        out.write(1, {"reward": 0.5})
+        for step in (0, 1):
+            out.write_samples(step, [{"prompt": "p"}], EVAL_SAMPLES_FILE)
+        out.truncate_to_step(1)
+        assert read_samples(tmp_path, EVAL_SAMPLES_FILE) == []
+        out.write_samples(1, [{"prompt": "p"}], EVAL_SAMPLES_FILE)
+        out.amend(1, {"eval_s": 1.0})
+        out.truncate_to_step(1)
+    assert read_samples(tmp_path, EVAL_SAMPLES_FILE) == [{"step": 1, "prompt": "p"}]
+
+
+def test_rows_that_a_checkpoint_has_and_the_file_lacks_are_named():
+    rows = [{"step": step} for step in (0, 1, 3)]
+    assert lost_rows(rows[:2], 1) == ""
+    assert "no row of 2 steps" in lost_rows(rows, 4) and ": 2, 4; curves" in lost_rows(rows, 4)
+    assert ": 1, 2, 3, 4, 5, 6, 7, 8 and 12 more;" in lost_rows([], 20)
+
+
 def test_opening_after_a_kill_never_glues_two_rows(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "rew')
     with writer(tmp_path) as out:
@@ -179,6 +201,11 @@ def test_timings_add_up_by_the_given_clock():
     with pytest.raises(KeyError), timings.section("rollout"):
         raise KeyError
     assert timings.seconds() == {"time/rollout": 6.0, "time/update": 3.0}
+    after = Timings(clock=iter([0.0, 1.0]).__next__, before=timings)
+    with after.section("update"):
+        pass
+    assert after.seconds() == {"time/rollout": 6.0, "time/update": 4.0}
+    assert (after.before_s, after.total_s) == (9.0, 10.0)
 
 
 # --- elsewhere --------------------------------------------------------------------------

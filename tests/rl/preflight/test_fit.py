@@ -59,6 +59,13 @@ def test_devices_of_their_own_have_peaks_of_their_own():
     assert found.peak_bytes == 9 * GB
 
 
+def test_an_evaluation_on_training_devices_has_a_peak_too():
+    apart = fit(is_disjoint=True, evaluation_bytes=7 * GB)
+    assert apart.peak_bytes == 11 * GB and apart.peak[0] == TRAINING
+    assert fit(evaluation_bytes=GB).peak_bytes == fit().peak_bytes, "they take turns"
+    assert any("evaluation    on training devices" in line for line in report.lines_of(apart))
+
+
 def test_of_each_kind_the_largest_is_compiled():
     sizes = [("a", 1), ("b", 5), ("a", 3), ("b", 2), ("a", 2)]
     programs = [RunProgram(ROLLOUTS, k, "", lambda: None, 0, order=n) for k, n in sizes]

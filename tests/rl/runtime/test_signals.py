@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 from waiting import wait_until
 
-from rl.runtime import signals
+from rl.runtime import progress, signals
 from rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
 from rl.runtime.waits import Deadline, Hang, code_line, result_of
 
@@ -45,7 +48,7 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("step", "status"), [(0, None), (3, 75)])
 def test_while_it_compiles_a_run_is_stopped_at_once(number, step, status):
     watch, ended = watching(step=step)
@@ -104,15 +107,77 @@ def test_saving_may_take_longer(part):
             assert ended.happened.wait(20)
 
 
-def test_a_second_ctrl_c_ends_at_once():
-    watch, ended = watching()
+@pytest.mark.parametrize(
+    ("whole_step", "saved", "said"),
+    [
+        (3, 3, ["stopped at once; step 3 stands"]),
+        (
+            *(5, 3),
+            [
+                "still saving: Ctrl-C once more loses 2 whole steps",
+                "stopped at once; 2 whole steps lost; step 3 stands",
+            ],
+        ),
+        (
+            *(1, 0),
+            [
+                "still saving: Ctrl-C once more loses 1 whole step",
+                "stopped at once; 1 whole step lost; nothing is saved",
+            ],
+        ),
+    ],
+)
+def test_a_second_ctrl_c_ends_at_once_unless_whole_steps_would_be_lost(whole_step, saved, said):
+    now_s = [0.0]
+    watch, ended = watching(step=saved, clock=lambda: now_s[0])
     with watch:
         watch.at(SAVING)
-        send(signal.SIGINT)
-        wait_until(lambda: ended.said)
-        send(signal.SIGINT)
+        watch.whole_step = whole_step
+        for number in range(1 + len(said)):
+            send(signal.SIGINT)
+            wait_until(lambda: len(ended.said) > number)  # noqa: B023
+            now_s[0] += 1.0
         assert ended.happened.wait(20)
-    assert ended.said[-1] == "stopped at once; step 3 stands"
+    assert ended.said[1:] == said
+
+
+def test_one_ctrl_c_may_come_twice():
+    """A launcher passes on the signal that the terminal has sent to its children as well."""
+    watch, ended = watching(clock=lambda: 0.0)
+    with watch:
+        watch.at(SAVING)
+        send(signal.SIGTERM)
+        wait_until(lambda: ended.said)
+        for _ in range(2):
+            send(signal.SIGINT)
+        time.sleep(0.3)
+    assert len(ended.said) == 1 and not ended.happened.is_set()
+
+
+def test_a_hangup_is_left_to_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with watching()[0]:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_gone_ends_no_run():
+    stream = open("/dev/full", "w")  # refuses every write
+    with contextlib.suppress(OSError), stream:
+        progress.Progress(stream).message("still there?")
+
+
+def test_ctrl_c_before_there_is_a_run_is_one_line():
+    """The package handles it before any other module of a command is imported."""
+    code = (
+        "import os, signal, sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'rl.report'];"
+        "import rl; os.kill(os.getpid(), signal.SIGINT); print('still here')"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
 @pytest.mark.fault
@@ -145,10 +210,11 @@ def test_a_terminal_that_hangs_does_not_keep_a_process(monkeypatch):
 
 
 def test_signal_handlers_are_restored():
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(n) for n in numbers]
     with watching()[0]:
         pass
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(n) for n in numbers] == before
 
 
 @pytest.mark.fault
