@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from rl.cluster.processes import ALONE, Processes
 
 ARRAYS, FILES_FOLDER = "arrays", "files"  # of a step; files are linked, not copied
 _SHOWN = 5  # paths or problems named in one message
-_log = logging.getLogger(__name__)
 PyTree = Any
 
 
@@ -78,7 +76,10 @@ def restore(
     missing = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
     own = {path: x for path, x in wanted.items() if path.startswith(missing)}
     flat = own | read_arrays(folder / ARRAYS, {p: x for p, x in wanted.items() if p not in own})
-    host = read_host(folder / "host")
+    try:
+        host = read_host(folder / "host")
+    except ValueError as error:
+        raise StructureMismatchError(f"{folder} was not written by a run: {error}") from error
     tree = jax.tree.structure(template).unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
     linked = files if files.is_dir() and not files.is_symlink() else None
@@ -146,8 +147,6 @@ def _choose_here(directory: Path, step: int | None) -> tuple[int, list[str], lis
         result, linked = problems_of(directory, candidate)
         if not result:
             warnings = [f"skipped a damaged checkpoint: {_listed(p)}" for p in problems.values()]
-            for warning in warnings:
-                _log.warning("%s", warning)
             return candidate, warnings, sorted({Path(p.file).name for p in linked})
         problems[candidate] = result
     if not candidates:
