@@ -1,28 +1,21 @@
 """Chat templates, rendered in a child process.
 
 A template is an untrusted Jinja program. transformers' sandbox does not bound its
-computation (`"a" * 10**10`), so a child process renders it, with `MEMORY_BYTES` more than it
-started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. If it exceeds a bound
-it ends, and the next prompt starts another. One child serves all tokenizers of a process.
+computation (`"a" * 10**10`), so a child process renders it (`models.child`), with `MEMORY_BYTES`
+more than it started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. One child
+serves all tokenizers of a process.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from models.child import Child, ChildEnded, serve
 
 MEMORY_BYTES = 2**30
 DEADLINE_S = 10
-START_S = 120  # for the imports of a new child, on a busy machine
 MAX_CHARACTERS = 2**22  # of a prompt; as long as today's longest contexts
 # Variables that the renderer and transformers set themselves.
 RESERVED = frozenset(
@@ -44,92 +37,42 @@ def check_variables(variables: Iterable[str], specials: Iterable[str] = ()) -> N
 
 
 class Renderer:
-    """Starts the child process when it is needed; thread-safe. `deadline_s` is in whole seconds."""
+    """Renders in one child process, started when it is needed; thread-safe."""
 
     def __init__(self, deadline_s: int = DEADLINE_S) -> None:
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child = Child("models.chat_template", MEMORY_BYTES, deadline_s)
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
         """Render a conversation with the template's other variables; ValueError if that fails."""
         request = {"template": template, "messages": list(messages), "names": names}
-        line = json.dumps(request, default=str).encode() + b"\n"
-        with self._lock:
-            answer = json.loads(self._send(line))
+        try:
+            (line,) = self._child.call(json.dumps(request, default=str).encode())
+        except ChildEnded as error:
+            raise ValueError(
+                f"expected the chat template to render a prompt within {self._child.deadline_s} s "
+                f"and {MEMORY_BYTES // 2**20} MiB, but its process ended: give the tokenizer "
+                "another template"
+            ) from error
+        answer = json.loads(line)
         if "text" not in answer:
             raise ValueError(f"the chat template cannot be rendered: {answer['error']}")
         return str(answer["text"])
 
     def close(self) -> None:
         """End the child process, if there is one."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            with suppress(OSError), child:  # half a request may be left in its pipe
-                pass
-
-    def _send(self, line: bytes) -> bytes:
-        """Return the child's answer. It ends by itself at the deadline, so reading needs none."""
-        child = self._child = self._child or _start(self._deadline_s)
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            child.stdin.write(line)
-            child.stdin.flush()
-            answer = child.stdout.readline()
-        except OSError:
-            answer = b""
-        except BaseException:  # Ctrl-C between a request and its answer
-            self.close()
-            raise
-        if not answer.endswith(b"\n"):
-            self.close()
-            raise ValueError(
-                f"expected the chat template to render a prompt within {self._deadline_s} s and "
-                f"{MEMORY_BYTES // 2**20} MiB, but its process ended: give the tokenizer another "
-                "template"
-            )
-        return answer
-
-
-def _start(deadline_s: int) -> subprocess.Popen[bytes]:
-    # -P: this file's folder has modules with common names
-    return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).resolve()), str(deadline_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HUB_OFFLINE": "1"},
-        start_new_session=True,  # the run handles Ctrl-C
-    )
+        self._child.close()
 
 
 SHARED = Renderer()
-atexit.register(SHARED.close)
 
 
 # --- in the child ---------------------------------------------------------------------
 
 
-def _serve(deadline_s: int) -> None:
-    """Answer requests, one JSON object per line, until the input ends."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    signal.alarm(START_S)
-    import resource  # not on every system
-
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with answers
+def _prepare() -> Callable[[bytes], Iterable[bytes]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if (statm := Path("/proc/self/statm")).exists():  # other systems have only the deadline
-        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for line in sys.stdin.buffer:
-        signal.alarm(deadline_s)
-        answer = _render(render_jinja_template, line)
-        signal.alarm(0)
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+    return lambda request: [json.dumps(_render(render_jinja_template, request)).encode()]
 
 
 def _render(render: Any, line: bytes) -> dict[str, str]:
@@ -145,4 +88,4 @@ def _render(render: Any, line: bytes) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    serve(_prepare)

@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 _COPY_BYTES = 2**20
+MAX_READ_BYTES = 2**32  # at once; a sparse file has any size
 
 
 class LinkError(OSError):
     """A link, pipe or device in place of a file or folder of a run."""
+
+
+class LargeFileError(OSError):
+    """A file that is too large to be read."""
 
 
 class Folder:
@@ -73,9 +78,14 @@ class Folder:
     def size_bytes(self, name: str) -> int:
         return self._stat(name).st_size
 
-    def read(self, name: str) -> bytes:
-        """Return the content of a plain file. Raises OSError."""
+    def read(self, name: str, max_bytes: int = MAX_READ_BYTES) -> bytes:
+        """Return the content of a plain file. Raises OSError, also for a larger one."""
         with self._file(name, os.O_RDONLY, "rb") as file:
+            if (size_bytes := os.fstat(file.fileno()).st_size) > max_bytes:
+                raise LargeFileError(
+                    f"{self.path / name}: expected at most {max_bytes:,} bytes, got "
+                    f"{size_bytes:,}; move it to another folder"
+                )
             return file.read()
 
     def replace(self, name: str, content: bytes | str) -> None:
@@ -186,6 +196,12 @@ class Folder:
                     f"expected {expected}, got something else: {self.path / name}; remove it"
                 ) from None
             raise
+
+
+def read_plain(path: Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
+    """Return the content of a file with `Folder.read`. Raises OSError."""
+    with held(path.parent) as folder:
+        return folder.read(path.name, max_bytes)
 
 
 def replace_file(path: Path, content: bytes | str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from models.hf_files import Stored, escaped, shown
+from models.hf_files import Stored, escaped, finite, shown
 
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 250,000 tokens with merges takes 10 MiB
 MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
@@ -77,6 +77,7 @@ class StoredGguf(Stored):
             raise ValueError(f"{self.path} became shorter while it was read: copy it again")
         blocks = content.reshape(math.prod(self.shape[:-1]), -1)
         values = package().dequantize(blocks, self.kind).reshape(self.shape)
+        finite(values, f"{self.path}: {self.name}")
         if not self.interleaved_heads:
             return values
         # rotary positions turn rows i and i + h/2 of a head together; here they are 2i and 2i + 1

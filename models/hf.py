@@ -114,7 +114,7 @@ def load_pretrained(
     if config.tied_embeddings and _HEAD in stored:
         embedding, head = (hf_files.read_tensor(stored[name]) for name in (_EMBEDDING, _HEAD))
         if not np.array_equal(embedding, head):
-            raise ValueError(
+            raise hf_files.WeightsError(
                 f"{stored[_HEAD].path}: config.json says tie_word_embeddings, but lm_head.weight "
                 "differs from the embedding; set tie_word_embeddings=false to use it"
             )
@@ -138,9 +138,9 @@ def shape(directory: str | os.PathLike[str]) -> ModelConfig:
     folder = Path(directory)
     if hf_files.is_gguf(folder):
         return check(folder)
-    path = folder / hf_files.GENERATION
     config = hf_files.read_config(folder)
-    return parse_config(config, hf_files.read_json(path) if path.is_file() else {}, str(folder))
+    generation = hf_files.optional_json(folder / hf_files.GENERATION)
+    return parse_config(config, generation, str(folder))
 
 
 def save_pretrained(

@@ -28,7 +28,18 @@ INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")  # safetensors' names
 MAX_JSON_BYTES = 64 * 2**20  # per file; an index of 100,000 tensors takes ten
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
+MAX_TENSORS = 200_000  # of a file
+_FINITE_BLOCK = 2**16
+_EXPONENTS: dict[str, Any] = {
+    "float32": np.uint32(0x7F800000),
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+}
 MAX_NAMED = 6  # tensors or options in an error
+
+
+class WeightsError(ValueError):
+    """Weights with a wrong value, which only reading them shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +66,8 @@ class Stored:
         return _open(self.path)
 
     def read(self, file: Any) -> np.ndarray:
-        """Read the whole tensor."""
-        return np.asarray(file.get_tensor(self.name))
+        """Read the whole tensor. Raises WeightsError for a value that is not finite."""
+        return finite(np.asarray(file.get_tensor(self.name)), f"{self.path}: {self.name}")
 
     def reader(self, file: Any) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that reads a part of the tensor, each part from disk only once."""
@@ -66,10 +77,30 @@ class Stored:
         def read(index: tuple[slice, ...]) -> np.ndarray:
             if (key := repr(index)) not in parts:
                 is_whole = all(part == slice(None) for part in index)
-                parts[key] = self.read(file) if is_whole else np.asarray(view[index])
+                part = self.read(file) if is_whole else np.asarray(view[index])
+                parts[key] = part if is_whole else finite(part, f"{self.path}: {self.name}")
             return parts[key]
 
         return read
+
+
+def finite(array: np.ndarray, name: str) -> np.ndarray:
+    """Return an array of floats. Raises WeightsError if one of them is not finite.
+
+    Exponents of ones alone are infinite or NaN. It reads 1 to 3 GB/s; numpy's isfinite, in
+    bfloat16, a tenth of it.
+    """
+    if array.dtype.name not in _EXPONENTS:
+        return array
+    exponent = _EXPONENTS[array.dtype.name]
+    bits = array.reshape(-1).view(exponent.dtype)
+    for start in range(0, bits.size, _FINITE_BLOCK):  # in the processor's cache
+        if ((bits[start : start + _FINITE_BLOCK] & exponent) == exponent).any():
+            raise WeightsError(
+                f"{escaped(name, 300)} has values that are not finite: take another copy of the "
+                "policy, or an earlier checkpoint"
+            )
+    return array
 
 
 def shown(value: Any, max_characters: int = 80, max_items: int = 8) -> str:
@@ -111,10 +142,21 @@ def require_folder(folder: Path) -> None:
         )
 
 
+def has_file(path: Path) -> bool:
+    """Return whether a file is there. Raises ValueError for anything else, a dangling link too."""
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        got = "a link to nothing" if not path.exists() else "something else"
+        got = "a folder" if path.is_dir() else got
+        raise ValueError(f"{path}: expected a file, got {got}: copy it again, or remove it")
+    return False
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises FileNotFoundError if it or the folder is missing."""
     require_folder(folder)
-    if not (folder / CONFIG).is_file():
+    if not has_file(folder / CONFIG):
         files = sorted(folder.glob("*.gguf"))
         other = f", or the GGUF file itself, {files[0].name}" if files else ""
         raise FileNotFoundError(f"no {CONFIG} in {folder}: give the folder that holds it{other}")
@@ -126,8 +168,11 @@ def headers(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
         with _open(path) as file:
+            names = file.keys()
+            if len(names) > MAX_TENSORS:
+                raise ValueError(f"{path}: expected at most {MAX_TENSORS:,} tensors: export again")
             _refuse_repeated_names(path)
-            for name in file.keys():
+            for name in names:
                 if name in stored:
                     raise ValueError(
                         f"{folder}: {escaped(name)} is in {stored[name].path.name} and {path.name}"
@@ -283,7 +328,8 @@ def write_tensors(
         tensors = {}
         for i in shard:
             # contiguous: safetensors writes a view's memory as it is
-            tensors[entries[i].name] = np.ascontiguousarray(jax.device_get(leaves[i]), dtypes[i])
+            host = np.ascontiguousarray(jax.device_get(leaves[i]), dtypes[i])
+            tensors[entries[i].name] = finite(host, entries[i].name)
             weight_map[entries[i].name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})
         # safetensors makes files readable by their owner only; use the folder's permissions
@@ -308,16 +354,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def optional_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object as `read_json`, {} if no file is there."""
+    return read_json(path) if has_file(path) else {}
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
+    if has_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
     index = folder / INDEX
-    if not index.is_file():
+    if not has_file(index):
         names = sorted(path.name for path in folder.iterdir())
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         got = f"only torch files ({pickles[0]}), which are pickles" if pickles else names[:12]
@@ -334,7 +385,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{index} names {shown(name)}: expected a file of the same folder; copy the index "
                 "again"
             )
-        if not (folder / name).is_file():
+        if not has_file(folder / name):
             raise FileNotFoundError(
                 f"{index} names {escaped(name)}, which is not there: copy the missing file"
             )
@@ -348,12 +399,12 @@ def _refuse_repeated_names(path: Path) -> None:
         text = file.read(size)
 
     def once(pairs: list[tuple[str, Any]]) -> None:
-        [(name, count)] = collections.Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
-        if count > 1:
-            raise ValueError(
-                f"{path}: expected every name once in its header, got {shown(name)} twice: "
-                "export again"
-            )
+        if len({name for name, _ in pairs}) == len(pairs):
+            return
+        ((name, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(
+            f"{path}: expected every name once in its header, got {shown(name)} twice: export again"
+        )
 
     json.loads(text, object_pairs_hook=once)
 

@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 
 from models import chat_template as chat_templates
-from models import hf_files
+from models import hf_files, tokenizer_files
 from models.config import ModelConfig
 from models.folder import Folder
 from models.hf import end_ids
-from models.hf_files import escaped, is_gguf, shown
+from models.hf_files import escaped, is_gguf, optional_json, shown
+from models.tokenizer_files import RULES, SETTINGS, VOCABULARIES
 
-_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-# Any one of these holds a vocabulary; the shipped models have tokenizer.json.
-_VOCABULARY_FILES = (_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
@@ -148,19 +146,21 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
         backend, ends = _from_gguf(path)
     else:
         backend = _from_folder(path)
-        ends = end_ids(_optional_json(path / hf_files.GENERATION), str(path))
-    ids = backend.get_vocab().values()
+        ends = end_ids(optional_json(path / hf_files.GENERATION), str(path))
+    with _as_value_error(f"{path}: the tokenizer cannot be used"):
+        ids = backend.get_vocab().values()
+        own, pad = backend.eos_token_id, backend.pad_token_id
+        has_chat_template = bool(backend.chat_template)
     if not ids:
         raise ValueError(
             f"{path}: expected a tokenizer with a vocabulary, got one without any token: copy "
             "tokenizer.json from where the policy came from"
         )
-    own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
     return Tokenizer(
         vocab_size=max(ids) + 1,
-        eos_token_ids=tuple(dict.fromkeys([*own, *ends])),
-        pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
-        has_chat_template=bool(backend.chat_template),
+        eos_token_ids=tuple(dict.fromkeys([*([] if own is None else [int(own)]), *ends])),
+        pad_token_id=None if pad is None else int(pad),
+        has_chat_template=has_chat_template,
         backend=backend,
     )
 
@@ -174,19 +174,12 @@ def copy_files(source: Path, target: Path) -> None:
         header = gguf_header.read(source)
         if gguf_tokenizer.is_known(header):
             rules, settings = gguf_tokenizer.parts(header)
-            folder.replace(_FILE, rules.to_str())
-            folder.replace(_SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            folder.replace(RULES, rules.to_str())
+            folder.replace(SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         source = source.parent
-    for file in source.iterdir():
-        if is_own_file(file.name):
-            folder.replace(file.name, file.read_bytes())
-
-
-def is_own_file(name: str) -> bool:
-    """Return whether a file of a Hugging Face folder belongs to its tokenizer."""
-    named = "token" in name or name.startswith(("chat_template", "vocab", "merges"))
-    return named and name.endswith((".json", ".jinja", ".model", ".txt"))
+    for name in tokenizer_files.present(source):
+        folder.replace(name, (source / name).read_bytes())
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
@@ -201,17 +194,23 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 def _from_folder(folder: Path) -> Any:
     hf_files.require_folder(folder)
-    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+    if not any(hf_files.has_file(folder / name) for name in VOCABULARIES):
         names = sorted(path.name for path in folder.iterdir())
         raise FileNotFoundError(
             f"no tokenizer in {folder}: expected tokenizer.json (and tokenizer_config.json), got "
             f"{names[:12]}; copy them from where the policy came from"
         )
+    tokenizer_files.check(folder)
+    return open_folder(folder)
+
+
+def open_folder(folder: Path) -> Any:
+    """Return transformers' tokenizer of a folder that `tokenizer_files.check` has found good."""
     # A folder that names no family of tokenizers means its tokenizer.json literally. If config.json
     # says qwen2, AutoTokenizer takes that family's class and ignores the file's rules.
-    named = _optional_json(folder / _SETTINGS).get("tokenizer_class")
-    is_plain = (folder / _FILE).is_file() and named in (_PLAIN_CLASS, "TokenizersBackend")
-    loader = _class(_PLAIN_CLASS if is_plain else "AutoTokenizer")
+    named = optional_json(folder / SETTINGS).get("tokenizer_class")
+    is_plain = (folder / RULES).is_file() and named in (_PLAIN_CLASS, "TokenizersBackend")
+    loader = loader_class(_PLAIN_CLASS if is_plain else "AutoTokenizer")
     with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
@@ -222,22 +221,25 @@ def _from_gguf(path: Path) -> tuple[Any, tuple[int, ...]]:
 
     header = gguf_header.read(path)
     ends = gguf.end_tokens(header)
-    if gguf_tokenizer.is_known(header) or not (path.parent / _FILE).is_file():
+    if gguf_tokenizer.is_known(header) or not (path.parent / RULES).is_file():
         rules, settings = gguf_tokenizer.parts(header)
         with _as_value_error(f"transformers cannot read the tokenizer in {path}"):
-            return _class(settings.pop("tokenizer_class"))(tokenizer_object=rules, **settings), ends
+            return loader_class(settings.pop("tokenizer_class"))(
+                tokenizer_object=rules, **settings
+            ), ends
     backend, (tokens, _) = _from_folder(path.parent), gguf.tokens_of(header)
     for text, i in backend.get_vocab().items():
         if i < len(tokens) and tokens[i] != text:
             header.fail(
-                f"expected {path.parent / _FILE} to have its tokens, got {shown(text)} as token "
+                f"expected {path.parent / RULES} to have its tokens, got {shown(text)} as token "
                 f"{i}, which is {shown(tokens[i])}",
                 "copy the tokenizer.json of the file's model",
             )
     return backend, ends
 
 
-def _class(name: str) -> Any:
+def loader_class(name: str) -> Any:
+    """Import a class of transformers by its name."""
     # transformers prints advice about a missing torch at import; none of its models is used here
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
@@ -256,10 +258,6 @@ def _as_value_error(problem: str) -> Iterator[None]:
             raise
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"{problem}: {kind}{escaped(str(error), 300)}") from error
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return hf_files.read_json(path) if path.is_file() else {}
 
 
 def bytes_of_tokens(backend: Any, vocab_size: int) -> TokenBytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +32,11 @@ from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConf
 SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 
+MAX_STEPS = 10**9
+MAX_S = 10**9  # of a limit: the operating system takes a few times as much
+MAX_REQUESTS = 2**24  # of a step
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """A run's folder, its length, and the seed of its data order and noise.
@@ -53,12 +57,12 @@ class RunConfig:
     time_limit_s: float | None = None  # None: until all steps are done
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise ValueError(f"steps must be 1 to {MAX_STEPS:,}, got {self.steps}")
         for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s", "time_limit_s"):
             value = getattr(self, field)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{field} must be above 0 and finite, got {value}")
+            if value is not None and not 0 < value <= MAX_S:
+                raise ValueError(f"{field} must be above 0 and at most {MAX_S:,}, got {value}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
 
@@ -87,10 +91,15 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
-                )
+            value = getattr(self, field.name)
+            limit = 2**62 if field.name == "cache_bytes" else MAX_REQUESTS
+            if not 1 <= value <= limit:
+                raise ValueError(f"{field.name} must be 1 to {limit:,}, got {value}")
+        if self.num_requests > MAX_REQUESTS:
+            raise ValueError(
+                f"prompts_per_step · group_size must be at most {MAX_REQUESTS:,}, got "
+                f"{self.prompts_per_step:,} · {self.group_size:,}"
+            )
 
     @property
     def num_requests(self) -> int:
@@ -193,6 +202,11 @@ def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:
     """The static part of the training steps."""
     minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
     steps = config.run.steps * config.trainer.inner_updates * minibatches
+    if steps >= 2**31:
+        raise ValueError(
+            f"expected fewer than 2³¹ optimizer steps, got Run.steps={config.run.steps:,} · "
+            f"Trainer.inner_updates={config.trainer.inner_updates:,} · {minibatches:,} minibatches"
+        )
     return TrainSpec(
         model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
     )

@@ -7,7 +7,7 @@ from models.layout import rollout_tensor
 from models.tokenizer import Tokenizer
 from rl.cluster import config as cluster_config
 from rl.cluster.config import AUTO
-from rl.config import TrainConfig, drafter_shape
+from rl.config import TrainConfig, drafter_shape, recipe
 from rl.data.specs import parse_spec
 from rl.eval_sets import split_names
 from spec.budget.config import MODEL, OWN
@@ -22,6 +22,7 @@ def check_sections(config: TrainConfig, model: ModelConfig) -> None:
     check_algorithm(config)
     check_cluster(config)
     drafter_shape(config, model)
+    recipe(config, model)
     check_tuner(config)
     check_drafting(config)
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from models.config import ModelConfig
+from models.hf_files import WeightsError
 from models.transformer import Params
 from rl.checkpoint.best import Best, BestRecord
 from rl.config import TrainConfig
@@ -253,6 +254,7 @@ def load_checkpoint(
     from models.sharding import param_shardings
     from models.transformer import param_specs
     from rl.checkpoint.reader import restore
+    from rl.learner.gradient_accumulation import all_finite
     from rl.learner.optimizer import SavedArrays
 
     specs = param_specs(model)
@@ -267,6 +269,11 @@ def load_checkpoint(
     )
     template = SavedArrays(None, params, ())  # type: ignore[arg-type]  # of the state, this alone
     matches = restore(run / CHECKPOINTS, template, step, subset=True)
+    if not all_finite(matches.arrays.params):
+        raise WeightsError(
+            f"the checkpoint of step {matches.step} in {run} has weights that are not finite: name "
+            "an earlier one with --step"
+        )
     return matches.arrays.params, matches.step, matches.warnings
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from models.transformer import Params
-from rl.data.prompts import MAX_PASSED_OVER, prompts_for_step
+from rl.data.prompts import MAX_PASSED_OVER, UnreadableExample, prompts_for_step
 from rl.data.tasks import Example
 from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
@@ -79,8 +79,15 @@ def prompts_at(system: System, cursor: int, count: int) -> Prompts:
     """Return the next `count` prompts from position `cursor` of the data order on.
 
     Those of more than `Rollout.max_prompt_tokens` are passed over; only data too large to be
-    checked before the run has any.
+    checked before the run has any. Raises UnreadableExample.
     """
+    try:
+        return _prompts_at(system, cursor, count)
+    except (ValueError, OSError) as error:
+        raise UnreadableExample(str(error)) from error
+
+
+def _prompts_at(system: System, cursor: int, count: int) -> Prompts:
     inputs, limit = system.inputs, system.config.rollout.max_prompt_tokens
     prompts, passed_over = Prompts(end=cursor), 0
     while (missing := count - len(prompts)) > 0:

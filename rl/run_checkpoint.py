@@ -14,9 +14,11 @@ from models.transformer import Params, param_specs
 from rl.checkpoint import reader
 from rl.checkpoint.best import BestRecord
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
+from rl.checkpoint.folders import step_folder
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig, drafter_shape, recipe
+from rl.data.prompts import UnreadableExample
 from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
@@ -88,8 +90,16 @@ class RunCheckpointer:
         return self._system.processes.any(f"save after step {step}", is_late)
 
     def save(self) -> None:
-        """Save the last whole step, after the rows that were written up to it."""
+        """Save the last whole step, after the rows that were written up to it.
+
+        Raises NonFiniteWeights, and as `Checkpointer.save`.
+        """
         system, position = self._system, self._position
+        trainer.check_weights(
+            self._state,
+            f"the checkpoint of step {position.step} is not saved (a lower "
+            "Optimizer.learning_rate often helps)",
+        )
         self._metrics.sync()
         system.speculation.settle()
         host = {
@@ -122,9 +132,11 @@ class RunCheckpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate)
+        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate, UnreadableExample)
         if kind is None or not issubclass(kind, ends):
             return
+        if kind is UnreadableExample and not self._system.processes.alone:
+            return  # the others may have read it, and would not save
         system = self._system
         system.watch.at(SAVING)
         system.speculation.settle()
@@ -157,6 +169,12 @@ def resume(
         return RunPosition(), state, None, {}
     for warning in restored.warnings:
         system.show.message(f"warning: {warning}")
+    folder = step_folder(checkpoints.directory, restored.step)
+    try:
+        trainer.check_weights(restored.arrays.state, str(folder))
+    except trainer.NonFiniteWeights as error:
+        fix = "move this folder away to go on from the checkpoint before"
+        raise NoWholeCheckpointError(f"{error}: {fix}", {}) from error
     system.show.message(f"resuming after step {restored.step}")
     host, done, arrays = restored.host, restored.step, restored.arrays
     for part in restored.lacking:

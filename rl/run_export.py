@@ -14,9 +14,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from models import hf, hf_files
+from models import hf, hf_files, tokenizer_files
 from models.folder import held
-from models.tokenizer import copy_files, is_own_file
+from models.tokenizer import copy_files
 from models.transformer import Params, param_specs
 from rl import model_card
 from rl.checkpoint import reader
@@ -125,8 +125,8 @@ def _write(
     generation: dict[str, Any],
 ) -> None:
     with hf_files.replacing(target) as path, held(path) as folder:
-        for name in filter(is_own_file, folder.names()):  # another tokenizer's would be read
-            folder.remove(name)
+        for name in tokenizer_files.NAMES:  # another tokenizer's would be read
+            folder.remove(name, missing_ok=True)
         options = dataclasses.asdict(layout)
         hf.write_into(path, inputs.model, params, generation=generation, **options)
         copy_files(inputs.policy, path)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import rl
-from models.folder import Folder, held
+from models.folder import Folder, held, read_plain
 from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.best import read_record
 from rl.checkpoint.folders import list_steps, step_folder
@@ -157,7 +157,7 @@ def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
 def standing(folder: Path) -> tuple[int, str]:
     """Return the last saved step (0: none), and a description of it."""
     try:
-        step = int((folder / NEWEST_FILE).read_text())
+        step = int(read_plain(folder / NEWEST_FILE, 100))
     except (OSError, ValueError):
         return 0, "nothing to save"
     return step, f"step {step} is the last that is saved; go on: {resume_command(folder)}"
@@ -256,7 +256,7 @@ def _check_can_go_on(folder: Folder) -> None:
         return
     if folder.is_folder(CHECKPOINTS) and not folder.exists(NEWEST_FILE):
         return  # killed before the first checkpoint counted
-    step = folder.read(NEWEST_FILE).decode().strip() if folder.exists(NEWEST_FILE) else "?"
+    step = folder.read(NEWEST_FILE, 100).decode().strip() if folder.exists(NEWEST_FILE) else "?"
     again = f"python -m rl.train --gin_file={shlex.quote(str(path / CONFIG_FILE))}"
     raise ConfigError(
         f"--resume: {path} has metrics of {rows[-1]['step']} steps, and its newest checkpoint (of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 import time
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 
 from jax.errors import JaxRuntimeError
 
+from models.hf_files import WeightsError
 from rl import memory, run_export, run_folder
 from rl.checkpoint.checkpointer import SaveError
 from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
@@ -22,10 +24,11 @@ from rl.cluster.config import ClusterConfig
 from rl.cluster.processes import Diverged, Processes, ProcessLost
 from rl.config import TrainConfig
 from rl.disk_plan import disk_plan
+from rl.data.prompts import UnreadableExample
 from rl.gin.loader import ConfigError, dump
 from rl.inputs import Inputs, remarks
 from rl.learner.gathering import host_copy
-from rl.learner.gradient_accumulation import NonFiniteUpdate
+from rl.learner.gradient_accumulation import NonFiniteUpdate, NonFiniteWeights
 from rl.learner.optimizer import TrainState
 from rl.loop import train
 from rl.metrics.run_summary import summary_lines
@@ -199,6 +202,8 @@ class _RunProcess:
             self._show_summary(show)
             show.message(f"stopped and saved; {text}" if step else f"stopped; {text}")
             return watch.exit_status
+        except (NonFiniteWeights, UnreadableExample) as error:
+            return self._ended(f"{error}; {run_folder.standing(self.folder)[1]}", show)
         except OSError as error:  # a full disk, a link in the folder
             return self._ended(self._disk_sentence(error), show)
         except (
@@ -212,6 +217,7 @@ class _RunProcess:
             NoWholeCheckpointError,
             StructureMismatchError,
             DamagedRowError,
+            WeightsError,
         ) as error:
             return self._ended(str(error), show)
         watch.at(EXPORTING)
@@ -231,10 +237,10 @@ class _RunProcess:
                 target = folder / DRAFTER_MODEL
                 run_export.write_drafter(config, self.inputs, folder, target, params)
                 text += f", its drafter in {target}"
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return self._ended(f"the policy could not be written: {error}", show)
         self._show_summary(show)
-        show.message(f"done; {text}; python -m rl.report {folder}")
+        show.message(f"done; {text}; python -m rl.report {shlex.quote(str(folder))}")
         return 0
 
     def _show_summary(self, show: Progress) -> None:

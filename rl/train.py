@@ -9,6 +9,7 @@ the last whole step and exit with 75.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     if args.resume and run_folder.is_finished(folder, config):
         say(
             f"{folder} is done, all {config.run.steps} steps: to go on raise Run.steps; "
-            f"python -m rl.report {folder}",
+            f"python -m rl.report {shlex.quote(str(folder))}",
             sys.stderr,
         )
         return 0

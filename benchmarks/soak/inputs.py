@@ -11,6 +11,7 @@ KINDS = (("pages", 1), ("pages", 2), ("pages", 4), ("rows", 1))  # cache, and pa
 SHARES = (7, 6, 5, 2)  # of the rollouts, of each kind
 MAX_NAMED = 20  # failures
 CASES = {"configs": 400, "policies": 300, "drafters": 300, "answers": 1500}
+FILE_CASES = 500  # of each class of files
 
 
 def pages(_: Path, count: int = 20_000) -> dict[str, Any]:
@@ -46,8 +47,8 @@ def hostile(folder: Path, count: int | None = None) -> dict[str, Any]:
     from tests.hostile import answers, corpus, watch
 
     rows, tiny = list[dict[str, Any]](), corpus.make_inputs(folder)
-    for kind in corpus.CLASSES:
-        found = watch.count(corpus.cases(kind, tiny, count or CASES[kind], 0))
+    for kind in (*corpus.CLASSES, *corpus.FILE_CLASSES):
+        found = watch.count(corpus.cases(kind, tiny, count or CASES.get(kind, FILE_CASES), 0))
         for line in found.seen:
             environment.progress(line.encode("ascii", "backslashreplace").decode())
         rows.append({"class": kind, **found.row})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,13 @@ def write_host(folder: Path, state: HostState) -> None:
 
 
 def read_host(folder: Path) -> dict[str, Any]:
-    """Read a folder of `write_host`. Raises FileNotFoundError."""
+    """Read a folder of `write_host`. Raises FileNotFoundError, ValueError for a compressed file."""
     arrays: dict[str, np.ndarray] = {}
     if (npz := folder / f"{_NAME}.npz").exists():
+        with zipfile.ZipFile(npz) as packed:  # entries may unpack to any size, or overlap
+            entries, size_bytes = packed.infolist(), npz.stat().st_size
+        if any(e.compress_type for e in entries) or sum(e.file_size for e in entries) > size_bytes:
+            raise ValueError(f"{npz}: expected arrays as they are, got compressed ones")
         with np.load(npz, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
 

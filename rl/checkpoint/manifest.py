@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.folder import Folder, replace_file
+from models.folder import Folder, read_plain, replace_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 DROPPED = "dropped"  # of `extra`: prefixes of files that `drop` has taken out
 Entry = dict[str, Any]  # size and SHA-256 of a file
+MAX_MANIFEST_BYTES = 2**26  # a file takes some 150 bytes
 _HASH_THREADS = 4
 _SELF_HASH = "sha256_of_the_rest"
 
@@ -96,7 +97,7 @@ def drop(folder: Path, prefixes: Sequence[str]) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return `format`, `extra` and `files`; ManifestError for a missing or damaged manifest."""
     try:
-        raw = Folder(folder).read(MANIFEST_NAME)
+        raw = read_plain(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except OSError as error:
         why = error.strerror or str(error)
         raise ManifestError(f"cannot be read ({why}); the folder is unfinished") from error

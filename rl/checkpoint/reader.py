@@ -78,11 +78,14 @@ def restore(
     missing = _check_structure(folder, describe(wanted), saved, optional, subset=subset)
     own = {path: x for path, x in wanted.items() if path.startswith(missing)}
     rest = {path: x for path, x in wanted.items() if path not in own}
+    try:
+        host = read_host(folder / "host")
+    except ValueError as error:
+        raise StructureMismatchError(f"{folder} was not written by a run: {error}") from error
     for path, x in rest.items():
         if path.startswith(tuple(frees)) and isinstance(x, jax.Array):
             x.delete()
     flat = own | read_arrays(folder / ARRAYS, rest)
-    host = read_host(folder / "host")
     tree = jax.tree.structure(template).unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
     linked = files if files.is_dir() and not files.is_symlink() else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from typing import Literal
 
 Kind = Literal["local", "spmd", "ray"]
 Rollouts = Literal["local", "mesh"]
 AUTO = "auto"
+MAX_DEADLINE_S = 1_000_000  # jax counts four times as much in milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,13 @@ class ClusterConfig:
                     f"with it, got {self.kind!r}"
                 )
             _parse_address(self.address, "address")
+        if self.kind == "local" and self.has_processes:
+            raise ValueError(
+                f"coordinator={self.coordinator!r}, num_processes={self.num_processes} and "
+                f"process_id={self.process_id} are of a run of several processes: expected kind = "
+                '"spmd" (or "ray", with num_processes alone) with one of them, got "local", where '
+                "each process would train by itself; set kind, or leave them out"
+            )
         for field, instead in (
             ("scorers", "Reward.workers sets the processes of this host"),
             ("history_workers", "elsewhere the run indexes history itself"),
@@ -66,8 +73,14 @@ class ClusterConfig:
                     f'{field}={count} are actors of Ray: expected kind = "ray" with them, got '
                     f"{self.kind!r}; {instead}"
                 )
-        if not 1 <= self.deadline_s < math.inf:
-            raise ValueError(f"deadline_s must be at least 1 and finite, got {self.deadline_s}")
+        if not 1 <= self.deadline_s <= MAX_DEADLINE_S:
+            raise ValueError(f"deadline_s must be 1 to {MAX_DEADLINE_S:,}, got {self.deadline_s}")
+
+    @property
+    def has_processes(self) -> bool:
+        """True if a field is set that is of several processes alone."""
+        numbers = self.num_processes, self.process_id
+        return self.coordinator != AUTO or any(number is not None for number in numbers)
 
     @property
     def num_trainers(self) -> int:

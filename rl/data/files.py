@@ -129,8 +129,13 @@ def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
 
 def _sorted(paths: Iterable[Path], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
     """Return the files among `paths` with one of the suffixes."""
-    wanted = (path for path in paths if path.name.endswith(suffixes) and path.is_file())
+    wanted = (path for path in paths if path.name.endswith(suffixes) and not path.is_dir())
     files = list(islice(wanted, MAX_FILES + 1))
+    if missing := [path for path in files if not path.is_file()]:
+        raise ValueError(
+            f"{missing[0]}: expected a file, got a link to nothing, a pipe or a device: copy it "
+            "again, or remove it"
+        )
     if len(files) > MAX_FILES:
         raise ValueError(f"more than {MAX_FILES:,} files: join them to fewer")
     return sorted(files)

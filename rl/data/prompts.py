@@ -13,6 +13,10 @@ from rl.data.tasks import Example, Task, TaskConfig
 MAX_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
 
 
+class UnreadableExample(RuntimeError):
+    """An example that cannot be read, or encoded, during a run: its file has changed, perhaps."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DataOrder:
     """A new permutation of all examples in every epoch e, drawn from (seed, e), without gaps."""

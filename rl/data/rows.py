@@ -14,18 +14,23 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl.data import unpack
+
 MAX_ROW_BYTES = 2**24  # of a line, or of a file with one JSON object
-MAX_LIST_BYTES = 2**28  # of a file with a JSON list, which is held in memory
-MAX_UNPACKED_BYTES = 2**32  # of a parquet row group, and of compressed Arrow data
+MAX_ROW_VALUES = 2**21
+MAX_LIST_BYTES = 2**28  # of a file with a JSON list, which is held in memory as text
+MAX_LIST_ROWS = 2**22
+MAX_ROWS = 2**25  # of the files of a task, whose places are held in memory
+MAX_UNPACKED_BYTES = 2**30  # of a parquet row group, and of compressed Arrow data
 MAX_DEPTH = 100  # of nested lists and objects
 CACHE_BYTES = 2**29  # of unpacked row groups
-_BATCH_ROWS = 1024  # unpacked at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +78,13 @@ def open_rows(form: str, paths: Sequence[Path]) -> Rows:
         return Rows([part for path in paths for part in _arrow_batches(path)])
     is_list = form == "json" and len(paths) == 1 and _holds_list(paths[0])
     open_json = {"jsonl": _json_lines, "json": _json_list if is_list else _json_file}
-    return Rows([open_json[form](path) for path in paths])
+    parts, num_rows = list[Part](), 0
+    for path in paths:
+        parts.append(open_json[form](path))
+        num_rows += parts[-1].num_rows
+        if num_rows > MAX_ROWS:
+            raise ValueError(f"{path}: expected at most {MAX_ROWS:,} rows in all: name fewer files")
+    return Rows(parts)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
@@ -104,6 +115,8 @@ def _json_lines(path: Path) -> Part:
             if len(line) > MAX_ROW_BYTES:
                 raise ValueError(f"{path}:{number}: expected at most {MAX_ROW_BYTES:,} bytes")
             if not line.isspace():
+                if len(starts) == MAX_ROWS:
+                    raise ValueError(f"{path}: expected at most {MAX_ROWS:,} rows: split the file")
                 starts.append(start)
                 numbers.append(number)
             start += len(line)
@@ -128,9 +141,50 @@ def _json_file(path: Path) -> Part:
 
 
 def _json_list(path: Path) -> Part:
-    """Return the rows of a file with one list, which is held in memory."""
-    rows = read_json(path, MAX_LIST_BYTES, "a list (write a longer one as JSON lines)")
-    return Part(len(rows), rows.__getitem__, lambda index: f"{path} row {index}")
+    """Return the rows of a file with one list, held as text: objects take 24 times that."""
+    expected = "a list (write a longer one as JSON lines)"
+    text = _read(path, MAX_LIST_BYTES, expected)
+    try:
+        starts, ends = _items(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: expected {expected}: {error}") from error
+
+    def read(index: int) -> Any:
+        return parse_json(text[starts[index] : ends[index]], where(index), "a JSON object")
+
+    def where(index: int) -> str:
+        return f"{path} row {index}"
+
+    return Part(len(starts), read, where)
+
+
+# A string, or a sign of structure. Possessive: a string without an end is tried once.
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
+
+
+def _items(text: bytes) -> tuple[array.array[int], array.array[int]]:
+    """Return where the items of a JSON list start and end. Raises ValueError."""
+    starts, ends, depth, start = array.array("q"), array.array("q"), 0, 0
+    for token in _TOKENS.finditer(text):
+        sign, place = token[0], token.start()
+        if sign in (b"[", b"{"):
+            depth += 1
+            start = start or place + 1
+            continue
+        if place - start > MAX_ROW_BYTES or len(starts) >= MAX_LIST_ROWS:
+            raise ValueError(f"at most {MAX_LIST_ROWS:,} rows of at most {MAX_ROW_BYTES:,} bytes")
+        depth -= sign in (b"]", b"}")
+        if depth == 0 and text[place + 1 :].strip():
+            raise ValueError(f"more than one value: {text[place + 1 :].strip()[:40]!r} after it")
+        if depth == 0 and not starts and not text[start:place].strip():
+            return starts, ends
+        if depth == 0 or (depth == 1 and sign == b","):
+            starts.append(start)
+            ends.append(place)
+            start = place + 1
+        if depth == 0:
+            return starts, ends
+    raise ValueError("no ] at its end")
 
 
 def _holds_list(path: Path) -> bool:
@@ -140,11 +194,15 @@ def _holds_list(path: Path) -> bool:
 
 def read_json(path: Path, max_bytes: int, expected: str) -> Any:
     """Parse a file. Raises ValueError for a larger one, and as `parse_json`."""
+    return parse_json(_read(path, max_bytes, expected), str(path), expected)
+
+
+def _read(path: Path, max_bytes: int, expected: str) -> bytes:
     with path.open("rb") as file:
         text = file.read(max_bytes + 1)
     if len(text) > max_bytes:
         raise ValueError(f"{path}: expected {expected} of at most {max_bytes:,} bytes")
-    return parse_json(text, str(path), expected)
+    return text
 
 
 def parse_json(text: bytes, where: str, expected: str) -> Any:
@@ -186,6 +244,12 @@ def _arrow_part(
         with _readable(path, kind):
             row = load().slice(index, 1)
             row.validate(full=True)  # a damaged file may have any offsets
+            num_values = sum(map(_num_values, row.columns))
+            if row.nbytes > MAX_ROW_BYTES or num_values > MAX_ROW_VALUES:
+                raise ValueError(
+                    f"{where(index)}: expected at most {MAX_ROW_BYTES:,} bytes and "
+                    f"{MAX_ROW_VALUES:,} values, got {row.nbytes:,} and {num_values:,}"
+                )
             if not (rows := row.to_pylist()):
                 raise ValueError(f"{where(index)} is missing, although the file counts it")
             return rows[0]
@@ -196,19 +260,24 @@ def _arrow_part(
     return Part(num_rows, read, where)
 
 
+def _num_values(column: Any) -> int:
+    """Return how many values are nested in a column: nulls and repeated ones take no bytes."""
+    if not column.type.num_fields:
+        return len(column)
+    if hasattr(column, "chunks"):  # of a table
+        return sum(map(_num_values, column.chunks))
+    if not hasattr(column, "flatten"):
+        raise ValueError(f"a column of type {column.type} is not supported: leave it out")
+    inner = column.flatten()
+    return len(column) + sum(map(_num_values, inner if isinstance(inner, list) else [inner]))
+
+
 def _arrow_batches(path: Path) -> list[Part]:
     """Return the batches of an Arrow file or stream, mapped into memory."""
-    ipc, parts, first_row, num_bytes = _pyarrow().ipc, list[Part](), 0, 0
+    parts, first_row = list[Part](), 0
     with _readable(path, "Arrow"):
-        source = _pyarrow().memory_map(str(path))
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
-            num_bytes += batch.nbytes
-            if num_bytes > source.size() + MAX_UNPACKED_BYTES:  # compressed
-                raise ValueError(f"expected at most {MAX_UNPACKED_BYTES:,} bytes, unpacked")
+        unpack.check_batches(path, MAX_UNPACKED_BYTES)
+        for batch in unpack.open_batches(_pyarrow().memory_map(str(path))):
             load = partial(lambda batch: batch, batch)
             parts.append(_arrow_part(path, "Arrow", first_row, batch.num_rows, load))
             first_row += batch.num_rows
@@ -223,19 +292,15 @@ def _parquet_groups(paths: Sequence[Path]) -> list[Part]:
             footer, first_row = _pyarrow().parquet.read_metadata(path), 0
             for group in range(footer.num_row_groups):
                 about = footer.row_group(group)
-                _check_group(group, about.total_byte_size)
-                load = partial(cache.table, path, footer, group)
+                if about.total_byte_size > MAX_UNPACKED_BYTES:
+                    raise ValueError(
+                        f"row group {group} has {about.total_byte_size:,} bytes, expected at most "
+                        f"{MAX_UNPACKED_BYTES:,}: write it again with a row_group_size"
+                    )
+                load = partial(cache.table, path, group)
                 parts.append(_arrow_part(path, "parquet", first_row, about.num_rows, load))
                 first_row += about.num_rows
     return parts
-
-
-def _check_group(group: int, num_bytes: int) -> None:
-    if num_bytes > MAX_UNPACKED_BYTES:
-        raise ValueError(
-            f"row group {group} has {num_bytes:,} bytes, expected at most "
-            f"{MAX_UNPACKED_BYTES:,}: write it again with a row_group_size"
-        )
 
 
 class _GroupCache:
@@ -246,26 +311,15 @@ class _GroupCache:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def table(self, path: Path, footer: Any, group: int) -> Any:
+    def table(self, path: Path, group: int) -> Any:
         with self._lock:
             if (table := self._tables.pop((path, group), None)) is None:
-                table = _read_group(path, footer, group)
+                table = unpack.row_group(path, group, MAX_UNPACKED_BYTES)
                 self._num_bytes += table.nbytes
             self._tables[path, group] = table
             while len(self._tables) > 1 and self._num_bytes > CACHE_BYTES:
                 self._num_bytes -= self._tables.pop(next(iter(self._tables))).nbytes
             return table
-
-
-def _read_group(path: Path, footer: Any, group: int) -> Any:
-    """Unpack a row group bit by bit, because its footer counts repeated values once."""
-    pyarrow, batches, num_bytes = _pyarrow(), [], 0
-    with pyarrow.parquet.ParquetFile(path, metadata=footer) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False):
-            num_bytes += batch.nbytes
-            _check_group(group, num_bytes)
-            batches.append(batch)
-        return pyarrow.Table.from_batches(batches, file.schema_arrow)
 
 
 def _pyarrow() -> Any:

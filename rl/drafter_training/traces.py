@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rl.packing import Response
 from rl.runtime.run_files import SAMPLES_FILE
 
 IDS = "prompt_ids", "response_ids"
+MAX_LINE_BYTES = 2**26
 MIN_TOKENS = 3  # an entry of training spans three tokens
 
 
@@ -122,13 +124,14 @@ def _file(path: Path) -> Path:
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and line, object) of each line, except for blank ones and a torn last one."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     return
                 raise ValueError(f"{path}:{number}: not JSON ({error}); mend the line") from error
             if not isinstance(row, dict):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from models.folder import replace_file
+from models.folder import read_plain, replace_file
 from rl.engine.worker_record import WorkerEvent, WorkerPart, of_json
 from rl.runtime.run_files import TIMELINE_FILE
 from sched.request import copy_of
@@ -214,6 +215,9 @@ def host_seconds(rounds: Sequence[RoundRecord]) -> float:
     return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
 
 
+MAX_TIMELINE_BYTES = 2**28
+
+
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
     """Write the rounds of a step to the run folder, in place of the previous step's.
 
@@ -234,10 +238,11 @@ def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
     Raises ValueError for a file that `save_timeline` did not write.
     """
     path = folder / TIMELINE_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return 0, []
+    text = read_plain(path, MAX_TIMELINE_BYTES)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(text)
         step: int = of_json(record["step"], int)
         rounds: list[RoundRecord] = [of_json(row, RoundRecord) for row in record["rounds"]]
         for r in rounds:

@@ -210,12 +210,9 @@ def read_workers(folder: Path) -> list[WorkerStep]:
     A torn last line is left out. Raises ValueError for a file that no run wrote.
     """
     with held(folder) as run:
-        if not run.is_file(WORKERS_FILE):
+        if not run.exists(WORKERS_FILE):
             return []
-        path = run.path / WORKERS_FILE
-        if run.size_bytes(WORKERS_FILE) > 2 * MAX_BYTES:
-            raise ValueError(f"{path}: expected at most {2 * MAX_BYTES:,} bytes: delete it")
-        content = run.read(WORKERS_FILE)
+        path, content = run.path / WORKERS_FILE, run.read(WORKERS_FILE, 2 * MAX_BYTES)
     result = list[WorkerStep]()
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):

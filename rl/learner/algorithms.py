@@ -28,6 +28,9 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 }
 
 
+MAX_RATE = 1000.0  # Adam changes each weight by about the rate
+
+
 def require(section: Any, **rules: tuple[bool, str]) -> None:
     """Raise ValueError for a name that its Literal lacks, or a (rule, text) that does not hold."""
     for field, hint in typing.get_type_hints(type(section)).items():
@@ -37,6 +40,11 @@ def require(section: Any, **rules: tuple[bool, str]) -> None:
     for field, (holds, text) in rules.items():
         if not holds:
             raise ValueError(f"{field} must be {text}, got {getattr(section, field)}")
+
+
+def rate_rule(rate: float) -> tuple[bool, str]:
+    """Return the rule of a learning rate, or of weight decay, for `require`."""
+    return 0 <= rate <= MAX_RATE, f"0 to {MAX_RATE:g}"
 
 
 CORRECTIONS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequence_mask:LOW:HIGH"
@@ -258,10 +266,9 @@ class CriticConfig:
     value_clip: float = 0.2
 
     def __post_init__(self) -> None:
-        rate = self.learning_rate
         require(
             self,
-            learning_rate=(rate >= 0 and math.isfinite(rate), "0 or positive"),
+            learning_rate=rate_rule(self.learning_rate),
             gamma=(0 <= self.gamma <= 1, "in [0, 1]"),
             gae_lambda=(0 <= self.gae_lambda <= 1, "in [0, 1]"),
             value_clip=(self.value_clip > 0, "positive (1e999 is no clipping)"),

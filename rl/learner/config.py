@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from models.config import ModelConfig
 from models.layout import layers_per_input
 from rl.gin.values import AUTO, found_size
-from rl.learner.algorithms import AlgorithmConfig, CriticConfig, require
+from rl.learner.algorithms import AlgorithmConfig, CriticConfig, rate_rule, require
+
+MAX_COUNT = 2**24  # tokens of a micro-batch, and optimizer steps of a batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         sizes = ("inner_updates", "minibatches", "micro_batch_tokens", "logprob_chunk_tokens")
         known = {name: value for name in sizes if (value := getattr(self, name)) != AUTO}
-        require(self, **{name: (value >= 1, "at least 1") for name, value in known.items()})
+        wanted = f"1 to {MAX_COUNT:,}"
+        require(self, **{n: (1 <= value <= MAX_COUNT, wanted) for n, value in known.items()})
         try:
             layers_per_input(self.remat_on(is_cpu=True))
         except ValueError as error:
@@ -102,13 +106,16 @@ class OptimizerConfig:
         norm = self.max_grad_norm
         require(
             self,
-            learning_rate=(self.learning_rate >= 0, "0 or positive"),
-            warmup_steps=(self.warmup_steps >= 0, "0 or more"),
-            weight_decay=(self.weight_decay >= 0, "0 or positive"),
-            max_grad_norm=(norm is None or norm > 0, "positive, or None for no clipping"),
+            learning_rate=rate_rule(self.learning_rate),
+            warmup_steps=(0 <= self.warmup_steps < 2**31, "0 to 2³¹−1"),
+            weight_decay=rate_rule(self.weight_decay),
+            max_grad_norm=(
+                norm is None or 0 < norm < math.inf,
+                "positive and finite, or None for no clipping",
+            ),
             b1=(0 <= self.b1 < 1, "in [0, 1)"),
             b2=(0 <= self.b2 < 1, "in [0, 1)"),
-            eps=(self.eps > 0, "positive"),
+            eps=(0 < self.eps < math.inf, "positive and finite"),
         )
 
 

@@ -60,6 +60,10 @@ class NonFiniteUpdate(RuntimeError):
         self.samples = samples
 
 
+class NonFiniteWeights(RuntimeError):
+    """Weights that are not finite: they are neither saved nor trained on."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
@@ -253,16 +257,23 @@ def apply(
     return jax.tree.map(lambda new, old: jnp.where(commit, new, old), after, state)
 
 
+@jax.jit
+def all_finite(params: Any) -> jax.Array:
+    """Return whether all weights are finite: one pass over them."""
+    return replicated(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all())
+
+
 def calls(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Call]:
-    """Return calls of the steps after `start`, perhaps of shapes, to be lowered."""
+    """Return calls of the steps after `start` and of a save, perhaps of shapes, to be lowered."""
     total = empty_shapes(**static)
     return [
         Call(accumulate, (state.params, total, batch, scalars), static),
         Call(apply, (state, total.gradients, np.bool_(False)), static),
         Call(inspect, (total, step), static),
         *([Call(joined, (total,), {})] if ways_in_use("copies") > 1 else []),
+        Call(all_finite, (state.params,), {}),
     ]
 
 
@@ -273,7 +284,9 @@ def run_once(
     total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
     total = in_turn(join(total))
     in_turn(inspect(total, step, **static))
-    return in_turn(apply(state, total.gradients, np.bool_(False), **static))
+    unchanged = in_turn(apply(state, total.gradients, np.bool_(False), **static))
+    in_turn(all_finite(unchanged.params))
+    return unchanged
 
 
 def check(

@@ -27,9 +27,11 @@ from rl.learner.gradient_accumulation import (
     Health,
     Network,
     NonFiniteUpdate,
+    NonFiniteWeights,
     Report,
     StepScalars,
     accumulate,
+    all_finite,
     apply,
     inspect,
     join,
@@ -182,6 +184,14 @@ def _joined(states: Sequence[Any]) -> TrainState:
     """The inverse of `_networks`, of the states alone."""
     policy, *others = states
     return dataclasses.replace(policy, critic=others[0] if others else None)
+
+
+def check_weights(state: TrainState, what: str) -> None:
+    """Raise NonFiniteWeights unless all weights of policy and critic are finite."""
+    for network, trained in _networks(state):
+        if not in_turn(all_finite(trained.params)):
+            whose = "the critic" if network is CRITIC else "the policy"
+            raise NonFiniteWeights(f"{what}: weights of {whose} are not finite")
 
 
 def update(

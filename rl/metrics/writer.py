@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import math
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from models.folder import Folder
+from models.folder import Folder, read_plain
 from rl.metrics.tensorboard import EventFile
 from rl.runtime.run_files import (
     EVAL_SAMPLES_FILE,
@@ -45,6 +47,8 @@ WALL_CLOCK_NAMES = {
 EVAL_SECONDS = "eval_s"  # the metric that every evaluation has
 SHOWN = 8  # steps in one message
 Row = dict[str, Any]
+MAX_FILE_BYTES = 2**29  # of rows that are held in memory at once
+MAX_LINE_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +223,7 @@ def read_metrics(path: str | Path) -> list[Row]:
     """Return the rows of a metrics.jsonl, or of a run folder's; a torn last line is left out."""
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
-    return [row for _, row in _rows(path, path.read_bytes())]
+    return [row for _, row in _rows(path, read_plain(path, MAX_FILE_BYTES))]
 
 
 def step_rows(rows: Sequence[Row]) -> list[Row]:
@@ -245,7 +249,9 @@ def read_samples(path: str | Path, name: str = SAMPLES_FILE) -> list[Row]:
     """Return the rows of a samples.jsonl, or of a run folder's; [] if it is missing."""
     path = Path(path)
     path = path / name if path.is_dir() else path
-    return [row for _, row in _rows(path, path.read_bytes())] if path.exists() else []
+    if not os.path.lexists(path):
+        return []
+    return [row for _, row in _rows(path, read_plain(path, MAX_FILE_BYTES))]
 
 
 def deterministic_view(row: Mapping[str, Any]) -> Row:
@@ -305,15 +311,17 @@ class Timings:
 
 def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
     """Yield each line of a file's content with its row; a torn last line is left out."""
-    lines = content.splitlines(keepends=True)
+    lines = iter(partial(io.BytesIO(content).readline, MAX_LINE_BYTES), b"")
     for number, line in enumerate(lines, start=1):
         try:
+            if len(line) == MAX_LINE_BYTES:
+                raise ValueError(f"expected less than {MAX_LINE_BYTES:,} bytes")
             row = json.loads(line)
             step = row.get("step") if isinstance(row, dict) else None
             if type(step) is not int or not 0 <= step < 2**53:
                 raise ValueError(f"expected an object with an integer step, got {line[:80]!r}")
         except (ValueError, RecursionError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 return
             raise DamagedRowError(
                 f"{path}:{number}: damaged row ({error}); delete this line to continue"

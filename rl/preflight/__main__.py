@@ -82,6 +82,7 @@ def _preflight(
     from rl.preflight import report, sizes
     from rl.preflight.fit import Fitting
 
+    say(f"compiling for {target.count} devices of {target.name}: tracing the programs", sys.stderr)
     fitting = Fitting(
         target,
         targets.devices_of(target),

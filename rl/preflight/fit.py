@@ -18,7 +18,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property
 from typing import Any
 
@@ -257,12 +257,21 @@ class Fitting:
         """Return figures by (index, depth); the longest compilations start first."""
         jobs = sorted(jobs, key=lambda job: (-job[2].num_tokens, -job[1]))
         figures = {}
+        self._on_compiled(f"none yet; first {_names(jobs[: os.cpu_count()])}", 0, len(jobs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            results = pool.map(lambda job: compiled_figures(job[2], self.target), jobs)
-            for (i, depth, program), result in zip(jobs, results, strict=True):
-                figures[i, depth] = result
-                self._on_compiled(program.name, len(figures), len(jobs))
+            running = {
+                pool.submit(compiled_figures, program, self.target): (i, depth, program)
+                for i, depth, program in jobs
+            }
+            for done in as_completed(running):
+                i, depth, _ = running[done]
+                figures[i, depth] = done.result()
+                self._on_compiled(_names([running[done]]), len(figures), len(jobs))
         return figures
+
+
+def _names(jobs: Sequence[tuple[int, int, RunProgram]]) -> str:
+    return "; ".join(f"{program.name}, {depth} layers" for _, depth, program in jobs)
 
 
 def _depths_of(

@@ -11,6 +11,8 @@ from typing import Literal
 
 from rl.data.answers import EXTRACTORS, Extractor
 
+MAX_WORKERS = 4096  # processes of one host
+MAX_DEADLINE_S = 1_000_000
 BUILT_IN = ("task", "exact_match", "math_verify")
 _EXPECTED = f"one of {', '.join(BUILT_IN)} or PATH.py:function"
 
@@ -61,13 +63,16 @@ class RewardConfig:
                     f"Reward.{field}: expected one of {', '.join(names)}, "
                     f"got {name!r}{did_you_mean(name, names)}"
                 )
-        if not 0 < self.deadline_s < float("inf"):
-            raise ValueError(f"Reward.deadline_s must be positive seconds, got {self.deadline_s}")
-        if self.workers < 1:
-            raise ValueError(f"Reward.workers must be at least 1, got {self.workers}")
-        if self.memory_limit_mib is not None and self.memory_limit_mib < 64:
+        if not 0 < self.deadline_s <= MAX_DEADLINE_S:
             raise ValueError(
-                "Reward.memory_limit_mib must be at least 64 (Python itself needs that) or None, "
+                f"Reward.deadline_s must be above 0 and at most {MAX_DEADLINE_S:,} s, got "
+                f"{self.deadline_s}"
+            )
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"Reward.workers must be 1 to {MAX_WORKERS:,}, got {self.workers}")
+        if self.memory_limit_mib is not None and not 64 <= self.memory_limit_mib <= 2**30:
+            raise ValueError(
+                "Reward.memory_limit_mib must be 64 (Python itself needs that) to 2³⁰, or None, "
                 f"got {self.memory_limit_mib}"
             )
         if len(set(self.names)) != len(self.names):

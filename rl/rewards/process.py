@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
 
@@ -26,6 +26,8 @@ MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its chil
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
 _REAP_S = 10.0  # a killed process has ended by then, unless it is stuck in the kernel
 _MAX_LINE_BYTES = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20  # of a sample, or of the start
+_CUT = b"\n... (the rest of this sample's output is left out)\n"
 
 
 class RewardWorkerError(RuntimeError):
@@ -60,10 +62,13 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rl.rewards.worker"],
                 stdin=theirs.fileno(),
-                stdout=2,  # standard error
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 env=_worker_environment(self._mark),
                 start_new_session=True,  # a process group, killed as one
             )
+        assert self._process.stdout is not None
+        self._output = _Output(self._process.stdout)
 
     def wait_ready(self) -> None:
         """Wait until the worker can score. Raises RewardWorkerError if it cannot be set up."""
@@ -82,8 +87,10 @@ class WorkerProcess:
         try:
             self._receive(self._send(json.dumps(setup).encode(), limit), limit)
         except WorkerStopped as stopped:
+            names = ", ".join(config.functions)
             raise RewardWorkerError(
-                f"a reward worker could not start: {stopped.message} (its own output is above)"
+                f"a reward worker could not start with {names}: {stopped.message} "
+                f"({self._output.whereabouts})"
             ) from stopped
 
     def score(self, job: bytes) -> list[list[Any]]:
@@ -98,6 +105,7 @@ class WorkerProcess:
         try:
             if self._buffer or self._readable.poll(0):
                 raise WorkerStopped("protocol", "it wrote, or ended, without a request")
+            self._output.begin_sample()
             ticket = self._send(job, limit)
             while True:
                 answer = self._receive(ticket, limit)
@@ -177,11 +185,42 @@ class WorkerProcess:
 
     def _died(self) -> WorkerStopped:
         code = self._end()  # one that only closed its socket is killed
+        self._output.wait()
         how = f"exit status {code}"
         if code < 0:
             with contextlib.suppress(ValueError):  # a real-time signal
                 how = f"signal {signal.Signals(-code).name}"
         return WorkerStopped("died", f"the worker process ended: {how}")
+
+
+class _Output:
+    """Copies a worker's output to standard error, up to a bound for each sample."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._left_bytes, self._is_empty = pipe, MAX_OUTPUT_BYTES, True
+        self._thread = threading.Thread(target=self._copy, name="reward-output", daemon=True)
+        self._thread.start()
+
+    def begin_sample(self) -> None:
+        self._left_bytes = MAX_OUTPUT_BYTES
+
+    @property
+    def whereabouts(self) -> str:
+        return "it printed nothing" if self._is_empty else "its own output is above"
+
+    def wait(self) -> None:
+        """Wait for the output of a worker that has ended; its children may hold the pipe open."""
+        self._thread.join(1.0)
+
+    def _copy(self) -> None:
+        with self._pipe as pipe, contextlib.suppress(OSError):
+            while piece := os.read(pipe.fileno(), 1 << 16):
+                self._is_empty = False
+                if (left_bytes := self._left_bytes) > 0:
+                    cut = b"" if len(piece) < left_bytes else _CUT
+                    sys.stderr.flush()
+                    os.write(2, piece[:left_bytes] + cut)
+                self._left_bytes = left_bytes - len(piece)
 
 
 def _seconds_to(limit: float) -> float:

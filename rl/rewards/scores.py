@@ -142,7 +142,7 @@ def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
     """Combine the outcomes (value, failure kind, message) of all functions into a score.
 
     total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure,
-    a sum that float32 does not hold included, it is 0 under `zero` and None under `skip`.
+    a sum above `LARGEST_REWARD` included, it is 0 under `zero` and None under `skip`.
     """
     values, failures, weighted = dict[str, Any](), list[str](), list[float]()
     for name, weight, (value, kind, message) in zip(
@@ -155,8 +155,8 @@ def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
             weighted.append(weight * value)
     if not all(abs(x) <= LARGEST_REWARD for x in [*weighted, sum(weighted)]):
         failures.append(
-            f"sum/not_finite: weights times values are {weighted}, which float32 cannot add up: "
-            "lower Reward.weights, or what the functions return"
+            f"sum/not_finite: weights times values are {weighted}, expected at most "
+            f"{LARGEST_REWARD:g} in size: lower Reward.weights, or what the functions return"
         )
     if failures:
         return Score(values, 0.0 if config.on_failure == "zero" else None, failures[0])

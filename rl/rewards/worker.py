@@ -32,7 +32,7 @@ from typing import Any
 
 # value, kind of failure, message: None without a kind is "not applicable"
 ScoreOutcome = tuple[float | None, str | None, str | None]
-LARGEST_REWARD = 3.4e38  # float32's; training would make infinities of more
+LARGEST_REWARD = 1e12  # float32 holds the sum of the squares of gradients of about this size
 
 
 def main() -> int:
@@ -120,7 +120,11 @@ def read_result(result: Any) -> ScoreOutcome:
     except OverflowError:  # a large int
         number = math.inf
     if not abs(number) <= LARGEST_REWARD:  # and nan
-        return None, "not_finite", f"expected a number that float32 holds, got {number}"
+        return (
+            None,
+            "not_finite",
+            f"expected a number of at most {LARGEST_REWARD:g} in size, got {number}",
+        )
     return number, None, None
 
 

@@ -11,11 +11,12 @@ import jax
 
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
-from tests.hostile import config_cases, folder_cases
+from tests.hostile import config_cases, file_cases, folder_cases
 from tests.hostile.watch import Case
-from tests.support import tiny_run
+from tests.support import gguf_by_hand, tiny_run
 
 CLASSES = ("configs", "policies", "drafters")
+FILE_CLASSES = ("rows", "parquet", "arrow", "ggufs", "tokenizers", "runs", "checkpoints")
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -46,7 +47,7 @@ def _by_hand(kind: str, tiny: Path) -> Iterator[Case]:
     elif kind == "policies":
         for given in itertools.chain(folder_cases.by_hand(), folder_cases.tokenizers()):
             yield folder_cases.policy_case(*given, tiny)
-    else:
+    elif kind == "drafters":
         for name, edit, refused in folder_cases.by_hand():
             if not name.startswith(("generation_config", "auto_map")):  # drafters have none
                 yield folder_cases.drafter_case(name, edit, refused, tiny, tiny.parent / "drafter")
@@ -63,6 +64,8 @@ def _drawn(kind: str, tiny: Path, draw: random.Random) -> list[Iterator[Case]]:
             folder_cases.damage(FILES, draw),
         ]
         return [(folder_cases.policy_case(*g, tiny) for g in stream) for stream in given]
+    if kind in FILE_CLASSES:
+        return [_of_files(kind, tiny, draw)]
     drafter = tiny.parent / "drafter"
     given = [
         folder_cases.entries("config.json", folder_cases.CONFIG_KEYS[:24], draw),
@@ -70,3 +73,19 @@ def _drawn(kind: str, tiny: Path, draw: random.Random) -> list[Iterator[Case]]:
         folder_cases.damage(FILES[:2], draw),
     ]
     return [(folder_cases.drafter_case(*g, tiny, drafter) for g in stream) for stream in given]
+
+
+def _of_files(kind: str, tiny: Path, draw: random.Random) -> Iterator[Case]:
+    forms = {"rows": ("json", "jsonl"), "parquet": ("parquet",), "arrow": ("datasets",)}
+    if kind in forms:
+        return file_cases.data(draw, forms[kind])
+    if kind == "ggufs":
+        model, path = tiny_run.MODEL, tiny.parent / "good.gguf"
+        words = gguf_by_hand.character_vocabulary(tiny_run.CHARACTERS, model.vocab_size)
+        gguf_by_hand.write(path, model, gguf_by_hand.random_weights(model), metadata=words)
+        return file_cases.ggufs(draw, path.read_bytes())
+    if kind == "tokenizers":
+        return file_cases.tokenizers(draw, tiny.parent / "policy")
+    run = file_cases.finished_run(tiny.parent, tiny)
+    files = {"runs": file_cases.records, "checkpoints": file_cases.checkpoint_files}
+    return file_cases.runs(draw, run, files[kind])

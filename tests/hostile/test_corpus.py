@@ -16,6 +16,7 @@ from tests.hostile import corpus, watch
 from tests.hostile.watch import CANARY, Case
 
 BUDGETS = {"configs": 40, "policies": 15, "drafters": 40}
+BUDGETS |= {"rows": 40, "parquet": 30, "arrow": 30, "ggufs": 10, "tokenizers": 10}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +24,11 @@ def tiny(tmp_path_factory):
     return corpus.make_inputs(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("kind", corpus.CLASSES)
+@pytest.mark.parametrize("kind", BUDGETS)
 def test_a_sample_of_the_corpus(kind, tiny):
     counts = watch.count(corpus.cases(kind, tiny, BUDGETS[kind]))
     bad = counts.outside_writes + counts.executions + counts.hangs + counts.tracebacks
+    bad += counts.over_2_gb
     assert bad + counts.accepted_though_wrong == 0, "\n".join(counts.seen)
     assert counts.tried == BUDGETS[kind] and counts.accepted < counts.tried / 2
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,7 +30,11 @@ _PATHS = {  # which arguments name what is changed
     **dict.fromkeys(("os.link", "os.symlink"), _SECOND),
     "os.rename": _BOTH,
 }
-_OURS = ("chat_template.py", "nvidia-smi")  # processes that checks start themselves
+# processes that checks start themselves
+_OURS = "models.chat_template", "models.tokenizer_files", "rl.data.unpack", "nvidia-smi"
+_OURS += ("rl.rewards.worker",)
+LONG_S = 30.0
+LARGE_BYTES = 2e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Counts:
     executions: int = 0
     hangs: int = 0
     tracebacks: int = 0
+    over_30_s: int = 0
+    over_2_gb: int = 0
     accepted_though_wrong: int = 0
     seen: list[str] = dataclasses.field(default_factory=list)
 
@@ -136,6 +143,17 @@ def count(cases: Iterable[Case], limit_s: float = LIMIT_S) -> Counts:
     return counts
 
 
+def _memory_bytes(*, reset: bool = False) -> int:
+    """Return the most memory of this process since a reset; 0 without /proc."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = status.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) -> None:
     counts.tried += 1
 
@@ -145,6 +163,7 @@ def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) ->
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     spy.folder, spy.writes, spy.executions = str(folder), [], []
+    before_bytes, start_s = _memory_bytes(reset=True), time.monotonic()
     try:
         case.run(folder)
         counts.accepted += 1
@@ -165,6 +184,11 @@ def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) ->
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         spy.folder = None
+    seconds, more_bytes = time.monotonic() - start_s, _memory_bytes() - before_bytes
+    if seconds > LONG_S or more_bytes > LARGE_BYTES:
+        counts.over_30_s += seconds > LONG_S
+        counts.over_2_gb += more_bytes > LARGE_BYTES
+        counts.seen.append(f"{case.name}: {seconds:.0f} s, {more_bytes / 1e9:.1f} GB")
     counts.outside_writes += len(spy.writes)
     counts.executions += len(spy.executions)
     counts.seen += [f"{case.name}: {what}" for what in (*spy.writes, *spy.executions)]

@@ -204,6 +204,34 @@ def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
     assert_same(hf.load_pretrained(tmp_path / "out")[1], params)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_that_are_not_finite_are_neither_read_nor_written(
+    tmp_path, monkeypatch, dtype, value
+):
+    config, params = hf.load_pretrained(GOLDEN / CASES[0], dtype=jnp.dtype(dtype))
+    bad = dataclasses.replace(params, final_norm_D=params.final_norm_D.at[-1].set(value))
+    hf.save_pretrained(tmp_path, config, params)
+    hf.load_pretrained(tmp_path)
+    with pytest.raises(hf_files.WeightsError, match="model.norm.weight has values that are not"):
+        hf.save_pretrained(tmp_path, config, bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_files, "finite", lambda array, name: array)
+        hf.save_pretrained(tmp_path, config, bad)
+    with pytest.raises(hf_files.WeightsError, match="safetensors: model.norm.weight has values"):
+        hf.load_pretrained(tmp_path)
+
+
+def test_rounding_to_infinity_is_not_written(tmp_path):
+    config, params = hf.load_pretrained(GOLDEN / CASES[0], dtype=jnp.float32)
+    large = dataclasses.replace(params, final_norm_D=params.final_norm_D.at[0].set(3.4e38))
+    (tmp_path / "a").mkdir()
+    hf.write_into(tmp_path / "a", config, large)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(hf_files.WeightsError, match="not finite"):
+        hf.write_into(tmp_path / "b", config, large, dtype="bfloat16")
+
+
 def test_parameters_that_do_not_fit_are_not_saved(tmp_path):
     config, params = hf.load_pretrained(GOLDEN / "qwen3_tied")
     other, _ = hf.load_pretrained(GOLDEN / "qwen3_untied")

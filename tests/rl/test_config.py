@@ -240,11 +240,41 @@ def test_a_policy_that_could_never_end_a_response(tiny, tmp_path):
         opened(tiny, override)
 
 
-@pytest.mark.parametrize("override", ["Run.steps=0", "Run.seed=-1", "Rollout.group_size=0"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("Run.steps=0", "Run.seed=-1", "Rollout.group_size=0", "Run.steps=3000000000"),
+        *("Run.hang_limit_s=1e300", "Rollout.group_size=2147483647", "Reward.workers=1000000"),
+        *("Rollout.prompts_per_step=1099511627776", "Reward.memory_limit_mib=35184372088832"),
+        *("Reward.deadline_s=1e300", "Trainer.micro_batch_tokens=100000000"),
+        *("Trainer.minibatches=1000000000", "Optimizer.warmup_steps=3000000000"),
+        *("Optimizer.learning_rate=1e999", "Critic.learning_rate=1e30", "Optimizer.eps=1e999"),
+        *("Optimizer.max_grad_norm=1e999", "Cluster.deadline_s=1e9"),
+    ],
+)
 def test_sections_refuse_values_that_make_no_run(tiny, override):
     field = override.partition(".")[2].partition("=")[0]
     with pytest.raises(ConfigError, match=f"{field} must be"):
         load(TrainConfig, [tiny], [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("Rollout.group_size=65536", "Rollout.prompts_per_step=65536"), "at most 16,777,216, got"),
+        (("Cluster.num_processes=2",), 'expected kind = "spmd" .*each process would train by'),
+        (("Cluster.process_id=0",), 'expected kind = "spmd"'),
+        (("Cluster.coordinator='host:1'",), 'expected kind = "spmd"'),
+    ],
+)
+def test_settings_that_make_no_run_together(tiny, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(TrainConfig, [tiny], overrides)
+
+
+def test_optimizer_steps_are_counted_in_32_bits(tiny):
+    with pytest.raises(ValueError, match="expected fewer than 2³¹ optimizer steps, got Run.steps"):
+        opened(tiny, "Run.steps=1000000000", "Trainer.inner_updates=3")
 
 
 # --- the learned drafter ----------------------------------------------------------------

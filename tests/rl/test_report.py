@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl.reports import page as report_page
 from rl.reports import plots as report_plots
 from rl.reports import timeline_plot
 from rl.reports.runs import Run, load_runs, run_labels, summary_table
+from rl.runtime.run_files import ROW_FILES, TIMELINE_FILE
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"
@@ -382,3 +384,22 @@ def test_a_missing_folder_and_a_bad_option_exit_with_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         report.main([str(tmp_path), "--smooth", "0"])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse", "folder"])
+@pytest.mark.parametrize("name", [*ROW_FILES, TIMELINE_FILE])
+def test_a_special_or_endless_file_is_one_line_and_exits_with_2(tmp_path, capsys, name, kind):
+    run = make_run(tmp_path / "run", [0.5])
+    (run / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    elif kind == "device":
+        (run / name).symlink_to("/dev/zero")
+    elif kind == "sparse":
+        with open(run / name, "wb") as file:
+            file.truncate(2**42)
+    else:
+        (run / name).mkdir()
+    assert report.main([str(run)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and name in captured.err and captured.out == ""

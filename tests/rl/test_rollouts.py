@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.data.prompts import DataOrder
+from rl.data.prompts import DataOrder, UnreadableExample
 from rl.data.tasks import Example
 from rl.responses import Scorer, failures_text
 from rl.rewards.config import RewardConfig
@@ -62,5 +62,18 @@ def test_prompts_that_are_too_long_are_passed_over_wherever_a_run_is_resumed(cou
 
 
 def test_a_thousand_prompts_in_a_row_that_are_too_long_end_the_run():
-    with pytest.raises(ValueError, match="1000 prompts in a row, up to e#.*max_prompt_tokens=0"):
+    message = "1000 prompts in a row, up to e#.*max_prompt_tokens=0"
+    with pytest.raises(UnreadableExample, match=message):
         prompts_at(streaming(limit=0), 5, 4)
+
+
+@pytest.mark.parametrize("error", [ValueError, FileNotFoundError])
+def test_an_example_that_cannot_be_read_is_named(error):
+    class Changed(list):
+        def __getitem__(self, index):
+            raise error("a.jsonl:7: expected one JSON object a line")
+
+    system = streaming()
+    system.inputs.task = Changed(system.inputs.task)
+    with pytest.raises(UnreadableExample, match="a.jsonl:7: expected"):
+        prompts_at(system, 0, 1)

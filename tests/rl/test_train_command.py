@@ -18,8 +18,11 @@ from command_runs import call_main
 from run_settings import TRAINED_AFTER
 
 from models import hf, tokenizer, transformer
+from models.hf_files import WeightsError
 from policies.make.characters import save_character_tokenizer
-from rl import evaluate, export, memory, report, train
+from rl import evaluate, export, memory, report, run_process, train
+from rl.data.prompts import UnreadableExample
+from rl.learner.gradient_accumulation import NonFiniteWeights
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation.config import DraftModelConfig
 from rl.speculation.device_drafters import check_draft_model
@@ -295,3 +298,18 @@ def test_a_reward_file_that_cannot_be_imported_is_refused(tiny, tmp_path, capsys
     )
     assert code == 2
     assert "no_such_module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [NonFiniteWeights, UnreadableExample, WeightsError])
+def test_an_error_of_the_users_data_ends_in_one_line(tiny, tmp_path, monkeypatch, capsys, error):
+    def fails(config, inputs, folder, **options):
+        (folder / "newest_checkpoint").write_text("7\n")
+        raise error("what is wrong")
+
+    monkeypatch.setattr(run_process, "train", fails)
+    run = tmp_path / "$(touch run)"
+    assert run_train(f"--gin_file={tiny}", f"--gin.Run.directory={str(run)!r}") == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
+    assert line.startswith("error: what is wrong")
+    if error is not WeightsError:
+        assert line.endswith(f"python -m rl.train --resume --gin.Run.directory='{run}'")

@@ -1,6 +1,7 @@
 """Which files a path names: folders, globs, splits, saved data sets; and what is told of others."""
 
 import json
+import os
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path, there, target, split, 
     make(tmp_path, *there)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         find(str(tmp_path / target), split, JSONL)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl"])
+def test_a_search_leaves_no_unreadable_file_out(tmp_path, kind, pattern):
+    make(tmp_path, "a.jsonl")
+    path = tmp_path / "b.jsonl"
+    path.symlink_to("nowhere") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(ValueError, match="b.jsonl: expected a file, got a link to nothing, a pipe"):
+        find(str(tmp_path / pattern), None, JSONL)
 
 
 def test_links_in_a_circle_end(tmp_path):

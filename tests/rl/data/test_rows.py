@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
+from models.child import Child
 from rl.data import rows
 from rl.data.files import find
 from rl.data.rows import open_rows, parse_json
@@ -130,6 +131,44 @@ def test_a_list_of_rows_in_one_file(tmp_path, monkeypatch):
         open_rows("json", [path])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[{}, {}, {}]", "at most 2 rows of at most 40 bytes"),
+        ('[{"a": "' + "x" * 50 + '"}]', "at most 2 rows of at most 40 bytes"),
+        ('[{"a": 1}] {}', "more than one value: b'{}' after it"),
+        ('[{"a": "]"}, "' + '\\"' * 9, "no ] at its end"),
+    ],
+)
+def test_a_list_is_bounded(tmp_path, monkeypatch, text, message):
+    monkeypatch.setattr(rows, "MAX_LIST_ROWS", 2)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 40)
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=f"a.json: expected a list .*: {message}"):
+        open_rows("json", [tmp_path / "a.json"])
+
+
+def test_items_of_a_list_are_found_by_structure_alone(tmp_path):
+    wanted = [{"a": '"],{[\\', "b": [[1, {"c": []}], {}]}, {"é": "}"}, {}]
+    for text in (json.dumps(wanted), json.dumps(wanted, indent=2) + "\n", "[ ]"):
+        (tmp_path / "a.json").write_text(text)
+        opened = open_rows("json", [tmp_path / "a.json"])
+        assert read(opened) == (wanted if len(text) > 3 else [])
+    (tmp_path / "a.json").write_text("[{},]")
+    with pytest.raises(ValueError, match="a.json row 1: expected a JSON object: "):
+        open_rows("json", [tmp_path / "a.json"])[1]
+
+
+def test_rows_are_bounded_in_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROWS", 3)
+    for name, count in (("a", 3), ("b", 1), ("c", 4)):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n\n" * count)
+    assert len(open_rows("jsonl", [tmp_path / "a.jsonl"])) == 3
+    for names in ("ab", "c"):
+        with pytest.raises(ValueError, match=f"{names[-1]}.jsonl: expected at most 3 rows"):
+            open_rows("jsonl", [tmp_path / f"{name}.jsonl" for name in names])
+
+
 # --- Arrow ------------------------------------------------------------------------------
 
 
@@ -238,6 +277,31 @@ def test_a_small_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch,
     assert path.stat().st_size < 2**16
     with pytest.raises(ValueError, match=f"{path}: .*expected at most 16,777,216"):
         open_rows(form, [path])[0]
+
+
+def test_a_dictionary_is_unpacked_within_the_limit_of_a_child(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 2**24)
+    monkeypatch.setattr(rows.unpack, "_child", lambda _: Child("rl.data.unpack", 2**28, 60))
+    text = pyarrow.array(["x" * 2**22])
+    notes = pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(255, np.int32)), text)
+    parquet.write_table(
+        pyarrow.table({"a": notes}), tmp_path / "a", compression="zstd", store_schema=False
+    )
+    assert (tmp_path / "a").stat().st_size < 2**16
+    with pytest.raises(ValueError, match="a: .*row group 0: expected at most 16,777,216 bytes"):
+        open_rows("parquet", [tmp_path / "a"])[0]
+
+
+def test_values_that_take_no_bytes_are_counted(tmp_path):
+    length = rows.MAX_ROW_VALUES
+    offsets = pyarrow.array([0, 3, length + 3], pyarrow.int32())
+    nothing = pyarrow.ListArray.from_arrays(offsets, pyarrow.nulls(length + 3))
+    with ipc.new_stream(str(tmp_path / "a"), pyarrow.schema({"a": nothing.type})) as writer:
+        writer.write_batch(pyarrow.record_batch({"a": nothing}))
+    opened = open_rows("datasets", [tmp_path / "a"])
+    assert opened[0] == {"a": [None] * 3}
+    with pytest.raises(ValueError, match="a row 1: expected at most .* values, got 4 and"):
+        opened[1]
 
 
 def test_arrow_offsets_that_lie_are_refused(tmp_path):

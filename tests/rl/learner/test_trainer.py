@@ -25,6 +25,7 @@ from rl.learner.losses import AlgorithmConfig
 from rl.learner.optimizer import init_state, learning_rate, make_optimizer, state_shapes
 from rl.packing import Shape
 from rl.rollout import generate
+from rl.run_checkpoint import RunCheckpointer, RunPosition
 from rl.trajectory import FinishReason, Request
 from spec.config import SamplingConfig
 from spec.sampling import step_key
@@ -113,6 +114,24 @@ def test_a_gradient_that_overflows_stops_too():
     with pytest.raises(trainer.NonFiniteUpdate, match="step 3.*the gradient"):
         run(state, some_trajectories(), advantages, step=3)
     jax.tree.map(np.testing.assert_array_equal, before, leaves(state.params))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_neither_saved_nor_kept(value):
+    state = fresh_state()
+    trainer.check_weights(state, "fresh")
+    norm = state.params.layers[-1].mlp_norm_D.at[3].set(value)
+    layers = (
+        *state.params.layers[:-1],
+        dataclasses.replace(state.params.layers[-1], mlp_norm_D=norm),
+    )
+    state = dataclasses.replace(state, params=dataclasses.replace(state.params, layers=layers))
+    saver = RunCheckpointer.__new__(RunCheckpointer)
+    saver._state, saver._position, saver._system = state, RunPosition(4), None
+    with pytest.raises(
+        trainer.NonFiniteWeights, match="step 4 is not saved.*of the policy are not"
+    ):
+        saver.save()
 
 
 def logprob_of(params, prompt, response):

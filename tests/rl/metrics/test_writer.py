@@ -158,6 +158,15 @@ def test_damage_that_is_not_a_torn_end_is_named(tmp_path, line):
         writer(tmp_path)
 
 
+def test_a_line_without_an_end_is_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_lib, "MAX_LINE_BYTES", 20)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bytes(100))
+    with pytest.raises(
+        metrics_lib.DamagedRowError, match="metrics.jsonl:2: damaged row .expected less than 20"
+    ):
+        read_metrics(tmp_path)
+
+
 def test_kill_between_the_new_file_and_its_name_loses_nothing(tmp_path, monkeypatch):
     write_steps(tmp_path, range(1, 4))
     before = files(tmp_path)

@@ -1,0 +1,137 @@
+"""A child process with limits of memory and time, for work on files that may be hostile.
+
+Templates, tokenizers and packed columns are small programs: a few bytes of them take all memory, or
+run for hours in code that holds Python's lock, so that no exception and no signal ends them. The
+child allocates `memory_bytes` more than it started with, and ends itself at the deadline of a
+request; the next request starts another one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+START_S = 120  # for the imports of a new child, on a busy machine
+_SIZE_BYTES = 8  # of the length before each part; a part of length 0 ends an answer
+_HOME = str(Path(__file__).resolve().parents[1])
+
+
+class ChildEnded(Exception):
+    """The child exceeded a limit, or crashed."""
+
+
+class Child:
+    """A process of `module`, which calls `serve`; started when it is needed. Thread-safe."""
+
+    def __init__(self, module: str, memory_bytes: int, deadline_s: int) -> None:
+        self.memory_bytes, self.deadline_s = memory_bytes, deadline_s
+        self._module, self._lock = module, threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+
+    def call(self, request: bytes) -> list[bytes]:
+        """Return the parts of the answer to a request. Raises ChildEnded."""
+        with self._lock:
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(len(request).to_bytes(_SIZE_BYTES, "little") + request)
+                process.stdin.flush()
+                # it ends by itself at the deadline, so reading needs none
+                parts = list[bytes]()
+                while size := int.from_bytes(_exactly(process.stdout, _SIZE_BYTES), "little"):
+                    parts.append(_exactly(process.stdout, size))
+                return parts
+            except OSError as error:
+                self.close()
+                raise ChildEnded from error
+            except BaseException:  # Ctrl-C between a request and its answer
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with suppress(OSError), process:  # half a request may be left in its pipe
+                pass
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = [_HOME, *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            # -P: the current folder may hold modules of any name
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                self._module,
+                f"{self.memory_bytes}",
+                f"{self.deadline_s}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # libraries print pages when they run out of memory
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "HF_HUB_OFFLINE": "1",
+                "MALLOC_ARENA_MAX": "2",  # each arena reserves address space
+                "TOKENIZERS_PARALLELISM": "false",
+                "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+            },
+            start_new_session=True,  # the run handles Ctrl-C
+        )
+
+
+def _exactly(file: IO[bytes], num_bytes: int) -> bytes:
+    content = file.read(num_bytes)
+    if len(content) < num_bytes:
+        raise OSError("the end of the pipe")
+    return content
+
+
+# --- in the child ---------------------------------------------------------------------
+
+
+def serve(prepare: Callable[[], Callable[[bytes], Iterable[bytes]]]) -> None:
+    """Answer requests with the function that `prepare` returns after its imports."""
+    memory_bytes, deadline_s = map(int, sys.argv[1:])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    signal.alarm(START_S)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with answers
+    answer = prepare()
+    limit_memory(memory_bytes)
+    requests = sys.stdin.buffer
+    while size := requests.read(_SIZE_BYTES):
+        request = requests.read(int.from_bytes(size, "little"))
+        signal.alarm(deadline_s)
+        for part in answer(request):
+            if part:
+                answers.write(len(part).to_bytes(_SIZE_BYTES, "little") + part)
+        answers.write(bytes(_SIZE_BYTES))
+        answers.flush()
+        signal.alarm(0)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Limit this process to `more_bytes` above its present size, if there is a /proc."""
+    import resource  # not on every system
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if (statm := Path("/proc/self/statm")).exists():
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + more_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -1,0 +1,109 @@
+"""The files of a tokenizer in a Hugging Face folder: their names and bounds, tried in a child.
+
+A tokenizer.json is a program of rules: one of 4 KB can take all memory, or run without an end in
+code that no signal interrupts. So a child process (`models.child`) uses a new one first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import string
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from models.child import Child, ChildEnded, serve
+from models.hf_files import CONFIG, has_file
+
+RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+# Any one of these holds a vocabulary; the shipped models have tokenizer.json.
+VOCABULARIES = RULES, "tokenizer.model", "vocab.json", "vocab.txt"
+NAMES = (
+    *(*VOCABULARIES, SETTINGS, "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+MAX_BYTES = 64 * 2**20  # of all of them
+MEMORY_BYTES = 2**31
+DEADLINE_S = 30
+_tried = set[bytes]()  # hashes of the files of good tokenizers
+_child = Child("models.tokenizer_files", MEMORY_BYTES, DEADLINE_S)
+
+
+def present(folder: Path) -> list[str]:
+    """Return the names of a tokenizer's files that are there.
+
+    Raises ValueError for a folder, pipe or link to nothing in place of one, for a link out of the
+    folder, and if they are too large: an export copies them.
+    """
+    names = [name for name in NAMES if has_file(folder / name)]
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":  # of a Hugging Face cache, whose files are links to blobs
+        allowed.append(home.parents[1] / "blobs")
+    for name in names:
+        target = (folder / name).resolve()
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise ValueError(
+                f"{folder / name}: expected a file of this folder, got a link to {target}: an "
+                "export would copy it; put the file itself in its place"
+            )
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    if (total := sum(sizes.values())) > MAX_BYTES:
+        raise ValueError(
+            f"{folder}: expected files of a tokenizer of at most {MAX_BYTES:,} bytes in all, got "
+            f"{total:,} (most in {max(sizes, key=sizes.__getitem__)}): copy them again"
+        )
+    return names
+
+
+def check(folder: Path) -> None:
+    """Use a tokenizer in a child process, once for each content of its files.
+
+    Raises ValueError as `present` does, and if that takes more than the limits. Errors of rules
+    are left to its later use.
+    """
+    digest = hashlib.sha256()
+    for name in [*present(folder), CONFIG]:
+        content = (folder / name).read_bytes() if has_file(folder / name) else b""
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    if digest.digest() in _tried:
+        return
+    try:
+        _child.call(os.fsencode(folder.absolute()))
+    except ChildEnded as error:
+        raise ValueError(
+            f"{folder}: expected a tokenizer that is read, encodes and decodes a page of text "
+            f"within {DEADLINE_S} s and {MEMORY_BYTES // 2**20} MiB, but its process ended: copy "
+            "the tokenizer's files from where the policy came from"
+        ) from error
+    _tried.add(digest.digest())
+
+
+# --- in the child ---------------------------------------------------------------------
+
+
+def _prepare() -> Callable[[bytes], Iterable[bytes]]:
+    from models import tokenizer
+
+    tokenizer.loader_class("AutoTokenizer")
+
+    def use(request: bytes) -> list[bytes]:
+        try:
+            backend = tokenizer.open_folder(Path(os.fsdecode(request)))
+            ids = backend.encode(_PAGE, add_special_tokens=False)
+            backend.decode(ids)
+            backend.batch_decode([[i] for i in ids])
+        except MemoryError:
+            raise
+        except BaseException:  # also a panic of its Rust code; the user's process has it again
+            return [b"failed"]
+        return [b"used"]
+
+    return use
+
+
+_RUNS = "\n".join(character * 64 for character in string.printable)
+_PAGE = f"{string.printable}\nThe answer to 12 + 34 is 46. Ça va? Что? 你好，世界 ١٢٣ 😀\n{_RUNS}"
+
+if __name__ == "__main__":
+    serve(_prepare)

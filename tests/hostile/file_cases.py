@@ -1,0 +1,252 @@
+"""Hostile data files, GGUF files, tokenizers and run folders: bombs by hand, and random damage."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from models import tokenizer
+from rl import export, report, train
+from rl.data.tasks import TaskConfig, open_tasks
+from rl.inputs import open_policy
+from tests.hostile.config_cases import change
+from tests.hostile.folder_cases import VALUES
+from tests.hostile.watch import Case
+
+ROWS = [
+    {"prompt": f"é{i}+1=", "answer": str(i), "more": {"n": i, "list": [i, None, 1.5, "x"]}}
+    for i in range(40)
+]
+BITS = (
+    *(b"NaN", b"1e400", b"-1", b"null", b"[]", b"{}", b'""', b'"\\ud800"', b"9" * 5000, b"\xff"),
+    *(
+        b"[" * 200_000,
+        b"\xef\xbb\xbf",
+        b'"\\u0000"',
+        b"\n" * 200_000,
+        b'{"a":{"a":{}}}',
+        b"\0" * 4096,
+    ),
+    *(b'"a":1,' * 50_000, b"[[]," * 100_000, b"-0.0", b"true", b"\r", b"18446744073709551616"),
+)
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """One to four changes: of bytes, pieces of JSON, and numbers of four and eight bytes."""
+    for _ in range(draw.randint(1, 4)):
+        i = draw.randrange(len(content) + 1)
+        kind = draw.randrange(4)
+        if kind == 0:
+            content = change(content, draw)
+        elif kind == 1:
+            content = content[:i] + draw.choice(BITS) + content[i:]
+        elif kind == 2:
+            size = draw.choice((4, 8))
+            number = draw.choice((0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, draw.randrange(2**32)))
+            number = number << 32 if size == 8 and draw.random() < 0.3 else number
+            content = content[:i] + number.to_bytes(8, "little")[:size] + content[i + size :]
+        else:
+            j = draw.randrange(len(content) + 1)
+            content = content[:i] + content[j : j + draw.randint(1, 400)] + content[i:]
+    return content
+
+
+# --- data -------------------------------------------------------------------------------
+
+
+@functools.cache
+def data_files() -> dict[str, bytes]:
+    """A good file of each format, as bytes: by format and by how it is packed."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    table = pyarrow.Table.from_pylist(ROWS)
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    made = {"jsonl": lines, "json": json.dumps(ROWS).encode()}
+    for codec in ("none", "zstd", "snappy"):
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(table, sink, row_group_size=15, compression=codec)
+        made[f"parquet {codec}"] = sink.getvalue().to_pybytes()
+    sink = pyarrow.BufferOutputStream()
+    delta = {name: "DELTA_BYTE_ARRAY" for name in ("prompt", "answer")}
+    parquet.write_table(table, sink, use_dictionary=False, column_encoding=delta)
+    made["parquet delta"] = sink.getvalue().to_pybytes()
+    for new in (ipc.new_stream, ipc.new_file):
+        for codec in (None, "zstd", "lz4"):
+            sink = pyarrow.BufferOutputStream()
+            options = ipc.IpcWriteOptions(compression=codec)
+            with new(sink, table.schema, options=options) as writer:
+                writer.write_table(table, max_chunksize=15)
+            made[f"datasets {new.__name__} {codec}"] = sink.getvalue().to_pybytes()
+    return made
+
+
+def data_case(name: str, content: bytes) -> Case:
+    form = name.partition(" ")[0]
+
+    def run(folder: Path) -> None:
+        path = folder / f"a.{form}"
+        path.write_bytes(content)
+        if form == "datasets":
+            (folder / "state.json").write_text(
+                json.dumps({"_data_files": [{"filename": path.name}]})
+            )
+            path = folder
+        task = open_tasks(TaskConfig(specs=(f"{form}:{path}",)), 0)
+        for i in range(min(len(task), 2000)):
+            task[i]
+
+    return Case(f"data: {name}", run)
+
+
+def data(draw: random.Random, forms: tuple[str, ...]) -> Iterator[Case]:
+    made = {name: x for name, x in data_files().items() if name.startswith(forms)}
+    while True:
+        name = draw.choice(sorted(made))
+        yield data_case(name, mutated(made[name], draw))
+
+
+# --- policies ---------------------------------------------------------------------------
+
+
+def ggufs(draw: random.Random, good: bytes) -> Iterator[Case]:
+    head = good.rfind(b"\0" * 32) if len(good) > 4096 else len(good)
+
+    def case(content: bytes) -> Case:
+        def run(folder: Path) -> None:
+            (folder / "a.gguf").write_bytes(content)
+            open_policy(str(folder / "a.gguf"))
+
+        return Case("gguf", run)
+
+    while True:
+        yield case(mutated(good[:head], draw) + good[head:])
+
+
+RULES: tuple[Any, ...] = (
+    *({"type": "Replace", "pattern": {"Regex": "."}, "content": "aa"},),
+    *({"type": "Replace", "pattern": {"String": ""}, "content": "x"},),
+    *({"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 10_000},),
+    *({"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},),
+    *({"type": "Prepend", "prepend": "y" * 10_000}, {"type": "Digits", "individual_digits": True}),
+    *({"type": "NFKC"}, {"type": "Strip", "content": "a", "start": 2**31, "stop": 2**31}),
+    *(
+        {"type": "Metaspace"},
+        {"type": "ByteLevel"},
+        {"type": "WordPiece", "prefix": "", "cleanup": 1},
+    ),
+)
+_PLACES = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+_PLACES["post_processor"] = "processors"
+
+
+def spoiled(content: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """A tokenizer.json with other rules, or another value somewhere in it."""
+    if draw.random() < 0.5:
+        place = draw.choice(sorted(_PLACES))
+        rules = [draw.choice(RULES) for _ in range(draw.choice((1, 3, 40, 2000)))]
+        return content | {place: {"type": "Sequence", _PLACES[place]: rules}}
+    node: Any = content
+    while True:
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        key = draw.choice(list(keys))
+        if isinstance(node[key], dict | list) and node[key] and draw.random() < 0.8:
+            node = node[key]
+            continue
+        node[key] = draw.choice((*VALUES, 2**31, 2**32 - 1, 2**63, "", "\0", "x" * 10**6))
+        return content
+
+
+def tokenizers(draw: random.Random, policy: Path) -> Iterator[Case]:
+    good = json.loads((policy / tokenizer.RULES).read_text())
+
+    def case(content: str | bytes) -> Case:
+        def run(folder: Path) -> None:
+            ours = Path(shutil.copytree(policy, folder / "policy"))
+            data = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+            (ours / tokenizer.RULES).write_bytes(data)
+            words = tokenizer.load(ours)
+            words.decode(words.encode("1+1=2, and so on: " * 3))
+            assert words.token_bytes is not None
+
+        return Case("tokenizer", run)
+
+    while True:
+        if draw.random() < 0.7:
+            yield case(json.dumps(spoiled(json.loads(json.dumps(good)), draw)))
+        else:
+            yield case(mutated(json.dumps(good).encode(), draw))
+
+
+# --- run folders ------------------------------------------------------------------------
+
+
+def finished_run(folder: Path, tiny: Path) -> Path:
+    """A run of two steps."""
+    run = folder / "finished"
+    if not run.exists():
+        arguments = [f"--gin_file={tiny}", f"--gin.Run.directory={str(run)!r}", "--gin.Run.steps=2"]
+        status = train.main(arguments)
+        assert status == 0, status
+    return run
+
+
+def _special(path: Path, kind: str) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to("nowhere")
+    elif kind == "sparse":
+        with open(path, "wb") as file:
+            file.truncate(2**40)
+    else:
+        path.mkdir()
+
+
+SPECIAL = ("pipe", "device", "link", "sparse", "folder")
+
+
+def runs(draw: random.Random, good: Path, files: Callable[[Path], list[Path]]) -> Iterator[Case]:
+    """Damaged files of a run folder, read by report, export and `rl.train --resume --dry_run`."""
+    names = sorted(path.relative_to(good).as_posix() for path in files(good))
+
+    def case(name: str, kind: str, seed: float, command: str) -> Case:
+        def run(folder: Path) -> None:
+            ours = Path(shutil.copytree(good, folder / "run"))
+            path = ours / name
+            if kind in SPECIAL:
+                _special(path, kind)
+            else:
+                path.write_bytes(mutated(path.read_bytes(), random.Random(seed)))
+            where = f"--gin.Run.directory={str(ours)!r}"
+            main, *arguments = {
+                "report": (report.main, str(ours), "--output", str(folder / "report")),
+                "export": (export.main, str(ours), "--output", str(folder / "export")),
+                "resume": (train.main, "--resume", "--dry_run", where, "--gin.Run.steps=3"),
+            }[command]
+            if status := main(arguments):
+                raise ValueError(f"status {status}")
+
+        return Case(f"run: {command} with {name} {kind}", run)
+
+    while True:
+        kind = draw.choice((*SPECIAL, *["damaged"] * 8))
+        command = draw.choice(("report", "export", "resume"))
+        yield case(draw.choice(names), kind, draw.random(), command)
+
+
+def records(run: Path) -> list[Path]:
+    return [path for path in run.iterdir() if path.is_file()]
+
+
+def checkpoint_files(run: Path) -> list[Path]:
+    return [path for path in (run / "checkpoints").rglob("*") if path.is_file()]
