@@ -4,17 +4,20 @@ A template is an untrusted Jinja program. transformers' sandbox does not bound i
 computation (`"a" * 10**10`), so a child process renders it, with `MEMORY_BYTES` more than it
 started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. If it exceeds a bound
 it ends, and the next prompt starts another. One child serves all tokenizers of a process.
+`strftime_now` prints a day that the caller fixes, so that a run has the same prompts every day.
 """
 
 from __future__ import annotations
 
 import atexit
+import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,9 +54,19 @@ class Renderer:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """Render a conversation with the template's other variables; ValueError if that fails."""
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        day: datetime.date | None = None,
+        **names: Any,
+    ) -> str:
+        """Render a conversation with the template's other variables; ValueError if that fails.
+
+        `day` is the date that the template may print; None: today's.
+        """
         request = {"template": template, "messages": list(messages), "names": names}
+        request["day"] = (day or datetime.datetime.now(datetime.UTC).date()).isoformat()
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
             answer = json.loads(self._send(line))
@@ -119,29 +132,34 @@ def _serve(deadline_s: int) -> None:
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with answers
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
     if (statm := Path("/proc/self/statm")).exists():  # other systems have only the deadline
         limit = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin.buffer:
         signal.alarm(deadline_s)
-        answer = _render(render_jinja_template, line)
+        answer = _render(chat_template_utils, line)
         signal.alarm(0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
 
-def _render(render: Any, line: bytes) -> dict[str, str]:
+def _render(library: Any, line: bytes) -> dict[str, str]:
     request = json.loads(line)
+    day = datetime.datetime.fromisoformat(request["day"])
+    library.datetime = types.SimpleNamespace(now=lambda: day)  # for strftime_now
     try:
         chat, names = [request["messages"]], request["names"]
-        texts, _ = render(conversations=chat, chat_template=request["template"], **names)
+        rendered = library.render_jinja_template(
+            conversations=chat, chat_template=request["template"], **names
+        )
     except Exception as error:  # of many types, all caused by the template
         return {"error": ascii(f"{type(error).__name__}: {str(error)[:300]}")[1:-1]}
-    if len(texts[0]) > MAX_CHARACTERS:
-        return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(texts[0])}"}
-    return {"text": texts[0]}
+    text = rendered[0][0]
+    if len(text) > MAX_CHARACTERS:
+        return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(text)}"}
+    return {"text": text}
 
 
 if __name__ == "__main__":

@@ -311,11 +311,16 @@ class Launch:
     versions: dict[str, str]
 
 
+def today() -> str:
+    """Return the date in UTC, YYYY-MM-DD."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def note_launch(folder: Path, after_step: int) -> None:
     """Add this process's launch to the run folder. Raises OSError."""
     launch = Launch(
         after_step,
-        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        today(),
         devices.device(),
         {"reprise": rl.__version__} | devices.versions(),
     )
