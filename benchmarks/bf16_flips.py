@@ -73,7 +73,7 @@ def forced(
         hidden_BND, cache, _ = transformer.hidden_with_cache(
             config, params, cache, tokens_BN, at_BN, start_B, mask_BNS
         )
-        logits_BNV = transformer.head(params, hidden_BND)
+        logits_BNV = transformer.head(config, params, hidden_BND)
         noise_BN = sampling.position_keys(
             keys_B, jnp.maximum(at_BN + 1 - prompt_tokens_B[:, None], 0)
         )

@@ -72,7 +72,7 @@ def products(config: ModelConfig, params: transformer.Params, x_M1D: jax.Array) 
     rope = rope_turns(config, jnp.zeros(x_M1D.shape[:2], jnp.int32))
     for layer in params.layers:
         x_M1D = transformer.block(config, layer, x_M1D, rope, lambda q, k, v: q)
-    return transformer.head(params, x_M1D[:, 0])
+    return transformer.head(config, params, x_M1D[:, 0])
 
 
 class Rounds:

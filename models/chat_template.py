@@ -3,12 +3,15 @@
 A template is an untrusted Jinja program. transformers' sandbox does not bound its
 computation (`"a" * 10**10`), so a child process renders it (`models.child`), with `MEMORY_BYTES`
 more than it started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. One child
-serves all tokenizers of a process.
+serves all tokenizers of a process. `strftime_now` prints a day that the caller fixes, so that a run
+has the same prompts every day.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +45,19 @@ class Renderer:
     def __init__(self, deadline_s: int = DEADLINE_S) -> None:
         self._child = Child("models.chat_template", MEMORY_BYTES, deadline_s)
 
-    def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """Render a conversation with the template's other variables; ValueError if that fails."""
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        day: datetime.date | None = None,
+        **names: Any,
+    ) -> str:
+        """Render a conversation with the template's other variables; ValueError if that fails.
+
+        `day` is the date that the template may print; None: today's.
+        """
         request = {"template": template, "messages": list(messages), "names": names}
+        request["day"] = (day or datetime.datetime.now(datetime.UTC).date()).isoformat()
         try:
             (line,) = self._child.call(json.dumps(request, default=str).encode())
         except ChildEnded as error:
@@ -70,21 +83,26 @@ SHARED = Renderer()
 
 
 def _prepare() -> Callable[[bytes], Iterable[bytes]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
-    return lambda request: [json.dumps(_render(render_jinja_template, request)).encode()]
+    return lambda request: [json.dumps(_render(chat_template_utils, request)).encode()]
 
 
-def _render(render: Any, line: bytes) -> dict[str, str]:
+def _render(library: Any, line: bytes) -> dict[str, str]:
     request = json.loads(line)
+    day = datetime.datetime.fromisoformat(request["day"])
+    library.datetime = types.SimpleNamespace(now=lambda: day)  # for strftime_now
     try:
         chat, names = [request["messages"]], request["names"]
-        texts, _ = render(conversations=chat, chat_template=request["template"], **names)
+        rendered = library.render_jinja_template(
+            conversations=chat, chat_template=request["template"], **names
+        )
     except Exception as error:  # of many types, all caused by the template
         return {"error": ascii(f"{type(error).__name__}: {str(error)[:300]}")[1:-1]}
-    if len(texts[0]) > MAX_CHARACTERS:
-        return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(texts[0])}"}
-    return {"text": texts[0]}
+    text = rendered[0][0]
+    if len(text) > MAX_CHARACTERS:
+        return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(text)}"}
+    return {"text": text}
 
 
 if __name__ == "__main__":

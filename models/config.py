@@ -29,7 +29,8 @@ class ModelConfig:
     """Shape of a decoder-only transformer with grouped-query attention.
 
     `head_dim` need not be `d_model / num_heads`. The engine refuses sequences longer than
-    `max_positions`. `eos_token_ids` end a response.
+    `max_positions`. `eos_token_ids` end a response. `unused_ids` are ranges [start, stop) of ids
+    that no token has: padding of the embedding, or holes. Their logits are −∞.
     """
 
     architecture: Architecture
@@ -50,6 +51,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    unused_ids: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

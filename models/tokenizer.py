@@ -1,22 +1,22 @@
-"""Text to token ids and back, with the ids that Hugging Face gives.
+"""Text to token ids and back, with the ids of a policy's tokenizer.json.
 
-`load` reads a local folder or GGUF file and wraps `transformers`' tokenizer: no hub, no remote
-code. transformers and tokenizers are imported when first used.
+`load` reads a local folder or GGUF file: no hub, no remote code. The rules of tokenizer.json hold
+whatever class a folder names: `transformers` builds some classes anew and drops rules. transformers
+and tokenizers are imported when first used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
+import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from models import chat_template as chat_templates
 from models import hf_files, tokenizer_files
@@ -24,46 +24,12 @@ from models.config import ModelConfig
 from models.folder import Folder
 from models.hf import end_ids
 from models.hf_files import escaped, is_gguf, optional_json, shown
-from models.tokenizer_files import RULES, SETTINGS, VOCABULARIES
+from models.token_bytes import TokenBytes, bytes_of_tokens
+from models.tokenizer_files import RULES, SETTINGS
 
-_PLAIN_CLASS = "PreTrainedTokenizerFast"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TokenBytes:
-    """The UTF-8 of token i is `bytes_N[starts[i] : starts[i + 1]]`; uint8 [N], int64 [V + 1].
-
-    Special tokens are written out. If a tokenizer strips the space before the first token of a
-    text, the token has it here. A text occurs in a response if its UTF-8 does.
-    """
-
-    bytes_N: np.ndarray
-    starts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def of(self, token: int) -> bytes:
-        return self.bytes_N[self.starts[token] : self.starts[token + 1]].tobytes()
-
-    @functools.cached_property
-    def _texts(self) -> set[bytes]:
-        return {self.of(i) for i in range(len(self))}
-
-    def min_tokens(self, text: str) -> int | None:
-        """Return the fewest tokens whose joined text contains `text`; None if none can."""
-        goal = text.encode()
-        if any(goal in token for token in self._texts):
-            return 1
-        n = len(goal)  # the first token may start before the text, and the last end after it
-        heads = {token[:k] for token in self._texts for k in range(1, min(n, len(token)) + 1)}
-        tails = {token[-k:] for token in self._texts for k in range(1, min(n, len(token)) + 1)}
-        fewest = [0, *(1 if goal[:j] in tails else n + 1 for j in range(1, n + 1))]
-        for i in range(n):
-            for j in range(i + 1, n + 1):
-                if goal[i:j] in (heads if j == n else self._texts):
-                    fewest[j] = min(fewest[j], fewest[i] + 1)
-        return fewest[n] if fewest[n] <= n else None
+_SPECIALS_FILE, TEMPLATE_FILE = "special_tokens_map.json", "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 2**20
+_SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,45 +37,69 @@ class Tokenizer:
     """A vocabulary, its end tokens and its chat template.
 
     `vocab_size` is the largest id + 1, added tokens included. `eos_token_ids` are the tokenizer's
-    end token and generation_config.json's: a chat turn may end in another than a text.
+    end token and generation_config.json's: a chat turn may end in another than a text. `specials`
+    are the texts of bos_token, eos_token, …; templates read them. `day` is the day that templates
+    print; None: today. `backend` is called as a tokenizer of transformers is.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    has_chat_template: bool
+    specials: Mapping[str, str]
+    chat_template: str
     backend: Any = dataclasses.field(repr=False)
+    day: datetime.date | None = None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.chat_template)
+
+    @functools.cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The id of every token."""
+        return self._rules.get_vocab()
+
+    @property
+    def _rules(self) -> Any:
+        return self.backend.backend_tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without adding special tokens; ValueError if that fails."""
+        return list(self._encoded(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text after the special tokens that begin every text, as BOS, once.
+
+        An end token that the tokenizer adds after a text is left out. Raises as `encode`.
+        """
+        encoded = self._encoded(text, add_special_tokens=True)
+        added = encoded.special_tokens_mask
+        pairs = list(zip(encoded.ids, added, strict=True))
+        first = [i for i, _ in itertools.takewhile(lambda pair: pair[1], pairs)]
+        own = [i for i, is_added in pairs if not is_added]
+        return [*first, *own] if own and own[: len(first)] != first else own
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> Any:
         with _as_value_error(f"the tokenizer cannot encode {shown(text, 40)}"):
             if any("\ud800" <= character <= "\udfff" for character in set(text)):
                 raise ValueError("expected whole characters, got half of a surrogate pair")
-            return list(self.backend.encode(text, add_special_tokens=False))
+            return self._rules.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of ids, spaces unchanged; ValueError if the tokenizer's rules fail."""
-        tokens = [int(i) for i in ids]
+    def decode(self, ids: Iterable[int], skip_ends: bool = True) -> str:
+        """Return the text of ids, special tokens and spaces included; ValueError if rules fail.
+
+        End tokens and padding alone are left out, if `skip_ends`.
+        """
+        skipped = {*self.eos_token_ids, self.pad_token_id} if skip_ends else ()
+        tokens = [token for i in ids if (token := int(i)) not in skipped]
         with _as_value_error(f"the tokenizer cannot decode {shown(tokens, 40)}"):
-            return str(
-                self.backend.decode(
-                    tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-                )
-            )
+            return str(self._rules.decode(tokens, skip_special_tokens=False))
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """The text of every token, for the search for stop strings."""
         with _as_value_error("the tokenizer cannot decode its tokens"):
-            return bytes_of_tokens(self.backend, self.vocab_size)
-
-    @functools.cached_property
-    def chat_template(self) -> str:
-        """The source of the chat template, or an empty text; ValueError if it is ambiguous."""
-        if not self.has_chat_template:
-            return ""
-        with _as_value_error("the tokenizer's chat template cannot be used"):
-            return str(self.backend.get_chat_template())
+            return bytes_of_tokens(self._rules, self.vocab_size)
 
     def apply_chat_template(
         self,
@@ -124,16 +114,16 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise ValueError(
-                "expected a tokenizer with a chat template, got one without: add a "
-                "chat_template.jinja (or the key in tokenizer_config.json), or use plain prompts"
+                "expected a tokenizer with a chat template, got one without: set "
+                "Task.chat_template, add a chat_template.jinja to the policy, or use plain prompts"
             )
-        specials = self.backend.special_tokens_map
-        chat_templates.check_variables(variables, specials)
+        chat_templates.check_variables(variables, self.specials)
         text = chat_templates.SHARED.render(
             self.chat_template,
             messages,
+            self.day,
             add_generation_prompt=add_generation_prompt,
-            **specials,
+            **self.specials,
             **variables,
         )
         return self.encode(text)
@@ -143,31 +133,57 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder or GGUF file; FileNotFoundError or ValueError."""
     path = Path(directory)
     if is_gguf(path):
-        backend, ends = _from_gguf(path)
+        backend, settings, ends = _from_gguf(path)
     else:
-        backend = _from_folder(path)
+        backend, settings = _from_folder(path)
         ends = end_ids(optional_json(path / hf_files.GENERATION), str(path))
-    with _as_value_error(f"{path}: the tokenizer cannot be used"):
-        ids = backend.get_vocab().values()
-        own, pad = backend.eos_token_id, backend.pad_token_id
-        has_chat_template = bool(backend.chat_template)
+    rules = backend.backend_tokenizer
+    ids = rules.get_vocab().values()
     if not ids:
         raise ValueError(
             f"{path}: expected a tokenizer with a vocabulary, got one without any token: copy "
             "tokenizer.json from where the policy came from"
         )
+    specials = _specials(settings, path)
+    own = rules.token_to_id(specials.get("eos_token", ""))
+    _begin_as_told(rules, specials.get("bos_token", ""), settings)
     return Tokenizer(
         vocab_size=max(ids) + 1,
-        eos_token_ids=tuple(dict.fromkeys([*([] if own is None else [int(own)]), *ends])),
-        pad_token_id=None if pad is None else int(pad),
-        has_chat_template=has_chat_template,
+        eos_token_ids=tuple(dict.fromkeys([*([] if own is None else [own]), *ends])),
+        pad_token_id=rules.token_to_id(specials.get("pad_token", "")),
+        specials=specials,
+        chat_template=_chat_template(settings, path),
         backend=backend,
     )
 
 
-def copy_files(source: Path, target: Path) -> None:
-    """Copy a tokenizer's vocabulary, settings and chat template from a folder or GGUF file."""
+def fitted(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """Return a policy's config with its tokenizer's end tokens, and the ids that no token has.
+
+    Raises ValueError as `check_vocabulary`.
+    """
+    check_vocabulary(tokenizer, config)
+    ends = tuple(dict.fromkeys((*config.eos_token_ids, *tokenizer.eos_token_ids)))
+    ids = sorted({-1, *tokenizer.vocabulary.values(), *ends, config.vocab_size})
+    unused = tuple((a + 1, b) for a, b in itertools.pairwise(ids) if b > a + 1)
+    return dataclasses.replace(config, eos_token_ids=ends, unused_ids=unused)
+
+
+def copy_files(source: Path, target: Path, chat_template: str | None = None) -> None:
+    """Copy a tokenizer's vocabulary, settings and chat template from a folder or GGUF file.
+
+    A `chat_template` replaces the tokenizer's.
+    """
     folder = Folder(target)
+    _copy_files(source, folder)
+    if chat_template is not None:
+        settings = json.loads(folder.read(SETTINGS)) if folder.exists(SETTINGS) else {}
+        settings.pop("chat_template", None)
+        folder.replace(SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        folder.replace(TEMPLATE_FILE, chat_template)
+
+
+def _copy_files(source: Path, folder: Folder) -> None:
     if is_gguf(source):
         from models import gguf_header, gguf_tokenizer
 
@@ -192,31 +208,39 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
         )
 
 
-def _from_folder(folder: Path) -> Any:
+def _from_folder(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the tokenizer of tokenizer.json, whatever class is named, and the settings."""
     hf_files.require_folder(folder)
-    if not any(hf_files.has_file(folder / name) for name in VOCABULARIES):
+    if not hf_files.has_file(folder / RULES):
         names = sorted(path.name for path in folder.iterdir())
         raise FileNotFoundError(
             f"no tokenizer in {folder}: expected tokenizer.json (and tokenizer_config.json), got "
-            f"{names[:12]}; copy them from where the policy came from"
+            f"{names[:12]}; copy them from where the policy came from, or write them with "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…) of transformers"
         )
     tokenizer_files.check(folder)
-    return open_folder(folder)
+    settings = optional_json(folder / SETTINGS)
+    if "added_tokens_decoder" not in settings:  # older folders name tokens in another file
+        settings |= optional_json(folder / _SPECIALS_FILE)
+    if hf_files.has_file(folder / TEMPLATE_FILE):
+        settings["chat_template"] = read_template(folder / TEMPLATE_FILE)
+    return open_rules(folder), settings
 
 
-def open_folder(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder that `tokenizer_files.check` has found good."""
-    # A folder that names no family of tokenizers means its tokenizer.json literally. If config.json
-    # says qwen2, AutoTokenizer takes that family's class and ignores the file's rules.
-    named = optional_json(folder / SETTINGS).get("tokenizer_class")
-    is_plain = (folder / RULES).is_file() and named in (_PLAIN_CLASS, "TokenizersBackend")
-    loader = loader_class(_PLAIN_CLASS if is_plain else "AutoTokenizer")
+def open_rules(folder: Path) -> Any:
+    """Return the tokenizer of a folder's tokenizer.json, which `tokenizer_files.check` tries."""
     with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
-        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend = plain_class()(tokenizer_file=str(folder / RULES))
+        backend.backend_tokenizer.no_truncation()  # the limits of a file are of training runs
+        backend.backend_tokenizer.no_padding()
+    return backend, settings
 
 
-def _from_gguf(path: Path) -> tuple[Any, tuple[int, ...]]:
-    """Return a GGUF file's tokenizer and end tokens; files next to it replace an unknown kind."""
+def _from_gguf(path: Path) -> tuple[Any, dict[str, Any], tuple[int, ...]]:
+    """Return a GGUF file's tokenizer, settings and end tokens.
+
+    Files next to it replace a tokenizer of an unknown kind.
+    """
     from models import gguf, gguf_header, gguf_tokenizer
 
     header = gguf_header.read(path)
@@ -224,10 +248,9 @@ def _from_gguf(path: Path) -> tuple[Any, tuple[int, ...]]:
     if gguf_tokenizer.is_known(header) or not (path.parent / RULES).is_file():
         rules, settings = gguf_tokenizer.parts(header)
         with _as_value_error(f"transformers cannot read the tokenizer in {path}"):
-            return loader_class(settings.pop("tokenizer_class"))(
-                tokenizer_object=rules, **settings
-            ), ends
-    backend, (tokens, _) = _from_folder(path.parent), gguf.tokens_of(header)
+            return plain_class()(tokenizer_object=rules), settings, ends
+    backend, settings = _from_folder(path.parent)
+    tokens, _ = gguf.tokens_of(header)
     for text, i in backend.get_vocab().items():
         if i < len(tokens) and tokens[i] != text:
             header.fail(
@@ -235,16 +258,63 @@ def _from_gguf(path: Path) -> tuple[Any, tuple[int, ...]]:
                 f"{i}, which is {shown(tokens[i])}",
                 "copy the tokenizer.json of the file's model",
             )
-    return backend, ends
+    return backend, settings, ends
 
 
-def loader_class(name: str) -> Any:
-    """Import a class of transformers by its name."""
+def plain_class() -> Any:
+    """Return the class of transformers that reads a tokenizer.json as it is."""
     # transformers prints advice about a missing torch at import; none of its models is used here
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
+    from transformers import PreTrainedTokenizerFast
 
-    return getattr(transformers, name)  # loads this class only; AutoTokenizer loads all families
+    return PreTrainedTokenizerFast
+
+
+def _specials(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return the texts of the named special tokens."""
+    result = {}
+    for name in _SPECIALS:
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and text:
+            result[name] = text
+        elif value:
+            raise ValueError(f"{path}: expected {name} as the text of a token, got {shown(value)}")
+    return result
+
+
+def _begin_as_told(rules: Any, bos: str, settings: Mapping[str, Any]) -> None:
+    """Let add_bos_token in the settings decide about BOS, as transformers does, if it is there."""
+    is_told, bos_id = isinstance(settings.get("add_bos_token"), bool), rules.token_to_id(bos)
+    if not is_told or (bos_id is None and settings["add_bos_token"]):
+        return
+    from tokenizers import processors
+
+    around, specials = ([bos, "$A"], [(bos, bos_id)]) if settings["add_bos_token"] else (["$A"], [])
+    rules.post_processor = processors.TemplateProcessing(single=around, special_tokens=specials)
+
+
+def _chat_template(settings: Mapping[str, Any], path: Path) -> str:
+    """Return the source of the chat template, or an empty text; ValueError if it is ambiguous."""
+    found = settings.get("chat_template") or ""
+    if isinstance(found, list):
+        named = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
+        if "default" not in named:
+            raise ValueError(
+                f"{path}: expected a chat template named default, got {shown(list(named))}: choose "
+                "one with Task.chat_template"
+            )
+        found = named["default"]
+    if not isinstance(found, str):
+        raise ValueError(f"{path}: expected the text of a chat template, got {shown(found)}")
+    return found
+
+
+def read_template(file: Path) -> str:
+    """Return the text of a file with a chat template. Raises OSError or ValueError."""
+    if (size := file.stat().st_size) > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"{file}: expected at most {MAX_TEMPLATE_BYTES} bytes, got {size}")
+    return file.read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -258,51 +328,3 @@ def _as_value_error(problem: str) -> Iterator[None]:
             raise
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"{problem}: {kind}{escaped(str(error), 300)}") from error
-
-
-def bytes_of_tokens(backend: Any, vocab_size: int) -> TokenBytes:
-    """Return the text of every token of a transformers tokenizer."""
-    ids = list(range(vocab_size))
-    anchor = _anchor(backend, ids)
-    # after another token: at the start of a text some tokenizers drop a space
-    texts = _decoded(backend, [[*anchor, i] for i in ids])
-    before = _decoded(backend, [anchor])[0]
-    raw = backend.convert_ids_to_tokens(ids)
-    pieces = [_bytes(t, before, r) for t, r in zip(texts, raw, strict=True)]
-    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    return TokenBytes(np.frombuffer(b"".join(pieces), np.uint8), starts)
-
-
-def _decoded(backend: Any, sequences: list[list[int]]) -> list[str]:
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    return [str(text) for text in backend.batch_decode(sequences, **options)]
-
-
-def _anchor(backend: Any, ids: Sequence[int]) -> list[int]:
-    """Return a token of whole characters, or none."""
-    special = set(backend.all_special_ids)
-    for i in ids:
-        if i not in special and (text := _decoded(backend, [[i]])[0]).strip() and text.isascii():
-            return [i]
-    return []
-
-
-def _bytes(text: str, before: str, raw: str | None) -> bytes:
-    text = text.removeprefix(before)
-    if "\ufffd" not in text or raw is None:
-        return text.encode()
-    # a part of a character: <0xE2>, or a letter for each byte
-    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
-        return bytes([int(byte[1], 16)])
-    letters = _bytes_of_letters()
-    if all(letter in letters for letter in raw):
-        return bytes(letters[letter] for letter in raw)
-    return text.encode()
-
-
-@functools.cache
-def _bytes_of_letters() -> dict[str, int]:
-    """Return the byte of each of GPT-2's letters: itself if printable, else from 256 upwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -85,11 +85,11 @@ def check(folder: Path) -> None:
 def _prepare() -> Callable[[bytes], Iterable[bytes]]:
     from models import tokenizer
 
-    tokenizer.loader_class("AutoTokenizer")
+    tokenizer.plain_class()
 
     def use(request: bytes) -> list[bytes]:
         try:
-            backend = tokenizer.open_folder(Path(os.fsdecode(request)))
+            backend = tokenizer.open_rules(Path(os.fsdecode(request)))
             ids = backend.encode(_PAGE, add_special_tokens=False)
             backend.decode(ids)
             backend.batch_decode([[i] for i in ids])

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.attention import (
     CachedLayer,
@@ -358,9 +359,18 @@ def _nodes_layer(
     return x_X1D, *entries[0]
 
 
-def head(params: Params, hidden_D: jax.Array) -> jax.Array:
-    """Return the logits of hidden states, float32; [..., D] to [..., V]."""
-    return linear(hidden_D, head_weight(params), jnp.float32)
+def head(config: ModelConfig, params: Params, hidden_D: jax.Array) -> jax.Array:
+    """Return the logits of hidden states, float32, −∞ for unused ids; [..., D] to [..., V].
+
+    No path draws or scores an id without a token, since all take their logits from here.
+    """
+    logits_V = linear(hidden_D, head_weight(params), jnp.float32)
+    if not config.unused_ids:
+        return logits_V
+    is_unused_V = np.zeros(logits_V.shape[-1], bool)
+    for start, stop in config.unused_ids:
+        is_unused_V[start:stop] = True
+    return jnp.where(is_unused_V, -jnp.inf, logits_V)
 
 
 def head_weight(params: Params) -> jax.Array:
@@ -370,4 +380,4 @@ def head_weight(params: Params) -> jax.Array:
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Return next-token logits at every position of right-padded sequences; float32 [B, T, V]."""
-    return head(params, hidden(config, params, tokens_BT))
+    return head(config, params, hidden(config, params, tokens_BT))

@@ -28,6 +28,7 @@ from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
 from rl.inputs import open_inputs
 from rl.metrics.writer import Row, read_metrics, step_rows
+from rl.run_folder import today
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
@@ -138,6 +139,8 @@ def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path
             f"Run.directory={whole.run.directory!r}: expected none, since each run of a grid has a "
             "separate folder; name the grid's with --gin.Ablation.directory"
         )
+    begun = sorted(directory.glob(f"*/{CONFIG_FILE}"))[:1]
+    day = load(TrainConfig, begun).task.date if begun else today()
     sections = [field.name for field in dataclasses.fields(TrainConfig)]
     grid = []
     for seed, (name, changes) in itertools.product(whole.ablation.seeds, whole.ablation.variants):
@@ -147,7 +150,8 @@ def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path
             run = load(AblationRun, files, [*overrides, *own])
         except ConfigError as error:
             raise ConfigError(f"variant {name!r}: {error}") from error
-        cell = Cell(name, seed, folder, TrainConfig(**{s: getattr(run, s) for s in sections}))
+        config = TrainConfig(**{s: getattr(run, s) for s in sections}).on_day(day)
+        cell = Cell(name, seed, folder, config)
         saved = folder / CONFIG_FILE
         if cell.is_started and saved.read_text(encoding="utf-8") != dump(cell.config):
             raise ConfigError(

@@ -158,6 +158,11 @@ class TrainConfig:
         """Return the configuration with the sizes of `before` for those that are "auto"."""
         return self.with_sizes({name: before._size(name) for name in self.open_sizes})
 
+    def on_day(self, date: str) -> Self:
+        """Return the configuration with this day for chat templates, unless it has one."""
+        task = dataclasses.replace(self.task, date=self.task.date or date)
+        return dataclasses.replace(self, task=task)
+
     def _size(self, name: str) -> Any:
         section, field = name.lower().split(".")
         return getattr(getattr(self, section), field)

@@ -86,7 +86,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
         raise ConfigError(f"--output: there is no folder {Path(args.output).absolute().parent}")
     if not config.eval.num_prompts:
         raise ConfigError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
-    policy, model, tokenizer = open_policy(args.policy or config.policy.directory)
+    policy, model, tokenizer = open_policy(args.policy or config.policy.directory, config.task)
     check_lengths(config, model)
     check_layout(config, model)
     check_stops(config.eval.sampling(config.sampling), model, tokenizer)

@@ -26,6 +26,7 @@ from rl.checkpoint import best
 from rl.checkpoint.folders import list_steps
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig
+from rl.data.tasks import TaskConfig
 from rl.gin.loader import ConfigError, load
 from rl.inputs import Inputs, open_inputs, open_policy
 from rl.run_export import Layout
@@ -91,7 +92,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
     step = best.chosen_step(run, wanted)
     config = load(TrainConfig, [run / CONFIG_FILE])
     try:
-        inputs = _open(moved_to or config.policy.directory)
+        inputs = _open(moved_to or config.policy.directory, config.task)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{error}; if the run's policy has moved, name it with --policy"
@@ -158,9 +159,9 @@ def _warn(warnings: Sequence[str]) -> None:
         say(f"warning: {warning}", sys.stderr)
 
 
-def _open(directory: str) -> Inputs:
-    """Return the policy of a folder, without any tasks."""
-    return Inputs(*open_policy(directory), (), 0)
+def _open(directory: str, task: TaskConfig | None = None) -> Inputs:
+    """Return the policy of a folder, without any examples."""
+    return Inputs(*open_policy(directory, task), (), 0)
 
 
 def _positive(text: str) -> int:

@@ -6,6 +6,7 @@ Nothing here touches a device, so `--dry_run` opens and checks all of it.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 from models import hf
 from models import tokenizer as tokenizers
 from models.config import ModelConfig
-from models.tokenizer import TokenBytes, Tokenizer
+from models.token_bytes import TokenBytes
+from models.tokenizer import Tokenizer
 from rl import config_checks
 from rl.config import TrainConfig
 from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt
@@ -24,6 +26,8 @@ from rl.gin.loader import resolve_path
 from rl.rewards.config import validate
 from rl.speculation.config import check_coupling
 from spec.config import SamplingConfig
+
+_DIGESTED = 64  # prompts; template, day, library and host change all alike
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,12 +43,13 @@ class Inputs:
     task: Task
     left_out: int | None
     data_digest: str = ""  # of the files that the task is read from
+    prompts_digest: str = ""  # of the tokens of the first prompts
     evals: EvalSets = dataclasses.field(default_factory=EvalSets)
 
     @functools.cached_property
     def shape_name(self) -> str:
         """Return a name of the policy's shape and vocabulary, which cached responses depend on."""
-        vocabulary = sorted(self.tokenizer.backend.get_vocab().items())
+        vocabulary = sorted(self.tokenizer.vocabulary.items())
         digest = hashlib.sha256(repr((self.model, vocabulary)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
 
@@ -76,7 +81,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
     Raises ValueError or FileNotFoundError with expected, got and how to fix.
     """
-    policy, model, tokenizer = open_policy(config.policy.directory)
+    policy, model, tokenizer = open_policy(config.policy.directory, config.task)
     config_checks.check_sections(config, model)
     config_checks.check_stops(config.sampling, model, tokenizer)
     if config.speculation.asks_model:
@@ -89,6 +94,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     inputs = Inputs(policy, model, tokenizer, task, 0, data_digest(config.task))
     streams = len(task) > config.task.stream_above_examples
     inputs = (_open_stream if streams else _open_whole)(config, inputs)
+    first = [inputs.encode(task[i], config.task) for i in range(min(len(task), _DIGESTED))]
+    digest = hashlib.sha256(repr(first).encode()).hexdigest()
     evals = open_sets(
         config.eval,
         config.task,
@@ -96,7 +103,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
         lambda example: inputs.encode(example, config.task),
         lambda: inputs.task,
     )
-    return dataclasses.replace(inputs, evals=evals)
+    return dataclasses.replace(inputs, evals=evals, prompts_digest=digest)
 
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
@@ -136,23 +143,35 @@ def _check_coupling(config: TrainConfig, num_examples: int) -> None:
     check_coupling(config.reuse, num_examples, prompts, size, max_times=2 + scattered)
 
 
-def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
+def open_policy(
+    directory: str, task: TaskConfig | None = None
+) -> tuple[Path, ModelConfig, Tokenizer]:
     """Return a policy's folder, shape and tokenizer; the shape names an end token.
 
-    Raises ValueError or FileNotFoundError if they are missing or do not fit together.
+    `task` may name another chat template, and the day that it prints. Raises ValueError or
+    FileNotFoundError if they are missing or do not fit together.
     """
     policy = resolve_path(directory)
     model = hf.check(policy)
     tokenizer = tokenizers.load(policy)
-    tokenizers.check_vocabulary(tokenizer, model)
     # chats and tokenizer may end in different tokens, each named in another file of the folder
-    ends = tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids)))
-    model = dataclasses.replace(model, eos_token_ids=ends)
-    if not ends:
+    model = tokenizers.fitted(model, tokenizer)
+    if not model.eos_token_ids:
         raise ValueError(
             f"neither the config of {policy} nor its tokenizer names an end token: no response "
             "could end; set eos_token_id in config.json"
         )
+    tokenizer = dataclasses.replace(tokenizer, eos_token_ids=model.eos_token_ids)
+    if task is not None and task.date:
+        tokenizer = dataclasses.replace(tokenizer, day=datetime.date.fromisoformat(task.date))
+    if task is not None and task.chat_template:
+        try:
+            template = tokenizers.read_template(resolve_path(task.chat_template))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"Task.chat_template: expected a file with a template: {error}"
+            ) from error
+        tokenizer = dataclasses.replace(tokenizer, chat_template=template)
     return policy, model, tokenizer
 
 

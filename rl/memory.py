@@ -25,7 +25,7 @@ from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, sha
 from rl.config import TrainConfig, drafter_shape
 from rl.engine import cache_ops
 from rl.first_programs import evaluation_engine, num_whole_model, rollout_reach
-from rl.gin.loader import dump, resolve_path
+from rl.gin.loader import resolve_path
 from rl.inputs import Inputs, remarks
 from rl.learner import critic
 from rl.learner.optimizer import make_optimizer
@@ -33,6 +33,7 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.warm_up.rollout_programs import Reach
 
+_SHOWN_CHARACTERS = 3000  # of the first prompt
 TRAINING, ROLLOUTS = "training", "rollouts"
 USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
 FIX = (
@@ -350,12 +351,10 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     from rl.disk_plan import disk_plan
 
     model, devices_here = inputs.model, unopened_devices()
-    say(dump(config))
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
     say(f"# examples      {len(inputs.task)}")
-    first = inputs.task[0]
-    say(f"# first         {str(first.prompt)[-100:]!r}, answer {str(first.answer)[-100:]!r}")
+    _print_prompt(config, inputs)
     for one in inputs.evals.sets:
         say(f"# evaluation    {one.name}: {len(one.examples)} questions of {one.spec}")
     say(f"# per step      {config.rollout.num_requests} responses")
@@ -386,3 +385,16 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
         say(f"# note          {remark}")
     say("# ok            all is checked but Mesh: devices are checked when it runs")
     return 0
+
+
+def _print_prompt(config: TrainConfig, inputs: Inputs) -> None:
+    """Print the first prompt as the policy reads it, special tokens included."""
+    first = inputs.task[0]
+    ids = inputs.encode(first, config.task)
+    say(f"# first prompt  {len(ids)} tokens, answer {str(first.answer)[-100:]!r}; its text:")
+    text = inputs.tokenizer.decode(ids, skip_ends=False)
+    if len(text) > _SHOWN_CHARACTERS:
+        half = _SHOWN_CHARACTERS // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    for line in text.split("\n"):
+        say(f"#   {line}")

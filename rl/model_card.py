@@ -57,6 +57,7 @@ class Form:
     dtype: str
     has_chat_template: bool
     date: str
+    prints_day: bool = False  # in the chat template
 
 
 def read_base(policy: Path) -> Base:
@@ -165,7 +166,7 @@ in Reprise, a program for reinforcement learning with verifiable rewards.
 
 {_results(history.rows)}
 
-{_use(form)}
+{_use(form, config)}
 
 {_license(base)}
 
@@ -280,27 +281,54 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else math.nan
 
 
-def _use(form: Form) -> str:
-    call = 'tokenizer(question, add_special_tokens=False, return_tensors="pt")'
-    if form.has_chat_template:
-        chat = '[{"role": "user", "content": question}]'
-        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        call = f"tokenizer.apply_chat_template(\n    {chat}, {options}\n)"
-    return f"""## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+def _use(form: Form, config: TrainConfig | None = None) -> str:
+    """Return code that samples as the run did, from prompts as the run's."""
+    limit_tokens = 256 if config is None else config.sampling.max_new_tokens
+    stop = [] if config is None else list(config.sampling.stop)
+    strings = f", stop_strings={stop!r}, tokenizer=tokenizer" if stop else ""
+    body = f"""from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 folder, question = "path/of/this/folder", "..."
 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(folder)
-ids = {call}["input_ids"]
-output = model.generate(ids, max_new_tokens=256)
-print(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-```
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # reads tokenizer.json as it is
+{_prompt(form, config)}
+output = model.generate(ids, max_new_tokens={limit_tokens}{strings})
+print(tokenizer.decode(output[0, ids.shape[1] :]))"""
+    fence = _fence(body, 3)
+    return f"""## Use
+
+{fence}python
+{body}
+{fence}
 
 Reprise trains from this folder (`Policy.directory`), and reads it with \
 `models.hf.load_pretrained`."""
+
+
+def _prompt(form: Form, config: TrainConfig | None) -> str:
+    """Return code that makes `ids` of `question`, as `rl.data.prompts.encode_prompt` does."""
+    suffix = config.task.prompt_suffix if config else ""
+    system = config.task.system_prompt if config else None
+    content = f"question + {suffix!r}" if suffix else "question"
+    text = content if system is None else f"{system + chr(10) * 2!r} + {content}"
+    plainly = f'ids = tokenizer({text}, return_tensors="pt")["input_ids"]'
+    chat = config.task.chat if config else "all"
+    if not form.has_chat_template or chat == "none":
+        return plainly
+    turns = [] if system is None else [f'    {{"role": "system", "content": {system!r}}},\n']
+    turns += [f'    {{"role": "user", "content": {content}}},\n']
+    variables = config.task.chat_template_kwargs if config else ()
+    options = ["add_generation_prompt=True", *(f"{name}={value!r}" for name, value in variables)]
+    options += ["return_dict=True", 'return_tensors="pt"']
+    lines = [f"messages = [\n{''.join(turns)}]"]
+    if config and form.prints_day and config.task.date:
+        lines.append(f"# the template prints the day; in training it was {config.task.date}")
+    lines.append(
+        f'ids = tokenizer.apply_chat_template(messages, {", ".join(options)})["input_ids"]'
+    )
+    if chat == "messages":
+        lines.append(f"# of prompts that are no messages, but texts: {plainly}")
+    return "\n".join(lines)
 
 
 def _license(base: Base, *, is_given: bool = False) -> str:

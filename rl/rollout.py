@@ -2,20 +2,21 @@
 
 config, params = models.hf.load_pretrained("policies/tiny")
 tokenizer = models.tokenizer.load("policies/tiny")
-requests = [Request(i, tuple(tokenizer.encode("2 + 3 =\\n"))) for i in range(4)]
-for t in generate(config, params, requests, SamplingConfig(max_new_tokens=64)):
+requests = [Request(i, tuple(tokenizer.encode_prompt("2 + 3 =\\n"))) for i in range(4)]
+for t in generate(config, params, requests, SamplingConfig(), tokenizer=tokenizer):
     print(tokenizer.decode(t.response_ids), t.logprobs.sum())
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 
 from models import transformer
 from models.config import ModelConfig
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, fitted
 from rl.engine.engine import Engine, OnFinish, OnRound
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.trajectory import Request, Trajectory
@@ -45,15 +46,22 @@ def generate(
 
     Tokens are a function of policy, requests, sampling and `key` (default: `step_key(0, 0)`), not
     of the engine's settings, the drafter or the batch: exactly in float32, up to rounding in
-    bfloat16 (docs/architecture.md, Exactness). `stop_token_ids` default to the end tokens of the
-    policy and of its `tokenizer`, which `sampling.stop` needs; a request's sampling comes first.
+    bfloat16 (docs/architecture.md, Exactness). With a `tokenizer`, which `sampling.stop` needs, no
+    id is drawn that it does not have. `stop_token_ids` default to the end tokens of the policy and
+    of its tokenizer; a request's sampling comes first.
     An `engine` keeps its compiled steps and its buffers between calls; None makes a new one of
     default settings. `on_finish` is called with each trajectory as it ends, `on_round` with
     (responses finished, tokens emitted) after every fetch.
     """
+    if tokenizer is not None:
+        unused = fitted(config, tokenizer).unused_ids
+        config = dataclasses.replace(config, unused_ids=unused)
     engine = engine or Engine(config, dtype=params.final_norm_D.dtype)
     if engine.model != config:
-        raise ValueError("the engine was made for another model: make one with Engine(config)")
+        raise ValueError(
+            "the engine was made for another model: make one with Engine(config), whose unused_ids "
+            f"are {config.unused_ids}"
+        )
     if stop_token_ids is None:
         stop_token_ids = (*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     samplings = [sampling or SamplingConfig(), *(r.sampling for r in requests if r.sampling)]

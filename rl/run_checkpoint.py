@@ -106,6 +106,7 @@ class RunCheckpointer:
             "num_tokens": position.num_tokens,
             "cursor": position.cursor,
             "data": [len(system.inputs.task), system.inputs.data_digest],
+            "prompts": system.inputs.prompts_digest,
             "rollouts": system.cache.state(),
             **self._learned,
         }
@@ -190,6 +191,11 @@ def resume(
         system.show.message(
             f"warning: the data is not that of step {done} ({then[0]:,} examples then, {now[0]:,} "
             "now): until the next epoch some may come again, and others not at all"
+        )
+    elif host.get("prompts", system.inputs.prompts_digest) != system.inputs.prompts_digest:
+        system.show.message(
+            f"warning: the prompts have other tokens than up to step {done}: the policy's "
+            "tokenizer, its chat template, Task or the version of transformers has changed"
         )
     behind = None if ".behind" in restored.lacking else arrays.behind
     position = RunPosition(done, int(host["num_tokens"]), int(host["cursor"]))

@@ -6,7 +6,6 @@ A policy's folder is replaced at once. The run is only read, and may still be ru
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from rl.inputs import Inputs
 from rl.learner.optimizer import SavedArrays
 from rl.metrics.writer import read_metrics
 from rl.model_card import Form, History
-from rl.run_folder import read_launches
+from rl.run_folder import read_launches, today
 from rl.runtime.run_files import CHECKPOINTS, DRAFTER, METRICS_FILE, POLICY
 from spec.sampling import SamplingConfig
 
@@ -84,11 +83,10 @@ def write_checkpoint(
     rows = [row for row in rows if row["step"] <= step]
     history = History(run.absolute().name, step, rows, read_launches(run))
     form = _form(inputs, layout)
-    if config.task.chat == "none":
-        form = dataclasses.replace(form, has_chat_template=False)
     card = model_card.of_run(config, model_card.read_base(inputs.policy), history, form)
     generation = generation_settings(config.sampling, inputs.model.eos_token_ids)
-    _write(target, inputs, params, card, layout, generation)
+    template = inputs.tokenizer.chat_template if config.task.chat_template else None
+    _write(target, inputs, params, card, layout, generation, template)
 
 
 def write_policy(inputs: Inputs, params: Params, target: Path, layout: Layout) -> None:
@@ -112,8 +110,9 @@ def generation_settings(sampling: SamplingConfig, ends: Sequence[int]) -> dict[s
 
 
 def _form(inputs: Inputs, layout: Layout) -> Form:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Form(inputs.model, layout.dtype, inputs.tokenizer.has_chat_template, today)
+    words = inputs.tokenizer
+    prints_day = "strftime_now" in words.chat_template
+    return Form(inputs.model, layout.dtype, words.has_chat_template, today(), prints_day)
 
 
 def _write(
@@ -123,13 +122,14 @@ def _write(
     card: str,
     layout: Layout,
     generation: dict[str, Any],
+    chat_template: str | None = None,
 ) -> None:
     with hf_files.replacing(target) as path, held(path) as folder:
         for name in tokenizer_files.NAMES:  # another tokenizer's would be read
             folder.remove(name, missing_ok=True)
         options = dataclasses.asdict(layout)
         hf.write_into(path, inputs.model, params, generation=generation, **options)
-        copy_files(inputs.policy, path)
+        copy_files(inputs.policy, path, chat_template)
         folder.replace(model_card.CARD, card)
 
 

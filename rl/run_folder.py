@@ -326,11 +326,16 @@ class Launch:
     changes: list[str] = dataclasses.field(default_factory=list)
 
 
+def today() -> str:
+    """Return the date in UTC, YYYY-MM-DD."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def note_launch(folder: Path, after_step: int, changes: Sequence[Change] = ()) -> None:
     """Add this process's launch to the run folder. Raises OSError."""
     launch = Launch(
         after_step,
-        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        today(),
         devices.device(),
         {"reprise": rl.__version__} | devices.versions(),
         list(map(str, changes)),

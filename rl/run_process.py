@@ -23,8 +23,8 @@ from rl.cluster import join
 from rl.cluster.config import ClusterConfig
 from rl.cluster.processes import Diverged, Processes, ProcessLost
 from rl.config import TrainConfig
-from rl.disk_plan import disk_plan
 from rl.data.prompts import UnreadableExample
+from rl.disk_plan import disk_plan
 from rl.gin.loader import ConfigError, dump
 from rl.inputs import Inputs, remarks
 from rl.learner.gathering import host_copy

@@ -17,7 +17,7 @@ from pathlib import Path
 from rl import run_folder
 from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError, load
+from rl.gin.loader import ConfigError, dump, load
 from rl.inputs import open_inputs
 from rl.metrics.writer import check_installed
 from rl.rewards.check import check_rewards
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     host_memory.bound_arenas()
     parser = config_parser("rl.train", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
+    parser.add_argument("--show_config", action="store_true", help="print all settings, resolved")
     parser.add_argument("--resume", action="store_true", help="go on with the run in Run.directory")
     parser.add_argument(
         "--allow_changes",
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USAGE
     for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
         say(text, sys.stderr)
+    if args.show_config:
+        say(dump(config))
     if args.dry_run:
         from rl.memory import print_plan
 
@@ -103,7 +106,8 @@ def _resolve(
                 "with --gin.Run.directory=…"
             )
         config, before = load(TrainConfig, [saved, *files], overrides), load(TrainConfig, [saved])
-        return _in_directory(config.with_sizes_of(before), folder), before
+        config = config.with_sizes_of(before).on_day(before.task.date)
+        return _in_directory(config, folder), before
     if not config.run.directory:
         if config.cluster.kind == "spmd":
             raise ConfigError(
@@ -111,7 +115,7 @@ def _resolve(
                 "processes share, got none: name it with --gin.Run.directory=…"
             )
         config = _in_directory(config, _free_folder(name))
-    return config, None
+    return config.on_day(run_folder.today()), None
 
 
 def _refuse_open_sizes_of_several(config: TrainConfig) -> None:

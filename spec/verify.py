@@ -111,7 +111,7 @@ def verify(
         config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
     )
     tokens_M, logprobs_M, reused_M = _draw(
-        params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
+        config, params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
     )
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     if trees is None:
@@ -141,7 +141,7 @@ class _Undrawn(NamedTuple):
 
 
 def _draw(
-    params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
+    config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the token after each node, its log-probability, and whether it was given; [M] each.
 
@@ -151,7 +151,7 @@ def _draw(
     undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
     parts = _parts(len(undrawn.hidden_MD), len(transformer.head_weight(params)))
     if parts == 1:
-        return _draw_part(params, undrawn, scheme)
+        return _draw_part(config, params, undrawn, scheme)
     ways = ways_in_use("batch")  # each device has some of its nodes in every part
 
     def cut(x_M: jax.Array) -> jax.Array:
@@ -161,8 +161,10 @@ def _draw(
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(parts, ways, -1).swapaxes(0, 1).reshape(-1)
 
-    drawn = jax.lax.map(lambda part: _draw_part(params, part, scheme), jax.tree.map(cut, undrawn))
-    return jax.tree.map(joined, drawn)
+    def drawn(part: _Undrawn) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _draw_part(config, params, part, scheme)
+
+    return jax.tree.map(joined, jax.lax.map(drawn, jax.tree.map(cut, undrawn)))
 
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
@@ -173,10 +175,10 @@ def _parts(num_nodes: int, vocab_size: int) -> int:
 
 
 def _draw_part(
-    params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
+    config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     hidden_MD, nodes, of_slots, depth_M = undrawn
-    logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
+    logits_MV = constrain(transformer.head(config, params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
     temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
     processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
@@ -221,7 +223,7 @@ def decode(
     of_chunks = None if chunks is None else entries.take(np.s_[:], cache.values[0].dtype)
     roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
     tokens_B, logprobs_B, reused_B = _draw(
-        params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme
+        config, params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme
     )
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
@@ -342,7 +344,7 @@ def chunks_alone(
     least_X = jax.lax.bitcast_convert_type(given_2X[1], jnp.float32)
     nodes = Nodes(tokens_X, chunks.slot_X, jnp.full_like(tokens_X, -1), given_2X[0], least_X)
     tokens_X, logprobs_X, reused_X = _draw(
-        params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
+        config, params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
     )
     packed = pack_draws(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, reused_X, None))
     return replicated(packed), entries

@@ -61,7 +61,8 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
     """Return the token ids of an example's prompt.
 
     System prompt (unless the example has one) and messages, the last one ending with the suffix
-    once: in the tokenizer's chat template if `Task.chat` says so, else joined by blank lines.
+    once: in the tokenizer's chat template if `Task.chat` says so, else joined by blank lines after
+    the tokens that the tokenizer puts before a text.
     Raises ValueError, which names the example, for a prompt without tokens, one that cannot be
     encoded, and for assistant turns without a template.
     """
@@ -93,4 +94,4 @@ def _encode_plainly(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> lis
             "the prompt has assistant turns, but no chat template to mark them: expected a "
             'tokenizer with one and Task.chat other than "none", or text prompts'
         )
-    return tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    return tokenizer.encode_prompt("\n\n".join(message["content"] for message in messages))

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -66,8 +67,9 @@ class TaskConfig:
     of every task once. More than `stream_above_examples` examples are read, checked and
     tokenized during the run, not before it. `chat` chooses the prompts for the tokenizer's chat
     template, if it has one: `all` of them, a text as the user's message; only `messages`, and
-    texts unchanged; or `none`. The template receives `chat_template_kwargs`, for example
-    (("enable_thinking", False),).
+    texts unchanged; or `none`. `chat_template` is the path of a file with another template, which
+    the exported policy has too. The template receives `chat_template_kwargs`, for example
+    (("enable_thinking", False),), and prints `date` (YYYY-MM-DD) where it asks for the time.
     """
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
@@ -77,7 +79,9 @@ class TaskConfig:
     prompt_suffix: str = ""
     stream_above_examples: int = 20_000
     chat: Literal["all", "messages", "none"] = "all"
+    chat_template: str = ""  # the policy's own
     chat_template_kwargs: tuple[tuple[str, bool | int | float | str | None], ...] = ()
+    date: str = ""  # the day on which a run starts, in UTC
 
     def uses_template(self, *, is_plain: bool) -> bool:
         """Return whether a prompt, plain text or messages, belongs into a chat template."""
@@ -98,6 +102,8 @@ class TaskConfig:
             )
         if self.chat not in ("all", "messages", "none"):
             raise ValueError(f"Task.chat: expected all, messages or none, got {self.chat!r}")
+        if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
+            raise ValueError(f"Task.date: expected a day as YYYY-MM-DD, got {self.date[:40]!r}")
         if (above := self.stream_above_examples) < 0:
             raise ValueError(f"Task.stream_above_examples: expected 0 or more, got {above}")
         _check_variables(self.chat_template_kwargs)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
-from models.tokenizer import TokenBytes
+from models.token_bytes import TokenBytes
 from spec.config import SamplingConfig
 
 NO_TEXT = TokenBytes(np.empty(0, np.uint8), np.zeros(1, np.int64))

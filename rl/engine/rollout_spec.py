@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from models.paged_cache import Cache
-from models.tokenizer import TokenBytes
+from models.token_bytes import TokenBytes
 from models.transformer import Params
 from rl.engine.ending import Endings, padded_ids
 from rl.engine.model_runner import ModelRunner

@@ -77,7 +77,7 @@ def check_draft_model(
             f"{folder}: expected the policy's vocabulary of {policy.vocab_size}, got "
             f"{model.vocab_size}: take a model of the same tokenizer, its embedding cut or padded"
         )
-    if tokenizer.load(folder).backend.get_vocab() != words.backend.get_vocab():
+    if tokenizer.load(folder).vocabulary != words.vocabulary:
         raise ValueError(
             f"{folder}: expected the policy's tokenizer, got one of other words: take a model of "
             "the same family"

@@ -119,7 +119,8 @@ def _chains(
 
     def draft_token(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
         tokens_BK, prob_BK, prob_B = drawn
-        logits_B1V = constrain(transformer.head(params, hidden_B1D), "batch", None, "vocab")
+        logits_B1V = transformer.head(config, params, hidden_B1D)
+        logits_B1V = constrain(logits_B1V, "batch", None, "vocab")
         keys_B1 = sampling.position_keys(keys_B, (ends.emitted_B + k)[:, None])
         token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, ends.processing, scheme)
         prob_B = prob_B * jnp.exp(logprob_B1[:, 0])

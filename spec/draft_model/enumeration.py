@@ -106,7 +106,7 @@ class _Cases:
     def guesses(self, hidden_RZD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return each case's likeliest tokens, and their probabilities; [R, Z, F]."""
         F, scheme = self.enumeration.fan_out, self.enumeration.drafting.scheme
-        logits_RZV = transformer.head(self.params, hidden_RZD)
+        logits_RZV = transformer.head(self.enumeration.drafting.config, self.params, hidden_RZD)
         processing = self.ends.processing
         temperature_RZ, top_k_RZ, top_p_RZ = processing.broadcast(hidden_RZD.shape[:2])
         cut_RZV = sampling.processed_logits(logits_RZV, temperature_RZ, top_k_RZ, top_p_RZ)
@@ -182,8 +182,11 @@ class _Cases:
 
     def _best_two(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:
         """Return the next token of each branch and the second choice for it, [R, E, 2]."""
-        logits_REV = transformer.head(self.params, hidden_RED)
-        scheme = self.enumeration.drafting.scheme
+        drafting = self.enumeration.drafting
+        logits_REV, scheme = (
+            transformer.head(drafting.config, self.params, hidden_RED),
+            drafting.scheme,
+        )
         if scheme is not None:
             processing = self.ends.processing
             temperature_RE, top_k_RE, top_p_RE = processing.broadcast(logits_REV.shape[:2])

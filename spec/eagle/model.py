@@ -96,6 +96,7 @@ def config_for(
         qkv_bias=False,
         qk_norm=False,
         tied_embeddings=False,
+        unused_ids=(),  # a draft of one is never accepted
     )
     size = 0 if draft_vocab_size >= policy.vocab_size else draft_vocab_size
     return EagleConfig(design, layer, layers, size)

@@ -1,12 +1,14 @@
-"""Token ids equal those of transformers; character tokenizers round-trip; errors say what to do."""
+"""Token ids are those of tokenizer.json; character tokenizers round-trip; errors give a mend."""
 
+import dataclasses
+import datetime
 import json
 import random
 import runpy
 from pathlib import Path
 
-import numpy as np
 import pytest
+from token_rules import byte_level, metaspace, normalizing, save, with_digits
 
 from models import chat_template
 from models import tokenizer as tokenizers_of_ours
@@ -57,7 +59,7 @@ def test_character_text_round_trips(characters):
 
 
 def test_character_tokenizer_reads_beside_a_policy_config(characters, tmp_path):
-    # AutoTokenizer chooses its class by config.json's model_type, and for qwen2 drops spaces here.
+    # transformers chooses a class by config.json's model_type, and for qwen2 drops spaces here.
     for model_type in ("llama", "qwen2", "qwen3"):
         folder = tmp_path / model_type
         save_character_tokenizer(folder, CHARACTERS)
@@ -87,19 +89,21 @@ def test_variables_reach_a_chat_template(tmp_path):
             loaded.apply_chat_template(chat, **{name: 1})
 
 
-def test_ids_equal_transformers_over_conversations(chatml_folder):
-    from transformers import AutoTokenizer
+def test_ids_of_conversations_are_those_of_the_file(chatml_folder):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     ours = tokenizers_of_ours.load(chatml_folder)
-    theirs = AutoTokenizer.from_pretrained(chatml_folder)
+    theirs = PreTrainedTokenizerFast.from_pretrained(chatml_folder)
+    file = Tokenizer.from_file(str(chatml_folder / "tokenizer.json"))
     rng = random.Random(1)
     for _ in range(100):
         messages, prompt = CHAT["conversation"](rng), rng.random() < 0.5
         ids = ours.apply_chat_template(messages, add_generation_prompt=prompt)
         text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
-        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == file.encode(text, add_special_tokens=False).ids
         assert ids.count(1) == len(messages) + prompt  # <|im_start|> is one token a turn
-        assert ours.decode(ids, skip_special=False) == text
+        assert ours.decode(ids, skip_ends=False) == text
         assert ours.encode(text) == ids
 
 
@@ -200,85 +204,131 @@ def test_a_tokenizer_without_a_token_is_refused(tmp_path):
         tokenizers_of_ours.load(tmp_path)
 
 
-# --- bytes of tokens ---
+# --- rules of files ---
 
 
-def byte_level():
-    """A byte-level vocabulary: all bytes, a few pairs, and a special token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "b"), ("Ġ", "a"), ("Ã", "©"), ("ð", "Ł")]
-    vocabulary = {w: i for i, w in enumerate([*letters, *("".join(m) for m in merges)])}
-    backend = Tokenizer(models.BPE(vocabulary, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+TEXTS = (
+    *("What is 1234567 plus 98?\n", "12", " 2024", "world's", "a\n\n  b", "e\u0301", "", "ab ab"),
+    *("<think> x </think>", "x <tool> ab  <end>y", "é😀", "  lead", "<|end|>", "Ａb"),
+)
+CLASSES = (
+    *("GPT2Tokenizer", "LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "GemmaTokenizer"),
+    *("T5TokenizerFast", "NoSuchTokenizer", "PreTrainedTokenizerFast", None),
+)
 
 
-def metaspace():
-    """Words with ▁ for a space, which is left out at the beginning, and bytes as <0xC3>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("make", [byte_level, metaspace, with_digits, normalizing])
+def test_ids_are_those_of_the_file_whatever_class_is_named(make, name, tmp_path):
+    from tokenizers import Tokenizer
 
-    words = ["<unk>", "▁", "a", "b", "▁a", "ab", *(f"<0x{i:02X}>" for i in range(256))]
-    vocabulary = {w: i for i, w in enumerate(words)}
-    backend = Tokenizer(
-        models.BPE(vocabulary, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
-    )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [
-            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-
-
-def character_backend(tmp_path):
-    save_character_tokenizer(tmp_path, "abé \n")
-    return tokenizers_of_ours.load(tmp_path).backend
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "characters"])
-def test_the_bytes_of_a_text_s_tokens_are_the_text_s(kind, tmp_path):
-    backend = {"byte_level": byte_level, "metaspace": metaspace}.get(
-        kind, lambda: character_backend(tmp_path)
-    )()
-    words = tokenizers_of_ours.bytes_of_tokens(backend, len(backend.get_vocab()))
-    text = "b a ab é" if kind == "characters" else "b a ab é 😀"
-    ids = backend.encode(text, add_special_tokens=False)
-    assert any(words.of(i) == b"\xf0\x9f" or words.of(i) == b"\xf0" for i in ids) == (
-        kind != "characters"
-    )
-    # a space before the first word that a decoder strips is there
-    assert b"".join(words.of(i) for i in ids).decode().lstrip() == text
-
-
-def test_special_tokens_are_written_out():
-    backend = byte_level()
-    words = tokenizers_of_ours.bytes_of_tokens(backend, len(backend.get_vocab()))
-    assert words.of(backend.eos_token_id) == b"<end>"
+    named = {} if name is None else {"tokenizer_class": name}
+    folder = save(tmp_path, make(), **named, eos_token="<end>", pad_token="[PAD]")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    ours, file = tokenizers_of_ours.load(folder), Tokenizer.from_file(f"{folder}/tokenizer.json")
+    file.no_truncation()
+    assert ours.vocabulary == file.get_vocab() and ours.pad_token_id is None
+    for text in TEXTS:
+        ids = file.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids, skip_ends=False) == file.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(
-    ("text", "fewest"),
+    ("around", "settings", "first"),
     [
-        ("ab", 1),
-        ("b", 1),  # inside a token
-        ("abab", 2),
-        ("babb", 3),  # the end of one token, a whole one, the start of another
-        ("é", 2),
-        ("éab", 3),
-        ("x", None),
-        ("abx", None),
+        (["<s>", "$A"], {}, ["<s>"]),
+        (["<s>", "$A", "<end>"], {}, ["<s>"]),  # nothing after an end token
+        (["$A", "<end>"], {}, []),
+        (["<s>", "<s>", "$A"], {}, ["<s>", "<s>"]),
+        (["$A"], {"add_bos_token": True}, ["<s>"]),
+        (["<s>", "$A"], {"add_bos_token": False}, []),
+        (["<s>", "$A"], {"add_bos_token": True}, ["<s>"]),
+        (None, {}, []),
     ],
 )
-def test_the_fewest_tokens_that_hold_a_text(text, fewest):
-    pieces = [b"ab", b"bbb", "é".encode()[:1], "é".encode()[1:], b"", b"c"]
-    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    words = tokenizers_of_ours.TokenBytes(np.frombuffer(b"".join(pieces), np.uint8), starts)
-    assert words.min_tokens(text) == fewest
+def test_a_prompt_begins_as_the_tokenizer_s_own_call_begins_once(around, settings, first, tmp_path):
+    from tokenizers import processors
+
+    backend = byte_level()
+    backend.add_special_tokens(["<s>"])
+    if around is not None:
+        specials = [(x, backend.token_to_id(x)) for x in ("<s>", "<end>")]
+        backend.post_processor = processors.TemplateProcessing(
+            single=around, special_tokens=specials
+        )
+    folder = save(tmp_path, backend, bos_token="<s>", eos_token="<end>", **settings)
+    ours = tokenizers_of_ours.load(folder)
+    first = [backend.token_to_id(x) for x in first]
+    for text in ("ab ab", "12", "a<end>b"):
+        assert ours.encode_prompt(text) == [*first, *ours.encode(text)]
+        assert ours.backend(text)["input_ids"][: len(first)] == first
+    begun = "<s>" * len(first) + "ab"
+    assert ours.encode_prompt(begun) == ours.encode(begun) == [*first, *ours.encode("ab")]
+    assert ours.encode_prompt("") == []
+
+
+def test_all_special_tokens_but_ends_and_padding_are_in_the_text(tmp_path):
+    backend = byte_level()
+    backend.add_special_tokens(["<think>", "#", "<pad>", "<turn>"])
+    folder = save(tmp_path, backend, eos_token={"content": "<end>"}, pad_token="<pad>")
+    turn = backend.token_to_id("<turn>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn]}))
+    ours = tokenizers_of_ours.load(folder)
+    ids = ours.encode("<think>a b# é<pad><end><turn>")
+    assert ours.decode(ids) == "<think>a b# é"
+    assert ours.decode(ids, skip_ends=False) == "<think>a b# é<pad><end><turn>"
+    assert ours.decode([*ids, *ours.encode("漢")[:1]]) == "<think>a b# é\ufffd"
+
+
+def test_ids_without_a_token_are_named_but_for_ends(tmp_path):
+    backend = with_digits()  # the id of "12" is above 10,000, all others are below 300
+    ours = tokenizers_of_ours.load(save(tmp_path, backend, eos_token="<end>"))
+    top, end = ours.vocabulary["12"], ours.vocabulary["<end>"]
+    config = dataclasses.replace(tiny_config(top + 9), eos_token_ids=(top + 4,))
+    found = tokenizers_of_ours.fitted(config, ours)
+    assert found.eos_token_ids == (top + 4, end)
+    unused = {i for start, stop in found.unused_ids for i in range(start, stop)}
+    assert unused == set(range(top + 9)) - {*ours.vocabulary.values(), top + 4}
+    assert found.unused_ids[-2:] == ((top + 1, top + 4), (top + 5, top + 9))
+    whole = tokenizers_of_ours.load("policies/tiny")
+    assert tokenizers_of_ours.fitted(tiny_config(whole.vocab_size), whole).unused_ids == ()
+
+
+def test_templates_print_the_day_of_the_run(tmp_path):
+    template = "{{ strftime_now('%d %b %Y, %H:%M') }} {{ messages[0].content }}"
+    save_character_tokenizer(tmp_path, "abcdefghij 0123456789,:DeNov", template)
+    loaded = dataclasses.replace(tokenizers_of_ours.load(tmp_path), day=datetime.date(2025, 11, 9))
+    ids = loaded.apply_chat_template([{"role": "user", "content": "ab"}])
+    assert loaded.decode(ids) == "09 Nov 2025, 00:00 ab"
+
+
+def test_another_template_takes_the_place_of_the_copied_one(tmp_path):
+    save_character_tokenizer(tmp_path / "from", "ab", "{{ 'a' }}")
+    (tmp_path / "to").mkdir()
+    tokenizers_of_ours.copy_files(tmp_path / "from", tmp_path / "to", "{{ 'b' }}")
+    assert tokenizers_of_ours.load(tmp_path / "to").chat_template == "{{ 'b' }}"
+    assert "chat_template" not in (tmp_path / "to" / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ([{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}], "d"),
+        ([{"name": "rag", "template": "r"}], "named default, got .*'rag'.*Task.chat_template"),
+        (5, "the text of a chat template, got 5"),
+    ],
+)
+def test_of_several_templates_the_default_one_counts(template, found, tmp_path):
+    folder = save(tmp_path, byte_level(), chat_template=template)
+    if found == "d":
+        assert tokenizers_of_ours.load(folder).chat_template == found
+        return
+    with pytest.raises(ValueError, match=found):
+        tokenizers_of_ours.load(folder)
+
+
+def test_a_folder_of_another_kind_of_vocabulary_is_refused(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    with pytest.raises(FileNotFoundError, match="expected tokenizer.json.*save_pretrained"):
+        tokenizers_of_ours.load(tmp_path)

@@ -78,7 +78,7 @@ def run_chain(config, params, cache, tokens_BN, start_B):
     positions_BN = start_B[:, None] + np.arange(N, dtype=np.int32)
     mask_BNS = chain_mask(start_B, N)
     hidden, cache, _ = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
-    return np.asarray(transformer.head(params, hidden)), cache
+    return np.asarray(transformer.head(config, params, hidden)), cache
 
 
 def test_masked_attention_by_hand():
@@ -157,9 +157,8 @@ def test_float32_is_float32_on_every_backend(config):
         tokens_B1, mask_B1S = random_tokens()[:, :1], np.ones((B, 1, S), bool)
         cache = kv_cache.init(config, B, S, params.final_norm_D.dtype)
         rest = tokens_B1, start_B[:, None], start_B, mask_B1S
-        return transformer.head(
-            params, transformer.hidden_with_cache(config, params, cache, *rest)[0]
-        )
+        hidden, _, _ = transformer.hidden_with_cache(config, params, cache, *rest)
+        return transformer.head(config, params, hidden)
 
     with jax.default_matmul_precision(None):
         for program in (jax.grad(whole), cached):

@@ -10,7 +10,7 @@ from parity_model import MODEL, SAMPLINGS, STOP, differences
 from test_parity_reuse import changed, rule, with_cached
 from test_parity_speculation import TIMES, make
 
-from models.tokenizer import TokenBytes
+from models.token_bytes import TokenBytes
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason
 from spec.budget.budget import FixedBudget

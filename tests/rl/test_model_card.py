@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -10,8 +11,12 @@ import yaml
 from huggingface_hub import ModelCardData
 from markdown_it import MarkdownIt
 
+from models import tokenizer
+from policies.make.characters import save_character_tokenizer
 from rl import model_card, run_folder
 from rl.config import TrainConfig
+from rl.data.prompts import encode_prompt
+from rl.data.tasks import Example
 from rl.gin.loader import dump, load
 from rl.model_card import Base, Form, History
 from rl.run_folder import Launch
@@ -107,6 +112,54 @@ def test_what_legs_changed_has_a_line_by_step():
     line = "- **From step 21 on**: `Optimizer.learning_rate: 1e-06 → 3e-06`, `Task.specs: ('a',) → "
     assert line in what and "/me" not in what
     assert "From step 41" not in what and "From step 1 " not in what
+
+
+def use(*overrides, form=FORM):
+    config = load(TrainConfig, [], overrides)
+    text = section(model_card.of_run(config, BASE, History("own", 40, ROWS, [LEG]), form), "Use")
+    return re.search(r"^(`{3,})python\n(.*?)^\1$", text, re.M | re.S)[2]
+
+
+TASK = (
+    "Task.system_prompt='Be brief. ```'",
+    "Task.prompt_suffix='\\n'",
+    "Task.chat_template_kwargs=(('enable_thinking', False),)",
+    "Task.date='2026-11-27'",
+    "Sampling.max_new_tokens=48",
+    "Sampling.stop=('</a>',)",
+)
+QWEN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ enable_thinking }}"
+
+
+@pytest.mark.parametrize("chat", ["all", "none"])
+def test_the_code_of_use_makes_the_prompt_of_the_run(chat, tmp_path):
+    """It is run on a tokenizer with BOS, with what loads and generates taken out."""
+    save_character_tokenizer(tmp_path, "".join(map(chr, range(32, 127))) + "\n", QWEN)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    one = {"Sequence": {"id": "A", "type_id": 0}}
+    bos = {"SpecialToken": {"id": "<unk>", "type_id": 0}}
+    known = {"<unk>": {"id": "<unk>", "ids": [2], "tokens": ["<unk>"]}}
+    rules["post_processor"] = {
+        **{"type": "TemplateProcessing", "single": [bos, one], "pair": [bos, one]},
+        "special_tokens": known,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    code = use(*TASK, f"Task.chat='{chat}'")
+    assert "max_new_tokens=48, stop_strings=['</a>'], tokenizer=tokenizer)" in code
+    lines = [x for x in code.split("\n") if "odel" not in x and not x.startswith("print")]
+    code = "from transformers import PreTrainedTokenizerFast\n" + "\n".join(lines)
+    code = code.replace("path/of/this/folder", str(tmp_path)).replace('"..."', '"1+1"')
+    names = {}
+    exec(code.replace('return_tensors="pt"', 'return_tensors="np"'), names)
+    task = load(TrainConfig, [], [*TASK, f"Task.chat='{chat}'"]).task
+    wanted = encode_prompt(tokenizer.load(tmp_path), Example("x", "1+1", "2", {}, "t"), task)
+    assert tuple(names["ids"][0].tolist()) == wanted and (wanted[0] == 2) == (chat == "none")
+
+
+def test_the_code_of_use_names_the_day_that_a_template_prints():
+    form = dataclasses.replace(FORM, prints_day=True)
+    assert "in training it was 2026-11-27" in use(*TASK, form=form)
+    assert "2026" not in use(*TASK)
 
 
 def test_first_and_last_rewards_and_evaluations():

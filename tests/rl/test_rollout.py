@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from shapes import PLAIN, TINY, make_params
 
-from models.tokenizer import TokenBytes
+from models.token_bytes import TokenBytes
 from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
@@ -61,7 +61,12 @@ def test_end_tokens_are_the_policy_s_unless_given(params, engine):
 
 
 LETTERS = TokenBytes(np.frombuffer(b"abcdefghijklmnopqrst", np.uint8), np.arange(21))
-TOKENIZER = SimpleNamespace(token_bytes=LETTERS, eos_token_ids=(7,))
+TOKENIZER = SimpleNamespace(
+    token_bytes=LETTERS,
+    eos_token_ids=(7,),
+    vocab_size=20,
+    vocabulary={chr(97 + i): i for i in range(20)},
+)
 
 
 def test_a_tokenizer_brings_its_end_tokens_and_the_text_of_stop_strings(params, engine):
@@ -80,6 +85,16 @@ def test_a_tokenizer_brings_its_end_tokens_and_the_text_of_stop_strings(params, 
             assert (a.finish_reason is FinishReason.STOP) == bool(n)
     with pytest.raises(ValueError, match="expected a tokenizer"):
         generate(MODEL, params, REQUESTS, stop, engine=engine)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(params, engine):
+    few = SimpleNamespace(**vars(TOKENIZER) | {"vocabulary": {"a": 0, "b": 9, "c": 7, "d": 12}})
+    drawn = {i for row in responses(generate(MODEL, params, REQUESTS, SAMPLING)) for i in row}
+    assert not drawn <= {0, 4, 5, 6, 7, 9, 12}
+    got = generate(MODEL, params, REQUESTS, SAMPLING, tokenizer=few, stop_token_ids=())
+    assert {i for row in responses(got) for i in row} <= {0, 4, 5, 6, 7, 9, 12}
+    with pytest.raises(ValueError, match="another model.*unused_ids are .*1, 4.*13, 20"):
+        generate(MODEL, params, REQUESTS, SAMPLING, engine=engine, tokenizer=few)
 
 
 def test_requests_have_a_sampling_of_their_own(params, engine):

@@ -67,12 +67,15 @@ def test_prompts_for_step_are_the_ordered_examples():
 
 @dataclasses.dataclass
 class Characters:
-    """One id per character; chats are shown as <role>text, then <assistant>."""
+    """One id per character; ^ begins a text, chats are shown as <role>text, then <assistant>."""
 
     has_chat_template: bool
 
     def encode(self, text):
         return [ord(character) for character in text]
+
+    def encode_prompt(self, text):
+        return self.encode(f"^{text}") if text else []
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
         text = "".join(f"{k}={v} " for k, v in variables.items())
@@ -91,14 +94,14 @@ CHAT = (
 @pytest.mark.parametrize(
     ("has_template", "prompt", "system", "expected"),
     [
-        (False, "q", None, "q!"),
-        (False, "q", "s", "s\n\nq!"),
-        (False, "q!", None, "q!"),  # a suffix that is there already is not doubled
+        (False, "q", None, "^q!"),
+        (False, "q", "s", "^s\n\nq!"),
+        (False, "q!", None, "^q!"),  # a suffix that is there already is not doubled
         (True, "q", None, "<user>q!<assistant>"),
         (True, "q", "s", "<system>s<user>q!<assistant>"),
         (True, CHAT, "s", "<system>s<user>a<assistant>b<user>c!<assistant>"),
         (True, (OWN_SYSTEM, CHAT[0]), "s", "<system>own<user>a!<assistant>"),
-        (False, CHAT[:1], None, "a!"),
+        (False, CHAT[:1], None, "^a!"),
     ],
 )
 def test_encode_prompt(has_template, prompt, system, expected):
@@ -111,8 +114,8 @@ def test_encode_prompt(has_template, prompt, system, expected):
     ("chat", "text", "messages"),
     [
         ("all", "x=False <user>q<assistant>", "x=False <user>a<assistant>"),
-        ("messages", "q", "x=False <user>a<assistant>"),
-        ("none", "q", "a"),
+        ("messages", "^q", "x=False <user>a<assistant>"),
+        ("none", "^q", "^a"),
     ],
 )
 def test_task_chat_says_which_prompts_are_put_into_the_template(chat, text, messages):

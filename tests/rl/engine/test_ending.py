@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tokenizer import TokenBytes
+from models.token_bytes import TokenBytes
 from rl.engine.ending import Endings, padded_ids
 from spec.config import SamplingConfig
 

@@ -97,6 +97,21 @@ def test_entropy_and_logprob_of_the_plain_distribution():
     np.testing.assert_allclose(entropy[:, : T - P], wanted, atol=1e-5)
 
 
+def test_ids_without_a_token_have_no_part_in_the_distribution():
+    model = dataclasses.replace(CHAT, unused_ids=((16, CHAT.vocab_size),))
+    recipe = dataclasses.replace(CHUNKED, model=model)
+    scored, entropy = scoring.token_logprobs(PARAMS, packed(TOKENS), recipe=recipe)
+    logits = transformer.logits(CHAT, PARAMS, TOKENS)[:, P - 1 : -1, :16]
+    logprobs = np.array(jax.nn.log_softmax(logits))
+    wanted = np.take_along_axis(logprobs, TOKENS[:, P:, None], axis=2)[..., 0]
+    np.testing.assert_allclose(scored[:, : T - P], wanted, atol=1e-5)
+    np.testing.assert_allclose(
+        entropy[:, : T - P], -np.sum(np.exp(logprobs) * logprobs, -1), atol=1e-5
+    )
+    _, gradient = weighted(PARAMS, packed(TOKENS, MIXED), recipe=recipe)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+
+
 WEIGHTS = np.sin(np.arange(4.0 * (T - P), dtype=np.float32)).reshape(4, T - P)
 
 
