@@ -20,7 +20,7 @@ from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, load
 from rl.inputs import open_inputs
 from rl.metrics.writer import check_installed
-from rl.rewards.check import check_rewards
+from rl.rewards.check import MAX_ROWS, check_rewards
 from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
@@ -28,6 +28,7 @@ from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
+_ROWS_AT_START = 64  # of the task, whose answers a run checks; --dry_run checks more
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +53,12 @@ def main(argv: Sequence[str]) -> int:
         folder = run_folder.check(config, resume=args.resume)
         check_installed(config.metrics)
         inputs = open_inputs(config)
-        warnings = check_rewards(config.reward, inputs.task)
+        warnings = check_rewards(
+            config.reward,
+            inputs.task,
+            lambda text, task: inputs.read(text, config.sampling.of(task) or config.sampling),
+            max_rows=MAX_ROWS if args.dry_run else _ROWS_AT_START,
+        )
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE

@@ -186,7 +186,7 @@ def _arrow_part(
         with _readable(path, kind):
             row = load().slice(index, 1)
             row.validate(full=True)  # a damaged file may have any offsets
-            if not (rows := row.to_pylist()):
+            if not (rows := _as_written(row).to_pylist()):
                 raise ValueError(f"{where(index)} is missing, although the file counts it")
             return rows[0]
 
@@ -194,6 +194,16 @@ def _arrow_part(
         return f"{path} row {first_row + index}"
 
     return Part(num_rows, read, where)
+
+
+def _as_written(row: Any) -> Any:
+    """Return a row with float64 for its float32, by their shortest text: 0.1 stays 0.1."""
+    pyarrow = _pyarrow()
+    for place, field in enumerate(row.schema):
+        if pyarrow.types.is_float32(field.type):
+            wide = row.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
+            row = row.set_column(place, field.name, wide)
+    return row
 
 
 def _arrow_batches(path: Path) -> list[Part]:
