@@ -11,7 +11,6 @@ from rl.rewards.math_answers import Plain, plain_value
 
 MARKERS = {"hash": "####", "boxed": r"\boxed{", "answer_tag": "</answer>"}
 OTHER, QUESTION = "another example's answer", "the question itself"
-_NEVER_RIGHT = r"7\alpha - 4021"
 _SENTENCE = "The answer is {}."
 _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
@@ -51,8 +50,7 @@ def right_forms(core: str, extract: str) -> list[Form]:
 
 def wrong_forms(example: Example, core: str, other: str | None, extract: str) -> list[Form]:
     """Return responses that do not give the answer; `other` is another example's."""
-    forms = [Form(with_marker(extract, _NEVER_RIGHT), _NEVER_RIGHT)]  # is the answer readable?
-    forms += [] if other is None else other_forms(other, extract)
+    forms = [] if other is None else other_forms(other, extract)
     if (number := _larger(core)) is not None:
         name = f"{number} for {core[:40]}"
         forms += [Form(with_marker(extract, number), name), Form(number, name)]
@@ -64,9 +62,8 @@ def wrong_forms(example: Example, core: str, other: str | None, extract: str) ->
 
 
 def other_forms(other: str, extract: str) -> list[Form]:
-    """Return another example's answer by the convention `extract`, alone, and in a sentence."""
-    texts = [with_marker(extract, other), other, _SENTENCE.format(other)]
-    return [Form(text, OTHER) for text in dict.fromkeys(texts)]
+    """Return another example's answer by the convention `extract`, and alone."""
+    return [Form(text, OTHER) for text in dict.fromkeys([with_marker(extract, other), other])]
 
 
 def differ(one: str, other: str) -> bool:

@@ -40,7 +40,8 @@ def check_rewards(
     answered = _with_others([row for row in rows if row.example.answer is not None])
     try:
         workers = min(config.workers, 1 + len(answered) // _ROWS_PER_WORKER)  # each takes seconds
-        with RewardPool(dataclasses.replace(config, workers=workers)) as pool:
+        specs = dict.fromkeys(row.example.spec or row.example.task for row in rows)
+        with RewardPool(dataclasses.replace(config, workers=workers), tuple(specs)) as pool:
             checker = _Checker(config, pool, read)
             checker.refuse_failure(rows[0])
             scored = list(checker.scored(answered))
@@ -90,14 +91,14 @@ class _Checker:
 
     def __init__(self, config: RewardConfig, pool: RewardPool, read: Reader) -> None:
         self._config, self._pool, self._read = config, pool, read
-        self._end_s = time.monotonic() + _LIMIT_S
+        self._end_s = 0.0
         # the others pay for nothing but equal text, or have checks of their own
         self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
 
     def refuse_failure(self, row: Row) -> None:
         """Raise ValueError if a function fails on an example with its own answer."""
         text = with_marker(self._config.extract, row.core.text)
-        score = self._pool.result(self._submit(row, [Form(text)]))[0]
+        (score,) = self._pool.result(self._submit(row, [self._as_read(row, Form(text))]))
         if score.failure is not None and score.failure.partition("/")[0] not in BUILT_IN:
             raise ValueError(
                 f"Reward.functions: called on the first example ({row.example.example_id}), with "
@@ -106,6 +107,7 @@ class _Checker:
 
     def scored(self, rows: Sequence[Row]) -> Iterator[Scored]:
         """Yield rows with their scores, as many as there is time for."""
+        self._end_s = time.monotonic() + _LIMIT_S
         for start in range(0, len(rows), _BATCH_ROWS):
             try:
                 yield from self._batch([Scored(row) for row in rows[start : start + _BATCH_ROWS]])
@@ -124,24 +126,29 @@ class _Checker:
         if not self._needs_wrong:
             return []
         other = None if row.other is None else row.other.core.text
-        return wrong_forms(row.example, row.core.text, other, self._config.extract)
+        forms = wrong_forms(row.example, row.core.text, other, self._config.extract)
+        if "math_verify" in self._config.functions:  # it reads answers only for another response
+            forms.append(Form(with_marker(self._config.extract, "~"), "a text that is no answer"))
+        return forms
 
     def _score(self, work: Sequence[tuple[Scored, list[Form], list[Form]]]) -> None:
-        sent = [(s, right, wrong, self._send(s.row, right + wrong)) for s, right, wrong in work]
+        sent = [(s, right, wrong, self._send(s.row, right, wrong)) for s, right, wrong in work]
         for s, right, wrong, futures in sent:
             scores = [score for f in futures for score in self._pool.result(f, self._look_at_clock)]
             s.right |= dict(zip(right, scores, strict=False))
             s.wrong |= dict(zip(wrong, scores[len(right) :], strict=True))
 
-    def _send(self, row: Row, forms: list[Form]) -> list[Future[list[Score]]]:
-        if not forms:
-            return []
+    def _send(self, row: Row, right: list[Form], wrong: list[Form]) -> list[Future[list[Score]]]:
+        # wrong ones are wrong whatever the tokenizer makes of them
+        texts = [*(self._as_read(row, form) for form in right), *(form.text for form in wrong)]
         if self._config.per == "group":
-            return [self._submit(row, forms)]
-        return [self._submit(row, [form]) for form in forms]
+            return [self._submit(row, texts)] if texts else []
+        return [self._submit(row, [text]) for text in texts]
 
-    def _submit(self, row: Row, forms: list[Form]) -> Future[list[Score]]:
-        texts = [self._read(form.text, row.example.task).text for form in forms]
+    def _as_read(self, row: Row, form: Form) -> str:
+        return self._read(form.text, row.example.task).text
+
+    def _submit(self, row: Row, texts: list[str]) -> Future[list[Score]]:
         return self._pool.submit_group([ScoreJob(row.example, text) for text in texts])
 
     def _look_at_clock(self) -> None:

@@ -50,21 +50,18 @@ class Scored:
         values = [score.values[name] for score in self.right.values()]
         return max((value for value in values if value is not None), default=None)
 
-    def most(self, name: str, of: str = "") -> tuple[float, Form] | None:
-        """Return the most that it pays for a wrong response, of one kind, and that response."""
-        found = [
-            (value, form)
-            for form, score in self.wrong.items()
-            if of in form.of and (value := score.values[name]) is not None
-        ]
+    def most(self, name: str) -> tuple[float, Form] | None:
+        """Return the most that a function pays for a wrong response, and that response."""
+        pairs = [(score.values[name], form) for form, score in self.wrong.items()]
+        found = [(value, form) for value, form in pairs if value is not None]
         return max(found, key=lambda pair: pair[0], default=None)
 
-    def is_paid(self, name: str, floor: float = 0.0) -> bool:
+    def is_paid(self, name: str) -> bool:
         """Return whether a function pays for the answer: built-in ones 1, others more than else."""
-        best, other = self.best(name), self.most(name, OTHER)
+        best, most = self.best(name), self.most(name)
         if best is None or name in BUILT_IN:
             return best is not None and best >= 1.0
-        return best > (floor if other is None else other[0])
+        return best > (0.0 if most is None else most[0])
 
     @property
     def failure(self) -> str | None:
@@ -136,7 +133,7 @@ class _Judge:
         if built_in:
             if all(map(scored.is_paid, built_in)):
                 return None
-        elif any(scored.is_paid(n, self._floors[n]) for n in names if n in self._judges):
+        elif any((scored.best(n) or 0.0) > self._floors[n] for n in names if n in self._judges):
             return None
         kind, why = self._why(scored, names)
         return f"{_UNMATCHED} {kind}", why

@@ -67,12 +67,12 @@ def equal(answer: str, response: str) -> bool:
     if len(items) > 1 and any(map(_words, items)):
         others = _items(found)
         return len(items) == len(others) and all(map(equal, items, others))
-    parsed = [] if _SPACED_DIGITS.search(gold) else _parse(_without_exponent(gold))
-    if not parsed:
+    other = _parse(found)
+    if is_number and not other:
+        return False
+    if not (parsed := _parse(gold)):
         raise ValueError(f"math_verify cannot read the expected answer {answer[-80:]!r}")
-    return not _SPACED_DIGITS.search(found) and bool(
-        _library().verify(parsed, _parse(_without_exponent(found)), timeout_seconds=None)
-    )
+    return bool(other and _library().verify(parsed, other, timeout_seconds=None))
 
 
 Plain = Fraction | tuple[str, ...]
@@ -222,6 +222,10 @@ def _library() -> _Library:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(text: str) -> list[Any]:
+    """Return the expressions of a text; none if it cannot be read."""
+    if _SPACED_DIGITS.search(text):  # the grammar takes the product
+        return []
+    text = _without_exponent(text)
     if not any(mark in text for mark in ("$", r"\boxed", r"\(", r"\[")):
         text = f"${text}$"
     library = _library()

@@ -67,11 +67,11 @@ def test_other_values_have_a_bootstrap_of_their_questions():
 def test_responses_to_one_question_do_not_count_as_independent():
     def width(num_questions, samples):
         responses = [
-            EvalResponse(q, 0.25 + 0.5 * (q % 2), 1, False, False)
+            EvalResponse(q, 0.25 + 0.5 * (q % 2), False, 1, False, False)
             for q in range(num_questions)
             for _ in range(samples)
         ]
-        found = set_metrics(responses, samples, (1,), 0.5)
+        found = set_metrics(responses, samples, (1,))
         return found["mean_reward_high"] - found["mean_reward_low"]
 
     assert width(40, 1) == width(40, 8) > width(320, 1)
