@@ -233,7 +233,7 @@ def open_rules(folder: Path) -> Any:
         backend = plain_class()(tokenizer_file=str(folder / RULES))
         backend.backend_tokenizer.no_truncation()  # the limits of a file are of training runs
         backend.backend_tokenizer.no_padding()
-    return backend, settings
+    return backend
 
 
 def _from_gguf(path: Path) -> tuple[Any, dict[str, Any], tuple[int, ...]]:

@@ -168,11 +168,25 @@ class ResultCollector:
                 if self._error is not None:
                     raise self._error
                 finished, expected = len(self._finished[step]), self._expected[step]
-                if finished == expected:
-                    del self._expected[step]
-                    return self._finished.pop(step)
+                if finished == expected and (result := self._complete(step)) is not None:
+                    return result
                 self._changed.wait(POLL_S)
             self._system.show.rollout(finished, expected, num_tokens())
+
+    def _complete(self, step: int) -> list[Trajectory] | None:
+        """Return the finished responses of a step; None if all wait for their siblings.
+
+        Responses that are scored together with a deferred one are expected in its step.
+        """
+        finished = self._finished[step]
+        late = [t for t in finished if self._scorer.waits_for(t.group_id)]
+        if late and len(late) == len(finished):
+            return None
+        self._finished[step + 1] += late
+        self._expected[step + 1] += len(late)
+        del self._expected[step], self._finished[step]
+        moved = {t.request_id for t in late}
+        return [t for t in finished if t.request_id not in moved]
 
     def enter(self, result: Result) -> None:
         """Called by the driver."""

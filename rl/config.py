@@ -185,6 +185,13 @@ class TrainConfig:
         return self.rollout.max_prompt_tokens + self.sampling.max_any_new_tokens
 
     @property
+    def correct_by(self) -> str:
+        """The name of the reward function whose value makes a response correct (pass@k)."""
+        named = self.eval.correct_by or self.reward.functions[0]
+        names = dict(zip(self.reward.functions, self.reward.names, strict=True))
+        return names.get(named, named)
+
+    @property
     def eval_prompt_tokens(self) -> int:
         """The longest prompt of an evaluation."""
         return self.eval.max_prompt_tokens or self.rollout.max_prompt_tokens

@@ -9,7 +9,8 @@ from rl.cluster import config as cluster_config
 from rl.cluster.config import AUTO
 from rl.config import TrainConfig, drafter_shape, recipe
 from rl.data.specs import parse_spec
-from rl.eval_sets import split_names
+from rl.eval_sets import split_names, task_names
+from rl.rewards.config import did_you_mean
 from spec.budget.config import MODEL, OWN
 from spec.config import SamplingConfig
 
@@ -20,6 +21,8 @@ def check_sections(config: TrainConfig, model: ModelConfig) -> None:
     check_layout(config, model)
     check_sampling(config)
     check_algorithm(config)
+    check_correct_by(config)
+    check_task_names(config)
     check_cluster(config)
     drafter_shape(config, model)
     recipe(config, model)
@@ -85,6 +88,38 @@ def check_algorithm(config: TrainConfig) -> None:
                 f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
                 f"{limit}, got {buffer}: lower it"
             )
+
+
+def check_correct_by(config: TrainConfig) -> None:
+    """Raise ValueError unless it is clear which reward function makes a response correct."""
+    names, named = config.reward.names, config.eval.correct_by
+    if not config.eval.num_prompts or (named is not None and config.correct_by in names):
+        return
+    choices = " or ".join(f'"{name}"' for name in names)
+    if named is not None:
+        hint = did_you_mean(named, names)
+        raise ValueError(f"Eval.correct_by: expected {choices}, got {named[:200]!r}{hint}")
+    limits = [sampling.max_new_tokens for sampling in config.sampling.variants]
+    reasons = {
+        "Reward.functions has several": len(names) > 1,
+        "Reward.weights is not 1": config.reward.full_weights != (1.0,) * len(names),
+        "Algorithm adds a length penalty": any(map(config.algorithm.overlong_tokens, limits)),
+    }
+    if found := " and ".join(reason for reason, holds in reasons.items() if holds):
+        raise ValueError(
+            "Eval.correct_by: expected the reward function that makes a response correct, for "
+            f"pass@k, since {found}; got none: set it to {choices} (or Eval.num_prompts = 0)"
+        )
+
+
+def check_task_names(config: TrainConfig) -> None:
+    """Raise ValueError if a task of several has a reward function's name: metrics hold both."""
+    names = [name for name, _ in task_names(config.task)]
+    if len(names) > 1 and (shared := sorted({*names} & {*config.reward.names})):
+        raise ValueError(
+            f"Task.specs: a task and a reward function are both called {shared[0]!r}, and "
+            "rewards/NAME/mean could be either: name the task with NAME=SPEC"
+        )
 
 
 def check_tuner(config: TrainConfig) -> None:

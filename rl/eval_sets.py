@@ -34,8 +34,9 @@ class EvalConfig:
     and after its last one. `sets` are tasks, `NAME=SPEC`; without any they are the run's own
     generated tasks, with questions that training does not have. Up to `num_prompts` questions of
     each set get `samples` responses; 0 evaluates nothing. Temperature 0 is greedy. A response is
-    correct if its reward is at least `correct_at`; `ks` are the k of pass@k, by default the powers
-    of two up to `samples`. The best step is the one with the highest `best_by`:
+    correct if the reward function `correct_by` returns at least `correct_at` for it; a single
+    function of weight 1, without a length penalty, need not be named. `ks` are the k of pass@k, by
+    default the powers of two up to `samples`. The best step is the one with the highest `best_by`:
     `mean_reward` or `pass@K` over all sets, or `NAME/mean_reward` of one.
     """
 
@@ -45,6 +46,7 @@ class EvalConfig:
     samples: int = 1
     temperature: float = 0.0  # the rest of the sampling is the run's
     ks: tuple[int, ...] = ()
+    correct_by: str | None = None  # one of Reward.functions
     correct_at: float = 1.0
     max_prompt_tokens: int | None = None  # None: Rollout.max_prompt_tokens
     best_by: str = "mean_reward"
@@ -145,7 +147,7 @@ class EvalSets:
         """Return a hash of questions, sampling and grading: if equal, figures are comparable."""
         wanted = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
         how = repr(config.sampling(sampling)), config.samples, config.seed, config.all_ks
-        judged = config.correct_at, config.best_by
+        judged = config.correct_by, config.correct_at, config.best_by
         return hashlib.sha256(json.dumps([wanted, how, judged]).encode()).hexdigest()[:32]
 
 
@@ -174,7 +176,7 @@ def _short_name(spec: str) -> str:
     return next(filter(None, clean), "set")
 
 
-def _own_sets(task: TaskConfig) -> list[tuple[str, str]]:
+def task_names(task: TaskConfig) -> list[tuple[str, str]]:
     """Return (name, spec) of the run's tasks, numbered if they share a name."""
     pairs: list[tuple[str, str]] = []
     for spec in task.specs:
@@ -233,7 +235,7 @@ def open_sets(
     if not config.num_prompts:
         return EvalSets()
     named = bool(config.sets)
-    pairs = split_names(config.sets) if named else _own_sets(task)
+    pairs = split_names(config.sets) if named else task_names(task)
     skipped = []
     if not named and training is not None and not keeps_seen:
         skipped = [

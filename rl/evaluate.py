@@ -25,7 +25,7 @@ from typing import Any
 from rl import evaluation
 from rl.checkpoint.best import chosen_step
 from rl.config import TrainConfig
-from rl.config_checks import check_layout, check_lengths, check_stops
+from rl.config_checks import check_correct_by, check_layout, check_lengths, check_stops
 from rl.data.tasks import open_tasks
 from rl.eval_sets import open_sets
 from rl.evaluation import Answers, plus_minus
@@ -90,6 +90,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
     check_lengths(config, model)
     check_layout(config, model)
     check_stops(config.eval.sampling(config.sampling), model, tokenizer)
+    check_correct_by(config)
     validate(config.reward)
     inputs = Inputs(policy, model, tokenizer, (), 0)
     evals = open_sets(
@@ -172,7 +173,7 @@ def _respond(
     config, inputs = job.config, job.inputs
     dtype = recipe(config, inputs.model).trainer.dtype
     engine = Engine(inputs.model, config.engine, dtype=dtype, mesh=mesh)
-    scorer = Scorer(inputs.tokenizer, pool, lambda: None)
+    scorer = Scorer(inputs.tokenizer, pool, lambda: None, config.eval.samples)
     weights = cast_params(params, engine.dtype)
     return evaluation.respond(engine, weights, config, inputs, scorer, on_round)
 

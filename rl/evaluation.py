@@ -23,7 +23,7 @@ from rl.checkpoint.best import Best, BestRecord
 from rl.config import TrainConfig
 from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.eval_sets import EvalConfig, EvalSet
+from rl.eval_sets import EvalSet
 from rl.inputs import Inputs
 from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
@@ -48,13 +48,17 @@ class Answers:
     scores: list[Score]
     texts: list[str]
 
-    def metrics(self, config: EvalConfig) -> dict[str, float]:
+    def metrics(self, config: TrainConfig) -> dict[str, float]:
         """Return the figures of this set (`rl.metrics.eval_metrics.set_metrics`)."""
+        name, at_least = config.correct_by, config.eval.correct_at
         responses = [
-            EvalResponse(t.group_id, s.total, t.num_tokens, t.truncated, s.failure is not None)
+            EvalResponse(
+                *(t.group_id, s.total, (value := s.values[name]) is not None and value >= at_least),
+                *(t.num_tokens, t.truncated, s.failure is not None),
+            )
             for t, s in zip(self.trajectories, self.scores, strict=True)
         ]
-        figures = set_metrics(responses, config.samples, config.all_ks, config.correct_at)
+        figures = set_metrics(responses, config.eval.samples, config.eval.all_ks)
         return figures | {"seen_in_training": self.asked.seen + self.asked.alike}
 
 
@@ -106,7 +110,7 @@ def respond(
     return answers
 
 
-def row_of(answers: Sequence[Answers], config: EvalConfig) -> dict[str, float]:
+def row_of(answers: Sequence[Answers], config: TrainConfig) -> dict[str, float]:
     """Return the metrics of an evaluation, as a row of metrics.jsonl has them."""
     by_set = {a.asked.name: a.metrics(config) for a in answers}
     row = {f"eval/{name}": x for name, x in overall_metrics(list(by_set.values())).items()}
@@ -174,7 +178,7 @@ class RunEvaluation:
             system.evaluated(params),
             config,
             system.inputs,
-            system.scorer(),
+            system.scorer(config.eval.samples),
             watch,
             system.partition,
             system.is_stop_requested,
@@ -182,7 +186,7 @@ class RunEvaluation:
         if system.eval_engine is not system.engine:  # which is idle until the next evaluation
             for one in system.eval_engine.engines:
                 system.eval_engine.do(one.free)
-        row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - start_s}
+        row = row_of(answers, config) | {EVAL_SECONDS: self._clock() - start_s}
         # the row says that the evaluation is done, so its samples come first
         self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
         self._metrics.amend(step, row)
@@ -281,7 +285,7 @@ def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: b
     """Return the figures by set and over all, with their settings; plain JSON."""
     sets: dict[str, Row] = {}
     for a in answers:
-        sets[a.asked.name] = a.metrics(config.eval) | {
+        sets[a.asked.name] = a.metrics(config) | {
             "spec": a.asked.spec,
             "left_out": a.asked.left_out if training_is_known else None,
         }
@@ -289,10 +293,11 @@ def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: b
             sets[a.asked.name]["seen_in_training"] = None
     return {
         "samples_per_prompt": config.eval.samples,
+        "correct_by": config.correct_by,
         "correct_at": config.eval.correct_at,
         "seed": config.eval.seed,
         "sampling": dataclasses.asdict(config.eval.sampling(config.sampling)),
         "reward_functions": list(config.reward.functions),
         "sets": sets,
-        "overall": overall_metrics([a.metrics(config.eval) for a in answers]),
+        "overall": overall_metrics([a.metrics(config) for a in answers]),
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 from models import hf
 from models import tokenizer as tokenizers
 from models.config import ModelConfig
+from models.hf_files import shown
 from models.token_bytes import TokenBytes
 from models.tokenizer import Tokenizer
 from rl import config_checks
@@ -24,6 +25,7 @@ from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, op
 from rl.eval_sets import EvalSets, open_sets
 from rl.gin.loader import resolve_path
 from rl.rewards.config import validate
+from rl.rewards.findings import Reading
 from rl.speculation.config import check_coupling
 from spec.config import SamplingConfig
 
@@ -60,6 +62,28 @@ class Inputs:
 
     def encode(self, example: Example, config: TaskConfig) -> tuple[int, ...]:
         return encode_prompt(self.tokenizer, example, config)
+
+    def read(self, text: str, sampling: SamplingConfig) -> Reading:
+        """Return a response of this text as rewards receive it: encoded, ended and decoded."""
+        try:
+            ids = self.tokenizer.encode(text)
+        except ValueError as error:
+            return Reading("", f"tokenizer: {error}")
+        ends = {*self.model.eos_token_ids, *sampling.stop_ids}
+        length = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
+        if length > (limit := sampling.max_new_tokens):
+            change = f"Sampling.max_new_tokens={limit}: it takes {length} tokens; raise the limit"
+            return Reading(self.tokenizer.decode(ids[:limit]), change)
+        read = self.tokenizer.decode(ids[:length])
+        for stop in sampling.stop:
+            if stop in read:
+                end = read.index(stop) + len(stop)
+                change = f"Sampling.stop={stop!r}: it ends there; leave that out"
+                return Reading(read[:end], change if end < len(read) else "")
+        change = (
+            f"tokenizer: it reads {shown(text)} back as {shown(read)}; write the data like that"
+        )
+        return Reading(read, change if read != text else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -78,7 +78,7 @@ class PipelineRollouts:
             epoch_prompts=len(system.inputs.task),
             pacing=self._pacing,
         )
-        self._scorer = system.scorer()
+        self._scorer = system.scorer(config.rollout.group_size)
         self._collector = ResultCollector(system, self._scorer)
         num_groups = system.partition.max_groups(config.rollout.prompts_per_step)
         self._session = engine.session(

@@ -222,7 +222,8 @@ WHOLE = Partition(ALONE)
 class Scorer:
     """Called with a response as it ends, it sends it to the reward workers; `examples` by group.
 
-    It skips the groups that another process scores.
+    With Reward.per = "group" it sends a group once all of its `group_size` responses have ended, in
+    the order of their samples. It skips the groups that another process scores.
     """
 
     def __init__(
@@ -230,26 +231,44 @@ class Scorer:
         tokenizer: Tokenizer,
         rewards: Rewards,
         check: Callable[[], None],
+        group_size: int,
         partition: Partition = WHOLE,
     ) -> None:
         self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
         self._partition = partition
+        self._group_size = group_size if rewards.config.per == "group" else 1
         self.examples: dict[int, Example] = {}
-        self._waiting: dict[int, tuple[Future[Score], str]] = {}
+        self._ended: dict[int, list[Trajectory]] = {}  # of groups that have not ended
+        # by request: the scores of its job, its place in that, and its text
+        self._waiting: dict[int, tuple[Future[list[Score]], int, str]] = {}
 
     def __call__(self, t: Trajectory) -> None:
         if not self._partition.scores(t.group_id):
             return
-        text = self._tokenizer.decode(t.response_ids.tolist())
-        job = ScoreJob(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
-        self._waiting[t.request_id] = self._rewards.submit(job), text
+        ended = self._ended.setdefault(t.group_id, [])
+        ended.append(t)
+        if len(ended) < self._group_size:
+            return
+        ended.sort(key=lambda t: t.sample_index)
+        ids = [tuple(t.response_ids.tolist()) for t in ended]
+        texts = [self._tokenizer.decode(tokens) for tokens in ids]
+        example = self.examples[t.group_id]
+        jobs = [ScoreJob(example, *pair) for pair in zip(texts, ids, strict=True)]
+        scores = self._rewards.submit_group(jobs)
+        for place, (one, text) in enumerate(zip(ended, texts, strict=True)):
+            self._waiting[one.request_id] = scores, place, text
+        del self._ended[t.group_id]
+
+    def waits_for(self, group_id: int) -> bool:
+        """Return whether responses of a group wait for their siblings to end."""
+        return self._group_size > 1 and group_id in self._ended
 
     def _result(self, t: Trajectory) -> tuple[Score, str]:
         """Wait for the response's score, calling `check`; return it with the response's text."""
         if not self._partition.scores(t.group_id):
             return UNSCORED, ""
-        future, text = self._waiting.pop(t.request_id)
-        return self._rewards.result(future, self._check), text
+        scores, place, text = self._waiting.pop(t.request_id)
+        return self._rewards.result(scores, self._check)[place], text
 
     def responses(self, done: Iterable[Trajectory], stats: EngineStats) -> Responses:
         """Return the responses with their scores and texts, by group and sample."""

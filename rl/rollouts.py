@@ -259,7 +259,7 @@ def _sample(
         group_size=config.rollout.group_size,
         answers=system.partition.answers,
     )
-    scorer = system.scorer()
+    scorer = system.scorer(config.rollout.group_size)
     scorer.examples.update(enumerate(new.examples))
 
     def watch(finished: int, tokens: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl.config import TrainConfig
 from rl.engine.stats import EngineStats
+from rl.eval_sets import task_names
 from rl.learner import trainer
 from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.learner.optimizer import TrainState
@@ -70,7 +71,10 @@ def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: in
     stats, times = rollouts.stats, system.speculation.times_now
     if times is not None:
         times = at_its_pace(stats.timeline, times)
-    row = step_metrics(rollouts.trajectories, rollouts.scores, stats, step, times)
+    names = {spec: name for name, spec in task_names(system.config.task)}
+    specs = [rollouts.prompts.examples[t.group_id].spec for t in rollouts.trajectories]
+    tasks = [names[spec] for spec in specs] if len(names) > 1 else ()
+    row = step_metrics(rollouts.trajectories, rollouts.scores, stats, step, times, tasks)
     samples = sample_rows(
         system.inputs.tokenizer,
         rollouts.prompts.examples,

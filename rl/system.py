@@ -71,9 +71,10 @@ class System:
     def processes(self) -> Processes:
         return self.partition.processes
 
-    def scorer(self) -> Scorer:
+    def scorer(self, group_size: int) -> Scorer:
         """Return the scorer of a rollout's responses; its waits end if a stop is requested."""
-        return Scorer(self.inputs.tokenizer, self.rewards, self.leave_if_stopped, self.partition)
+        settings = self.leave_if_stopped, group_size, self.partition
+        return Scorer(self.inputs.tokenizer, self.rewards, *settings)
 
     # -- weights ------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
 from rl.inputs import open_inputs
 from rl.metrics.writer import check_installed
-from rl.rewards.check import check_rewards
+from rl.rewards.check import MAX_ROWS, check_rewards
 from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
@@ -29,6 +29,7 @@ from rl.runtime.signals import leave
 from rl.unused_settings import unused_settings
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
+_ROWS_AT_START = 64  # of the task, whose answers a run checks; --dry_run checks more
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,8 +55,16 @@ def main(argv: Sequence[str]) -> int:
         folder = run_folder.check(config, resume=args.resume)
         check_installed(config.metrics)
         inputs = open_inputs(config)
-        warnings = [*unused_settings(config), *check_rewards(config.reward, inputs.task)]
-        warnings += run_folder.remarks(changes, config)
+        warnings = [
+            *unused_settings(config),
+            *check_rewards(
+                config.reward,
+                inputs.task,
+                lambda text, task: inputs.read(text, config.sampling.of(task) or config.sampling),
+                max_rows=MAX_ROWS if args.dry_run else _ROWS_AT_START,
+            ),
+            *run_folder.remarks(changes, config),
+        ]
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE

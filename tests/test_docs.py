@@ -334,7 +334,7 @@ def test_the_metrics_page_has_every_metric():
 def test_the_metrics_page_has_every_figure_of_an_evaluation():
     cells = re.findall(r"^\| (`eval/.*?) \|", page("metrics.md"), re.MULTILINE)
     documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    found = set_metrics([EvalResponse(0, 1.0, 1, False, False)], 1, (1,), 1.0)
+    found = set_metrics([EvalResponse(0, 1.0, True, 1, False, False)], 1, (1,))
     figures = {n.replace("@1", "@K") for n in found if not n.endswith(("_low", "_high"))}
     in_sets = {f"eval/NAME/{name}" for name in figures | {"seen_in_training"}}
     assert documented == in_sets | {"eval/mean_reward", "eval/pass@K"}

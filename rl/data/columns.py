@@ -159,13 +159,22 @@ def _answer(layout: Layout, row: Row, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int | float):
-        return str(value)
+        return number_text(value)
     names = value if isinstance(value, dict) else ()
     inner = ", ".join(f"?answer={layout.answer}.{name}" for name in names)
     raise ValueError(
         f"{where}: the answer must be text or a number, got {type(value).__name__}"
         + (f"; perhaps {inner[:200]}" if inner else "")
     )
+
+
+def number_text(value: int | float) -> str:
+    """Return a number as its text: `5.0` is `5`, since a hole makes a whole column float.
+
+    A float from 2**53 on may have lost digits and keeps its own form (1e+16).
+    """
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if is_whole else value)
 
 
 # --- prompts ----------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def _arrow_part(
                     f"{where(index)}: expected at most {MAX_ROW_BYTES:,} bytes and "
                     f"{MAX_ROW_VALUES:,} values, got {row.nbytes:,} and {num_values:,}"
                 )
-            if not (rows := row.to_pylist()):
+            if not (rows := _as_written(row).to_pylist()):
                 raise ValueError(f"{where(index)} is missing, although the file counts it")
             return rows[0]
 
@@ -270,6 +270,16 @@ def _num_values(column: Any) -> int:
         raise ValueError(f"a column of type {column.type} is not supported: leave it out")
     inner = column.flatten()
     return len(column) + sum(map(_num_values, inner if isinstance(inner, list) else [inner]))
+
+
+def _as_written(row: Any) -> Any:
+    """Return a row with float64 for its float32, by their shortest text: 0.1 stays 0.1."""
+    pyarrow = _pyarrow()
+    for place, field in enumerate(row.schema):
+        if pyarrow.types.is_float32(field.type):
+            wide = row.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
+            row = row.set_column(place, field.name, wide)
+    return row
 
 
 def _arrow_batches(path: Path) -> list[Part]:

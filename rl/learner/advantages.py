@@ -1,4 +1,7 @@
-"""Advantages from rewards, in plain numpy; a group with equal rewards gets exactly 0."""
+"""Advantages from rewards, in plain numpy; a group with equal rewards gets exactly 0.
+
+Rewards are equal if they differ by rounding alone (`_differ`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import numpy as np
 from rl.learner.algorithms import Estimator, Normalisation
 
 STD_FLOOR = 1e-4  # TRL's; keeps a group of nearly equal rewards from exploding
+# Sums in another order differ by this much: of numbers near 1 in float32, of any size in float64.
+ROUNDING, RELATIVE_ROUNDING = 1e-7, 1e-14
 
 
 def group_advantages(
@@ -135,8 +140,11 @@ def _groups(
 
 
 def _differ(values: np.ndarray) -> bool:
-    """Return whether not all are equal; the mean of equal numbers may round away from them."""
-    return values.size > 1 and bool(values.min() != values.max())
+    """Return whether not all are equal up to rounding."""
+    if values.size < 2:
+        return False
+    limit = max(ROUNDING, RELATIVE_ROUNDING * float(np.abs(values).max()))
+    return float(values.max() - values.min()) > limit
 
 
 def reward_statistics(

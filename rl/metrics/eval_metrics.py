@@ -24,6 +24,7 @@ class EvalResponse:
 
     prompt: int
     reward: float | None
+    is_correct: bool
     num_tokens: int
     truncated: bool
     failed: bool
@@ -80,19 +81,18 @@ def mean_of(parts: Sequence[Interval]) -> Interval:
 
 
 def set_metrics(
-    responses: Sequence[EvalResponse], samples: int, ks: Sequence[int], correct_at: float
+    responses: Sequence[EvalResponse], samples: int, ks: Sequence[int]
 ) -> dict[str, float]:
     """Return the figures of one set by name, with the bounds as `…_low` and `…_high`.
 
-    A response is correct if its reward is at least `correct_at`. One without a reward is wrong, and
-    left out of the mean reward, which is missing if no response has one.
+    A response without a reward is left out of the mean reward, which is missing if none has one.
     """
     by_prompt: dict[int, list[EvalResponse]] = {}
     for r in responses:
         by_prompt.setdefault(r.prompt, []).append(r)
     rewards = [[r.reward for r in rs if r.reward is not None] for rs in by_prompt.values()]
     means = [math.fsum(known) / len(known) for known in rewards if known]
-    correct = [sum(x >= correct_at for x in known) for known in rewards]
+    correct = [sum(r.is_correct for r in rs) for rs in by_prompt.values()]
     figures = {"mean_reward": interval(means)} if means else {}
     for k in ks:
         figures[f"pass@{k}"] = interval([pass_at_k(samples, c, k) for c in correct])

@@ -23,9 +23,11 @@ def step_metrics(
     stats: EngineStats,
     step: int,
     times: RoundTimes | None = None,
+    tasks: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return lengths, rewards by function, failures, diversity and the engine's counts.
+    """Return lengths, rewards by function and by task, failures, diversity, the engine's counts.
 
+    `tasks` are the names of the trajectories' tasks, none if there is a single task.
     Off-policyness is the number of updates between a token's policy and the policy of `step`.
     """
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
@@ -50,8 +52,10 @@ def step_metrics(
     }
     if ended.any():
         metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
-    for name in scores[0].values:
-        values = [s.values[name] for s in scores]
+    rewards = {name: [s.values[name] for s in scores] for name in scores[0].values}
+    for name, score in zip(tasks, scores, strict=False):
+        rewards.setdefault(name, []).append(score.total)
+    for name, values in rewards.items():
         known = np.array([v for v in values if v is not None], np.float64)
         if known.size:
             metrics[f"rewards/{name}/mean"] = float(known.mean())

@@ -1,103 +1,156 @@
-"""Checks of the rewards before a run: every function works, and right answers are paid."""
+"""A check of the rewards before a run: right answers are paid, and wrong ones are not.
+
+Expected answers, in several forms, are scored as a run scores responses: encoded, decoded, and
+sent to the reward workers. rl.rewards.findings makes sentences of the scores.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
-from models.hf_files import shown
-from rl.data.answers import expected_answer, extract_answer, with_marker
+from rl.data.answers import with_marker
 from rl.data.tasks import Example, Task
+from rl.rewards.answer_forms import Form, core_of, differ, right_forms, wrong_forms
 from rl.rewards.config import BUILT_IN, RewardConfig
+from rl.rewards.findings import Reader, Row, Scored, findings
 from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score, ScoreJob
 
-_MAX_ANSWERS = 64
-_MAX_S = 20.0
+MAX_ROWS = 1000
+_LIMIT_S = 8.0
+_BATCH_ROWS, _ROWS_PER_WORKER = 64, 256
 
 
-def check_rewards(config: RewardConfig, task: Task) -> list[str]:
-    """Call every function as a run will, in a worker, within the deadline; return warnings.
+def check_rewards(
+    config: RewardConfig, task: Task, read: Reader, *, max_rows: int = MAX_ROWS
+) -> list[str]:
+    """Score expected answers in several forms; return warnings.
 
-    The user's functions get the first example, with its answer as the completion. The built-in
-    ones get the first 64 and should pay each; unpaid answers give a warning. Raises ValueError if
-    a function fails, or no answer can be met.
+    Of more than `max_rows` examples it takes a sample. Raises ValueError if a function fails on the
+    first example, or if no response can have any answer.
     """
+    numbers = [0, *random.Random(0).sample(range(1, len(task)), min(len(task), max_rows) - 1)]
+    examples = {number: task[number] for number in sorted(numbers)}  # files are read in order
+    rows = [_row(config, number, examples[number]) for number in numbers]
+    answered = _with_others([row for row in rows if row.example.answer is not None])
     try:
-        if own := [name for name in config.functions if name not in BUILT_IN]:
-            failure = _scores(_only(config, own), [task[0]])[0].failure
-            if failure is not None:
-                raise ValueError(
-                    f"Reward.functions: called on the first example ({task[0].example_id}), with "
-                    f"its own answer as the completion: {failure}"
-                )
-        built_in = [name for name in config.functions if name in BUILT_IN]
-        return _unpaid_answers(_only(config, built_in), task) if built_in else []
+        workers = min(config.workers, 1 + len(answered) // _ROWS_PER_WORKER)  # each takes seconds
+        specs = dict.fromkeys(row.example.spec or row.example.task for row in rows)
+        with RewardPool(dataclasses.replace(config, workers=workers), tuple(specs)) as pool:
+            checker = _Checker(config, pool, read)
+            checker.refuse_failure(rows[0])
+            scored = list(checker.scored(answered))
     except RewardWorkerError as error:
         raise ValueError(f"Reward.functions: {error}") from error
-
-
-def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
-    first = (task[i] for i in range(min(_MAX_ANSWERS, len(task))))
-    examples = [example for example in first if example.answer is not None]
-    scores = _scores(config, examples)
-    reasons = {
-        example.example_id: reason
-        for example, score in zip(examples, scores, strict=False)  # fewer if they take long
-        if (reason := _why_unpaid(config, example, score)) is not None
-    }
-    if not reasons:
-        return []
-    example_id, reason = next(iter(reasons.items()))
-    text = (
-        f"{len(reasons)} of the first {len(scores)} answers cannot be met by any response, for "
-        f"example {example_id}: {reason}"
-    )
-    if len(reasons) == len(scores):
-        raise ValueError(text)
-    return [text]
-
-
-def _why_unpaid(config: RewardConfig, example: Example, score: Score) -> str | None:
-    """Return why a response with the example's own answer is not paid; None if it is."""
-    assert example.answer is not None
-    expected = expected_answer(config.extract, example.answer)
-    for name, marker in (("hash", "####"), ("answer_tag", "</answer>")):
-        if marker in expected and extract_answer(name, expected) is not None:
-            return (
-                f"its answer holds {marker}, and Reward.extract is {config.extract!r}: add "
-                f"?answer_extract={name} to the task, so that the text there is the answer"
-            )
-    if score.failure is not None:
-        return score.failure
-    if all(value is None or value >= 1.0 for value in score.values.values()):
-        return None
-    read = extract_answer(config.extract, with_marker(config.extract, expected))
-    if read != expected.strip():
-        return (
-            f"Reward.extract={config.extract!r} reads {shown(read or '')} of the answer "
-            f"{shown(expected)}: choose another, or ?answer_extract=NAME for the task"
+    lines = findings(config, scored, read)
+    if missing := [row for row in rows if row.example.answer is None]:
+        lines += _without_answers(config, missing, len(rows))
+    if len(scored) < len(answered):
+        lines.append(
+            f"rewards are slow: {len(scored)} of {len(answered)} answers were checked in "
+            f"{_LIMIT_S:.0f} s"
         )
-    return f"the answer {shown(expected)} as a response is paid {dict(score.values)}"
+    return lines
 
 
-def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
-    """Score the examples' own answers; fewer of them if they take too long."""
-    limit = time.monotonic() + _MAX_S
-    scores: list[Score] = []
-    with RewardPool(config) as pool:
-        for example in examples:
-            answer = expected_answer(config.extract, example.answer or "")
-            job = ScoreJob(example, with_marker(config.extract, answer))
-            scores.append(pool.result(pool.submit(job)))
-            if time.monotonic() > limit:
-                break
-    return scores
+def _row(config: RewardConfig, index: int, example: Example) -> Row:
+    return Row(index, example, core_of(example.answer or "", config.extract))
 
 
-def _only(config: RewardConfig, functions: list[str]) -> RewardConfig:
-    """Return the configuration of some of the functions, in one worker."""
-    weights = dict(zip(config.functions, config.full_weights, strict=True))
-    selected = tuple(weights[name] for name in functions)
-    return dataclasses.replace(config, functions=tuple(functions), weights=selected, workers=1)
+def _with_others(rows: Sequence[Row]) -> list[Row]:
+    """Give each row the one before it whose answer differs from its own."""
+    result = []
+    for place, row in enumerate(rows):
+        before = (rows[place - 1 - back] for back in range(min(len(rows) - 1, 8)))
+        other = next((one for one in before if differ(row.core.text, one.core.text)), None)
+        result.append(dataclasses.replace(row, other=other))
+    return result
+
+
+def _without_answers(config: RewardConfig, rows: Sequence[Row], total: int) -> list[str]:
+    """Report rows without an answer, which the built-in functions do not score."""
+    if not all(name in BUILT_IN for name in config.functions):
+        return []
+    text = f"{len(rows)} of {total} examples have no answer and are never paid"
+    if len(rows) == total:
+        raise ValueError(f"Reward.functions: {text}: name the column with ?answer=COLUMN")
+    return [f"{text}, first {min(rows, key=lambda row: row.index).example.example_id}"]
+
+
+class _OutOfTime(Exception):
+    """The check has taken long enough."""
+
+
+class _Checker:
+    """Scores the forms of answers, for as long as there is time."""
+
+    def __init__(self, config: RewardConfig, pool: RewardPool, read: Reader) -> None:
+        self._config, self._pool, self._read = config, pool, read
+        self._end_s = 0.0
+        # the others pay for nothing but equal text, or have checks of their own
+        self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
+
+    def refuse_failure(self, row: Row) -> None:
+        """Raise ValueError if a function fails on an example with its own answer."""
+        text = with_marker(self._config.extract, row.core.text)
+        (score,) = self._pool.result(self._submit(row, [self._as_read(row, Form(text))]))
+        if score.failure is not None and score.failure.partition("/")[0] not in BUILT_IN:
+            raise ValueError(
+                f"Reward.functions: called on the first example ({row.example.example_id}), with "
+                f"its own answer as the completion: {score.failure}"
+            )
+
+    def scored(self, rows: Sequence[Row]) -> Iterator[Scored]:
+        """Yield rows with their scores, as many as there is time for."""
+        self._end_s = time.monotonic() + _LIMIT_S
+        for start in range(0, len(rows), _BATCH_ROWS):
+            try:
+                yield from self._batch([Scored(row) for row in rows[start : start + _BATCH_ROWS]])
+            except _OutOfTime:
+                return
+
+    def _batch(self, batch: list[Scored]) -> list[Scored]:
+        """Score the likeliest right form and the wrong ones, then other forms if that is unpaid."""
+        forms = {s: right_forms(s.row.core.text, self._config.extract) for s in batch}
+        self._score([(s, right[:1], self._wrong(s.row)) for s, right in forms.items()])
+        unpaid = [s for s in batch if not all(map(s.is_paid, self._config.names))]
+        self._score([(s, forms[s][1:], []) for s in unpaid])
+        return batch
+
+    def _wrong(self, row: Row) -> list[Form]:
+        if not self._needs_wrong:
+            return []
+        other = None if row.other is None else row.other.core.text
+        forms = wrong_forms(row.example, row.core.text, other, self._config.extract)
+        if "math_verify" in self._config.functions:  # it reads answers only for another response
+            forms.append(Form(with_marker(self._config.extract, "~"), "a text that is no answer"))
+        return forms
+
+    def _score(self, work: Sequence[tuple[Scored, list[Form], list[Form]]]) -> None:
+        sent = [(s, right, wrong, self._send(s.row, right, wrong)) for s, right, wrong in work]
+        for s, right, wrong, futures in sent:
+            scores = [score for f in futures for score in self._pool.result(f, self._look_at_clock)]
+            s.right |= dict(zip(right, scores, strict=False))
+            s.wrong |= dict(zip(wrong, scores[len(right) :], strict=True))
+
+    def _send(self, row: Row, right: list[Form], wrong: list[Form]) -> list[Future[list[Score]]]:
+        # wrong ones are wrong whatever the tokenizer makes of them
+        texts = [*(self._as_read(row, form) for form in right), *(form.text for form in wrong)]
+        if self._config.per == "group":
+            return [self._submit(row, texts)] if texts else []
+        return [self._submit(row, [text]) for text in texts]
+
+    def _as_read(self, row: Row, form: Form) -> str:
+        return self._read(form.text, row.example.task).text
+
+    def _submit(self, row: Row, texts: list[str]) -> Future[list[Score]]:
+        return self._pool.submit_group([ScoreJob(row.example, text) for text in texts])
+
+    def _look_at_clock(self) -> None:
+        if time.monotonic() > self._end_s:
+            raise _OutOfTime

@@ -25,8 +25,10 @@ class RewardConfig:
       `PATH.py:function` with the signature
       `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
     weights: one per function; empty means all ones.
+    per: `response` scores each as it ends, in lists of one entry; `group` all responses to a
+      prompt in one call, once the last has ended. Functions may be async.
     extract: how the built-in functions find the answer in a completion (rl.data.answers).
-    deadline_s: time to score one response with all functions.
+    deadline_s: time to score one response, or one group, with all functions.
     on_failure: if a scorer raises, hangs, dies or returns nonsense, the reward of its sample is
       0 (`zero`), or the sample is left out of the advantages (`skip`).
     memory_limit_mib: address space of each worker; libraries reserve more than they use. None
@@ -35,6 +37,7 @@ class RewardConfig:
 
     functions: tuple[str, ...] = ("task",)
     weights: tuple[float, ...] = ()
+    per: Literal["response", "group"] = "response"
     extract: Extractor = "hash"
     deadline_s: float = 10.0
     workers: int = 2
@@ -57,7 +60,8 @@ class RewardConfig:
             )
         if any(not abs(weight) < float("inf") for weight in self.weights):
             raise ValueError(f"Reward.weights must be finite, got {self.weights}")
-        for field, names in (("extract", EXTRACTORS), ("on_failure", ("zero", "skip"))):
+        choices = ("extract", EXTRACTORS), ("on_failure", ("zero", "skip"))
+        for field, names in (*choices, ("per", ("response", "group"))):
             if (name := getattr(self, field)) not in names:
                 raise ValueError(
                     f"Reward.{field}: expected one of {', '.join(names)}, "

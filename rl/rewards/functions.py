@@ -1,7 +1,8 @@
 """Reward functions by name.
 
-A built-in function scores one response: a number, or None for "does not apply". A user's function
-has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+A job is one response, or all of a group. A built-in function scores each response by itself: a
+number, or None for "does not apply". A user's function has TRL's signature, plain or async:
+`f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 from rl.data import reasoning_gym_tasks
 from rl.data.answers import expected_answer, extract_answer
 from rl.data.specs import parse_spec
+from rl.rewards import math_answers
 from rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
 
 Columns = Mapping[str, Any]  # of the example, with its answer
+_MODULE = "reprise_reward_"  # begins the names of the users' modules
 
 
 class BuiltIn:
@@ -34,18 +37,32 @@ class BuiltIn:
         if self._name == "task":
             _open_source(spec)
         elif self._name == "math_verify":
-            _prepare_math()
+            math_answers.prepare()
 
-    def __call__(self, completion: str, columns: Columns, spec: str, **_: Any) -> list[Any]:
-        """Score one sample."""
+    def __call__(
+        self, prompt: Any, completion: str, completion_ids: list[int], columns: Columns, spec: str
+    ) -> list[float | None]:
+        """Score one response."""
         if self._name == "task":
             return [task_reward(completion, columns, spec, self._extract)]
         compare = math_verify if self._name == "math_verify" else exact_match
         return [compare(completion, columns["answer"], self._extract)]
 
+    def score(
+        self,
+        prompt: Any,
+        completions: list[str],
+        completion_ids: list[list[int]],
+        columns: Columns,
+        spec: str,
+    ) -> list[float | None]:
+        """Score the responses of a job, each by itself."""
+        pairs = zip(completions, completion_ids, strict=True)
+        return [value for pair in pairs for value in self(prompt, *pair, columns, spec)]
+
 
 class UserFunction:
-    """A function of a user's file, whose lists have one entry."""
+    """A function of a user's file, whose lists have an entry for each response of a job."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -56,19 +73,36 @@ class UserFunction:
     def prepare(self, spec: str) -> None:
         """Do nothing."""
 
-    def __call__(
-        self, prompt: Any, completion: str, completion_ids: list[int], columns: Columns, spec: str
+    def score(
+        self,
+        prompt: Any,
+        completions: list[str],
+        completion_ids: list[list[int]],
+        columns: Columns,
+        spec: str,
     ) -> Any:
-        """Score one sample; a chat's completion is a message, as in TRL."""
-        message = [{"role": "assistant", "content": completion}]
-        arguments = {
-            **columns,
-            "prompts": prompt,
-            "completions": completion if isinstance(prompt, str) else message,
+        """Score the responses of a job; a chat's completion is a message, as in TRL."""
+        size, messages = len(completions), not isinstance(prompt, str)
+        shared = {**columns, "prompts": prompt}
+        arguments = {name: [value] * size for name, value in shared.items()} | {
+            "completions": [_as_message(text) for text in completions] if messages else completions,
             "completion_ids": completion_ids,
         }
         names = arguments if self._names is None else self._names
-        return self._function(**{key: [arguments[key]] for key in arguments if key in names})
+        result = self._function(**{key: arguments[key] for key in arguments if key in names})
+        return _event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
+
+
+def _as_message(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@functools.cache
+def _event_loop() -> Any:
+    """Return the worker's event loop: clients that a file keeps belong to it."""
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 def load(function: str, extract: str) -> BuiltIn | UserFunction:
@@ -79,8 +113,6 @@ def load(function: str, extract: str) -> BuiltIn | UserFunction:
     module = _user_module(path)
     if not callable(result := getattr(module, name, None)):
         raise ValueError(f"{path} defines no function {name!r}{did_you_mean(name, vars(module))}")
-    if inspect.iscoroutinefunction(result):
-        raise ValueError(f"{name} in {path} is async; expected a plain function")
     return UserFunction(result)
 
 
@@ -116,72 +148,43 @@ def _open_source(spec: str) -> reasoning_gym_tasks.Procedural | None:
 
 
 def math_verify(completion: str, answer: str | None, extract: str) -> float | None:
-    """Return 1 if math-verify finds the extracted answer equal to `answer`, else 0.
+    """Return 1 if the extracted answer equals `answer` as mathematics or as words, else 0.
 
-    Raises ValueError for an `answer` that is not mathematics. Source: math-verify 0.9, its LaTeX
-    grammar alone (its other parser evaluates text), with numbers built here, so that no answer is
-    compiled or evaluated (tests/hostile). Its equality ignores units, words after a number,
-    subscripts of numbers (`1_0` is 1) and the name in `x = 3`. The pool has the deadline.
+    Raises ValueError for an `answer` that cannot be read. The pool has the deadline.
     """
-    from math_verify import verify
-
     response = extract_answer(extract, completion)
     if answer is None or response is None:
         return None if answer is None else 0.0
-    if not (gold := _parse_math(expected_answer(extract, answer))):
-        raise ValueError(f"math-verify cannot read the expected answer {answer[-80:]!r}")
-    return float(verify(gold, _parse_math(response), timeout_seconds=None))
-
-
-def _parse_math(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig
-
-    text = text.replace(r"\$", "")  # an amount of money, not the edge of a formula
-    if not any(mark in text for mark in ("$", r"\boxed", r"\(", r"\[")):
-        text = f"${text}$"
-    return _math_parser()(
-        text,
-        extraction_config=[LatexExtractionConfig()],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,
-    )
-
-
-@functools.cache
-def _math_parser() -> Callable[..., list[Any]]:
-    """Return math-verify's `parse`, with `_number` for sympy.Number, which evaluates text."""
-    import logging
-
-    from latex2sympy2_extended import latex2sympy2
-    from math_verify import parse
-
-    # It warns at every start that its timeouts are off, which is on purpose.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    latex2sympy2.Number = _number
-    latex2sympy2._Latex2Sympy.parse_number = lambda _, text: _number(text.replace(",", ""))
-    return parse
-
-
-@functools.cache
-def _prepare_math() -> None:
-    # The first parse builds its grammar, the first comparison imports half of sympy.
-    math_verify("x(x+2)", "x^2+2x", "whole")
-
-
-def _number(text: str) -> Any:
-    """Read a sympy number; raises ValueError for any other text."""
-    import sympy
-
-    return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
+    return float(math_answers.equal(expected_answer(extract, answer), response))
 
 
 @functools.cache
 def _user_module(path: Path) -> types.ModuleType:
-    """Import a user's file once for all of its functions."""
-    spec = importlib.util.spec_from_file_location(f"reprise_reward_{path.stem}", path)
+    """Import a user's file once for all of its functions; like a script it imports neighbours."""
+    others = [module for name, module in sys.modules.items() if name.startswith(_MODULE)]
+    spec = importlib.util.spec_from_file_location(f"{_MODULE}{len(others)}_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and the like look themselves up there
+    for folder in map(
+        str, (Path.cwd(), path.parent)
+    ):  # our packages, which it may hide, come later
+        sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
     spec.loader.exec_module(module)
+    for other in others:
+        _refuse_same_names(path.parent, Path(str(other.__file__)).parent)
     return module
+
+
+def _refuse_same_names(one: Path, other: Path) -> None:
+    """Raise ValueError if two folders have a module of one name: a process imports one of them."""
+    for name, module in [*sys.modules.items()] if one != other else ():
+        in_both = all((f / f"{name}.py").is_file() or (f / name).is_dir() for f in (one, other))
+        if in_both and not {one, other}.isdisjoint(
+            Path(getattr(module, "__file__", None) or "").parents
+        ):
+            raise ValueError(
+                f"{one} and {other} both have a module {name}, and reward files share one process: "
+                "rename one of them"
+            )

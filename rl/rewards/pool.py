@@ -21,9 +21,6 @@ from rl.rewards.scores import (
     MAX_ATTEMPTS,
     Outcomes,
     Rewards,
-    Score,
-    ScoreJob,
-    example_json,
 )
 
 T = TypeVar("T")
@@ -43,9 +40,9 @@ class RewardPool(Rewards):
         validate(config)
         super().__init__(config, sample_limit_s(config, startup_s))
         self._tasks, self._startup_s = tuple(tasks), startup_s
-        # A sample, its future, and a function that makes the result of its outcomes.
+        # A job, its number of responses, its future, and a function that makes its result.
         self._queue = queue.SimpleQueue[
-            tuple[bytes, Future[Any], Callable[[Outcomes], Any]] | None
+            tuple[bytes, int, Future[Any], Callable[[list[Outcomes]], Any]] | None
         ]()
         self._workers: dict[int, WorkerProcess] = {}  # by slot
         self._threads: list[threading.Thread] = []
@@ -76,19 +73,16 @@ class RewardPool(Rewards):
             text = f"a reward worker did not start within {limit_s:.0f} s"
             raise RewardWorkerError(text) from None
 
-    def submit(self, job: ScoreJob) -> Future[Score]:
-        return self._put(job_body(job), self._to_score)
-
-    def outcomes(self, body: bytes) -> Future[Outcomes]:
+    def outcomes(self, body: bytes, size: int) -> Future[list[Outcomes]]:
         """Queue a `job_body`; another program combines and counts the outcomes."""
-        return self._put(body, lambda outcomes: outcomes)
+        return self._send(body, size, lambda outcomes: outcomes)
 
-    def _put(self, body: bytes, finish: Callable[[Outcomes], T]) -> Future[T]:
+    def _send(self, body: bytes, size: int, finish: Callable[[list[Outcomes]], T]) -> Future[T]:
         future = Future[T]()
         with self._lock:
             if self._closed or not self._threads:
                 raise RuntimeError("the reward pool is not open: use `with RewardPool(...)`")
-            self._queue.put((body, future, finish))
+            self._queue.put((body, size, future, finish))
         return future
 
     def close(self) -> None:
@@ -98,7 +92,7 @@ class RewardPool(Rewards):
         with contextlib.suppress(queue.Empty):
             while True:
                 if (item := self._queue.get_nowait()) is not None:
-                    item[1].cancel()
+                    item[2].cancel()
         for _ in self._threads:
             self._queue.put(None)
         for worker in workers:
@@ -118,11 +112,11 @@ class RewardPool(Rewards):
             return
         started.set_result(None)
         while (item := self._queue.get()) is not None:
-            body, future, finish = item
+            body, size, future, finish = item
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = finish(self._score(slot, body))
+                result = finish(self._score(slot, body, size))
             except BaseException as error:  # for the caller
                 future.set_exception(error)
             else:
@@ -165,7 +159,7 @@ class RewardPool(Rewards):
             self._error = self._error or error
         return error
 
-    def _score(self, slot: int, job: bytes) -> Outcomes:
+    def _score(self, slot: int, job: bytes, size: int) -> list[Outcomes]:
         stopped: WorkerStopped | None = None
         for _ in range(MAX_ATTEMPTS):
             self._refill(slot)
@@ -174,7 +168,7 @@ class RewardPool(Rewards):
             if self._error is not None:
                 raise self._error
             try:
-                return self._workers[slot].score(job)
+                return self._workers[slot].score(job, size)
             except RewardWorkerError as error:
                 raise self._fail(error) from error.__cause__
             except WorkerStopped as error:
@@ -187,7 +181,7 @@ class RewardPool(Rewards):
                         message = f"no result within Reward.deadline_s={limit_s}; killed"
                     outcomes: Outcomes = [[None, None, None] for _ in self.config.names]
                     outcomes[stopped.function] = [None, stopped.kind, message]
-                    return outcomes
+                    return [outcomes] * size
         text = (
             f"{MAX_ATTEMPTS} reward workers ended before they could start on one sample (the "
             f"last: {stopped}): does its task need more than Reward.memory_limit_mib?"
@@ -198,16 +192,3 @@ class RewardPool(Rewards):
 def sample_limit_s(config: RewardConfig, startup_s: float = STARTUP_S) -> float:
     """All limits of one sample together."""
     return MAX_ATTEMPTS * (2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S)
-
-
-def job_body(job: ScoreJob) -> bytes:
-    """Return a job as workers read it. Raises TypeError for columns that are not JSON."""
-    example = job.example
-    message = {
-        "prompt": example.prompt,
-        "completion": job.completion,
-        "completion_ids": [int(token) for token in job.completion_ids],
-        "columns": {**example.columns, "answer": example.answer, "task": example.task},
-        "spec": example.spec or example.task,
-    }
-    return example_json(example, message).encode()

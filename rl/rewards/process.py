@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
 MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
 _REAP_S = 10.0  # a killed process has ended by then, unless it is stuck in the kernel
-_MAX_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 24  # failures of a large group, each with its message
 MAX_OUTPUT_BYTES = 1 << 20  # of a sample, or of the start
 _CUT = b"\n... (the rest of this sample's output is left out)\n"
 
@@ -60,7 +61,7 @@ class WorkerProcess:
         self._readable.register(self._socket, select.POLLIN)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rl.rewards.worker"],
+                [sys.executable, "-P", "-m", "rl.rewards.worker"],  # with our packages, first
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -93,12 +94,12 @@ class WorkerProcess:
                 f"({self._output.whereabouts})"
             ) from stopped
 
-    def score(self, job: bytes) -> list[list[Any]]:
-        """Score one sample: [[value, failure kind, message], ...], one per function.
+    def score(self, job: bytes, size: int) -> list[list[list[Any]]]:
+        """Score a job of `size` responses: [value, failure kind, message] by response and function.
 
-        The worker has to accept the sample within the deadline (5 s at least). Its preparation may
+        The worker has to accept the job within the deadline (5 s at least). Its preparation may
         take as long as a start; then the deadline runs. Raises WorkerStopped, and
-        RewardWorkerError if the sample's task cannot be opened.
+        RewardWorkerError if its task cannot be opened.
         """
         deadline_s, num_functions = self._config.deadline_s, len(self._config.functions)
         limit, function = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S), None
@@ -110,7 +111,7 @@ class WorkerProcess:
             while True:
                 answer = self._receive(ticket, limit)
                 if "outcomes" in answer:
-                    return _checked(answer["outcomes"], num_functions)
+                    return _checked(answer["outcomes"], size, num_functions)
                 if answer["at"] is None:
                     limit = time.monotonic() + self._startup_s
                     continue
@@ -227,11 +228,11 @@ def _seconds_to(limit: float) -> float:
     return max(1e-3, limit - time.monotonic())  # 0 would be a socket that does not wait
 
 
-def _checked(outcomes: Any, num_functions: int) -> list[list[Any]]:
-    """Check that outcomes are [[value, failure kind, message], ...]; raises ValueError."""
-    if len(outcomes) != num_functions:
-        raise ValueError(f"expected {num_functions} outcomes, got {len(outcomes)}")
-    for value, kind, message in outcomes:
+def _checked(outcomes: Any, size: int, num_functions: int) -> list[list[list[Any]]]:
+    """Check that outcomes are [value, failure kind, message] as often as expected; ValueError."""
+    if (lengths := [len(row) for row in outcomes]) != [num_functions] * size:
+        raise ValueError(f"expected {size} times {num_functions} outcomes, got {lengths}")
+    for value, kind, message in itertools.chain(*outcomes):
         is_number = isinstance(value, float) and math.isfinite(value)
         if not (is_number or value is None) or (kind is None) != (message is None):
             raise ValueError(f"expected value, kind and message, got {[value, kind, message]!r}")

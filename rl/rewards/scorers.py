@@ -7,15 +7,18 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
-from rl.rewards.pool import STARTUP_S, RewardPool, job_body, sample_limit_s
+from rl.rewards.pool import STARTUP_S, RewardPool, sample_limit_s
 from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import MARGIN_S, MAX_ATTEMPTS, Outcomes, Rewards, Score, ScoreJob
+from rl.rewards.scores import MARGIN_S, MAX_ATTEMPTS, Outcomes, Rewards
 from rl.runtime.waits import ProgramLost
+
+T = TypeVar("T")
 
 
 class ScoringActor:
@@ -30,9 +33,9 @@ class ScoringActor:
     def ready(self) -> None:
         """Return at once: its reward workers have started."""
 
-    def score(self, body: bytes) -> Outcomes:
+    def score(self, body: bytes, size: int) -> list[Outcomes]:
         try:
-            return self._pool.outcomes(body).result()
+            return self._pool.outcomes(body, size).result()
         except RewardWorkerError as error:  # no workers can be started here any more
             raise ActorDied(str(error)) from error
 
@@ -83,12 +86,12 @@ class Scorers(Rewards):
                 raise RewardWorkerError(str(error)) from error
             raise
 
-    def submit(self, job: ScoreJob) -> Future[Score]:
+    def _send(self, body: bytes, size: int, finish: Callable[[list[Outcomes]], T]) -> Future[T]:
         if self._is_closed:
             raise RuntimeError("the scorers are closed")
-        scored = Future[Score]()
+        scored = Future[T]()
         scored.set_running_or_notify_cancel()
-        self._place(job_body(job), scored, 0)
+        self._place((body, size), lambda outcomes: scored.set_result(finish(outcomes)), scored, 0)
         return scored
 
     def close(self) -> None:
@@ -96,28 +99,34 @@ class Scorers(Rewards):
         for actor in self.actors:
             actor.close()
 
-    def _place(self, body: bytes, scored: Future[Score], num_losses: int) -> None:
+    def _place(
+        self,
+        job: tuple[bytes, int],
+        on_outcomes: Callable[[list[Outcomes]], None],
+        scored: Future[Any],
+        num_losses: int,
+    ) -> None:
         with self._lock:
             usable = [actor for actor in self.actors if actor.fatal_error is None] or self.actors
             actor = min(usable, key=lambda a: (not a.is_there, self._num_jobs[a]))
             self._num_jobs[actor] += 1
 
-        def finish(sent: Future[Outcomes]) -> None:
+        def finish(sent: Future[list[Outcomes]]) -> None:
             with self._lock:
                 self._num_jobs[actor] -= 1
             if (error := sent.exception()) is None:
                 self._answered_s = time.monotonic()
-                scored.set_result(self._to_score(sent.result()))
+                on_outcomes(sent.result())
             elif self._is_closed:
                 scored.set_exception(RuntimeError("closed before this sample was scored"))
             elif not isinstance(error, ProgramLost):
                 scored.set_exception(error)
             elif num_losses + 1 < MAX_ATTEMPTS:
-                self._place(body, scored, num_losses + 1)
+                self._place(job, on_outcomes, scored, num_losses + 1)
             else:
                 text = f"{MAX_ATTEMPTS} scorers were lost while they had one sample: {error}"
                 self._error = RewardWorkerError(text)
                 scored.set_exception(self._error)
 
         # its pool has deadlines
-        actor.call("score", body, limit_s=math.inf).add_done_callback(finish)
+        actor.call("score", *job, limit_s=math.inf).add_done_callback(finish)

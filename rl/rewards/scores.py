@@ -11,18 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.worker import LARGEST_REWARD
 
+T = TypeVar("T")
 # A worker that dies before a sample's scoring starts is not that sample's fault.
 MAX_ATTEMPTS = 3
 MARGIN_S = 30.0  # beyond the sum of the limits: to start a process, or reap one
 _POLL_S = 0.1
-Outcomes = list[list[Any]]  # value, kind of failure and message of each function
+Outcomes = list[list[Any]]  # of a response: value, kind of failure and message of each function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +33,22 @@ class ScoreJob:
     example: Example
     completion: str
     completion_ids: Sequence[int] = ()
+
+
+def job_body(jobs: Sequence[ScoreJob]) -> bytes:
+    """Return responses to one example as workers read them.
+
+    Raises TypeError for columns that are not JSON.
+    """
+    example = jobs[0].example
+    message = {
+        "prompt": example.prompt,
+        "completions": [job.completion for job in jobs],
+        "completion_ids": [[int(token) for token in job.completion_ids] for job in jobs],
+        "columns": {**example.columns, "answer": example.answer, "task": example.task},
+        "spec": example.spec or example.task,
+    }
+    return example_json(example, message).encode()
 
 
 def example_json(example: Example, value: Any) -> str:
@@ -89,20 +106,28 @@ class Rewards(abc.ABC):
     def wait_started(self) -> None:
         """Wait for the workers. Closes, and raises as `__enter__` does, if one fails."""
 
-    @abc.abstractmethod
     def submit(self, job: ScoreJob) -> Future[Score]:
-        """Queue a sample; returns at once.
+        """Queue a response, as `submit_group`."""
+        return self._send(job_body([job]), 1, lambda outcomes: self._to_score(outcomes[0]))
 
-        Raises RuntimeError if closed, TypeError for columns that are not JSON. The future raises
-        RewardWorkerError if workers can no longer be started.
+    def submit_group(self, jobs: Sequence[ScoreJob]) -> Future[list[Score]]:
+        """Queue responses to one example, which each function receives in one call.
+
+        Returns at once. Raises RuntimeError if closed, TypeError for columns that are not JSON. The
+        future raises RewardWorkerError if workers can no longer be started.
         """
+        return self._send(job_body(jobs), len(jobs), lambda rows: [*map(self._to_score, rows)])
+
+    @abc.abstractmethod
+    def _send(self, body: bytes, size: int, finish: Callable[[list[Outcomes]], T]) -> Future[T]:
+        """Queue a `job_body` of `size` responses; `finish` makes the future's result."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Kill the workers; cancel queued samples. Samples being scored raise RuntimeError."""
 
-    def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
-        """Wait for a sample's score; `on_wait` is called meanwhile, and may raise.
+    def result(self, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
+        """Wait for the scores of a job; `on_wait` is called meanwhile, and may raise.
 
         Raises the future's error, or RewardWorkerError once all limits of one sample have passed.
         """

@@ -4,10 +4,11 @@
 
 in   {"ticket", "body": {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}}
 out  {"ticket", "ready": true} | {"ticket", "fatal": message}
-in   {"ticket", "body": {"prompt", "completion", "completion_ids", "columns", "spec"}}
-out  {"ticket", "at": null}           it accepts the sample
+in   {"ticket", "body": {"prompt", "completions", "completion_ids", "columns", "spec"}}
+out  {"ticket", "at": null}           it accepts the job: one response, or all of a group
 out  {"ticket", "at": k}              function k starts; the first one starts the deadline
-out  {"ticket", "outcomes": [[value, kind, message], ...]} | {"ticket", "fatal": message}
+out  {"ticket", "outcomes": [[[value, kind, message], one of each function], one of each response]}
+     | {"ticket", "fatal": message}
 
 Every answer carries the ticket of its request. A child that a scorer forks, and that returns
 here, ends without an answer. The process ends when the socket or its parent does.
@@ -86,29 +87,36 @@ def _serve(functions: list, ticket: str, job: Mapping[str, Any], writer: Writer)
         traceback.print_exc()
         writer.send(ticket, fatal=_describe(error))
         return
-    outcomes = []
+    columns = []
     for number, function in enumerate(functions):
         writer.send(ticket, at=number)
-        outcomes.append(_outcome(function, job))
-    writer.send(ticket, outcomes=outcomes)
+        columns.append(_outcomes(function, job))
+    writer.send(ticket, outcomes=list(zip(*columns, strict=True)))
 
 
-def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
+def _outcomes(function: Any, job: Mapping[str, Any]) -> list[ScoreOutcome]:
+    size = len(job["completions"])
     try:
-        return read_result(function(**job))
-    except BaseException as error:  # sys.exit() in a scorer costs one sample, not a worker
-        return None, "raised", _describe(error)
+        return read_result(function.score(**job), size)
+    except BaseException as error:  # sys.exit() in a scorer costs one job, not a worker
+        return [(None, "raised", _describe(error))] * size
 
 
-def read_result(result: Any) -> ScoreOutcome:
-    """Check a function's result for one sample: a list (or array) of one finite number or None."""
+def read_result(result: Any, size: int) -> list[ScoreOutcome]:
+    """Check a function's result for `size` responses: a list or array of numbers and None."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
-        return None, "not_a_list", f"expected a list of 1 number, got {_shown(result)}"
-    if len(result) != 1:
-        return None, "length", f"expected 1 value for 1 completion, got {len(result)} values"
-    value = result[0]
+        text = f"expected a list of {_count(size, 'number')}, got {_shown(result)}"
+        return [(None, "not_a_list", text)] * size
+    if len(result) != size:
+        got = _count(len(result), "value")
+        text = f"expected {_count(size, 'value')} for {_count(size, 'completion')}, got {got}"
+        return [(None, "length", text)] * size
+    return [_read_value(value) for value in result]
+
+
+def _read_value(value: Any) -> ScoreOutcome:
     if value is None:
         return None, None, None
     if hasattr(value, "item"):
@@ -126,6 +134,10 @@ def read_result(result: Any) -> ScoreOutcome:
             f"expected a number of at most {LARGEST_REWARD:g} in size, got {number}",
         )
     return number, None, None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from models import hf, transformer
 from policies.make.characters import save_character_tokenizer
 from rl.config import TrainConfig, recipe
+from rl.config_checks import check_correct_by, check_task_names
 from rl.engine.config import EngineConfig
 from rl.gin.loader import ConfigError, load
 from rl.inputs import open_inputs, remarks
@@ -480,3 +482,44 @@ def test_what_the_same_noise_draws_again_is_drawn_by_gumbel_unless_it_is_named(
     assert SamplingConfig().draw == "auto"
     sampling = load(TrainConfig, [tiny], overrides).sampling
     assert sampling.draw == sampling.scheme == scheme
+
+
+# --- the verdict of pass@k ------------------------------------------------------------------
+
+EVALUATED = ("Eval.num_prompts=2", "Eval.sets=('own=reasoning_gym:gcd',)")
+TWO = "Reward.functions=('task', 'exact_match')"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((TWO,), 'since Reward.functions has several; got none: set it to "task" or "exact_match"'),
+        (("Reward.weights=(2.0,)",), "since Reward.weights is not 1"),
+        (("Algorithm.name='dapo'",), "since Algorithm adds a length penalty"),
+        (("Eval.correct_by='digit'",), """expected "digits", got 'digit'; did you mean 'digits'"""),
+    ],
+)
+def test_a_verdict_that_is_not_clear_is_asked_for(tiny, settings, message):
+    def check(*more):
+        check_correct_by(load(TrainConfig, [tiny], [*EVALUATED, *settings, *more]))
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check()
+    check("Eval.num_prompts=0")
+    name = "exact_match" if TWO in settings else "digits"
+    check(f"Eval.correct_by='{name}'")
+
+
+def test_a_single_function_is_the_verdict_and_may_be_named_by_its_file(tiny):
+    config = load(TrainConfig, [tiny], EVALUATED)
+    check_correct_by(config)
+    assert config.correct_by == "digits"
+    by_file = [*EVALUATED, f"Eval.correct_by={config.reward.functions[0]!r}"]
+    check_correct_by(named := load(TrainConfig, [tiny], by_file))
+    assert named.correct_by == "digits"
+
+
+def test_a_task_of_a_mix_may_not_have_a_functions_name(tiny):
+    specs = "Task.specs=('digits=reasoning_gym:gcd', 'b=reasoning_gym:lcm')"
+    with pytest.raises(ValueError, match="a task and a reward function are both called 'digits'"):
+        check_task_names(load(TrainConfig, [tiny], [specs]))

@@ -221,6 +221,25 @@ def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, defe
     assert row["example_id"] == seen[0][0].prompts.examples[1].example_id
 
 
+def test_a_group_with_a_deferred_response_is_scored_and_learnt_from_once_it_is_whole(
+    tiny, tmp_path, deferring
+):
+    (tmp_path / "rank.py").write_text(
+        "def rank(completions, **columns):\n"
+        "    assert len(completions) == 4\n"
+        "    return [float(sorted(completions).index(text)) for text in completions]\n"
+    )
+    rank = f"Reward.functions=('{tmp_path}/rank.py:rank',)"
+    settings = ("Sched.workers=1", "Reward.per='group'", rank)
+    done = finish(tiny, tmp_path / "run", *FOUR, *settings)
+    assert [row["completions/count"] for row in done.rows] == [4, 12, 8, 8]
+    assert [row["rollout/carried"] for row in done.rows] == [0, 4, 0, 0]
+    assert all(row["rewards/failures"] == 0 for row in done.rows)
+    carried = [s for s in samples(done) if s["step"] == 2][-4:]
+    assert len({s["example_id"] for s in carried}) == 1
+    assert abs(sum(s["advantage"] for s in carried)) < 1e-5
+
+
 def test_what_went_on_when_a_run_was_stopped_is_asked_anew(tiny, tmp_path, monkeypatch):
     """By the step that it had gone on into, so that every sample is learnt from once."""
     settings = (*FOUR, "Sched.workers=1", "Checkpoint.every_steps=0")

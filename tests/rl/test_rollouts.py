@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trajectories import trajectory
 
 from rl.data.prompts import DataOrder, UnreadableExample
 from rl.data.tasks import Example
@@ -20,10 +21,44 @@ from rl.runtime.signals import Stopped, Watch
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
     asked = iter([False, True])
     watch = Watch(should_stop=lambda: next(asked))
-    scorer = Scorer(None, RewardPool(RewardConfig()), watch.check)
-    scorer._waiting[7] = Future(), "text"  # whose score never comes
+    scorer = Scorer(None, RewardPool(RewardConfig()), watch.check, 1)
+    scorer._waiting[7] = Future(), 0, "text"  # whose score never comes
     with pytest.raises(Stopped):
         scorer.responses([SimpleNamespace(request_id=7, group_id=0, sample_index=0)], None)
+
+
+def test_a_group_is_scored_once_its_last_response_has_ended():
+    sent = []
+
+    class Rewards:
+        config = RewardConfig(per="group")
+
+        def submit_group(self, jobs):
+            sent.append([job.completion for job in jobs])
+            future = Future()
+            future.set_result([Score({}, float(len(sent)) + i) for i in range(len(jobs))])
+            return future
+
+        def result(self, future, check):
+            return future.result()
+
+    scorer = Scorer(SimpleNamespace(decode=lambda ids: str(ids[0])), Rewards(), None, 2)
+    scorer.examples = {5: Example("e", "q", "1", {}, "t"), 6: Example("f", "q", "1", {}, "t")}
+    responses = {
+        (g, i): trajectory(10 * g + i, [1], [10 * g + i], group=g, sample=i, reward=None)
+        for g in (5, 6)
+        for i in (0, 1)
+    }
+    for place in ((5, 1), (6, 0)):
+        scorer(responses[place])
+    assert sent == [] and scorer.waits_for(5) and scorer.waits_for(6)
+    scorer(responses[5, 0])
+    assert sent == [["50", "51"]], "in the order of the samples"
+    assert not scorer.waits_for(5) and scorer.waits_for(6)
+    scorer(responses[6, 1])
+    found = scorer.responses(responses.values(), None)
+    assert [t.reward for t in found.trajectories] == [1.0, 2.0, 2.0, 3.0]
+    assert found.texts == ["50", "51", "60", "61"]
 
 
 def test_a_failure_that_quotes_a_response_is_one_line():

@@ -107,7 +107,7 @@ class OneBehind:
             policy_version=max(by - 2, 0),
             rule=self.rules[by],
         )
-        scorer = Scorer(system.inputs.tokenizer, system.rewards, lambda: None)
+        scorer = Scorer(system.inputs.tokenizer, system.rewards, lambda: None, size)
         scorer.examples.update(enumerate(new.examples, len(before)))
         done = system.engine.run(spec, requests, on_finish=scorer)
         for t in done:

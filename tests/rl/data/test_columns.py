@@ -164,3 +164,15 @@ def test_math_as_published(tmp_path):
 def test_a_key_is_the_same_for_the_same_question():
     chat = (turn("system", "s"), turn("user", "What  is\n2+2?"))
     assert prompt_key(chat) == prompt_key("what is 2+2? ") != prompt_key("what is 2+3?")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(5.0, "5"), (-0.0, "0"), (5.5, "5.5"), (2.0**53, "9007199254740992.0"), (1e300, "1e+300")]
+    + [(7, "7"), (2**60, str(2**60)), (True, "True"), ("5.0", "5.0"), (None, None)],
+)
+def test_answers_that_are_numbers(value, text):
+    """Whole floats are integers: a hole in a column makes it one of floats."""
+    row = {"prompt": "q", "answer": value}
+    layout = find_layout(parse_spec("jsonl:x.jsonl"), row)
+    assert read_row(layout, row, "x")[1] == text

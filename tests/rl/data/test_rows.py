@@ -241,6 +241,16 @@ def test_values_become_plain_json(tmp_path):
         read(open_rows("parquet", [tmp_path / "b.parquet"]))
 
 
+def test_numbers_of_single_precision_stay_as_they_were_written(tmp_path):
+    table = pyarrow.table({"x": pyarrow.array([0.1, None, 5.0], pyarrow.float32())})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for form, path in (("parquet", "a.parquet"), ("datasets", "a.arrow")):
+        rows = read(open_rows(form, [tmp_path / path]))
+        assert [row["x"] for row in rows] == [0.1, None, 5.0]
+
+
 @pytest.mark.parametrize("form", ["parquet", "datasets"])
 @pytest.mark.parametrize("size", [0, 3, 40, -20])
 def test_a_file_that_is_cut_off_is_named(tmp_path, form, size):

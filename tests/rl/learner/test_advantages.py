@@ -80,6 +80,21 @@ def test_bad_arguments():
         group_advantages([1.0], [0, 1])
 
 
+@pytest.mark.parametrize("normalise", ["std", "none"])
+def test_rewards_that_differ_by_rounding_alone_are_equal(normalise):
+    noise = 0.1 + 0.2, 0.3, np.nextafter(0.3, 0), float(np.float32(0.3))
+    large = 1e9 * noise[0], 1e9 * noise[1]
+    for rewards in (noise, large):
+        groups = [0] * len(rewards)
+        assert not group_advantages(rewards, groups, normalise=normalise).any()
+        assert not leave_one_out_advantages(rewards, groups).any()
+        assert informative_groups(rewards, groups) == set()
+        assert reward_statistics(rewards, groups)["frac_reward_zero_std"] == 1.0
+    for rewards in ([0.3, 0.3 + 1e-6], [1e6, 1e6 + 1e-6], [0.0, 1e-6]):
+        assert group_advantages(rewards, [0, 0], normalise=normalise).all()
+        assert informative_groups(rewards, [0, 0]) == {0}
+
+
 def test_leave_one_out_by_hand():
     # others of group 0: means 0.5, 1, 1.5; of group 1 (one missing): 4 and 2
     rewards, groups = [2.0, 1.0, 0.0, 2.0, None, 4.0], [0, 0, 0, 1, 1, 1]

@@ -67,11 +67,11 @@ def test_other_values_have_a_bootstrap_of_their_questions():
 def test_responses_to_one_question_do_not_count_as_independent():
     def width(num_questions, samples):
         responses = [
-            EvalResponse(q, 0.25 + 0.5 * (q % 2), 1, False, False)
+            EvalResponse(q, 0.25 + 0.5 * (q % 2), False, 1, False, False)
             for q in range(num_questions)
             for _ in range(samples)
         ]
-        found = set_metrics(responses, samples, (1,), 0.5)
+        found = set_metrics(responses, samples, (1,))
         return found["mean_reward_high"] - found["mean_reward_low"]
 
     assert width(40, 1) == width(40, 8) > width(320, 1)
@@ -88,12 +88,12 @@ def test_the_bounds_of_sets_add_in_squares():
 
 def test_a_set_by_hand():
     responses = [
-        EvalResponse(0, 1.0, 4, False, False),
-        EvalResponse(0, 0.5, 8, True, False),
-        EvalResponse(1, 0.0, 6, False, False),
-        EvalResponse(1, None, 6, False, True),  # not scored: not correct, not in the mean
+        EvalResponse(0, 1.0, True, 4, False, False),
+        EvalResponse(0, 0.5, False, 8, True, False),
+        EvalResponse(1, 0.0, False, 6, False, False),
+        EvalResponse(1, None, False, 6, False, True),  # not scored: not in the mean
     ]
-    found = set_metrics(responses, 2, (1, 2), 1.0)
+    found = set_metrics(responses, 2, (1, 2))
     bounds = {name for name in found if name.endswith(("_low", "_high"))}
     assert {name: found[name] for name in found.keys() - bounds} == {
         "mean_reward": 0.375,  # the mean of 0.75 and 0
@@ -106,20 +106,18 @@ def test_a_set_by_hand():
     }
     for name in ("mean_reward", "pass@1", "pass@2"):
         assert 0 <= found[f"{name}_low"] <= found[name] <= found[f"{name}_high"] <= 1
-    lower = set_metrics(responses, 2, (1,), 0.5)
-    assert lower["pass@1"] == 0.5
 
 
 def test_a_set_without_any_reward_has_no_mean_reward():
-    found = set_metrics([EvalResponse(0, None, 4, False, True)], 1, (1,), 1.0)
+    found = set_metrics([EvalResponse(0, None, False, 4, False, True)], 1, (1,))
     assert "mean_reward" not in found and found["pass@1"] == 0
-    whole = set_metrics([EvalResponse(0, 1.0, 4, False, False)], 1, (1,), 1.0)
+    whole = set_metrics([EvalResponse(0, 1.0, True, 4, False, False)], 1, (1,))
     assert "mean_reward" not in overall_metrics([whole, found])
 
 
 def test_sets_of_any_size_count_the_same():
-    small = set_metrics([EvalResponse(0, 1.0, 4, False, False)], 1, (1,), 1.0)
-    large = set_metrics([EvalResponse(i, 0.0, 8, True, False) for i in range(9)], 1, (1,), 1.0)
+    small = set_metrics([EvalResponse(0, 1.0, True, 4, False, False)], 1, (1,))
+    large = set_metrics([EvalResponse(i, 0.0, False, 8, True, False) for i in range(9)], 1, (1,))
     both = overall_metrics([small, large])
     assert (both["pass@1"], both["mean_reward"], both["mean_length"]) == (0.5, 0.5, 6.0)
     assert (both["truncated"], both["questions"]) == (0.5, 10)

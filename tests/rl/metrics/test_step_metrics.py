@@ -80,6 +80,13 @@ def test_values_that_are_none_are_left_out_and_failures_are_counted():
     assert row["rewards/failures"] == 1
 
 
+def test_the_tasks_of_a_mix_have_means_of_their_own():
+    rewards, tasks = scores(1.0, 0.0, 3.0), ("sums", "sums", "words")
+    row = step_metrics(TRAJECTORIES, rewards, stats(), step=3, tasks=tasks)
+    means = {name: row[f"rewards/{name}/mean"] for name in ("digits", *tasks)}
+    assert means == {"digits": pytest.approx(4 / 3), "sums": 0.5, "words": 3.0}
+
+
 def test_a_function_without_any_value_has_no_mean():
     row = step_metrics(TRAJECTORIES, scores(None, None, None), stats(), step=3)
     assert not [name for name in row if name.startswith("rewards/digits")]

@@ -11,7 +11,7 @@ import pytest
 from rl.data.answers import extract_answer
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig, validate
-from rl.rewards.functions import _number, exact_match, load, math_verify, task_reward
+from rl.rewards.functions import exact_match, load, math_verify, task_reward
 from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import ScoreJob
@@ -75,50 +75,20 @@ def test_task_reward_uses_the_verifier_or_exact_match():
     assert paid("#### 1,000.0", "jsonl:x.jsonl") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "gold", "expected"),
-    [
-        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
-        (r"\boxed{1/2}", r"$\frac12$", 1.0),
-        (r"\boxed{x(x+2)}", "x^2+2x", 1.0),
-        (r"\boxed{3}", "4", 0.0),
-        (r"\boxed{\$1,000}", "1000", 1.0),
-        (r"\boxed{5}", r"\$5", 1.0),
-        ("4", "4", 0.0),  # no box, no answer
-        ("x", None, None),
-        (r"\boxed{__import__('os').getpid()}", "4", 0.0),
-    ],
-)
-def test_math_verify(completion, gold, expected):
-    assert math_verify(completion, gold, "boxed") == expected
-
-
-def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
-    import math_verify.parser
-
-    seen = []
-    monkeypatch.setattr(math_verify.parser, "parse_expr", lambda text, **_: seen.append(text))
-    verify = load("math_verify", "whole")
-    # The lone $ keeps the text from being read as LaTeX.
-    for text in ("print(1)", "2**3", "1+1", "it costs $ or so: (3+4)*5", "The answer is 12."):
-        verify(text, {"answer": "12"}, "jsonl:x", prompt="q")
-    assert seen == []
-    math_verify.parser.parse("it costs $ or so: (3+4)*5")  # its default would have
-    assert seen != []
-
-
-def test_math_verify_says_when_the_expected_answer_is_unreadable():
-    with pytest.raises(ValueError, match="expected answer"):
-        math_verify(r"\boxed{1}", "", "boxed")
-
-
 def test_results_of_arrays_and_scalars_count_as_numbers():
-    assert read_result(np.array([0.25])) == (0.25, None, None)
-    assert read_result([np.float32(0.5)]) == (0.5, None, None)
-    assert read_result((1,)) == (1.0, None, None)
-    assert read_result([np.array([1.0, 2.0]).sum()]) == (3.0, None, None)
-    assert read_result("1")[1] == "not_a_list"
-    assert read_result([[1.0]])[1] == "not_a_number"
+    for result, number in (
+        (np.array([0.25]), 0.25),
+        ([np.float32(0.5)], 0.5),
+        ((1,), 1.0),
+        ([np.array([1.0, 2.0]).sum()], 3.0),
+    ):
+        assert read_result(result, 1) == [(number, None, None)]
+    assert read_result("1", 1)[0][1] == "not_a_list"
+    assert read_result([[1.0]], 1)[0][1] == "not_a_number"
+    # of a group: a call fails for all, a value for its own response
+    values = read_result(np.array([0.5, np.nan, 1.0]), 3)
+    assert [kind for _, kind, _ in values] == [None, "not_finite", None]
+    assert [kind for _, kind, _ in read_result([1.0, 2.0], 3)] == ["length"] * 3
 
 
 @pytest.mark.parametrize(
@@ -132,6 +102,7 @@ def test_results_of_arrays_and_scalars_count_as_numbers():
         ({"weights": (float("nan"),)}, "finite"),
         ({"extract": "boxd"}, "did you mean 'boxed'"),
         ({"on_failure": "ignore"}, "zero, skip, got 'ignore'"),
+        ({"per": "grup"}, "did you mean 'group'"),
         ({"deadline_s": 0.0}, "positive"),
         ({"workers": 0}, "at least 1"),
         ({"memory_limit_mib": 1}, "at least 64"),
@@ -163,18 +134,6 @@ def test_workers_have_a_memory_limit_that_math_and_arrays_fit_into(tmp_path):
             pass
 
 
-def test_numbers_are_what_sympy_would_make_of_them():
-    import sympy
-
-    for text in ("1", "0.5", ".5", "1.", "5E-310", "1E5", "123.4567890123456789012345"):
-        made, theirs = _number(text), sympy.Number(text)
-        assert made == theirs and type(made) is type(theirs)
-        assert getattr(made, "_prec", 0) == getattr(theirs, "_prec", 0)
-    for text in ("x", "1+1", "__import__('os')"):
-        with pytest.raises(ValueError, match="could not convert|not a valid|string-float"):
-            _number(text)
-
-
 def test_user_files_are_checked_without_running_them(tmp_path):
     def check(path, name):
         validate(RewardConfig(functions=(f"{path}:{name}",)))
@@ -185,13 +144,9 @@ def test_user_files_are_checked_without_running_them(tmp_path):
         check(tmp_path / "absent.py", "f")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("fauly", "no function 'fauly'; did you mean 'faulty'"), ("later", "async")],
-)
-def test_functions_that_a_file_lacks_are_refused_when_it_is_loaded(name, message):
-    with pytest.raises(ValueError, match=message):
-        load(f"{PLUGINS / 'faults.py'}:{name}", "hash")
+def test_functions_that_a_file_lacks_are_refused_when_it_is_loaded():
+    with pytest.raises(ValueError, match="no function 'fauly'; did you mean 'faulty'"):
+        load(f"{PLUGINS / 'faults.py'}:fauly", "hash")
 
 
 def test_the_worker_imports_nothing_heavy():

@@ -219,6 +219,65 @@ def test_user_functions_get_columns_ids_and_chats_as_trl_gives_them():
         assert pool.submit(job("hello", prompt=prompt)).result(timeout=60).total == 1.0
 
 
+GROUP = ("a", "abc", "ab")
+
+
+def group(pool, *completions):
+    jobs = [job(text, n=1, ids=(i,)) for i, text in enumerate(completions)]
+    return pool.submit_group(jobs).result(timeout=60)
+
+
+def test_a_group_is_scored_in_one_call_and_fails_as_one():
+    functions = f"{PLUGINS / 'faults.py'}:longest", "exact_match"
+    with RewardPool(config(*functions, weights=(1.0, 0.5), extract="whole")) as pool:
+        assert [s.total for s in group(pool, *GROUP)] == [0.0, 1.0, 0.0]
+        assert [s.values["exact_match"] for s in group(pool, "4", "5")] == [1.0, 0.0]
+        one = group(pool, "a", "nan", "abcd")  # a value is its response's alone
+        assert [s.failure and s.failure.partition(":")[0] for s in one] == [
+            *(None, "longest/not_finite", None)
+        ]
+        impatient(pool)
+        late = group(pool, "a", "hang", "b")
+        assert {s.failure.partition(":")[0] for s in late} == {"longest/deadline"}
+        assert pool.counters["longest", "deadline"] == 3
+        died = group(pool, "a", "die")
+        assert [s.total for s in died] == [0.0, 0.0]
+        assert {s.failure.partition(":")[0] for s in died} == {"longest/died"}
+
+
+def test_async_functions_score_responses_and_groups_in_one_event_loop():
+    with RewardPool(config(f"{PLUGINS / 'faults.py'}:later")) as pool:
+        assert pool.submit(job("x")).result(timeout=60).total == 1.0
+        assert [s.total for s in group(pool, *GROUP)] == [1.0] * 3
+        failed = group(pool, "a", "raise")
+        assert {s.failure.partition(" (")[0] for s in failed} == {
+            "later/raised: RuntimeError: judge is away"
+        }
+        assert pool.submit(job("x")).result(timeout=60).total == 1.0
+
+
+def test_a_reward_file_imports_its_neighbours(tmp_path, monkeypatch):
+    """As a script does: also a package called models, which is not ours."""
+    folder = tmp_path / "rewards"
+    (folder / "models").mkdir(parents=True)
+    (folder / "models" / "__init__.py").write_text("BONUS = 2.0\n")
+    (folder / "helper.py").write_text("from models import BONUS\n")
+    (tmp_path / "spec.py").write_text("FACTOR = 3.0\n")  # where the run was started
+    body = "from helper import BONUS\nfrom spec import FACTOR\n"
+    body += "def score(completions, **c): return [BONUS * FACTOR]\n"
+    (folder / "mine.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    with RewardPool(config("rewards/mine.py:score", "exact_match", extract="whole")) as pool:
+        assert pool.submit(job("4")).result(timeout=60).total == 7.0
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "helper.py").write_text("BONUS = 5.0\n")
+    (other / "more.py").write_text("from helper import BONUS\ndef more(**c): return [BONUS]\n")
+    with pytest.raises(RewardWorkerError, match="both have a module helper"):
+        with RewardPool(config("rewards/mine.py:score", "other/more.py:more")):
+            pass
+
+
 def test_an_import_error_in_the_users_file_is_told_at_the_start():
     with pytest.raises(RewardWorkerError, match="a_module_that_does_not_exist"):
         with RewardPool(config(f"{PLUGINS / 'broken_import.py'}:score", workers=2)):

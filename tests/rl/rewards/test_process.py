@@ -118,7 +118,7 @@ def test_later_samples_get_the_error_of_a_failed_replacement(monkeypatch, method
 def test_an_error_while_asking_fails_one_sample_and_the_thread_continues(monkeypatch):
     with RewardPool(config("half")) as pool:
         with monkeypatch.context() as patch:
-            patch.setattr(process.WorkerProcess, "score", lambda self, job: [][1])
+            patch.setattr(process.WorkerProcess, "score", lambda self, job, size: [][1])
             with pytest.raises(IndexError):
                 pool.submit(ScoreJob(EXAMPLE, "x")).result(timeout=60)
         assert scores_of(pool, ["x"])[0].total == 0.5

@@ -38,8 +38,10 @@ def test_scores_and_failures_are_those_of_a_pool():
     jobs = [job(i, word) for i, word in enumerate(words)]
     with RewardPool(config) as pool:
         wanted = [pool.result(f) for f in [pool.submit(j) for j in jobs]]
+        wanted += pool.result(pool.submit_group(jobs[6::2]))
     with scorers(ThreadRoom(), config=config) as there:
         found = [there.result(f) for f in [there.submit(j) for j in jobs]]
+        found += there.result(there.submit_group(jobs[6::2]))
         with pytest.raises(TypeError, match=r"q#3: its columns must be JSON values"):
             there.submit(job(3, bad=object()))
     assert found == wanted
@@ -70,7 +72,7 @@ def test_responses_of_a_lost_scorer_are_scored_elsewhere_and_it_starts_again():
 
 @pytest.mark.fault
 def test_samples_are_not_sent_for_ever_nor_scorers_started_for_ever(monkeypatch):
-    def broken(self, body):
+    def broken(self, body, size):
         raise RewardWorkerError("no memory")
 
     monkeypatch.setattr(RewardPool, "outcomes", broken)
@@ -83,7 +85,7 @@ def test_samples_are_not_sent_for_ever_nor_scorers_started_for_ever(monkeypatch)
 
 def test_closing_fails_what_is_scored(monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(RewardPool, "outcomes", lambda self, body: go.wait(60))
+    monkeypatch.setattr(RewardPool, "outcomes", lambda self, body, size: go.wait(60))
     with scorers(ThreadRoom(), 1) as there:
         sent = there.submit(job(0))
     go.set()

@@ -1,5 +1,7 @@
 """Reward functions that misbehave on command: the completion says how."""
 
+import asyncio
+import math
 import os
 import pathlib
 import signal
@@ -7,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+
+LOOPS = {}
 
 
 def faulty(prompts, completions, completion_ids, **columns):
@@ -61,7 +65,27 @@ def chat(prompts, completions, **columns):
 
 
 async def later(completions, **columns):
-    return [0.0]
+    """1 for each, once all have waited together; `raise` raises."""
+    client = asyncio.get_running_loop()
+
+    async def one(text):
+        await asyncio.sleep(0)
+        if text == "raise":
+            raise RuntimeError("judge is away")
+        return float(asyncio.get_running_loop() is client is LOOPS.setdefault("first", client))
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def longest(prompts, completions, completion_ids, answer, n):
+    """A comparison of a group: 1 for its longest response."""
+    assert len(prompts) == len(completion_ids) == len(answer) == len(n) == len(completions)
+    if "hang" in completions:
+        time.sleep(60)
+    if "die" in completions:
+        os._exit(7)
+    most = max(map(len, completions))
+    return [math.nan if text == "nan" else float(len(text) == most) for text in completions]
 
 
 def forks(completions, **columns):

@@ -1,0 +1,81 @@
+"""Forms of an expected answer: right ones, which a reward should pay, and wrong ones."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rl.data.answers import EXTRACTORS, extract_answer, with_marker
+from rl.data.tasks import Example
+from rl.rewards.math_answers import Plain, plain_value
+
+MARKERS = {"hash": "####", "boxed": r"\boxed{", "answer_tag": "</answer>"}
+OTHER, QUESTION = "another example's answer", "the question itself"
+_SENTENCE = "The answer is {}."
+_PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+
+
+class Form(NamedTuple):
+    """A response to score; `of` names a wrong one in messages."""
+
+    text: str
+    of: str = ""
+
+
+class Core(NamedTuple):
+    """The part of an expected answer that a response should give, and its marker, if it has one."""
+
+    text: str
+    marker: str | None = None
+
+
+def core_of(answer: str, extract: str) -> Core:
+    """Return the answer inside of a solution; the marker of `extract` first."""
+    for name in sorted(MARKERS, key=lambda name: name != extract):
+        if MARKERS[name] in answer and (inner := extract_answer(name, answer)):
+            return Core(inner, name)
+    return Core(answer.strip())
+
+
+def right_forms(core: str, extract: str) -> list[Form]:
+    """Return responses that give the answer, the one by the convention `extract` first."""
+    texts = [with_marker(extract, core), core, _SENTENCE.format(core)]
+    texts += [with_marker(name, core) for name in MARKERS]
+    texts += [f"```\n{core}\n```"] if "\n" in core else []
+    if _PLAIN_NUMBER.fullmatch(core):
+        texts += [with_marker(extract, f"${core}"), with_marker(extract, f"{core} units")]
+        texts += [] if "." in core else [with_marker(extract, f"{core}.0")]
+    return [Form(text) for text in dict.fromkeys(texts)]
+
+
+def wrong_forms(example: Example, core: str, other: str | None, extract: str) -> list[Form]:
+    """Return responses that do not give the answer; `other` is another example's."""
+    forms = [] if other is None else other_forms(other, extract)
+    if (number := _larger(core)) is not None:
+        name = f"{number} for {core[:40]}"
+        forms += [Form(with_marker(extract, number), name), Form(number, name)]
+    question = example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
+    readings = [plain_value(extract_answer(name, question) or "") for name in EXTRACTORS]
+    if (value := plain_value(core)) is None or value not in readings:
+        forms.append(Form(question, QUESTION))
+    return forms
+
+
+def other_forms(other: str, extract: str) -> list[Form]:
+    """Return another example's answer by the convention `extract`, and alone."""
+    return [Form(text, OTHER) for text in dict.fromkeys([with_marker(extract, other), other])]
+
+
+def differ(one: str, other: str) -> bool:
+    """Return whether two answers are surely different: numbers, or words."""
+    values: list[Plain | None] = [plain_value(one), plain_value(other)]
+    return None not in values and values[0] != values[1]
+
+
+def _larger(core: str) -> str | None:
+    """Return a wrong number that ends as a number does: 1,072 for 72, 7 for -7."""
+    if not _PLAIN_NUMBER.fullmatch(core):
+        return None
+    if core.startswith("-"):
+        return core[1:]
+    return f"1,{int(core):03d}" if core.isdecimal() and len(core) < 4 else f"1{core}"
