@@ -78,12 +78,38 @@ def check_algorithm(config: TrainConfig) -> None:
             f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
             'Algorithm.name = "ppo"'
         )
+    _check_correction(config)
     for limit in {sampling.max_new_tokens for sampling in config.sampling.variants}:
         if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
             raise ValueError(
                 f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
                 f"{limit}, got {buffer}: lower it"
             )
+
+
+def _check_correction(config: TrainConfig) -> None:
+    """Raise ValueError if updates would ignore that the policy differs from the sampling one."""
+    algorithm, trainer = config.algorithm.resolved, config.trainer
+    if config.algorithm.importance is not None:
+        return
+    minibatches = min(trainer.minibatches, config.rollout.prompts_per_step)
+    is_reinforce = algorithm.policy_loss == "reinforce"
+    fix = 'set Algorithm.correction = "token_tis:2" (or another)'
+    if is_reinforce and trainer.inner_updates * minibatches > 1:
+        raise ValueError(
+            f"Algorithm.name={config.algorithm.name!r} has no ratio, and Trainer.minibatches="
+            f"{trainer.minibatches} × inner_updates={trainer.inner_updates} updates of a batch "
+            f"move the policy away from it: {fix}, or Trainer.minibatches = inner_updates = 1"
+        )
+    recomputed = algorithm.old_logprobs == "recomputed"
+    if config.sched.mode == "pipeline" and (is_reinforce or recomputed):
+        ignores = 'old_logprobs="recomputed"' if recomputed else "a loss without a ratio"
+        other = ', or Algorithm.old_logprobs = "rollout"' if recomputed else ""
+        raise ValueError(
+            f'Sched.mode="pipeline" samples with weights that are one update old, and {ignores} '
+            f"(Algorithm.name={config.algorithm.name!r}) ignores the difference: {fix}{other}, or "
+            'Sched.mode = "ahead"'
+        )
 
 
 def check_tuner(config: TrainConfig) -> None:

@@ -22,6 +22,7 @@ from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
+from rl.learning_checks import LearningWatch
 from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, read_metrics
 from rl.rollouts import StepRollouts
 from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
@@ -56,7 +57,7 @@ def train(
     anywhere and resumed writes the same bits as one that was not. Raises Stopped if a stop was
     requested, or if `Run.time_limit_s` leaves no time for another step.
     """
-    start_s, num_skipped = clock(), 0
+    start_s, num_skipped, learning = clock(), 0, LearningWatch(config, show.message)
     with _opened(config, inputs, folder, show, watch, clock, processes) as run:
         system, state, position = run.system, run.state, run.position
         run.checkpointer.evaluate_with(run.evaluation)
@@ -69,9 +70,11 @@ def train(
             finish_warm_up(system, state, folder)
             run.checkpointer.evaluate_with(run.evaluation)
             num_skipped = _in_a_row(num_skipped, row, position.step)
+            learning.after(position.step, row, record.missing)
             if position.step < config.run.steps:
                 is_late = _is_out_of_time(config.run, clock() - start_s, step_s, show)
                 _stop_together(system, position.step, is_late)
+        learning.end()
         return state
 
 

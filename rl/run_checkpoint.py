@@ -20,6 +20,7 @@ from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
 from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
+from rl.learning_checks import NotLearning
 from rl.responses import AGREED, PeerFailed
 from rl.rollouts import StepRollouts
 from rl.runtime.run_files import NEWEST_FILE
@@ -106,7 +107,7 @@ class RunCheckpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate)
+        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate, NotLearning)
         if kind is None or not issubclass(kind, ends):
             return
         system = self._system

@@ -21,8 +21,8 @@ def check_rewards(config: RewardConfig, task: Task) -> list[str]:
     """Call every function as a run will, in a worker, within the deadline; return warnings.
 
     The user's functions get the first example, with its answer as the completion. The built-in
-    ones get the first 64 and should pay each; unpaid answers give a warning. Raises ValueError if
-    a function fails, or no answer can be met.
+    ones get the first 64 and should pay each; unpaid and missing answers give warnings. Raises
+    ValueError if a function fails, or no answer can be met.
     """
     try:
         if own := [name for name in config.functions if name not in BUILT_IN]:
@@ -33,9 +33,27 @@ def check_rewards(config: RewardConfig, task: Task) -> list[str]:
                     f"its own answer as the completion: {failure}"
                 )
         built_in = [name for name in config.functions if name in BUILT_IN]
-        return _unpaid_answers(_only(config, built_in), task) if built_in else []
+        if not built_in:
+            return []
+        missing = _missing_answers(config, task)
+        return missing + _unpaid_answers(_only(config, built_in), task)
     except RewardWorkerError as error:
         raise ValueError(f"Reward.functions: {error}") from error
+
+
+def _missing_answers(config: RewardConfig, task: Task) -> list[str]:
+    """Return a warning if questions have no answer. Raises ValueError if none could be paid."""
+    num_first = min(_MAX_ANSWERS, len(task))
+    num_missing = sum(task[i].answer is None for i in range(num_first))
+    if not num_missing:
+        return []
+    text = f"{num_missing} of the first {num_first} questions have no answer, and get no reward"
+    if num_missing == num_first and all(name in BUILT_IN for name in config.functions):
+        raise ValueError(
+            f"{text} from {', '.join(config.functions)}: name the column with ?answer=COLUMN, or "
+            "set Reward.functions to a function that needs none"
+        )
+    return [f"{text} from the built-in functions"]
 
 
 def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:

@@ -8,11 +8,8 @@ import pytest
 from rl import train
 from rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from rl.data.tasks import open_task
-from rl.responses import report_failures
 from rl.rewards.check import check_rewards
 from rl.rewards.config import RewardConfig
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score
 
 PLUGINS = Path(__file__).parent / "plugins"
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = 72 clips.\n#### {}"
@@ -86,9 +83,20 @@ def test_answers_that_nothing_could_meet_are_refused(tmp_path):
 
 def test_some_answers_that_cannot_be_met_are_a_warning(tmp_path):
     task = file_task(tmp_path / "a.jsonl", "1", "two\nlines", None, "4")
-    (warning,) = check_rewards(patient(), task)
+    missing, warning = check_rewards(patient(), task)
+    assert missing.startswith("1 of the first 4 questions have no answer")
     assert warning.startswith("1 of the first 3 answers cannot be met")
     assert "a.jsonl#1" in warning
+
+
+def test_questions_without_any_answer_are_refused_unless_a_function_needs_none(tmp_path):
+    task = file_task(tmp_path / "a.jsonl", None, None)
+    with pytest.raises(ValueError, match=r"2 of the first 2 .* no answer.* name the column"):
+        check_rewards(patient(), task)
+    own = reward_file(tmp_path / "mine.py", "def score(completions, **columns): return [1.0]")
+    both = patient(functions=("exact_match", *own.functions))
+    (warning,) = check_rewards(both, task)
+    assert "2 of the first 2 questions have no answer" in warning
 
 
 def test_shipped_tasks_can_be_met():
@@ -111,26 +119,3 @@ def test_a_failing_reward_is_one_line_and_exit_2(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err.strip().splitlines()
     assert code == 2 and error[-1].startswith("error: Reward.functions: called on the first")
     assert "TypeError" in error[-1]
-
-
-class Messages(list):
-    def message(self, text):
-        self.append(text)
-
-
-def test_failures_are_said_at_their_step_and_a_first_step_of_nothing_else_ends_the_run():
-    good, show = Score({"f": 1.0}, 1.0), Messages()
-    raised = Score({"f": None}, 0.0, "f/raised: TypeError: 'x'")
-    again = Score({"f": None}, 0.0, "f/raised: TypeError: 'y'")
-    late = Score({"f": None}, 0.0, "f/deadline: no result")
-    report_failures(show, [good, good], 1)
-    assert show == []
-    report_failures(show, [good, raised, late, again], 1)
-    report_failures(show, [raised], 2)
-    told = "2 of 4 samples: f/raised: TypeError: 'x'; 1 of 4 samples: f/deadline: no result"
-    assert show == [
-        f"warning: step 1: {told}",
-        "warning: step 2: 1 of 1 samples: f/raised: TypeError: 'x'",
-    ]
-    with pytest.raises(RewardWorkerError, match="no sample of the first step.*2 of 2 samples"):
-        report_failures(show, [raised, again], 1)
