@@ -61,7 +61,7 @@ def first_drafter(
     """
     if options.directory is not None:
         drafter = eagle_files.load(options.directory, model)
-        master = jax.tree.map(lambda p: np.asarray(p, np.float32), drafter.params)
+        master = jax.tree.map(lambda p: p.astype(jnp.float32), drafter.params)
         return dataclasses.replace(drafter, params=master)
     shape, ids_U = shape_of(options, training, model), None
     if shape.draft_vocab_size:

@@ -16,7 +16,7 @@ from spec.eagle.config import EagleConfig
 from spec.eagle.files import Engine
 from spec.eagle.model import EagleWeights
 
-SGLANG, VLLM = "SGLang 0.5", "vLLM 0"  # whose sources the layout was compared with
+SGLANG, VLLM = "SGLang 0.5.6 to 0.5.23", "vLLM 0.32"  # whose sources the layout follows
 
 
 def check_target(folder: Path) -> None:

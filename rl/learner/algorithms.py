@@ -162,8 +162,9 @@ class AlgorithmConfig:
     `kl_coefficient` β weighs the KL to the starting policy. Each token's loss gets
     β · `kl_estimator` of d = log π_ref − log π, outside of `correction`: `k2`, d²/2, has the
     gradient of the KL; `k3` (None), exp(d) − 1 − d, has the KL's mean and the gradient of
-    KL(π_ref ‖ π); `k1`, −d, has none on average. With `kl_in_reward` the loss has no KL: before rewards are compared, a response's
-    falls by β · k1, summed over its tokens (ppo: token by token), π being the sampling policy.
+    KL(π_ref ‖ π); `k1`, −d, has none on average. With `kl_in_reward` the loss has no KL: before
+    rewards are compared, a response's falls by β · k1, summed over its tokens (ppo: token by
+    token), π being the sampling policy.
     `mask_truncated` leaves responses that reached the length limit out of the loss (their
     rewards still count in the group's mean). `max_extra_phases` bounds
     dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before

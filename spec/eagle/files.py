@@ -7,10 +7,10 @@ embedding and, in `eagle3`, of its head's rows of the draft tokens. Layouts `Lla
 these.
 
 Two lists name the layers of `eagle3`. vLLM reads `eagle_aux_hidden_state_layer_ids`, which counts
-*inputs*: id j is the output of layer j − 1, our `feature_layers` + 1; the engines' default is 2, n/2,
-n − 3. SGLang reads the list in `eagle_config`, which counts *outputs* for Llama and Qwen: it adds 1.
-(For other policies only if the first id is 1; `parse` reads other folders so.) Facts without an
-entry in the engines are under `reprise`, which may be missing.
+*inputs*: id j is the output of layer j − 1, our `feature_layers` + 1; the engines' default is
+2, n/2, n − 3. SGLang reads the list in `eagle_config`, which counts *outputs* for Llama and Qwen:
+it adds 1. (For other policies only if the first id is 1; `parse` reads other folders so.) Facts
+without an entry in the engines are under `reprise`, which may be missing.
 
 Both engines take the head of `eagle` from the policy and map no draft tokens there. vLLM's `eagle`
 refuses an fc bias; SGLang's always has one, random if the folder has none: `save` writes zeros
