@@ -1,7 +1,8 @@
 """A pipeline's step: its prompts, and its responses, received and scored as they finish.
 
-Groups are numbered over all steps. Those below the step's first one continued from the step before
-(HistoPipe), which has their siblings.
+Groups are numbered over all steps. A group with a response that continues in the next step
+(HistoPipe) is held until it is whole, and belongs to the next step: rewards are compared within
+whole groups.
 """
 
 from __future__ import annotations
@@ -9,27 +10,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import WorkerEvent
 from rl.learner.advantages import informative_groups
-from rl.responses import Responses, Scorer
+from rl.responses import Responses, Scorer, scored_rewards
 from rl.rewards.scores import Score
-from rl.rollouts import Prompts, Rollouts, sampling_metrics
+from rl.rollouts import Prompts, Rollouts, groups_to_ask, sampling_metrics
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S
-from rl.speculation import reuse
 from rl.system import System
 from rl.trajectory import FinishReason, Request, Trajectory
 from rl.workers.messages import Deferred, Result
-from spec.reuse.rollout_cache import RolloutCache
+from spec.config import SamplingConfig
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text
-Siblings = Mapping[int, Sequence[Trajectory]]  # by group
+Held = Mapping[int, list[Scored]]  # the finished responses of groups that are not whole
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,10 +48,10 @@ class StepPrompts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResponses:
-    """The responses of a step so far; `siblings` belong to groups that continued in it."""
+    """The responses of a step so far; `scored` starts with those that the step before held."""
 
     step_prompts: StepPrompts
-    siblings: Siblings
+    group_size: int
     scored: list[Scored]
     events: list[WorkerEvent] = dataclasses.field(default_factory=list)
 
@@ -67,20 +65,38 @@ class StepResponses:
 
     @property
     def carried(self) -> list[int]:
-        """Return the groups that continued in this step."""
+        """Return the groups of the step before that became whole in this one."""
         groups = {t.group_id for t, _, _ in self.scored}
         return sorted(group for group in groups if group < self.step_prompts.first_group)
 
-    def informative(self) -> set[int]:
-        """Return the groups whose rewards are not all equal, siblings included."""
-        known = [t for t, _, _ in self.scored]
-        known += [t for group in self.carried for t in self.siblings.get(group, ())]
-        return informative_groups([t.reward for t in known], [t.group_id for t in known])
+    def held(self) -> dict[int, list[Scored]]:
+        """Return the finished responses of the step's groups that continue in the next one."""
+        first = self.step_prompts.first_group
+        groups: dict[int, list[Scored]] = {
+            first + g: [] for g in range(len(self.step_prompts.prompts))
+        }
+        for row in self.scored:
+            if row[0].group_id >= first:
+                groups[row[0].group_id].append(row)
+        return {group: rows for group, rows in groups.items() if len(rows) < self.group_size}
 
-    def num_missing(self, wanted: int) -> int:
-        """Return how many of the step's `wanted` groups are missing."""
-        result = sum(group >= self.step_prompts.first_group for group in self.informative())
-        return max(0, wanted - result)
+    def whole(self) -> list[Scored]:
+        """Return the responses of whole groups."""
+        held = self.held()
+        return [row for row in self.scored if row[0].group_id not in held]
+
+    def informative(self) -> set[int]:
+        """Return the whole groups whose rewards are not all equal, failed ones left out."""
+        rows = self.whole()
+        trajectories = [t for t, _, _ in rows]
+        rewards = scored_rewards(trajectories, [score for _, score, _ in rows])
+        return informative_groups(rewards, [t.group_id for t in trajectories])
+
+    def num_to_ask(self, wanted: int) -> int:
+        """Return how many groups another pass generates; groups that continue are not missing."""
+        num_held = len(self.held())
+        num_used = sum(group >= self.step_prompts.first_group for group in self.informative())
+        return groups_to_ask(wanted - num_held, len(self.step_prompts.prompts) - num_held, num_used)
 
     def rollouts(
         self, before: StepPrompts | None, stats: EngineStats, cursor: int, *, dynamic: bool
@@ -94,7 +110,7 @@ class StepResponses:
         if carried:
             assert before is not None
             prompts = prompts + before.prompts.take([g - before.first_group for g in carried])
-        scored = sorted(self.scored, key=lambda s: (place[s[0].group_id], s[0].sample_index))
+        scored = sorted(self.whole(), key=lambda s: (place[s[0].group_id], s[0].sample_index))
         metrics = {"rollout/carried": float(sum(t.group_id < first for t, _, _ in scored))}
         if dynamic:
             metrics |= sampling_metrics(own.phases, num_own, len(used))
@@ -107,26 +123,7 @@ class StepResponses:
             frozenset(place[group] for group in used),
             metrics,
             cursor=cursor,
-            siblings=[_moved(t, place[g]) for g in carried for t in self.siblings.get(g, ())],
         )
-
-    def unfinished(self, group_size: int) -> dict[int, list[Trajectory]]:
-        """Return the finished responses of the step's groups that continue in the next one."""
-        first = self.step_prompts.first_group
-        groups: dict[int, list[Trajectory]] = {
-            first + g: [] for g in range(len(self.step_prompts.prompts))
-        }
-        for t, _, _ in self.scored:
-            if t.group_id >= first:
-                groups[t.group_id].append(t)
-        return {group: ts for group, ts in groups.items() if len(ts) < group_size}
-
-
-def whole_groups(rollouts: Rollouts, group_size: int) -> list[Trajectory]:
-    """Return the responses of complete groups, including ones that ended in the previous step."""
-    together = [*rollouts.trajectories, *rollouts.siblings]
-    counts = collections.Counter(t.group_id for t in together)
-    return [t for t in together if counts[t.group_id] == group_size]
 
 
 def _moved(t: Trajectory, group: int) -> Trajectory:
@@ -206,50 +203,40 @@ class ResultCollector:
             self._changed.notify_all()
 
 
-# --- groups whose other requests continue in the next step, in a checkpoint -----------------
+# --- held groups in a checkpoint ----------------------------------------------------------
+
+_ARRAYS = (
+    *("prompt_ids", "response_ids", "logprobs", "emission_logprobs", "policy_versions"),
+    "origins",
+)
+_NUMBERS = "request_id", "group_id", "sample_index"
 
 
-def unfinished_state(groups: Mapping[int, Sequence[Trajectory]]) -> dict[str, Any]:
-    """Return the finished responses of each group, for `load_unfinished`."""
-    cache = RolloutCache()
-    responses = [
-        dataclasses.replace(t, group_id=g) for g, ts in enumerate(groups.values()) for t in ts
+def held_state(held: Held) -> dict[str, Any]:
+    """Return the finished responses of held groups, for `load_held`."""
+    rows = [
+        {name: getattr(t, name) for name in _ARRAYS}
+        | {name: int(getattr(t, name)) for name in _NUMBERS}
+        | {"finish_reason": str(t.finish_reason), "text": text}
+        | {"values": dict(score.values), "total": score.total, "failure": score.failure}
+        for scored in held.values()
+        for t, score, text in scored
     ]
-    reuse.remember(cache, [str(group) for group in groups], responses, scored=True)
-    return {
-        "groups": list(groups),
-        "rewards": [
-            [t.reward for t in sorted(ts, key=lambda t: t.sample_index)] for ts in groups.values()
-        ],
-        "responses": cache.state(),
-    }
+    return {"groups": list(held), "rows": rows}
 
 
-def load_unfinished(state: Mapping[str, Any]) -> dict[int, list[Trajectory]]:
-    """Return the groups of `unfinished_state`, with the parts of responses that siblings need."""
-    cache = RolloutCache()
-    cache.load_state(state["responses"])
-    groups: dict[int, list[Trajectory]] = {}
-    for group, rewards in zip(state["groups"], state["rewards"], strict=True):
-        result = cache.get(str(group)) if rewards else None
-        responses = () if result is None else result.responses
-        groups[group] = []
-        for reward, response in zip(rewards, responses, strict=True):
-            scores, tokens = response.scores, response.tokens
-            assert result is not None and scores is not None
-            groups[group].append(
-                Trajectory(
-                    request_id=-1,  # it has ended
-                    group_id=group,
-                    sample_index=response.sample_index,
-                    prompt_ids=result.prompt_ids,
-                    response_ids=tokens,
-                    logprobs=scores.logprobs,
-                    policy_versions=scores.policy_versions,
-                    origins=np.zeros(len(tokens), np.uint8),
-                    finish_reason=FinishReason.STOP,
-                    reward=reward,
-                    emission_logprobs=scores.emission_logprobs,
-                )
-            )
-    return groups
+def load_held(
+    state: Mapping[str, Any], sampling: Callable[[int], SamplingConfig | None]
+) -> dict[int, list[Scored]]:
+    """Return the groups of `held_state`; `sampling` returns a group's, if it has one."""
+    held: dict[int, list[Scored]] = {group: [] for group in state["groups"]}
+    for row in state["rows"]:
+        score = Score(row["values"], row["total"], row["failure"])
+        t = Trajectory(
+            **{name: row[name] for name in (*_ARRAYS, *_NUMBERS)},
+            finish_reason=FinishReason(row["finish_reason"]),
+            reward=score.total,
+            sampling=sampling(row["group_id"]),
+        )
+        held[t.group_id].append((t, score, row["text"]))
+    return held

@@ -46,6 +46,10 @@ class RunConfig:
     run that does not reach its next save within `stop_limit_s` ends without one. With
     `time_limit_s` a run saves and ends before a step that would end after that time, at the pace
     of the last step; `--resume` continues it, with as much time again.
+
+    Steps whose rewards teach nothing (none, all equal, all cut off, no group left, all failed) are
+    reported with the reason after `no_update_warning_steps` in a row; after `no_update_limit_steps`
+    the run saves and ends with status 1.
     """
 
     directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
@@ -55,10 +59,15 @@ class RunConfig:
     compile_limit_s: float = 3600.0
     stop_limit_s: float = 8.0
     time_limit_s: float | None = None  # None: until all steps are done
+    no_update_warning_steps: int = 3
+    no_update_limit_steps: int = 20
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
             raise ValueError(f"steps must be 1 to {MAX_STEPS:,}, got {self.steps}")
+        for field in ("no_update_warning_steps", "no_update_limit_steps"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"{field} must be at least 1, got {value}")
         for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s", "time_limit_s"):
             value = getattr(self, field)
             if value is not None and not 0 < value <= MAX_S:

@@ -82,6 +82,7 @@ def check_algorithm(config: TrainConfig) -> None:
             f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
             'Algorithm.name = "ppo"'
         )
+    _check_correction(config)
     for limit in {sampling.max_new_tokens for sampling in config.sampling.variants}:
         if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
             raise ValueError(
@@ -119,6 +120,31 @@ def check_task_names(config: TrainConfig) -> None:
         raise ValueError(
             f"Task.specs: a task and a reward function are both called {shared[0]!r}, and "
             "rewards/NAME/mean could be either: name the task with NAME=SPEC"
+        )
+
+
+def _check_correction(config: TrainConfig) -> None:
+    """Raise ValueError if updates would ignore that the policy differs from the sampling one."""
+    algorithm, trainer = config.algorithm.resolved, config.trainer
+    if config.algorithm.importance is not None:
+        return
+    minibatches = min(trainer.minibatches, config.rollout.prompts_per_step)
+    is_reinforce = algorithm.policy_loss == "reinforce"
+    fix = 'set Algorithm.correction = "token_tis:2" (or another)'
+    if is_reinforce and trainer.inner_updates * minibatches > 1:
+        raise ValueError(
+            f"Algorithm.name={config.algorithm.name!r} has no ratio, and Trainer.minibatches="
+            f"{trainer.minibatches} × inner_updates={trainer.inner_updates} updates of a batch "
+            f"move the policy away from it: {fix}, or Trainer.minibatches = inner_updates = 1"
+        )
+    recomputed = algorithm.old_logprobs == "recomputed"
+    if config.sched.mode == "pipeline" and (is_reinforce or recomputed):
+        ignores = 'old_logprobs="recomputed"' if recomputed else "a loss without a ratio"
+        other = ', or Algorithm.old_logprobs = "rollout"' if recomputed else ""
+        raise ValueError(
+            f'Sched.mode="pipeline" samples with weights that are one update old, and {ignores} '
+            f"(Algorithm.name={config.algorithm.name!r}) ignores the difference: {fix}{other}, or "
+            'Sched.mode = "ahead"'
         )
 
 

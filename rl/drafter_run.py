@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -54,12 +55,14 @@ def first_drafter(
     seed: int,
     texts: Iterable[Sequence[int] | np.ndarray],
 ) -> EagleWeights:
-    """Return the drafter to start from: a folder's, or one of random weights.
+    """Return the drafter to start from, in float32: a folder's, or one of random weights.
 
     A reduced vocabulary has the most frequent tokens of `texts`, which are not read otherwise.
     """
     if options.directory is not None:
-        return eagle_files.load(options.directory, model)
+        drafter = eagle_files.load(options.directory, model)
+        master = jax.tree.map(lambda p: p.astype(jnp.float32), drafter.params)
+        return dataclasses.replace(drafter, params=master)
     shape, ids_U = shape_of(options, training, model), None
     if shape.draft_vocab_size:
         ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)

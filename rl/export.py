@@ -7,9 +7,10 @@
 
 A policy's folder has the weights (bfloat16, rounded once from the run's float32), the tokenizer
 with its chat template, end tokens and sampling in generation_config.json, and a model card. A
-drafter's folder is in the layout of serving engines; of the run's and the drafter's checkpoints
-the one trained longest is exported. The run may be running, stopped or finished; it is only read.
-The policy that it started from must not have moved, unless named with --policy.
+drafter's folder is in the layout of serving engines, which differ for the variants eagle and hass
+(--engine); of the run's and the drafter's checkpoints the one trained longest is exported. The run
+may be running, stopped or finished; it is only read. The policy that it started from must not have
+moved, unless named with --policy.
 """
 
 from __future__ import annotations
@@ -67,12 +68,16 @@ def command_line() -> argparse.ArgumentParser:
     add("--policy", metavar="DIR", help="the present folder of the policy the run started from")
     add("--force", action="store_true", help="replace a policy that is in DIR already")
     add("--drafter", action="store_true", help="write the run's learned drafter instead")
+    engine_help = "that loads the drafter; its output names the versions"
+    add("--engine", choices=("sglang", "vllm"), default="sglang", help=engine_help)
     return parser
 
 
 def _export(args: argparse.Namespace) -> list[str]:
     """Write a policy's folder; return the lines to print."""
     source, target = Path(args.source), Path(os.path.abspath(args.output))
+    if args.engine != "sglang":
+        raise ConfigError("--engine is of drafters: leave it out without --drafter")
     layout = Layout(args.dtype, args.max_shard_bytes)
     run_export.check_target(target, force=args.force)
     if (source / CONFIG_FILE).is_file():
@@ -145,7 +150,8 @@ def _export_drafter(args: argparse.Namespace) -> list[str]:
             "name a run with one, or train one on this run's rollouts: python -m rl.train_drafter"
         )
     drafter_folder.check_target(target)
-    exported = run_export.write_drafter(config, open_inputs(config), run, target)
+    inputs = open_inputs(config)
+    exported = run_export.write_drafter(config, inputs, run, target, engine=args.engine)
     _warn(exported.warnings)
     return [
         f"drafter    {target}: {exported.text}",

@@ -23,6 +23,7 @@ from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import trainer
 from rl.learner.optimizer import SavedArrays, TrainState
+from rl.learning_checks import LearningWatch
 from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, lost_rows, read_metrics
 from rl.rollouts import StepRollouts
 from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
@@ -58,6 +59,7 @@ def train(
     requested, or if `Run.time_limit_s` leaves no time for another step.
     """
     start_s, num_skipped, begins = clock(), 0, partial(_begins, show, watch)
+    learning = LearningWatch(config, show.message)
     with _opened(config, inputs, folder, show, watch, clock, processes) as run:
         system, state, position = run.system, run.state, run.position
         run.checkpointer.evaluate_with(run.evaluation)
@@ -75,9 +77,11 @@ def train(
             finish_warm_up(system, state, folder)
             run.checkpointer.evaluate_with(run.evaluation)
             num_skipped = _in_a_row(num_skipped, row, position.step)
+            learning.after(position.step, row, record.missing)
             if position.step < config.run.steps:
                 is_late = _is_out_of_time(config.run, clock() - start_s, step_s, show)
                 _stop_together(system, position.step, is_late)
+        learning.end()
         return state
 
 

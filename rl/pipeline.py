@@ -22,11 +22,11 @@ from typing import Any
 from models.transformer import Params
 from rl.collected import (
     ResultCollector,
+    Scored,
     StepPrompts,
     StepResponses,
-    load_unfinished,
-    unfinished_state,
-    whole_groups,
+    held_state,
+    load_held,
 )
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
@@ -37,7 +37,7 @@ from rl.rollouts import Prompts, Rollouts, left_out, prompts_at, remember, reque
 from rl.runtime.signals import Stopped
 from rl.speculation import reuse
 from rl.system import HostWeights, System
-from rl.trajectory import Request, Trajectory
+from rl.trajectory import Request
 from rl.workers.multi_engine import MultiEngine
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
 from sched.policies.steps import StepOrder
@@ -98,7 +98,7 @@ class PipelineRollouts:
             policy=system.cache.policy, vocab_size=system.cache.vocab_size, memory_bytes=2**62
         )
         self._lengths: dict[str, tuple[int, ...]] = {}  # of the last responses, by prompt
-        self._unfinished: dict[int, list[Trajectory]] = {}  # siblings of deferred ones, by group
+        self._held: dict[int, list[Scored]] = {}  # the finished siblings of deferred responses
         self._returned_s = time.monotonic()  # the last step to the trainer
 
     def __enter__(self) -> PipelineRollouts:
@@ -127,10 +127,11 @@ class PipelineRollouts:
         if step < system.config.run.steps:
             self._submit_first(step + 1, self._cursor)
         own, size = self._prompts[step], system.config.rollout.prompts_per_step
-        collected = StepResponses(own, self._unfinished, [])
+        held = [row for rows in self._held.values() for row in rows]
+        collected = StepResponses(own, system.config.rollout.group_size, held)
         stats = collected.add(self._collect(step, timings))
-        while own.phases <= (self._extra or 0) and (missing := collected.num_missing(size)):
-            self._submit_further(step, missing)
+        while own.phases <= (self._extra or 0) and (num_groups := collected.num_to_ask(size)):
+            self._submit_further(step, num_groups)
             stats = collected.add(self._collect(step, timings))
         if system.drafter is not None and system.drafter.waits_for_training:
             with timings.section("drafter"):
@@ -170,15 +171,15 @@ class PipelineRollouts:
             self._pacing.plans(prompts)
         requests = self._requests(step, prompts, ())
         self._submit(step, step, prompts, own.first_group, requests)
-        if step == self._first and self._unfinished:
+        if step == self._first and self._held:
             before = self._prompts[step - 1]
             deferred = self._deferred()
             self._submit(step, step, before.prompts, before.first_group, deferred)
 
-    def _submit_further(self, step: int, missing: int) -> None:
+    def _submit_further(self, step: int, num_groups: int) -> None:
         """Submit new prompts of a step whose others are done, as a part of the next step."""
         own, start = self._prompts[step], self._cursor
-        new, before = prompts_at(self._system, start, missing), own.prompts
+        new, before = prompts_at(self._system, start, num_groups), own.prompts
         self._cursor = new.end
         requests = self._requests(step, new, before.keys)
         own.add(start, new)
@@ -237,11 +238,12 @@ class PipelineRollouts:
     def _deferred(self) -> list[Request]:
         """Return the requests that HistoPipe had deferred into this step before the stop."""
         before = self._first - 1
-        ended = {(t.group_id, t.sample_index) for ts in self._unfinished.values() for t in ts}
+        rows = [row for rows in self._held.values() for row in rows]
+        ended = {(t.group_id, t.sample_index) for t, _, _ in rows}
         return [
             r
             for r in self._requests(before, self._prompts[before].prompts, ())
-            if r.group_id in self._unfinished and (r.group_id, r.sample_index) not in ended
+            if r.group_id in self._held and (r.group_id, r.sample_index) not in ended
         ]
 
     # -- collection --------------------------------------------------------------
@@ -285,15 +287,13 @@ class PipelineRollouts:
     def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
         """Record the state that later steps need, and add to the step's metrics."""
         system, own, stats = self._system, collected.step_prompts, rollouts.stats
-        whole, scored = system.config.rollout.group_size, system.reuse.mode.enabled
+        scored, responses = system.reuse.mode.enabled, rollouts.trajectories
         if system.speculation.keeps_history or scored:
-            responses = whole_groups(rollouts, whole)
             reuse.remember(self._late, rollouts.prompts.keys, responses, scored=scored)
-        self._unfinished = collected.unfinished(whole)
+        self._held = collected.held()
         lengths: dict[str, list[int]] = {}
-        for t in rollouts.trajectories:
-            if t.group_id < len(own.prompts):
-                lengths.setdefault(own.prompts.keys[t.group_id], []).append(t.num_tokens)
+        for t in responses:
+            lengths.setdefault(rollouts.prompts.keys[t.group_id], []).append(t.num_tokens)
         self._lengths.update({key: tuple(numbers) for key, numbers in lengths.items()})
         if self._pacing is not None:
             self._pacing.played(stats)
@@ -323,7 +323,7 @@ class PipelineRollouts:
             "log_lenience": None if rule is None else rule.log_lenience,
             "late": self._late.state(),
             "begins": None if before is None else before.begins,
-            "unfinished": unfinished_state(self._unfinished),
+            "held": held_state(self._held),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -338,10 +338,15 @@ class PipelineRollouts:
         if lenience is not None and now is not None and now.rule is not None:
             rule = dataclasses.replace(now.rule, log_lenience=float(lenience))
             self._policies[self._first] = dataclasses.replace(now, rule=rule)
-        if (begins := state["begins"]) is not None and state["unfinished"]["groups"]:
-            self._unfinished = load_unfinished(state["unfinished"])
+        if (begins := state["begins"]) is not None and state["held"]["groups"]:
             prompts = prompts_at(system, begins, system.config.rollout.prompts_per_step)
-            self._prompts[before] = StepPrompts(begins, self._first_group(before), prompts)
+            own = StepPrompts(begins, self._first_group(before), prompts)
+            tasks = [example.task for example in prompts.examples]
+            sampling = system.config.sampling
+            self._held = load_held(
+                state["held"], lambda group: sampling.of(tasks[group - own.first_group])
+            )
+            self._prompts[before] = own
 
 
 class Pacing:

@@ -30,9 +30,9 @@ from rl.cluster.processes import ALONE, Diverged, Processes
 from rl.data.tasks import Example
 from rl.engine.stats import CachedCounts, EngineStats, RoundRecord, joined
 from rl.engine.worker_record import WorkerEvent, WorkerPart, moved
+from rl.learner.advantages import informative_groups
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Rewards, Score, ScoreJob
-from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import FinishReason, Request, Trajectory
@@ -283,16 +283,26 @@ class Scorer:
         self.examples = {g: example for g, example in self.examples.items() if g >= before}
 
 
-def report_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
-    """Report how many samples could not be scored, and why.
+def scored_rewards(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score]
+) -> list[float | None]:
+    """Return the rewards of responses, None for those whose scoring failed."""
+    pairs = zip(trajectories, scores, strict=True)
+    return [t.reward if score.failure is None else None for t, score in pairs]
 
-    Raises RewardWorkerError if no sample of a run's first step could: it would learn nothing.
+
+def without_failed_groups(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], group_ids: Sequence[int]
+) -> list[Trajectory]:
+    """Return the responses; the reward of a failed one becomes None unless others of its group
+    differ, so that no group differs because a reward failed.
     """
-    text = failures_text(scores)
-    if step == 1 and all(score.failure is not None for score in scores):
-        raise RewardWorkerError(f"no sample of the first step could be scored: {text}")
-    if text:
-        show.message(f"warning: step {step}: {text}")
+    rewards = scored_rewards(trajectories, scores)
+    differ = informative_groups(rewards, group_ids)
+    return [
+        t if group in differ else dataclasses.replace(t, reward=reward)
+        for t, reward, group in zip(trajectories, rewards, group_ids, strict=True)
+    ]
 
 
 def failures_text(scores: Sequence[Score]) -> str:

@@ -28,7 +28,7 @@ from rl.engine.stats import EngineStats, joined
 from rl.learner.advantages import informative_groups
 from rl.learner.optimizer import TrainState
 from rl.metrics.writer import Timings
-from rl.responses import Responses, Scorer
+from rl.responses import Responses, Scorer, scored_rewards
 from rl.rewards.scores import Score
 from rl.speculation import reuse
 from rl.system import System
@@ -111,8 +111,7 @@ class Rollouts:
     """The scored responses of a step, in the order of the samples.
 
     Group g answers `prompts.examples[g]`. `used_groups` are trained on: all of them without
-    dynamic sampling. `siblings` are the responses of the step before, in groups that continued in
-    this one. `cursor` is the position of the data order after the step's prompts.
+    dynamic sampling. `cursor` is the position of the data order after the step's prompts.
     """
 
     trajectories: list[Trajectory]
@@ -123,12 +122,11 @@ class Rollouts:
     used_groups: frozenset[int]
     metrics: dict[str, float]
     cursor: int
-    siblings: Sequence[Trajectory] = ()
 
     @property
     def used(self) -> np.ndarray:
         """Return which trajectories are trained on; bool [n]."""
-        return np.array([t.group_id in self.used_groups for t in self.trajectories])
+        return np.array([t.group_id in self.used_groups for t in self.trajectories], bool)
 
 
 class StepRollouts:
@@ -188,22 +186,23 @@ def generate(
 ) -> Rollouts:
     """Return the responses of the step whose first prompt is at `cursor` of the data order.
 
-    With dynamic sampling each further pass samples as many new prompts as groups are missing, until
-    none is or `max_extra_phases` are done. Rewards decide before any length penalty.
+    With dynamic sampling further passes sample new prompts (`groups_to_ask`) until no group is
+    missing or `max_extra_phases` are done. Rewards decide before any length or KL penalty. Surplus
+    groups are trained on in this step: in the next one their policy would be an update old.
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
     prompts, passes = Prompts(end=cursor), list[Responses]()
     weights = system.weights(params)
-    missing, used = wanted, frozenset(range(wanted))
-    while missing and len(passes) <= (extra or 0):
-        new = prompts_at(system, prompts.end, missing)
+    num_groups, used = wanted, frozenset(range(wanted))
+    while num_groups and len(passes) <= (extra or 0):
+        new = prompts_at(system, prompts.end, num_groups)
         passes.append(_sample(system, weights, prompts, new, step, timings, prefetched))
         prompts += new
-        missing = 0
+        num_groups = 0
         if extra is not None:
             used = frozenset(_informative(passes))
-            missing = wanted - len(used)
+            num_groups = groups_to_ask(wanted, len(prompts), len(used))
     trajectories = [t for p in passes for t in p.trajectories]
     stats = joined([p.stats for p in passes])
     metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
@@ -222,9 +221,18 @@ def generate(
 
 
 def _informative(passes: Sequence[Responses]) -> set[int]:
-    """Return the groups so far whose rewards are not all equal."""
-    rewards = [t.reward for p in passes for t in p.trajectories]
+    """Return the groups so far whose rewards are not all equal, failed ones left out."""
+    rewards = [r for p in passes for r in scored_rewards(p.trajectories, p.scores)]
     return informative_groups(rewards, [t.group_id for p in passes for t in p.trajectories])
+
+
+def groups_to_ask(wanted: int, generated: int, used: int) -> int:
+    """Return how many groups the next pass generates: missing / (share used so far), 0 if none.
+
+    At most `wanted`, as in the first pass, which bounds a step to 1 + max_extra_phases times that.
+    """
+    missing = max(0, wanted - used)
+    return min(wanted, -(-missing * generated // max(used, 1)))
 
 
 def sampling_metrics(passes: int, groups: int, used: int) -> dict[str, float]:

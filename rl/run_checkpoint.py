@@ -23,6 +23,7 @@ from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
 from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
+from rl.learning_checks import NotLearning
 from rl.metrics.writer import MetricsWriter
 from rl.responses import AGREED, PeerFailed
 from rl.rollouts import StepRollouts
@@ -133,7 +134,7 @@ class RunCheckpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate, UnreadableExample)
+        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate, NotLearning, UnreadableExample)
         if kind is None or not issubclass(kind, ends):
             return
         if kind is UnreadableExample and not self._system.processes.alone:

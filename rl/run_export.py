@@ -27,6 +27,7 @@ from rl.metrics.writer import read_metrics
 from rl.model_card import Form, History
 from rl.run_folder import read_launches, today
 from rl.runtime.run_files import CHECKPOINTS, DRAFTER, METRICS_FILE, POLICY
+from spec.eagle.files import Engine
 from spec.sampling import SamplingConfig
 
 
@@ -144,7 +145,12 @@ class Exported:
 
 
 def write_drafter(
-    config: TrainConfig, inputs: Inputs, run: Path, target: Path, policy: Params | None = None
+    config: TrainConfig,
+    inputs: Inputs,
+    run: Path,
+    target: Path,
+    policy: Params | None = None,
+    engine: Engine = "sglang",
 ) -> Exported:
     """Write the drafter of a run to `target`; a run that has just ended passes its `policy`.
 
@@ -187,5 +193,6 @@ def write_drafter(
     )  # ties: the drafter's
     drafter = dataclasses.replace(start, params=trained.params)
     variant = config.drafter_training.variant
-    text = drafter_folder.write(target, drafter, inputs.model, policy, inputs.policy, variant)
+    more = policy, inputs.policy, variant, engine
+    text = drafter_folder.write(target, drafter, inputs.model, *more)
     return Exported(text, int(trained.step), source, warnings)

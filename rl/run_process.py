@@ -30,6 +30,7 @@ from rl.inputs import Inputs, remarks
 from rl.learner.gathering import host_copy
 from rl.learner.gradient_accumulation import NonFiniteUpdate, NonFiniteWeights
 from rl.learner.optimizer import TrainState
+from rl.learning_checks import NotLearning
 from rl.loop import train
 from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
@@ -208,6 +209,7 @@ class _RunProcess:
             return self._ended(self._disk_sentence(error), show)
         except (
             NonFiniteUpdate,
+            NotLearning,
             TooManyMappings,
             RewardWorkerError,
             WorkerError,
@@ -235,8 +237,8 @@ class _RunProcess:
             text = f"the policy is in {folder / POLICY}"
             if config.speculation.learns:
                 target = folder / DRAFTER_MODEL
-                run_export.write_drafter(config, self.inputs, folder, target, params)
-                text += f", its drafter in {target}"
+                drafter = run_export.write_drafter(config, self.inputs, folder, target, params)
+                text += f", its drafter in {target}: {drafter.text}"
         except (OSError, ValueError) as error:
             return self._ended(f"the policy could not be written: {error}", show)
         self._show_summary(show)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from rl.eval_sets import task_names
 from rl.learner import trainer
 from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.learner.optimizer import TrainState
+from rl.learning_checks import check_failures, compared_groups, missing_signal
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import Timings
-from rl.responses import report_failures
+from rl.responses import without_failed_groups
 from rl.rollouts import Rollouts, generate
 from rl.run_checkpoint import RunPosition
 from rl.system import System
@@ -26,11 +28,15 @@ from rl.warm_up.step_seconds import at_its_pace
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepRecord:
-    """One step as the run folder records it: a row of metrics, and its samples."""
+    """One step as the run folder records it: a row of metrics, and its samples.
+
+    `missing`: why its rewards taught nothing; None if they did.
+    """
 
     metrics: dict[str, Any]
     samples: list[dict[str, Any]]
     stats: EngineStats
+    missing: str | None = None
 
 
 def train_step(
@@ -46,11 +52,14 @@ def train_step(
     """
     step = position.step + 1
     rollouts = rollouts_of(system, state.params, position.cursor, step, timings)
-    report_failures(system.show, rollouts.scores, step)
-    trajectories, penalties = punish_length(system.config, rollouts.trajectories)
-    advantages, rewards = _advantages(system.config, rollouts, trajectories)
-    used = rollouts.used
+    check_failures(system.config, system.show.message, rollouts.scores, step)
+    group_ids, used = compared_groups(system.config, rollouts.trajectories), rollouts.used
+    trajectories = without_failed_groups(rollouts.trajectories, rollouts.scores, group_ids)
+    trajectories, penalties = punish_length(system.config, trajectories)
+    missing = missing_signal(system.config, trajectories, group_ids, used)
     with timings.section("update"):
+        trajectories, kl = _subtract_kl(system, trajectories)
+        advantages, rewards = _advantages(system.config, rollouts, trajectories)
         state, updates = trainer.update(
             state,
             [t for t, use in zip(trajectories, used, strict=True) if use],
@@ -61,9 +70,9 @@ def train_step(
             on_skip=lambda error: system.show.message(f"warning: skipped: {error}"),
         )
     system.reuse.after_update(updates)
-    record = _record(system, rollouts, advantages, step)
+    record = dataclasses.replace(_record(system, rollouts, advantages, step), missing=missing)
     tokens = position.num_tokens + int(record.metrics.pop("rollout_tokens"))
-    record.metrics.update(rollouts.metrics | rewards | penalties | updates)
+    record.metrics.update(rollouts.metrics | rewards | penalties | updates | kl)
     return state, RunPosition(step, tokens, rollouts.cursor), record
 
 
@@ -102,32 +111,52 @@ def punish_length(
     return punished, {"reward/overlong_penalty": float(penalties.mean())}
 
 
+def _subtract_kl(
+    system: System, trajectories: Sequence[Trajectory]
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Return trajectories with the KL penalty in their rewards, if any, and metrics of the KL.
+
+    R_i = r_i − β · Σ_t (log π(y_t) − log π_ref(y_t)), π as the engine drew y. A critic subtracts it
+    token by token (`rl.learner.critic`).
+    """
+    algorithm = system.config.algorithm
+    if not algorithm.kl_in_reward or algorithm.resolved.needs_critic:
+        return list(trajectories), {}
+    leave = partial(system.leave_update_if_stopped, True)
+    kl = trainer.token_kl(trajectories, system.learner, leave)
+    sums = [float(kl_T.sum(dtype=np.float64)) for kl_T in kl]
+    penalised = [
+        t
+        if t.reward is None
+        else dataclasses.replace(t, reward=t.reward - algorithm.kl_coefficient * total)
+        for t, total in zip(trajectories, sums, strict=True)
+    ]
+    num_tokens = max(sum(map(len, kl)), 1)
+    return penalised, {"kl": sum(sums) / num_tokens}
+
+
 def _advantages(
     config: TrainConfig, rollouts: Rollouts, trajectories: Sequence[Trajectory]
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return advantages, 0 for responses that are not trained on, and statistics of the rewards.
 
-    Advantages have the penalties of `trajectories`, statistics the rewards as scored. Responses
-    that continued from the step before are compared with their siblings.
+    Advantages have the penalties of `trajectories`, statistics the rewards as scored.
     """
-    algorithm = config.algorithm.resolved
-    siblings, _ = punish_length(config, rollouts.siblings)
-    compared = [*trajectories, *siblings]
+    algorithm, group_ids = config.algorithm.resolved, [t.group_id for t in trajectories]
     advantages = response_advantages(
-        [t.reward for t in compared],
-        [t.group_id for t in compared],
+        [t.reward for t in trajectories],
+        group_ids,
         algorithm.advantages,
         algorithm.advantage_normalisation,
-    )[: len(trajectories)]
+    )
     advantages[~rollouts.used] = 0
-    group_ids = [t.group_id for t in trajectories]
     return advantages, reward_statistics([s.total for s in rollouts.scores], group_ids)
 
 
 def speed_metrics(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     """Return metrics of the clock, which `metrics.writer.deterministic_view` knows by name."""
     total = sum(seconds.values())
-    tokens = row["completions/mean_length"] * row["completions/count"]
+    tokens = row.get("completions/mean_length", 0.0) * row["completions/count"]
     speed = {"step_time": total, "perf/throughput": tokens / total}
     if "time/rollout" in seconds:  # a pipeline only waits for rollouts
         speed["perf/rollout_tokens_per_s"] = tokens / max(seconds["time/rollout"], 1e-9)

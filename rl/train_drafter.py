@@ -49,6 +49,7 @@ from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
 from spec.config import MIN_TEMPERATURE
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
+from spec.eagle.files import Engine
 from spec.eagle.training_data import pack
 
 SAY_EVERY_STEPS = 50
@@ -71,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="X", help="that rollouts will sample at"
     )
+    engine_help = "that loads the drafter; the output names the versions"
+    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help=engine_help)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
     args, overrides = parse_command_line(parser, argv, OfflineConfig)
     try:
@@ -102,6 +105,7 @@ class _Training:
     steps: int
     seed: int
     temperature: float
+    engine: Engine
 
 
 def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
@@ -133,7 +137,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     sizes = _sizes_bytes(learned, shape, MIN_VALUE_BYTES)
     offline.check_room(sizes, config.data_buffer.max_bytes)
     inputs = config, policy, model, shape, trace, learned, held_out, out
-    return _Training(*inputs, args.steps, args.seed, args.temperature)
+    return _Training(*inputs, args.steps, args.seed, args.temperature, args.engine)
 
 
 def _print_plan(job: _Training) -> None:
@@ -183,7 +187,8 @@ def _train(job: _Training, watch: Watch) -> int:
         return EXIT_STOPPED
     watch.at(SAVING)
     variant = job.config.drafter_training.variant
-    text = drafter_folder.write(job.out, training.drafter, job.model, policy, job.policy, variant)
+    more = policy, job.policy, variant, job.engine
+    text = drafter_folder.write(job.out, training.drafter, job.model, *more)
     stopped = done < job.steps
     if job.held_out and not stopped:
         say(f"after   {_said(training.evaluate(job.held_out))}")

@@ -71,7 +71,7 @@ RUN = {
     *("config", "config_checks", "inputs", "eval_sets", "evaluation", "loop", "run_process"),
     *("run_folder", "run_checkpoint", "run_export", "model_card", "system", "step", "rollouts"),
     *("pipeline", "collected", "responses", "setup", "first_programs", "memory", "drafter_run"),
-    *("drafting_run", "ray_run", "launch", "ray_trainers", "disk_plan"),
+    *("drafting_run", "ray_run", "launch", "ray_trainers", "disk_plan", "learning_checks"),
 }
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
 CODE = (*MAY_IMPORT, "benchmarks", "policies", "tests")

@@ -12,7 +12,11 @@ from models.config import ModelConfig
 from models.tokenizer import copy_files
 from models.transformer import Params
 from spec.eagle import files as eagle_files
+from spec.eagle.config import EagleConfig
+from spec.eagle.files import Engine
 from spec.eagle.model import EagleWeights
+
+SGLANG, VLLM = "SGLang 0.5.6 to 0.5.23", "vLLM 0.32"  # whose sources the layout follows
 
 
 def check_target(folder: Path) -> None:
@@ -36,17 +40,32 @@ def write(
     policy: Params | None,
     tokenizer: Path,
     variant: str,
+    engine: Engine = "sglang",
 ) -> str:
     """Write a drafter of the policy `model` with the tokenizer, and return a description.
 
     `policy`'s embedding and head are copied for serving engines, unless it is None.
     """
-    eagle_files.save(folder, drafter, model, policy, variant=variant)
+    eagle_files.save(folder, drafter, model, policy, variant=variant, engine=engine)
     copy_files(tokenizer, folder)
     config = drafter.config
     size = sum(leaf.size for leaf in jax.tree.leaves(drafter.params))
     some = "all" if drafter.draft_ids_U is None else f"{len(drafter.draft_ids_U):,} of"
-    return f"{config.design}, {size:,} parameters, {some} {model.vocab_size:,} tokens"
+    text = f"{config.design}, {size:,} parameters, {some} {model.vocab_size:,} tokens"
+    return f"{text}; {engines(config, engine)}"
+
+
+def engines(config: EagleConfig, engine: Engine) -> str:
+    """Return which serving engines load a drafter's folder, by their versions."""
+    if config.design == "eagle3":
+        if len(config.feature_layers) != 3:
+            return "no engine loads it: the policy has fewer than four layers"
+        return f"for {SGLANG} and {VLLM}"
+    if engine == "sglang":
+        return f"for {SGLANG} (for {VLLM}: --engine=vllm)"
+    if config.draft_vocab_size:
+        return "no engine loads it: vLLM refuses a draft vocabulary in this design"
+    return f"for {VLLM} (for {SGLANG}: --engine=sglang)"
 
 
 def start_command(folder: Path, gin_file: Path | None = None) -> str:

@@ -81,7 +81,7 @@ def overlong_penalties(
 
 
 def gae(
-    rewards_B: np.ndarray,
+    rewards_BT: np.ndarray,
     values_BT: np.ndarray,
     lengths_B: np.ndarray,
     *,
@@ -90,8 +90,8 @@ def gae(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns of each token; float32 [B, T] twice, 0 after a row's length.
 
-    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns A + V; r is the response's reward
-    at its last token, and V and A are 0 after it. Source: arXiv 1506.02438.
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns A + V; V and A are 0 after the last
+    token. Source: arXiv 1506.02438.
     """
     B, T = values_BT.shape
     advantages_BT = np.zeros((B, T + 1))
@@ -99,9 +99,8 @@ def gae(
     inside_BT = places_T < lengths_B[:, None]
     values = np.zeros((B, T + 1))
     values[:, :T] = np.where(inside_BT, values_BT, 0.0)
-    last_BT = places_T == lengths_B[:, None] - 1
     for t in reversed(range(T)):
-        delta_B = rewards_B * last_BT[:, t] + gamma * values[:, t + 1] - values[:, t]
+        delta_B = rewards_BT[:, t] + gamma * values[:, t + 1] - values[:, t]
         after_B = gamma * gae_lambda * advantages_BT[:, t + 1]
         advantages_BT[:, t] = np.where(inside_BT[:, t], delta_B + after_B, 0.0)
     advantages_BT = advantages_BT[:, :T]

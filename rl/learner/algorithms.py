@@ -167,6 +167,12 @@ class AlgorithmConfig:
     on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the ratio of the
     trainer's probability to the emission's: `none`, `token_tis:C`, `sequence_tis:C`,
     `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH` (`rl.learner.policy_losses`).
+    `kl_coefficient` β weighs the KL to the starting policy. Each token's loss gets
+    β · `kl_estimator` of d = log π_ref − log π, outside of `correction`: `k2`, d²/2, has the
+    gradient of the KL; `k3` (None), exp(d) − 1 − d, has the KL's mean and the gradient of
+    KL(π_ref ‖ π); `k1`, −d, has none on average. With `kl_in_reward` the loss has no KL: before
+    rewards are compared, a response's falls by β · k1, summed over its tokens (ppo: token by
+    token), π being the sampling policy.
     `mask_truncated` leaves responses that reached the length limit out of the loss (their
     rewards still count in the group's mean). `max_extra_phases` bounds
     dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before
@@ -177,7 +183,8 @@ class AlgorithmConfig:
     clip_low: float | None = None
     clip_high: float | None = None
     kl_coefficient: float = 0.0
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLEstimator | None = None
+    kl_in_reward: bool = False
     advantage_normalisation: Normalisation | None = None
     aggregation: Aggregation | None = None
     old_logprobs: OldLogprobs | None = None
@@ -218,11 +225,30 @@ class AlgorithmConfig:
                 f"advantage_normalisation of {self.name} must be {' or '.join(known)}, got "
                 f"{self.advantage_normalisation!r}"
             )
+        self._check_kl()
         if self.importance is not None and self.old_logprobs not in (None, "recomputed"):
             raise ValueError(
                 f"correction = {self.correction!r} compares the trainer's own scores with the "
                 f"emission, got old_logprobs = {self.old_logprobs!r}: leave old_logprobs out, or "
                 'set it to "recomputed"'
+            )
+
+    def _check_kl(self) -> None:
+        if self.kl_in_reward and self.kl_coefficient == 0:
+            raise ValueError(
+                "kl_in_reward = True needs a kl_coefficient above 0, got 0: set it, or leave "
+                "kl_in_reward out"
+            )
+        if self.kl_in_reward and self.kl_estimator in ("k2", "k3"):
+            raise ValueError(
+                f"kl_in_reward = True subtracts k1, got kl_estimator = {self.kl_estimator!r}, "
+                "which is for the loss: leave one of them out"
+            )
+        if self.kl_estimator == "k1" and not self.kl_in_reward:
+            raise ValueError(
+                'kl_estimator = "k1" in the loss has an expected gradient of 0 and regularises '
+                'nothing: set kl_in_reward = True, or kl_estimator = "k2" (the gradient of the KL) '
+                'or "k3"'
             )
 
     @functools.cached_property
@@ -242,6 +268,11 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         return self.kl_coefficient > 0
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """True if the KL is a term of the loss."""
+        return self.needs_reference and not self.kl_in_reward
 
     def overlong_tokens(self, max_new_tokens: int) -> int:
         """The tokens before the limit over which a reward falls; 0 is off."""

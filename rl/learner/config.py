@@ -87,6 +87,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off.
+    Optimizer steps without a gradient do not advance it: a run with some ends before its schedule.
 
     `first_moment` is the dtype of the mean of gradients: bfloat16 takes two bytes a weight less.
     The mean of their squares, which `b2` moves by a thousandth, stays float32.

@@ -21,6 +21,7 @@ from models.sharding import replicated
 from models.transformer import Params, ParamSpec, param_specs
 from rl.learner import gradient_accumulation
 from rl.learner.advantages import gae, whiten
+from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.gradient_accumulation import Network, Report, StepScalars
 from rl.learner.logprobs import at_responses, by_sample, unwatched
@@ -146,18 +147,20 @@ def evaluate(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return the samples with advantages, returns and values of each token, and metrics of these.
 
-    Explained variance is 1 − Var(returns − values) / Var(returns) over all tokens.
+    With `Algorithm.kl_in_reward` each token's reward is −β (log π − log π_ref), the response's
+    added at the last. Explained variance is 1 − Var(returns − values) / Var(returns) over all
+    tokens.
     """
     if not samples:
         return samples, {}
     values_E = sample_values(params, samples, shape, recipe, on_pass)
     lengths_E = np.array([len(v) for v in values_E])
-    rewards_E = np.array([s.trajectory.reward for s in samples], np.float64)
     mask_EM = np.arange(lengths_E.max()) < lengths_E[:, None]
+    rewards_EM, metrics = _token_rewards(samples, mask_EM, recipe.algorithm)
     values_EM = np.zeros(mask_EM.shape, np.float32)
     values_EM[mask_EM] = np.concatenate(values_E)
     rates = {"gamma": recipe.critic.gamma, "gae_lambda": recipe.critic.gae_lambda}
-    advantages_EM, returns_EM = gae(rewards_E, values_EM, lengths_E, **rates)
+    advantages_EM, returns_EM = gae(rewards_EM, values_EM, lengths_E, **rates)
     if recipe.algorithm.resolved.advantage_normalisation == "batch":
         advantages_EM = whiten(advantages_EM, mask_EM)
     evaluated = []
@@ -165,11 +168,25 @@ def evaluate(
         targets = CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
         evaluated.append(dataclasses.replace(sample, critic_targets=targets))
     returns, errors = returns_EM[mask_EM], (returns_EM - values_EM)[mask_EM]
-    metrics = {"critic/return_mean": float(returns.mean(dtype=np.float64))}
+    metrics["critic/return_mean"] = float(returns.mean(dtype=np.float64))
     if (variance := float(returns.var(dtype=np.float64))) > 0:
         explained = 1 - float(errors.var(dtype=np.float64)) / variance
         metrics["critic/explained_variance"] = explained
     return evaluated, metrics
+
+
+def _token_rewards(
+    samples: Sequence[TrainSample], mask_EM: np.ndarray, algorithm: AlgorithmConfig
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return the rewards of tokens, float64 [E, M], and the mean KL if it is in them."""
+    rewards_EM, metrics = np.zeros(mask_EM.shape), dict[str, float]()
+    if algorithm.kl_in_reward:
+        kl = [s.trajectory.logprobs - s.reference_logprobs for s in samples]
+        rewards_EM[mask_EM] = -algorithm.kl_coefficient * np.concatenate(kl)
+        metrics["kl"] = float(np.concatenate(kl).mean(dtype=np.float64))
+    last_E = mask_EM.sum(axis=1) - 1
+    rewards_EM[np.arange(len(samples)), last_E] += [s.trajectory.reward for s in samples]
+    return rewards_EM, metrics
 
 
 def metrics_of(reports: Sequence[Report]) -> dict[str, float]:

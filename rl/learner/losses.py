@@ -60,8 +60,9 @@ def kl_estimate(
     """Estimates of KL(policy ‖ reference) per token, in nats; with d = ref − logp:
 
     k1 = −d (unbiased; as a loss its expected gradient is 0), k2 = d²/2 (as a loss,
-    the gradient of the KL), k3 = exp(d) − 1 − d (unbiased, never negative). Source:
-    J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    the gradient of the KL), k3 = exp(d) − 1 − d (unbiased, never negative; as a loss, the gradient
+    of KL(reference ‖ policy)). Source: J. Schulman, "Approximating KL divergence",
+    joschu.net/blog/kl-approx.html.
     """
     d_BT = reference_logprobs_BT - logprobs_BT
     if estimator == "k1":
@@ -125,14 +126,16 @@ def loss(
     loss_BT, ratio_BT = policy_loss(algorithm, logprobs_BT, old_BT, advantages_BT, mask_BT)
     per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {"entropy": entropy_BT}
     if config.importance is not None:
-        importance_BT, cut_BT = importance_weights(config.importance, old_BT, emission_BT, mask_BT)
+        # REINFORCE has no ratio of its own: the weight follows the policy through the batch
+        now_BT = logprobs_BT if algorithm.policy_loss == "reinforce" else old_BT
+        importance_BT, cut_BT = importance_weights(config.importance, now_BT, emission_BT, mask_BT)
         loss_BT = importance_BT * loss_BT
         name = "truncated" if config.importance.kind == "tis" else "masked"
         per_token["correction/weight_mean"] = importance_BT
         per_token[f"correction/{name}_fraction"] = cut_BT.astype(jnp.float32)
-    if config.needs_reference:
+    if config.has_kl_loss:
         reference_BT = masked(inputs.reference_logprobs_BT)
-        kl_BT = kl_estimate(logprobs_BT, reference_BT, config.kl_estimator)
+        kl_BT = kl_estimate(logprobs_BT, reference_BT, config.kl_estimator or "k3")
         loss_BT = loss_BT + config.kl_coefficient * kl_BT
         per_token["kl"] = kl_BT
     weight_BT = token_weights(mask_BT, normaliser, algorithm.aggregation)

@@ -245,7 +245,7 @@ def update(
         "batch/optimizer_steps": float(applied),
         "batch/micro_batches": float(num_micro_batches),
         "update/skipped": float(skipped),
-        "update/without_gradient": float(len(steps) - applied),
+        "update/without_gradient": float(max(len(steps), not samples) - applied),
     }
     return state, _metrics(steps, counts, critic_metrics) if steps else counts
 
@@ -295,17 +295,34 @@ def with_logprobs(
     elif algorithm.resolved.old_logprobs == "emission":
         old = [s.trajectory.emission_logprobs for s in samples]
     reference: Sequence[np.ndarray | None] = [None] * len(samples)
-    if algorithm.needs_reference:
-        if learner.reference is None:
-            raise ValueError(
-                f"kl_coefficient={algorithm.kl_coefficient} needs a reference policy, got none: "
-                "pass reference=params, or set Algorithm.kl_coefficient = 0"
-            )
-        reference = under(settle(learner.reference))
+    in_targets = algorithm.kl_in_reward and algorithm.resolved.needs_critic
+    if algorithm.has_kl_loss or in_targets:
+        reference = under(_reference(learner))
     return [
         dataclasses.replace(s, old_logprobs=x, reference_logprobs=y)
         for s, x, y in zip(samples, old, reference, strict=True)
     ]
+
+
+def token_kl(
+    trajectories: Sequence[Trajectory],
+    learner: Learner,
+    on_pass: Callable[[], None] = logprobs.unwatched,
+) -> list[np.ndarray]:
+    """Return log π − log π_ref of each response's tokens, π as the engine drew them; float32."""
+    samples = [TrainSample(t, 0.0, t.sampling or learner.sampling) for t in trajectories]
+    rest = learner.shape, learner.recipe, on_pass
+    reference = logprobs.sample_logprobs(_reference(learner), samples, *rest)
+    return [t.logprobs - r for t, r in zip(trajectories, reference, strict=True)]
+
+
+def _reference(learner: Learner) -> Params:
+    if learner.reference is None:
+        raise ValueError(
+            f"kl_coefficient={learner.recipe.algorithm.kl_coefficient} needs a reference policy, "
+            "got none: pass reference=params, or set Algorithm.kl_coefficient = 0"
+        )
+    return settle(learner.reference)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +349,7 @@ class _StepInputs:
         limit_tokens = sum(s.sampling.max_new_tokens for s in samples)
         divisor = losses.normaliser_of(num_tokens, len(samples), aggregation, limit_tokens)
         scalars = StepScalars(np.float32(divisor), np.float32(num_tokens), np.bool_(unmoved))
-        has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
+        has_other_terms = algorithm.has_kl_loss or algorithm.resolved.needs_critic
         moving = [s for s in samples if has_other_terms or s.advantage]
         used = moving or samples  # for the statistics
         assert learner.shape.copies == ways_in_use("copies"), "micro-batches of another mesh"

@@ -30,25 +30,36 @@ def step_metrics(
     `tasks` are the names of the trajectories' tasks, none if there is a single task.
     Off-policyness is the number of updates between a token's policy and the policy of `step`.
     """
-    staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
-    lengths = np.array([t.num_tokens for t in trajectories])
-    ended = np.array([not t.truncated for t in trajectories])
     slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
     metrics: dict[str, Any] = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": int(lengths.min()),
-        "completions/max_length": int(lengths.max()),
-        "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/count": len(trajectories),
-        "rollout/off_policyness": float(staleness.mean()),
-        "rollout/off_policyness/max": int(staleness.max()),
         "rollout/rounds": sum(stats.rounds.values()),
         "rollout/fetches": stats.fetches,
         "rollout/prefilled_tokens": stats.prefilled_tokens,
         "rollout/preemptions": stats.preemptions,
         "rollout/slot_use": stats.tokens / slot_rounds if slot_rounds else 0.0,
         "rollout/generated_tokens": stats.tokens - stats.cached.kept_tokens,
-        "rollout_tokens": int(lengths.sum()),
+        "rollout_tokens": sum(t.num_tokens for t in trajectories),
+        "rewards/failures": sum(s.failure is not None for s in scores),
+    }
+    if trajectories:  # or all groups continue in the next step
+        metrics |= _response_metrics(trajectories, scores, step)
+    return metrics | speculation_metrics(stats, times)
+
+
+def _response_metrics(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], step: int
+) -> dict[str, Any]:
+    staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
+    lengths = np.array([t.num_tokens for t in trajectories])
+    ended = np.array([not t.truncated for t in trajectories])
+    metrics: dict[str, Any] = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": int(lengths.min()),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "rollout/off_policyness": float(staleness.mean()),
+        "rollout/off_policyness/max": int(staleness.max()),
     }
     if ended.any():
         metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
@@ -64,8 +75,7 @@ def step_metrics(
     metrics["diversity/distinct_1"] = distinct_1(responses)
     if not math.isnan(bleu := self_bleu(responses, groups)):
         metrics["diversity/self_bleu"] = bleu
-    metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
-    return metrics | speculation_metrics(stats, times)
+    return metrics
 
 
 def sample_rows(

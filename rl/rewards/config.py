@@ -29,8 +29,12 @@ class RewardConfig:
       prompt in one call, once the last has ended. Functions may be async.
     extract: how the built-in functions find the answer in a completion (rl.data.answers).
     deadline_s: time to score one response, or one group, with all functions.
-    on_failure: if a scorer raises, hangs, dies or returns nonsense, the reward of its sample is
-      0 (`zero`), or the sample is left out of the advantages (`skip`).
+    on_failure: if a scorer raises, hangs, dies or returns nonsense, its sample is left out of the
+      advantages (`skip`), or its reward is 0 (`zero`); 0 counts only in a group whose other
+      rewards differ, so that no group is trained on because a reward failed.
+    max_failed_share: a step of which more than this share of the samples fails, and more than one
+      sample, ends the run; the last whole step is saved.
+    max_failing_steps: so do as many steps in a row of which more than 1% fail.
     memory_limit_mib: address space of each worker; libraries reserve more than they use. None
       means no limit.
     """
@@ -41,7 +45,9 @@ class RewardConfig:
     extract: Extractor = "hash"
     deadline_s: float = 10.0
     workers: int = 2
-    on_failure: Literal["zero", "skip"] = "zero"
+    on_failure: Literal["zero", "skip"] = "skip"
+    max_failed_share: float = 0.1
+    max_failing_steps: int = 20
     memory_limit_mib: int | None = 4096
 
     def __post_init__(self) -> None:
@@ -67,6 +73,14 @@ class RewardConfig:
                     f"Reward.{field}: expected one of {', '.join(names)}, "
                     f"got {name!r}{did_you_mean(name, names)}"
                 )
+        if not 0 <= self.max_failed_share <= 1:
+            raise ValueError(
+                f"Reward.max_failed_share must be in 0 … 1, got {self.max_failed_share}"
+            )
+        if self.max_failing_steps < 1:
+            raise ValueError(
+                f"Reward.max_failing_steps must be at least 1, got {self.max_failing_steps}"
+            )
         if not 0 < self.deadline_s <= MAX_DEADLINE_S:
             raise ValueError(
                 f"Reward.deadline_s must be above 0 and at most {MAX_DEADLINE_S:,} s, got "

@@ -105,15 +105,22 @@ class DrafterTrainingConfig:
     """The variant that is trained, and AdamW's learning rate.
 
     `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate rises
-    over `warmup_steps` and is constant then, as training lasts as long as the policy's.
+    over `warmup_steps` and is constant then, as training lasts as long as the policy's. Products
+    are in `compute_dtype`, auto in that of the policy's rollouts; weights and optimizer state are
+    float32.
     """
 
     variant: Variant = "eagle"
     chunk_tokens: int = 4096
     learning_rate: float = 3e-4
     warmup_steps: int = 20
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.compute_dtype not in (known := ("auto", "float32", "bfloat16")):
+            raise ValueError(
+                f"compute_dtype must be one of {', '.join(known)}, got {self.compute_dtype!r}"
+            )
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if self.chunk_tokens < 1 or self.warmup_steps < 0:

@@ -6,13 +6,15 @@ embedding and, in `eagle3`, of its head's rows of the draft tokens. Layouts `Lla
 (`eagle3`), as SGLang and vLLM read them. Draft token i is the policy's token i + d2t[i]; t2d marks
 these.
 
-`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is the output of layer j − 1,
-so that ids are our `feature_layers` + 1; the engines' default is 2, n/2, n − 3. Some published
-folders count outputs; SGLang and `parse` detect these by their first id, 1. Facts without an entry
-in the engines are under `reprise`, which may be missing.
+Two lists name the layers of `eagle3`. vLLM reads `eagle_aux_hidden_state_layer_ids`, which counts
+*inputs*: id j is the output of layer j − 1, our `feature_layers` + 1; the engines' default is
+2, n/2, n − 3. SGLang reads the list in `eagle_config`, which counts *outputs* for Llama and Qwen:
+it adds 1. (For other policies only if the first id is 1; `parse` reads other folders so.) Facts
+without an entry in the engines are under `reprise`, which may be missing.
 
 Both engines take the head of `eagle` from the policy and map no draft tokens there. vLLM's `eagle`
-refuses an fc bias; SGLang's always has one, random if the folder has none.
+refuses an fc bias; SGLang's always has one, random if the folder has none: `save` writes zeros
+unless it is for vLLM. Both take three layers in `eagle3`, no more and no fewer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ from spec.eagle.config import Design, EagleConfig
 from spec.eagle.model import EagleParams, EagleWeights
 
 OURS = "reprise"
+Engine = Literal["sglang", "vllm"]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 OFFSETS, MEMBERS = "d2t", "t2d"
 _FC_BIAS = "fc.bias"
@@ -83,9 +86,13 @@ def entries(config: EagleConfig) -> list[Entry]:
 
 
 def companions(config: EagleConfig) -> dict[str, Entry]:
-    """Return tensors next to the drafter's weights: copies of the policy's, the vocabulary map."""
+    """Return tensors next to the drafter's weights: copies of the policy's, the vocabulary map,
+    zeros for SGLang.
+    """
     V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
     tensors = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
+    if config.design == "eagle" and not config.fc_bias:
+        tensors[_FC_BIAS] = Entry(_FC_BIAS, (D,), ("embed",))
     if not config.own_head:
         tensors[HEAD] = Entry(HEAD, (U, D), ("vocab", "embed"))
     if config.draft_vocab_size:
@@ -116,7 +123,7 @@ def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
 
 def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -> dict[str, Any]:
     """Return the contents of config.json; `dtype` is the name of the weights' type."""
-    ids = [layer + 1 for layer in config.feature_layers]
+    ids = list(config.feature_layers)
     content, _ = hf.render_config(config.layer, dtype)
     content |= {
         "architectures": [ARCHITECTURES[config.design]],
@@ -127,7 +134,7 @@ def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -
         content |= {
             "target_hidden_size": policy.d_model,
             "eagle_config": {_LAYER_IDS: ids, "use_aux_hidden_state": True},
-            _LAYER_IDS: ids,
+            _LAYER_IDS: [i + 1 for i in ids],
         }
     ours = {
         "variant": variant,
@@ -242,9 +249,9 @@ def _feature_layers(
     policy: ModelConfig,
     where: str,
 ) -> tuple[int, ...]:
-    """Return the policy's layers of ids, which count inputs if `inputs` or the first is not 1."""
+    """Return the policy's layers; `inputs`: vLLM's list has them, else the first id tells."""
     n = policy.num_layers
-    ids = aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
+    ids = content.get(_LAYER_IDS) if inputs else aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
     if ids is None:
         if n < 8:
             raise ValueError(
@@ -272,9 +279,10 @@ def save(
     policy: transformer.Params | None,
     *,
     variant: str = "",
+    engine: Engine = "sglang",
     max_shard_bytes: int = 2_000_000_000,
 ) -> None:
-    """Write a drafter that `load` returns bit for bit, and that SGLang and vLLM read.
+    """Write a drafter that `load` returns bit for bit, and that `engines` read.
 
     With `policy` its embedding and (eagle3) its head's rows are written too: engines need them,
     `load` does not. `variant` notes how it was trained; empty: the design. The folder is written
@@ -284,7 +292,7 @@ def save(
     config = drafter.config
     own, tree = entries(config), jax.tree.structure(eagle.param_specs(config))
     leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, own, tree))
-    extra = _companions(drafter, policy)
+    extra = _companions(drafter, policy, engine)
     beside = [companions(config)[name] for name in extra]
     leaves += hf_files.fitting_leaves(list(extra.values()), beside, jax.tree.structure([*extra]))
     dtype = jnp.dtype(drafter.params.fc_DE.dtype).name
@@ -314,6 +322,10 @@ def load(
         head_UD, policy_UD = hf_files.read_tensor(stored[HEAD]), jax.device_get(shared.head_UD)
         is_own = not np.array_equal(np.asarray(policy_UD).astype(head_UD.dtype), head_UD)
         config = dataclasses.replace(config, own_head=is_own)
+    if not config.fc_bias and _FC_BIAS in stored and hf_files.read_tensor(stored[_FC_BIAS]).any():
+        raise ValueError(
+            f"{folder}: expected zeros in {_FC_BIAS} of a drafter without: export again"
+        )
     arrays = hf_files.read_tensors(entries(config), stored)
     tree = jax.tree.structure(eagle.param_specs(config))
     return EagleWeights(config, tree.unflatten(arrays), ids_U)
@@ -351,13 +363,15 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
 
 
 def _companions(
-    drafter: EagleWeights, policy: transformer.Params | None
+    drafter: EagleWeights, policy: transformer.Params | None, engine: Engine
 ) -> dict[str, np.ndarray | jax.Array]:
     """Return the tensors to write in addition to the drafter's weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U
     if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
         raise ValueError(f"expected draft_ids_U of {config.draft_vocab_size} tokens (None: 0)")
     tensors: dict[str, np.ndarray | jax.Array] = {}
+    if engine == "sglang" and config.design == "eagle" and not config.fc_bias:
+        tensors[_FC_BIAS] = np.zeros(config.layer.d_model, drafter.params.fc_DE.dtype)
     if ids_U is not None:
         tensors[OFFSETS] = ids_U.astype(np.int64) - np.arange(len(ids_U))
         ids_of(tensors[OFFSETS], config.layer.vocab_size, "draft_ids_U")

@@ -232,10 +232,13 @@ def loss(
 
     `feature_loss` and `token_loss` are summed over the steps with their decay. `accuracy_top1`,
     `accuracy_top3` and `agreement` are of step 0; `num_entries` that count at step 0 weight means
-    over several batches. `frozen` holds the policy's head, the teacher. Raises ValueError if
-    drafter and variant do not fit.
+    over several batches. `frozen` holds the policy's head, the teacher, in the dtype of rollouts.
+    Raises ValueError if drafter and variant do not fit.
     """
     _check_fit(config, training, frozen)
+    is_auto = training.compute_dtype == "auto"
+    dtype = frozen.head_UD.dtype if is_auto else jnp.dtype(training.compute_dtype)
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
     terms, J = training.terms, training.terms.unroll_steps
     outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, J)
     counts_JBT = _counts(batch, J)

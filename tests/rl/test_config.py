@@ -133,6 +133,38 @@ def test_who_compares_siblings_needs_some(tiny, name):
         opened(tiny, *settings)
 
 
+UPDATES, STALE = "updates of a batch move the policy away", "weights that are one update old"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("Algorithm.name='rloo'", "Trainer.minibatches=2"), UPDATES),
+        (("Algorithm.name='rloo'", "Trainer.inner_updates=2"), UPDATES),
+        (("Algorithm.name='rloo'", "Sched.mode='pipeline'"), STALE),
+        (("Algorithm.name='gspo'", "Sched.mode='pipeline'"), STALE),
+        (("Algorithm.old_logprobs='recomputed'", "Sched.mode='pipeline'"), STALE),
+    ],
+)
+def test_a_loss_that_would_ignore_an_older_policy_needs_a_correction(tiny, settings, message):
+    with pytest.raises(ValueError, match=f'{message}.*Algorithm.correction = "token_tis:2"'):
+        opened(tiny, *settings)
+    assert opened(tiny, *settings, "Algorithm.correction='token_tis:2'").task
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("Algorithm.name='rloo'", "Rollout.prompts_per_step=1", "Trainer.minibatches=2"),  # one
+        ("Algorithm.name='gspo'", "Trainer.minibatches=2", "Sched.mode='ahead'"),
+        ("Algorithm.name='gspo'", "Algorithm.old_logprobs='rollout'", "Sched.mode='pipeline'"),
+        ("Algorithm.name='ppo'", "Sched.mode='pipeline'"),
+    ],
+)
+def test_a_loss_with_a_ratio_or_one_update_needs_none(tiny, settings):
+    assert opened(tiny, *settings).task
+
+
 def test_coupled_noise_counts_the_prompts_of_every_phase(tiny):
     """6 examples: 2 prompts a step and 2 more phases are all of them, a third would repeat some."""
     settings = ("Algorithm.name='dapo'", "Reuse.mode='coupled'")

@@ -45,6 +45,8 @@ def test_it_has_the_shapes_of_what_process_0_saves(opened):
     start, there = open_drafter(config, inputs), open_stub(config, inputs)
     params = jax.tree.map(jax.numpy.asarray, start.params)
     state = drafter_training.state_of(config.drafter_training, params)
+    floats = [x for x in jax.tree.leaves(state) if jax.numpy.issubdtype(x.dtype, np.floating)]
+    assert {x.dtype.name for x in floats} == {"float32"}, "also if the folder has another type"
     wanted = describe(flatten(state, concrete=True))
     assert describe(flatten(there.template, concrete=False)) == wanted
     arrays, host = there.saved()

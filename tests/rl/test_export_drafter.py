@@ -15,6 +15,7 @@ from rl import export, train
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.config import TrainConfig
 from rl.drafter_run import open_drafter
+from rl.drafter_training.export import SGLANG, VLLM, engines
 from rl.gin.loader import dump, load
 from rl.inputs import open_inputs
 from rl.learner.optimizer import SavedArrays
@@ -100,6 +101,20 @@ def test_the_newest_of_its_own_checkpoints_comes_back_bit_for_bit(run, capsys):
     assert run.beside(eagle_files.EMBEDDING) is None  # there is no policy to be had
     words = tokenizer.load(run.out)
     assert words.decode(words.encode("1+1=")) == "1+1="
+
+
+def test_the_output_names_the_engines_and_their_versions(run, capsys):
+    run.save_own(1, 64)
+    assert run.export() == 0
+    assert f"for {SGLANG} (for {VLLM}: --engine=vllm)" in capsys.readouterr().out
+    assert run.beside("fc.bias") is not None
+    assert run.export("--engine=vllm") == 0
+    assert "vLLM refuses a draft vocabulary" in capsys.readouterr().out
+    assert run.beside("fc.bias") is None
+    policy = tiny_run.MODEL
+    for num_layers, text in ((1, "fewer than four layers"), (4, f"for {SGLANG} and {VLLM}")):
+        shape = eagle.config_for(dataclasses.replace(policy, num_layers=num_layers), "eagle3")
+        assert text in engines(shape, "sglang")
 
 
 def test_the_finished_policy_lends_its_embedding_where_there_is_no_checkpoint(run):

@@ -56,8 +56,8 @@ def test_groups_without_differences_are_replaced_by_further_prompts(tiny, dapo):
         groups = _groups([s for s in samples if s["step"] == row["step"]])
         assert len(groups) == row["dynamic_sampling/generated_groups"]
         differ = [len({s["reward"] for s in group}) > 1 for group in groups]
-        assert sum(differ) == row["dynamic_sampling/used_groups"] <= 2
-        assert row["dynamic_sampling/phases"] == 3 or sum(differ) == 2
+        assert sum(differ) == row["dynamic_sampling/used_groups"]
+        assert row["dynamic_sampling/phases"] == 3 or sum(differ) >= 2
         assert row["batch/samples"] == 4 * sum(differ)
         assert row["reward"] == pytest.approx(np.mean([s["reward"] for g in groups for s in g]))
         for group, use in zip(groups, differ, strict=True):

@@ -162,7 +162,7 @@ def test_what_one_process_moves_into_the_next_step_all_expect_there(
     counts = [len(rows) for rows in first.responses]
     assert sum(counts) == 4 * 8
     if policy == "of a process":
-        assert counts == [7, 9, 8, 8] and first.carried == [0, 1, 0, 0]
+        assert counts == [4, 12, 8, 8] and first.carried == [0, 4, 0, 0]
 
 
 @pytest.mark.parametrize("spot", [True, False])

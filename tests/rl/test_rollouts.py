@@ -14,7 +14,7 @@ from rl.responses import Scorer, failures_text
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Score
-from rl.rollouts import prompts_at
+from rl.rollouts import groups_to_ask, prompts_at
 from rl.runtime.signals import Stopped, Watch
 
 
@@ -68,6 +68,14 @@ def test_a_failure_that_quotes_a_response_is_one_line():
     assert text.startswith("1 of 3 samples: f/raised: ValueError: no number in 'x step 9/9")
     assert "\n" not in text and "\r" not in text
     assert failures_text(scores[1:]) == ""
+
+
+@pytest.mark.parametrize(
+    ("generated", "used", "wanted"),
+    [(16, 16, 0), (16, 17, 0), (16, 14, 3), (16, 8, 16), (16, 0, 16), (32, 15, 3), (64, 2, 16)],
+)
+def test_a_further_pass_asks_what_is_missing_at_the_share_so_far(generated, used, wanted):
+    assert groups_to_ask(16, generated, used) == wanted
 
 
 PROMPTS = ["12", "12345", "1", "123456", "123", "1234567", "1234"]

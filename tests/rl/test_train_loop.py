@@ -21,8 +21,8 @@ from rl import setup as run_setup
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig
 from rl.gin.loader import load
-from rl.metrics.writer import read_samples
-from rl.rewards.process import RewardWorkerError
+from rl.learning_checks import NotLearning
+from rl.metrics.writer import read_metrics, read_samples
 from rl.runtime import devices
 from rl.runtime.signals import Stopped
 from tests.support import tiny_run
@@ -246,6 +246,7 @@ def with_reward(tiny, name, *more):
         tiny_run.rewarded(tiny, name),
         "Run.steps=1",
         "Run.seed=4",
+        "Reward.max_failed_share=1.0",
         *more,
     )
 
@@ -260,8 +261,9 @@ def test_a_reward_that_fails_costs_what_the_policy_says(tiny, tmp_path, function
     failed = [s["completion"][:1] in "01234" for s in samples]
     assert 0 < sum(failed) < 8, "the seed must give both kinds"
     assert row["rewards/failures"] == sum(failed)
-    left_out = 0 if policy == "zero" else sum(failed)
-    assert (row["batch/samples"], row["batch/left_out"]) == (8 - left_out, left_out)
+    # the others are all paid 1: a 0 would be their only difference
+    assert (row["batch/samples"], row["batch/left_out"]) == (8 - sum(failed), sum(failed))
+    assert row["batch/optimizer_steps"] == 0 and not any(s["advantage"] for s in samples)
     wanted = 0.0 if policy == "zero" else None
     assert [s["reward"] for s in samples] == [wanted if f else 1.0 for f in failed]
     reasons = [s["reward_failure"] for s in samples]
@@ -269,19 +271,44 @@ def test_a_reward_that_fails_costs_what_the_policy_says(tiny, tmp_path, function
     assert any(f"{sum(failed)} of 8 samples: {function}/" in text for text in done.show.messages)
 
 
-def test_a_first_step_whose_rewards_all_fail_ends_the_run(tiny, tmp_path):
-    with pytest.raises(RewardWorkerError, match="first step.*8 of 8 samples: always/raised: Key"):
-        finish(tiny, tmp_path, *with_reward(tiny, "always"))
-    assert not (tmp_path / "samples.jsonl").exists()
+def test_a_step_whose_rewards_fail_ends_the_run_and_the_step_before_is_saved(tiny, tmp_path):
+    """The judge goes away after step 1."""
+    plugin = tmp_path / "judge.py"
+    plugin.write_text(
+        "from pathlib import Path\n"
+        f"CALLS = Path({str(tmp_path / 'calls')!r})\n"
+        "def judge(completions, **columns):\n"
+        "    with CALLS.open('a') as file:\n        file.write('.')\n"
+        "    if CALLS.stat().st_size > 8:\n        raise KeyError('no judge')\n"
+        "    return [float(len(completions[0]))]\n"
+    )
+    settings = f"Reward.functions=('{plugin}:judge',)", "Checkpoint.every_steps=0"
+    with pytest.raises(NotLearning, match="step 2: 8 of 8 samples: judge/raised: Key"):
+        finish(tiny, tmp_path / "run", *settings)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_a_run_that_learns_nothing_ends_with_its_last_step_saved(tiny, tmp_path):
+    limits = "Run.no_update_warning_steps=1", "Run.no_update_limit_steps=2"
+    settings = tiny_run.rewarded(tiny, "none"), "Checkpoint.every_steps=0", *limits
+    show = tiny_run.Recorder()
+    with pytest.raises(NotLearning, match="step 2: 2 steps in a row .*no response has a reward"):
+        tiny_run.train(tiny, tmp_path, *settings, show=show)
+    assert any("1 steps in a row have taught" in text for text in show.messages)
+    assert (tmp_path / "checkpoints" / "step_00000002").is_dir()
 
 
 def test_a_reward_that_does_not_apply_is_no_failure(tiny, tmp_path):
-    (row,) = finish(tiny, tmp_path, *with_reward(tiny, "none")).rows
+    done = finish(tiny, tmp_path, *with_reward(tiny, "none"))
+    (row,) = done.rows
     assert (row["rewards/failures"], row["batch/samples"]) == (0, 0)
+    assert row["update/without_gradient"] == 1
+    assert any("no step has taught the policy anything: no resp" in t for t in done.show.messages)
 
 
 def test_a_reward_that_ends_its_worker_costs_its_own_sample_alone(tiny, tmp_path):
-    done = finish(tiny, tmp_path, *with_reward(tiny, "dies"))
+    done = finish(tiny, tmp_path, *with_reward(tiny, "dies", "Reward.on_failure='zero'"))
     samples = read_samples(tmp_path)
     ended = [s["completion"][:1] in "01234" for s in samples]
     assert 0 < sum(ended) < 8, "the seed must give both kinds"

@@ -23,7 +23,7 @@ from rl.inputs import open_inputs
 from rl.learner.advantages import informative_groups
 from rl.metrics.writer import Timings
 from rl.responses import Scorer
-from rl.rollouts import Prompts, Rollouts, prompts_at
+from rl.rollouts import Prompts, Rollouts, groups_to_ask, prompts_at
 from rl.run_checkpoint import RunPosition
 from rl.speculation.reuse import remember
 from rl.step import train_step
@@ -59,9 +59,9 @@ class OneBehind:
         # further ones the last one too; the policy at hand answers them
         for phase in range(1, 1 + (extra or 0)):
             used = informative_groups([t.reward for t, *_ in done], [t.group_id for t, *_ in done])
-            if len(used) >= size:
+            if not (missing := groups_to_ask(size, len(prompts), len(used))):
                 break
-            new = prompts_at(system, self.cursor, size - len(used))
+            new = prompts_at(system, self.cursor, missing)
             self.cursor = new.end
             done += self.answer(system, step, step + 1, new, prompts, phase)
             prompts += new

@@ -6,9 +6,9 @@ from sched.protocol import ChunkDone, Defer, Submitted
 TWO = ("Sched.workers=2", "Sched.chunk_tokens=3")
 SLOTS = ("Engine.slots=4", "Engine.min_slots=4")
 # Which rounds a request shares depends on time, and their shapes round differently: what is learnt
-# from the trainer's own log-probabilities is the same to the bit.
+# from the trainer's own log-probabilities, with weights of 0 or 1, is the same to the bit.
 SETTINGS = (
-    "Algorithm.old_logprobs='recomputed'",
+    "Algorithm.correction='token_mask:0.01:100'",
     *(*SLOTS, "Run.steps=6", "Sampling.draw='gumbel'"),
 )
 WORKERS = (*TWO, *SLOTS)

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from rl import memory
 from rl.ablate import AblationRun, cells
 from rl.config import PolicyConfig, TrainConfig
+from rl.config_checks import check_algorithm
 from rl.gin.loader import dump, load
 from rl.inputs import open_inputs
 from rl.simulate import SimulateRun
@@ -71,6 +72,7 @@ def test_every_variant_of_an_ablation_is_a_configuration(path, tmp_path):
         saved = tmp_path / "config.gin"
         saved.write_text(dump(cell.config))
         assert load(TrainConfig, [saved]) == cell.config
+        check_algorithm(cell.config)
     assert len({dump(cell.config) for cell in found}) == len(found)
 
 

@@ -139,9 +139,8 @@ def test_gae_by_hand():
     # deltas: 1/2·2 - 1 = 0, 1/2·4 - 2 = 0, 2 - 4 = -2; A = -2, -2/4, -2/16 from the back
     # the second row has one token: 1 - 3 = -2
     values = np.array([[1.0, 2.0, 4.0], [3.0, 99.0, 99.0]], np.float32)
-    advantages, returns = gae(
-        np.array([2.0, 1.0]), values, np.array([3, 1]), gamma=0.5, gae_lambda=0.5
-    )
+    rewards = np.array([[0.0, 0.0, 2.0], [1.0, 0.0, 0.0]])
+    advantages, returns = gae(rewards, values, np.array([3, 1]), gamma=0.5, gae_lambda=0.5)
     np.testing.assert_allclose(advantages, [[-0.125, -0.5, -2], [-2, 0, 0]], rtol=1e-6)
     np.testing.assert_allclose(returns, [[0.875, 1.5, 2], [1, 0, 0]], rtol=1e-6)
 
@@ -150,11 +149,12 @@ def test_gae_between_its_two_ends():
     rng = np.random.default_rng(0)
     values, rewards = rng.normal(size=(2, 5)).astype(np.float32), np.array([0.7, -0.3])
     lengths, inside = np.array([5, 3]), np.arange(5) < np.array([[5], [3]])
-    whole, returns = gae(rewards, values, lengths, gamma=1, gae_lambda=1)
+    at_the_end = rewards[:, None] * (np.arange(5) == lengths[:, None] - 1)
+    whole, returns = gae(at_the_end, values, lengths, gamma=1, gae_lambda=1)
     # lambda 1: what was earned, less what was expected
     np.testing.assert_allclose(returns, np.where(inside, rewards[:, None], 0), atol=1e-6)
     np.testing.assert_allclose(whole, np.where(inside, rewards[:, None] - values, 0), atol=1e-6)
-    step, _ = gae(rewards, values, lengths, gamma=1, gae_lambda=0)
+    step, _ = gae(at_the_end, values, lengths, gamma=1, gae_lambda=0)
     # lambda 0: what the next value says, less what this one said
     np.testing.assert_allclose(step[0, :-1], values[0, 1:] - values[0, :-1], atol=1e-6)
     assert step[1, 2] == pytest.approx(rewards[1] - values[1, 2], abs=1e-6)

@@ -74,6 +74,12 @@ def test_the_default_is_grpo_as_it_always_was():
         ({"clip_low": 1.1}, r"clip_low must be in \[0, 1\]"),
         ({"clip_high": math.nan}, "clip_high must be 0 or more, got nan"),
         ({"kl_coefficient": -1.0}, "kl_coefficient must be 0 or positive"),
+        ({"kl_estimator": "k1"}, '"k1" in the loss has an expected gradient of 0.*"k2" .the grad'),
+        ({"kl_in_reward": True}, "kl_in_reward = True needs a kl_coefficient above 0"),
+        (
+            {"kl_in_reward": True, "kl_coefficient": 0.1, "kl_estimator": "k2"},
+            "kl_in_reward = True subtracts k1, got kl_estimator = 'k2'",
+        ),
         ({"overlong_buffer_tokens": -1}, "overlong_buffer_tokens must be 0 or more"),
         ({"advantage_normalisation": "batch"}, "of grpo must be std or none, got 'batch'"),
         ({"name": "ppo", "advantage_normalisation": "std"}, "of ppo must be batch or none"),

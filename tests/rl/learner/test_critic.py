@@ -126,6 +126,25 @@ def test_advantages_returns_and_values_by_hand():
     assert metrics["critic/explained_variance"] == pytest.approx(wanted, rel=1e-4)
 
 
+def test_a_kl_in_the_reward_is_subtracted_token_by_token():
+    recipe = dataclasses.replace(
+        RECIPE, algorithm=AlgorithmConfig("ppo", kl_coefficient=0.5, kl_in_reward=True)
+    )
+    samples = select(some_trajectories())
+    samples = [
+        dataclasses.replace(s, reference_logprobs=s.trajectory.logprobs - np.arange(n) / 8)
+        for s, n in ((s, s.trajectory.num_tokens) for s in samples)
+    ]
+    evaluated, metrics = critic.evaluate(random_critic(), samples, SHAPE, recipe)
+    for sample in evaluated:  # with gamma = lambda = 1 a return is the sum of what follows
+        t = sample.trajectory
+        kl = np.arange(t.num_tokens) / 8
+        wanted = t.reward - 0.5 * np.cumsum(kl[::-1])[::-1]
+        np.testing.assert_allclose(sample.critic_targets.returns, wanted, atol=1e-5)
+    all_kl = np.concatenate([np.arange(s.trajectory.num_tokens) / 8 for s in samples])
+    assert metrics["kl"] == pytest.approx(all_kl.mean(), rel=1e-5)
+
+
 def test_without_samples_or_differences_no_variance_is_claimed():
     assert critic.evaluate(random_critic(), [], SHAPE, RECIPE) == ([], {})
     same = [dataclasses.replace(t, reward=1.0) for t in some_trajectories()]

@@ -80,6 +80,22 @@ def test_they_weigh_the_policy_loss_and_not_the_kl_and_have_no_gradient_of_their
     np.testing.assert_allclose(weighed, np.where(MASK, -0.5 * weights + kl, 0), atol=1e-6)
 
 
+def test_reinforce_follows_the_policy_through_a_batch_and_clipped_losses_keep_their_ratio():
+    """The policy has moved by a factor of 2; denominators are those before the batch."""
+    new = TRAINER + np.float32(np.log(2))
+
+    def weight(name, correction="token_tis:100"):
+        config = AlgorithmConfig(name=name, correction=correction)
+        zeros = jnp.zeros_like(TRAINER)
+        inputs = LossInputs(MASK, jnp.array([1.0, 1.0]), TRAINER, TRAINER, zeros, EMISSION, zeros)
+        _, (statistics, _) = losses.loss(config, new, new, inputs, jnp.float32(2))
+        return losses.metrics_of(jax.device_get(statistics))["correction/weight_mean"]
+
+    before = (4 + 0.5 + 1 + 0.25) / 4
+    assert weight("grpo") == pytest.approx(before)
+    assert weight("rloo") == pytest.approx(2 * before)
+
+
 @pytest.mark.parametrize(
     ("text", "name", "mean", "fraction"),
     [("token_tis:2", "truncated", 3.75 / 4, 1 / 4), ("token_mask:0.4:2", "masked", 2 / 4, 2 / 4)],

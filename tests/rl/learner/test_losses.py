@@ -56,6 +56,30 @@ def test_kl_estimators_are_unbiased(name):
     assert float(estimate) == pytest.approx(float(jnp.sum(p * jnp.log(p / q))), abs=1e-6)
 
 
+def test_expected_gradients_of_kl_estimators():
+    """k1: none; k2: the KL's; k3: that of KL(reference ‖ policy). By enumeration of a draw."""
+    logits, reference = jnp.array([0.3, -0.5, 0.9]), jnp.log(jnp.array([0.8, 0.15, 0.05]))
+    p = jax.nn.softmax(logits)
+
+    def estimated(name):
+        def of(x):
+            estimates = losses.kl_estimate(jax.nn.log_softmax(x)[None], reference[None], name)
+            return jnp.sum(p * estimates[0])  # drawn from the policy, which is not differentiated
+
+        return jax.grad(of)(logits)
+
+    def kl(x):
+        return jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference))
+
+    def reverse_kl(x):
+        return jnp.sum(jnp.exp(reference) * (reference - jax.nn.log_softmax(x)))
+
+    np.testing.assert_allclose(estimated("k1"), 0, atol=1e-6)
+    np.testing.assert_allclose(estimated("k2"), jax.grad(kl)(logits), atol=1e-6)
+    np.testing.assert_allclose(estimated("k3"), jax.grad(reverse_kl)(logits), atol=1e-6)
+    assert np.abs(estimated("k3") - estimated("k2")).max() > 0.05
+
+
 def test_aggregations_weigh_tokens_or_sequences_alike():
     mask = jnp.array([[1, 1, 1], [0, 1, 0], [0, 0, 0]], bool)
     token = losses.token_weights(mask, jnp.float32(4), "token")

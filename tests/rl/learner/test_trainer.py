@@ -313,6 +313,17 @@ def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
     assert metrics["sampling/sampling_logp_difference/max"] <= worst + 1e-5
 
 
+def test_the_kl_of_rewards_is_that_of_the_sampling_policy(warm):
+    batch = some_trajectories()
+    learner = trainer.Learner(warm.recipe, warm.shape, SAMPLING, reference=warm.reference)
+    samples = micro_batches.select(batch, np.zeros(len(batch)))
+    reference = scoring.sample_logprobs(warm.reference, samples, warm.shape, warm.recipe)
+    for kl, t, r in zip(trainer.token_kl(batch, learner), batch, reference, strict=True):
+        np.testing.assert_array_equal(kl, t.logprobs - r)
+    with pytest.raises(ValueError, match="needs a reference policy, got none"):
+        trainer.token_kl(batch, dataclasses.replace(learner, reference=None))
+
+
 def test_gspo_clips_nothing_on_policy_in_bfloat16():
     """Its bounds are 3e-4 and 4e-4. Other passes than the update's own round farther off.
 

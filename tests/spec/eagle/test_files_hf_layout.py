@@ -69,6 +69,33 @@ def test_tensors_of_eagle(tmp_path):
     assert content["reprise"] == {"variant": "eagle", "num_policy_layers": 10, "own_head": False}
 
 
+def test_an_fc_without_a_bias_has_zeros_for_sglang_and_nothing_for_vllm(tmp_path):
+    drafter = drafter_of()
+    for engine, bias in (("sglang", [0.0] * 8), ("vllm", None)):
+        eagle_files.save(tmp_path / engine, drafter, POLICY, policy_params(), engine=engine)
+        tensors = load_file(tmp_path / engine / "model.safetensors")
+        assert (tensors["fc.bias"].tolist() if "fc.bias" in tensors else None) == bias
+        assert_same(eagle_files.load(tmp_path / engine, POLICY), drafter)
+    edit_weights(tmp_path / "sglang", lambda t: t["fc.bias"].__setitem__(3, 0.5))
+    with pytest.raises(ValueError, match="expected zeros in fc.bias"):
+        eagle_files.load(tmp_path / "sglang", POLICY)
+
+
+@pytest.mark.parametrize("num_layers", [4, 5, 7, 8])
+def test_the_layers_of_small_policies_come_back(num_layers, tmp_path):
+    """vLLM's list is inputs, whatever the first id of SGLang's."""
+    policy = dataclasses.replace(POLICY, num_layers=num_layers)
+    config = eagle.config_for(policy, "eagle3")
+    drafter = EagleWeights(config, weights(eagle.param_specs(config)))
+    eagle_files.save(tmp_path, drafter, policy, policy_params())
+    assert len(config.feature_layers) == 3
+    assert eagle_files.check(tmp_path, policy).feature_layers == config.feature_layers
+    content = json.loads((tmp_path / "config.json").read_text())
+    outputs = content["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert outputs == list(config.feature_layers) and outputs[-1] < num_layers - 1
+    assert content["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in outputs]
+
+
 def test_tensors_of_eagle3(tmp_path):
     policy = policy_params()
     eagle_files.save(tmp_path / "out", drafter_of("eagle3", IDS), POLICY, policy, variant="hass")
@@ -97,9 +124,9 @@ def test_tensors_of_eagle3(tmp_path):
     content = json.loads((tmp_path / "out/config.json").read_text())
     assert content["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (content["draft_vocab_size"], content["target_hidden_size"]) == (5, 8)
-    # Outputs of layers 1, 4 and 6 of ten go into layers 2, 5 and 7.
+    # Outputs of layers 1, 4 and 6 of ten (SGLang's list) go into layers 2, 5 and 7 (vLLM's).
     assert content["eagle_config"] == {
-        "eagle_aux_hidden_state_layer_ids": [2, 5, 7],
+        "eagle_aux_hidden_state_layer_ids": [1, 4, 6],
         "use_aux_hidden_state": True,
     }
     assert content["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from functools import partial
 
@@ -96,6 +97,26 @@ def test_loss_and_gradient_are_those_of_drafting(variant):
     wanted = (reference(1e-4) - reference(-1e-4)) / 2e-4
     assert abs(wanted) > 1e-2
     assert along == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+@both
+@pytest.mark.parametrize(("setting", "bounds"), [("auto", (0.7, 1)), ("float32", (0, 0.03))])
+def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant, setting, bounds):
+    training, config, params, frozen = made(variant)
+    training = dataclasses.replace(training, compute_dtype=setting)
+    frozen = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, frozen
+    )
+    batch = some_batch(config, prompt_tokens=3)
+    args, static = (params, frozen, batch, ONE), {"config": config, "training": training}
+    text = gradients.lower(*args, **static).as_text()
+    pairs = re.findall(r"dot_general.*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", text)
+    rounded = sum(pair == ("bf16", "bf16") for pair in pairs)
+    # float32: the teacher alone, twice; auto: all but scalars and each entry's own score
+    low, high = bounds
+    assert len(pairs) > 100 and low * len(pairs) < rounded < high * len(pairs)
+    grads, _ = jax.eval_shape(partial(gradients, **static), *args)
+    assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
