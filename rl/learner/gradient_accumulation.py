@@ -282,9 +282,9 @@ def run_once(
 ) -> State:
     """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
     total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
-    total = in_turn(join(total))
-    in_turn(inspect(total, step, **static))
-    unchanged = in_turn(apply(state, total.gradients, np.bool_(False), **static))
+    summed = in_turn(join(total))
+    in_turn(inspect(summed, step, **static))
+    unchanged = in_turn(apply(state, summed.gradients, np.bool_(False), **static))
     in_turn(all_finite(unchanged.params))
     return unchanged
 

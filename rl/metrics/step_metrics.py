@@ -43,12 +43,12 @@ def step_metrics(
         "rewards/failures": sum(s.failure is not None for s in scores),
     }
     if trajectories:  # or all groups continue in the next step
-        metrics |= _response_metrics(trajectories, scores, step)
+        metrics |= _response_metrics(trajectories, scores, step, tasks)
     return metrics | speculation_metrics(stats, times)
 
 
 def _response_metrics(
-    trajectories: Sequence[Trajectory], scores: Sequence[Score], step: int
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], step: int, tasks: Sequence[str]
 ) -> dict[str, Any]:
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])
