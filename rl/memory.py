@@ -10,30 +10,24 @@ import dataclasses
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models import hf, kv_cache, paged_cache
-from models.config import ModelConfig, num_params, param_specs
+from models.config import ModelConfig, param_specs
 from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
 from rl.config import TrainConfig, drafter_shape
 from rl.engine import cache_ops
-from rl.first_programs import evaluation_engine, num_whole_model, rollout_reach
+from rl.first_programs import evaluation_engine, rollout_reach
 from rl.gin.loader import resolve_path
-from rl.inputs import Inputs, remarks
 from rl.learner import critic
 from rl.learner.optimizer import make_optimizer
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
 from rl.warm_up.rollout_programs import Reach
 
-_SHOWN_CHARACTERS = 3000  # of the first prompt
 TRAINING, ROLLOUTS = "training", "rollouts"
 USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
 FIX = (
@@ -344,57 +338,3 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
     if evaluation > gradients:  # they take turns
         parts[TRAINING]["evaluations, beyond gradients"] = evaluation - gradients
     return Estimate(parts, layout.is_disjoint)
-
-
-def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
-    """Print the plan of `--dry_run`, and the memory it needs; return the exit code."""
-    from rl.disk_plan import disk_plan
-
-    model, devices_here = inputs.model, unopened_devices()
-    say(f"# run folder    {folder}")
-    say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
-    say(f"# examples      {len(inputs.task)}")
-    _print_prompt(config, inputs)
-    for one in inputs.evals.sets:
-        say(f"# evaluation    {one.name}: {len(one.examples)} questions of {one.spec}")
-    say(f"# per step      {config.rollout.num_requests} responses")
-    room = disk_plan(config, inputs, folder)
-    say(f"# disk          {room}")
-    for field, value in vars(config.algorithm.resolved).items():
-        say(f"# algorithm     {field:24s} {value}")
-    if config.open_sizes:
-        say(f"# open          {', '.join(config.open_sizes)}: found when it runs, by what fits")
-        say("# ok            all is checked but Mesh and memory, which are checked when it runs")
-        return 0
-    compiled = num_whole_model(config, model, is_cpu=devices_here.is_cpu)
-    say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
-    try:
-        needed = estimate(config, model, devices_here)
-        for part, arrays in needed.parts.items():
-            for name, size in arrays.items():
-                say(f"# memory        {part}: {name:36s} {size / 2**20:10.1f} MiB")
-        total = "total of one device, without activations"
-        say(f"# memory        {total:46s} {needed.total_bytes / 2**20:10.1f} MiB")
-        warning = needed.check(devices_here)
-    except ValueError as error:
-        say(f"error: {error}", sys.stderr)
-        return EXIT_USAGE
-    if devices_here.bytes_each is None:
-        say("# memory        the size of a device is unknown: compared when it runs")
-    for remark in [*filter(None, [warning, room.warning]), *remarks(config, inputs)]:
-        say(f"# note          {remark}")
-    say("# ok            all is checked but Mesh: devices are checked when it runs")
-    return 0
-
-
-def _print_prompt(config: TrainConfig, inputs: Inputs) -> None:
-    """Print the first prompt as the policy reads it, special tokens included."""
-    first = inputs.task[0]
-    ids = inputs.encode(first, config.task)
-    say(f"# first prompt  {len(ids)} tokens, answer {str(first.answer)[-100:]!r}; its text:")
-    text = inputs.tokenizer.decode(ids, skip_ends=False)
-    if len(text) > _SHOWN_CHARACTERS:
-        half = _SHOWN_CHARACTERS // 2
-        text = f"{text[:half]} … {text[-half:]}"
-    for line in text.split("\n"):
-        say(f"#   {line}")

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if args.show_config:
         say(dump(config))
     if args.dry_run:
-        from rl.memory import print_plan
+        from rl.dry_run import print_plan
 
         return print_plan(config, inputs, folder)
     if args.resume and run_folder.is_finished(folder, config):

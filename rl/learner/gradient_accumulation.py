@@ -267,7 +267,7 @@ def calls(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Call]:
     """Return calls of the steps after `start` and of a save, perhaps of shapes, to be lowered."""
-    total = empty_shapes(**static)
+    total: Accumulator = empty_shapes(**static)
     return [
         Call(accumulate, (state.params, total, batch, scalars), static),
         Call(apply, (state, total.gradients, np.bool_(False)), static),
@@ -281,8 +281,8 @@ def run_once(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> State:
     """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
-    total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
-    summed = in_turn(join(total))
+    one, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
+    summed = in_turn(join(one))
     in_turn(inspect(summed, step, **static))
     unchanged = in_turn(apply(state, summed.gradients, np.bool_(False), **static))
     in_turn(all_finite(unchanged.params))
