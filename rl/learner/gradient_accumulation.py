@@ -270,8 +270,8 @@ def run_once(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> State:
     """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
-    total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
-    total = in_turn(join(total))
+    sums, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
+    total = in_turn(join(sums))
     in_turn(inspect(total, step, **static))
     return in_turn(apply(state, total.gradients, np.bool_(False), **static))
 
