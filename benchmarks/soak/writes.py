@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks import environment
 from benchmarks.soak.runs import final_state
 from rl import run_folder
@@ -25,7 +27,7 @@ from rl.metrics.writer import MetricsWriter, deterministic_view, read_metrics, r
 from rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE, EVALUATION_FILE, MARKER_FILE
 from tests.support import tiny_run
 
-STEPS, ARRAYS_EVERY = 4, 12  # a checkpoint has a hundred files of arrays: one in twelve counts
+ARRAYS_EVERY = 12  # a checkpoint has a hundred files of arrays: one in twelve counts
 SETTINGS = """
 Run.steps = 4
 Checkpoint.every_steps = 2
@@ -57,7 +59,8 @@ class Copies:
         fsync, append = os.fsync, MetricsWriter._append
 
         def synced(file: Any) -> None:
-            self._take("fsync")
+            handle = file if isinstance(file, int) else file.fileno()
+            self._take(f"fsync {os.readlink(f'/proc/self/fd/{handle}')}")
             fsync(file)
 
         def appended(writer: MetricsWriter, name: str, row: Any) -> None:
@@ -91,16 +94,20 @@ class Copies:
                 if self._arrays % ARRAYS_EVERY:
                     return
             self._is_on = False  # this copy is no write of the run
+            copy = self._into / f"{len(self.names):05}"
             try:
-                with contextlib.suppress(shutil.Error, FileNotFoundError):  # other threads write
-                    shutil.copytree(self._run, self._into / f"{len(self.names):05}", symlinks=True)
-                    self.names.append(name)
+                shutil.copytree(self._run, copy, symlinks=True)
+                self.names.append(name)
+            except (shutil.Error, FileNotFoundError):  # another thread has deleted a file
+                shutil.rmtree(copy, ignore_errors=True)
             finally:
                 self._is_on = True
 
 
 def writes(folder: Path, count: int = 300) -> dict[str, Any]:
     """Copy runs of each kind before every write, resume `count` copies in all, and compare."""
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     rows = []
     for kind, settings in KINDS.items():
         row = _resumed(folder / kind, settings, -(-count // len(KINDS)))
@@ -123,7 +130,9 @@ def _resumed(folder: Path, settings: str, count: int) -> dict[str, int]:
     chosen = sorted({i * total // count for i in range(count)})
     differing = dict.fromkeys((f"{name}_that_differ" for name in expected), 0)
     failures = 0
-    for index in chosen:
+    for done, index in enumerate(chosen):
+        if not done % 10:
+            environment.progress(f"{done} of {len(chosen)} copies of {total} resumed")
         copy = copies / f"{index:05}"
         try:
             resume(config, copy)

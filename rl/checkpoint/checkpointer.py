@@ -256,7 +256,8 @@ class Checkpointer:
         except Exception as also:
             if error is None:
                 raise
-            _log.exception("the last save of %s failed as well", self.directory)
+            if not isinstance(also, SaveError):
+                _log.exception("the last save of %s failed as well", self.directory)
             error.add_note(f"The last save of {self.directory} failed as well: {also}")
 
     def _open(self) -> None:

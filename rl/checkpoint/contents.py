@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ class ArrayWriter:
         self._placed: Callable[..., Any] = _own_or_shared if by_all else np.asarray
         if jax.process_count() == 1:
             self._placed = lambda x: x
+        sys.excepthook = _hook
         # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
         self._handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
         self._writing: list[Any] = []
@@ -54,6 +56,15 @@ class ArrayWriter:
 
     def close(self) -> None:
         self._handler.close()
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error, as `sys.excepthook` does, unless it only follows from another one.
+
+    The first write that fails ends its event loop; tensorstore then reports each of the others so.
+    """
+    if str(error) != "Event loop is closed":
+        sys.__excepthook__(kind, error, trace)
 
 
 def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -178,12 +178,11 @@ class MetricsWriter:
             self._files[name] = self._folder.append(name)
         line = _line(row)
         try:
-            written = self._files[name].write(line)
+            while line:  # a disk takes a part if it gets full
+                line = line[self._files[name].write(line) :]
         except OSError as error:
             error.filename = str(self._folder.path / name)
             raise
-        if written != len(line):
-            raise OSError(f"{self._folder.path / name}: wrote {written} of {len(line)} bytes")
 
     def _close_files(self) -> None:
         self.sync()

@@ -165,10 +165,11 @@ class Watch:
             self._stop_requested_s = self._stopped_at_s = self._clock()
             self._speak(f"stopping: saving {self._saving}...")
         elif number == signal.SIGINT and self._clock() - self._stopped_at_s > SAME_STOP_S:
-            if self._insisted or not self._unsaved():
+            if self._insisted or not (unsaved := self._unsaved()):
                 self._end("stopped at once")
-            self._insisted = True
-            self._speak(f"still saving: Ctrl-C once more loses {self._unsaved()}")
+            else:
+                self._insisted = True
+                self._speak(f"still saving: Ctrl-C once more loses {unsaved}")
 
     def _check_limits(self) -> None:
         """End the process if the main thread made no progress, or did not leave, in time."""
