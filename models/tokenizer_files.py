@@ -59,8 +59,8 @@ def present(folder: Path) -> list[str]:
 def check(folder: Path) -> None:
     """Use a tokenizer in a child process, once for each content of its files.
 
-    Raises ValueError as `present` does, and if that takes more than the limits. Errors of rules
-    are left to its later use.
+    Raises ValueError as `present` does, if it cannot be opened, and if using it takes more than
+    the limits. Errors of rules are left to its later use.
     """
     digest = hashlib.sha256()
     for name in [*present(folder), CONFIG]:
@@ -69,13 +69,15 @@ def check(folder: Path) -> None:
     if digest.digest() in _tried:
         return
     try:
-        _child.call(os.fsencode(folder.absolute()))
+        problem = _child.call(os.fsencode(folder.absolute()))
     except ChildEnded as error:
         raise ValueError(
             f"{folder}: expected a tokenizer that is read, encodes and decodes a page of text "
             f"within {DEADLINE_S} s and {MEMORY_BYTES // 2**20} MiB, but its process ended: copy "
             "the tokenizer's files from where the policy came from"
         ) from error
+    if problem:  # its library prints more about it, to nobody
+        raise ValueError(problem[0].decode())
     _tried.add(digest.digest())
 
 
@@ -90,14 +92,17 @@ def _prepare() -> Callable[[bytes], Iterable[bytes]]:
     def use(request: bytes) -> list[bytes]:
         try:
             backend = tokenizer.open_rules(Path(os.fsdecode(request)))
+        except ValueError as error:
+            return [str(error).encode(errors="replace")]
+        try:
             ids = backend.encode(_PAGE, add_special_tokens=False)
             backend.decode(ids)
             backend.batch_decode([[i] for i in ids])
         except MemoryError:
             raise
-        except BaseException:  # also a panic of its Rust code; the user's process has it again
-            return [b"failed"]
-        return [b"used"]
+        except BaseException:  # also a panic of its Rust code: a later text may be another
+            pass
+        return []
 
     return use
 

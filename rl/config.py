@@ -34,7 +34,7 @@ SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 MAX_STEPS = 10**9
 MAX_S = 10**9  # of a limit: the operating system takes a few times as much
-MAX_REQUESTS = 2**24  # of a step
+MAX_REQUESTS = 2**20  # of a step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,12 @@ with pages of stack, if one is missing or starts twice; here that is a sentence 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,37 +196,13 @@ def _initialize(config: ClusterConfig) -> None:
         # a program that one process loads hangs in collectives with those that others compile
         jax.config.update("jax_enable_compilation_cache", False)
     try:
-        with _client_does_not_abort():
-            jax.distributed.initialize(**options)
+        jax.distributed.initialize(**options)
     except (ValueError, RuntimeError) as error:
         line = str(error).partition("\n")[0]
         raise ValueError(
             f"Cluster.coordinator={config.coordinator!r}: jax found no processes of one job "
             f"({line}); name Cluster.coordinator, Cluster.num_processes and Cluster.process_id"
         ) from error
-
-
-@contextlib.contextmanager
-def _client_does_not_abort() -> Iterator[None]:
-    """Leave the loss of process 0 to `Processes`, whose heartbeats to it fail as well.
-
-    By default jax's client aborts the process then, with pages of stack. jax has no public way to
-    set its callback.
-    """
-    from jax._src import distributed
-
-    library: Any = getattr(distributed, "_jax", None)
-    make: Any = getattr(library, "get_distributed_runtime_client", None)
-    if library is None or "missed_heartbeat_callback" not in str(make.__doc__):
-        yield  # a version that names it otherwise
-        return
-    library.get_distributed_runtime_client = functools.partial(
-        make, missed_heartbeat_callback=lambda *status: None
-    )
-    try:
-        yield
-    finally:
-        library.get_distributed_runtime_client = make
 
 
 # --- the rendezvous ---------------------------------------------------------------------

@@ -162,8 +162,8 @@ def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) ->
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
-    spy.folder, spy.writes, spy.executions = str(folder), [], []
     before_bytes, start_s = _memory_bytes(reset=True), time.monotonic()
+    spy.folder, spy.writes, spy.executions = str(folder), [], []
     try:
         case.run(folder)
         counts.accepted += 1

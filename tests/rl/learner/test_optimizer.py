@@ -60,4 +60,4 @@ def judge():
             assert y.sharding is None or x.sharding == y.sharding
     found, wanted = (trainer.lowered(s, shape, recipe=RECIPE) for s in (shapes, state))
     assert [x.as_text() for x in found] == [x.as_text() for x in wanted]
-    assert len(found) == 3 + 3 + 2  # of each network, and what scores under it
+    assert len(found) == 4 + 4 + 2  # of each network, and what scores under it
