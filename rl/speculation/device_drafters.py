@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -141,7 +142,7 @@ class DraftModel:
         """Return a drafter of this kind for one worker and rollout, of chains of `max_depth`."""
         runner, config = context.runner, self.config
         return kind(
-            self.model,
+            dataclasses.replace(self.model, unused_ids=runner.model.unused_ids),
             self._params_on(runner),
             ChainConfig(
                 chunk_tokens=min(ChainConfig.chunk_tokens, runner.config.min_positions),

@@ -44,6 +44,7 @@ def test_inputs_open_and_encode(tiny):
     ids = inputs.encode(inputs.task[0], load(TrainConfig, [tiny]).task)
     assert inputs.tokenizer.decode(ids) == "1+1="
     assert inputs.model.eos_token_ids == (1,)
+    assert inputs.model.unused_ids == ((18, 24),)  # the padding of the embedding
 
 
 def test_long_prompts_are_left_out_and_counted(tiny):
@@ -114,6 +115,12 @@ def test_remarks_say_what_becomes_of_settings(tiny):
             "overlong_buffer_tokens of at most Sampling.max_new_tokens=8, got 9: lower it",
         ),
         ("Policy.directory='no/such/folder'", FileNotFoundError, "no/such/folder"),
+        (
+            "Task.chat_template='no/such.jinja'",
+            ValueError,
+            "Task.chat_template: expected a file with a template: .*no/such.jinja",
+        ),
+        ("Task.date='tomorrow'", ConfigError, "Task.date: expected a day as YYYY-MM-DD, got 'tom"),
         ("Task.specs=('jsonl:no/such.jsonl',)", FileNotFoundError, "no/such.jsonl"),
         ("Reward.functions=('no/such.py:f',)", FileNotFoundError, "no/such.py"),
     ],
@@ -195,6 +202,7 @@ def test_a_policy_folder_without_weights(tiny, tmp_path):
 def test_the_tokenizer_names_the_end_token_where_the_config_does_not(tiny, tmp_path):
     inputs = opened(tiny, save_policy(tmp_path / "policy", eos_token_ids=()))
     assert inputs.model.eos_token_ids == (1,)
+    assert inputs.model.unused_ids == ((18, 24),)  # the padding of the embedding
 
 
 def test_end_tokens_are_those_of_config_generation_config_and_tokenizer(tiny, tmp_path):

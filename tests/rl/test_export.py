@@ -131,6 +131,17 @@ def test_transformers_reads_its_settings_tokenizer_and_template(run):
     assert hf.check(run.out).eos_token_ids == (1, 5)  # the run's stop_ids end responses too
 
 
+def test_the_template_of_the_run_goes_along(run):
+    other = run.folder.parent / "other.jinja"
+    other.write_text("Q: {{ messages[0].content }}")
+    text = (run.folder / "config.gin").read_text()
+    named = f"Task.chat_template = {str(other)!r}"
+    (run.folder / "config.gin").write_text(text.replace("Task.chat_template = ''", named))
+    assert run.export() == 0
+    assert tokenizer.load(run.out).chat_template == other.read_text()
+    assert "apply_chat_template(messages" in (run.out / "README.md").read_text()
+
+
 def test_a_policy_as_it_is(tiny, tmp_path, capsys):
     policy, out = tiny.parent / "policy", tmp_path / "out"
     assert export.main([str(policy), "--output", str(out)]) == 0

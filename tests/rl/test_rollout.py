@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from drafts_by_hand import Draft, stack
 from shapes import PLAIN, TINY, make_params
 
+from models import tokenizer
 from models.token_bytes import TokenBytes
 from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
+from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
+from spec.drafter import Drafter
 from spec.sampling import step_key
 
 MODEL = dataclasses.replace(TINY, eos_token_ids=(4, 5, 6))
@@ -87,14 +91,32 @@ def test_a_tokenizer_brings_its_end_tokens_and_the_text_of_stop_strings(params, 
         generate(MODEL, params, REQUESTS, stop, engine=engine)
 
 
+class Lacking(Drafter):
+    """Drafts ids 1 and 2, and then 9, for every next token."""
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        return stack([Draft((1, 2, 9), (-1, -1, -1))] * len(live), max_nodes)
+
+    def finished(self, live): ...
+
+
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(params, engine):
     few = SimpleNamespace(**vars(TOKENIZER) | {"vocabulary": {"a": 0, "b": 9, "c": 7, "d": 12}})
-    drawn = {i for row in responses(generate(MODEL, params, REQUESTS, SAMPLING)) for i in row}
-    assert not drawn <= {0, 4, 5, 6, 7, 9, 12}
-    got = generate(MODEL, params, REQUESTS, SAMPLING, tokenizer=few, stop_token_ids=())
-    assert {i for row in responses(got) for i in row} <= {0, 4, 5, 6, 7, 9, 12}
+    allowed = {0, 4, 5, 6, 7, 9, 12}  # with the end tokens
+
+    def drawn(model, engine, **options):
+        options |= {"engine": engine, "stop_token_ids": ()}
+        return responses(generate(model, params, REQUESTS, SAMPLING, **options))
+
+    assert not {i for row in drawn(MODEL, engine) for i in row} <= allowed
     with pytest.raises(ValueError, match="another model.*unused_ids are .*1, 4.*13, 20"):
-        generate(MODEL, params, REQUESTS, SAMPLING, engine=engine, tokenizer=few)
+        drawn(MODEL, engine, tokenizer=few)
+    unused = tokenizer.fitted(MODEL, few).unused_ids
+    limited = Engine(dataclasses.replace(MODEL, unused_ids=unused), PLAIN)
+    plain = drawn(MODEL, limited, tokenizer=few)
+    assert {i for row in plain for i in row} <= allowed
+    drafts = {"drafter": Lacking(), "budget": FixedBudget(3), "tokenizer": few}
+    assert drawn(MODEL, limited, **drafts) == plain
 
 
 def test_requests_have_a_sampling_of_their_own(params, engine):

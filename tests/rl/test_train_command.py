@@ -20,7 +20,7 @@ from run_settings import TRAINED_AFTER
 from models import hf, tokenizer, transformer
 from models.hf_files import WeightsError
 from policies.make.characters import save_character_tokenizer
-from rl import evaluate, export, memory, report, run_process, train
+from rl import dry_run, evaluate, export, memory, report, run_folder, run_process, train
 from rl.data.prompts import UnreadableExample
 from rl.learner.gradient_accumulation import NonFiniteWeights
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
@@ -259,13 +259,34 @@ def test_list_shows_every_section(capsys):
 def test_a_dry_run_touches_no_device_and_makes_no_folder(tiny, tmp_path):
     folder = tmp_path / "run"
     env = tiny_run.environment() | {"JAX_PLATFORMS": "no_such_platform"}  # any use would raise
-    done = tiny_run.call(tiny_run.command(tiny, folder, "--dry_run"), env)
+    done = tiny_run.call(tiny_run.command(tiny, folder, "--dry_run", "--show_config"), env)
     assert done.returncode == 0, done.stderr
     assert not folder.exists()
     for line in ("Run.steps = 3", "# examples      6\n", "# ok ", "# per step      8 responses"):
         assert line in done.stdout
     assert "total" in done.stdout and "MiB" in done.stdout
     assert "# disk          checkpoints take up to " in done.stdout
+
+
+def test_a_dry_run_shows_the_first_prompt_and_is_short(tiny, tmp_path, capsys):
+    other = tmp_path / "other.jinja"
+    other.write_text("a{{ messages[0].content }}\n{{ 'b' if add_generation_prompt }}")
+    template = f"--gin.Task.chat_template='{other}'"
+    assert run_train(f"--gin_file={tiny}", "--dry_run", template) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("# first prompt  7 tokens, answer '0'; its text:")
+    assert lines[at + 1 : at + 3] == ["#   a1+1=<unk>b", "# per step      8 responses"]
+    assert len(lines) < 40 and all(line.startswith("# ") for line in lines)
+
+
+def test_a_run_keeps_the_day_of_its_start(run, tiny, tmp_path, monkeypatch):
+    where = [f"Run.directory='{run}'"]
+    started = train._resolve([], where, resume=True)[0].task.date
+    monkeypatch.setattr(run_folder, "today", lambda: "2031-01-02")
+    resumed, _ = train._resolve([str(tiny)], [*where, "Task.date=''"], resume=True)
+    assert resumed.task.date == started and len(started) == 10
+    new, _ = train._resolve([str(tiny)], [f"Run.directory='{tmp_path}'"], resume=False)
+    assert new.task.date == "2031-01-02"
 
 
 def test_a_run_as_one_of_several_processes_is_refused(tiny, tmp_path, monkeypatch, capsys):

@@ -102,6 +102,10 @@ def test_data_that_changed_is_told_of_when_a_run_resumes(tiny, never_stopped, tm
     more = (f"Task.specs=('jsonl:{tmp_path / 'fewer.jsonl'}',)", "Run.steps=4")
     said = finish(tiny, tmp_path / "run", *more).show.messages
     assert any("the data is not that of step 3 (6 examples then, 5 now)" in text for text in said)
+    assert not any("the prompts have other tokens" in text for text in said)
+    more = (more[0], "Task.prompt_suffix='0'", "Run.steps=5")
+    said = finish(tiny, tmp_path / "run", *more).show.messages
+    assert any("the prompts have other tokens than up to step 4: the policy's" in x for x in said)
 
 
 def test_parts_of_a_time_limit_give_the_same_bits(tiny, never_stopped, tmp_path):

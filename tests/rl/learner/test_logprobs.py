@@ -170,7 +170,8 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
 )
 def test_the_vocabulary_is_split_over_all_that_share_the_weights(vocab):
     """No device has the whole head or its gradient, nor logits of another number than its part."""
-    model = dataclasses.replace(CHAT, vocab_size=vocab, tied_embeddings=False)
+    unused = ((40, 60), (vocab - 9, vocab))
+    model = dataclasses.replace(CHAT, vocab_size=vocab, tied_embeddings=False, unused_ids=unused)
     recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=20))
     params = transformer.init(model, jax.random.key(0))
     batch = packed(TOKENS, MIXED)
