@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from rl.data.answers import with_marker
 from rl.data.tasks import Example, Task
-from rl.rewards.answer_forms import Form, core_of, differ, right_forms, wrong_forms
+from rl.rewards.answer_forms import Form, differ, find_core, right_forms, wrong_forms
 from rl.rewards.config import BUILT_IN, RewardConfig
 from rl.rewards.findings import Reader, Row, Scored, findings
 from rl.rewards.pool import RewardPool
@@ -59,11 +59,11 @@ def check_rewards(
 
 
 def _row(config: RewardConfig, index: int, example: Example) -> Row:
-    return Row(index, example, core_of(example.answer or "", config.extract))
+    return Row(index, example, find_core(example.answer or "", config.extract))
 
 
 def _with_others(rows: Sequence[Row]) -> list[Row]:
-    """Give each row the one before it whose answer differs from its own."""
+    """Give each row the one before it whose answer differs."""
     result = []
     for place, row in enumerate(rows):
         before = (rows[place - 1 - back] for back in range(min(len(rows) - 1, 8)))
@@ -82,7 +82,7 @@ def _without_answers(config: RewardConfig, rows: Sequence[Row], total: int) -> l
     return [f"{text}, first {min(rows, key=lambda row: row.index).example.example_id}"]
 
 
-class _OutOfTime(Exception):
+class _TimeIsUp(Exception):
     """The check has taken long enough."""
 
 
@@ -92,13 +92,15 @@ class _Checker:
     def __init__(self, config: RewardConfig, pool: RewardPool, read: Reader) -> None:
         self._config, self._pool, self._read = config, pool, read
         self._end_s = 0.0
-        # the others pay for nothing but equal text, or have checks of their own
+        # the others pay for nothing but equal text, or have tested verifiers
         self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
 
     def refuse_failure(self, row: Row) -> None:
         """Raise ValueError if a function fails on an example with its own answer."""
-        text = with_marker(self._config.extract, row.core.text)
-        (score,) = self._pool.result(self._submit(row, [self._as_read(row, Form(text))]))
+        forms = right_forms(row.core.text, self._config.extract)
+        size = len(forms) if self._config.per == "group" else 1
+        texts = [self._as_read(row, form) for form in forms[:size]]
+        score = self._pool.result(self._submit(row, texts))[0]
         if score.failure is not None and score.failure.partition("/")[0] not in BUILT_IN:
             raise ValueError(
                 f"Reward.functions: called on the first example ({row.example.example_id}), with "
@@ -111,7 +113,7 @@ class _Checker:
         for start in range(0, len(rows), _BATCH_ROWS):
             try:
                 yield from self._batch([Scored(row) for row in rows[start : start + _BATCH_ROWS]])
-            except _OutOfTime:
+            except _TimeIsUp:
                 return
 
     def _batch(self, batch: list[Scored]) -> list[Scored]:
@@ -153,4 +155,4 @@ class _Checker:
 
     def _look_at_clock(self) -> None:
         if time.monotonic() > self._end_s:
-            raise _OutOfTime
+            raise _TimeIsUp
