@@ -130,7 +130,7 @@ class _Checker:
         other = None if row.other is None else row.other.core.text
         forms = wrong_forms(row.example, row.core.text, other, self._config.extract)
         if "math_verify" in self._config.functions:  # it reads answers only for another response
-            forms.append(Form(with_marker(self._config.extract, "~"), "a text that is no answer"))
+            forms.append(Form(with_marker(self._config.extract, "? ?"), "no answer"))
         return forms
 
     def _score(self, work: Sequence[tuple[Scored, list[Form], list[Form]]]) -> None:
