@@ -263,9 +263,10 @@ def _same_values(compare_matrices: Any, gold: Any, actual: Any, *precisions: int
     )
     if not (difference.is_Float or difference.is_Integer):
         return False
+    limit = _ROUNDING * size
     if gold.has(sympy.Float) or actual.has(sympy.Float):
-        return bool(difference <= min(float(_ABSOLUTE), float(_RELATIVE) * size))
-    return bool(difference <= _ROUNDING * size)
+        limit = max(limit, min(float(_ABSOLUTE), float(_RELATIVE) * size))
+    return bool(difference <= limit)
 
 
 def _same_symbols(gold: Any, actual: Any) -> bool:
