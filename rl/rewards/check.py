@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -82,6 +83,10 @@ def _without_answers(config: RewardConfig, rows: Sequence[Row], total: int) -> l
     return [f"{text}, first {min(rows, key=lambda row: row.index).example.example_id}"]
 
 
+def _shape(row: Row) -> str:
+    return re.sub(r"\d+", "0", row.core.text)
+
+
 class _TimeIsUp(Exception):
     """The check has taken long enough."""
 
@@ -94,6 +99,10 @@ class _Checker:
         self._end_s = 0.0
         # the others pay for nothing but equal text, or have tested verifiers
         self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
+        # math_verify reads an answer only if a response differs: a probe for answers of one shape
+        self._reads_answers = "math_verify" in config.functions
+        self._probe = Form(with_marker(config.extract, "? ?"), "no answer")
+        self._probes = dict[str, Scored]()
 
     def refuse_failure(self, row: Row) -> None:
         """Raise ValueError if a function fails on an example with its own answer."""
@@ -119,19 +128,21 @@ class _Checker:
     def _batch(self, batch: list[Scored]) -> list[Scored]:
         """Score the likeliest right form and the wrong ones, then other forms if that is unpaid."""
         forms = {s: right_forms(s.row.core.text, self._config.extract) for s in batch}
-        self._score([(s, right[:1], self._wrong(s.row)) for s, right in forms.items()])
+        self._score([(s, right[:1], self._wrong(s)) for s, right in forms.items()])
         unpaid = [s for s in batch if not all(map(s.is_paid, self._config.names))]
         self._score([(s, forms[s][1:], []) for s in unpaid])
+        for s in batch if self._reads_answers else ():
+            s.wrong[self._probe] = self._probes[_shape(s.row)].wrong[self._probe]
         return batch
 
-    def _wrong(self, row: Row) -> list[Form]:
+    def _wrong(self, scored: Scored) -> list[Form]:
         if not self._needs_wrong:
             return []
+        row, extract = scored.row, self._config.extract
         other = None if row.other is None else row.other.core.text
-        forms = wrong_forms(row.example, row.core.text, other, self._config.extract)
-        if "math_verify" in self._config.functions:  # it reads answers only for another response
-            forms.append(Form(with_marker(self._config.extract, "? ?"), "no answer"))
-        return forms
+        forms = wrong_forms(row.example, row.core.text, other, extract)
+        is_first = self._probes.setdefault(_shape(row), scored) is scored
+        return [*forms, self._probe] if self._reads_answers and is_first else forms
 
     def _score(self, work: Sequence[tuple[Scored, list[Form], list[Form]]]) -> None:
         sent = [(s, right, wrong, self._send(s.row, right, wrong)) for s, right, wrong in work]
