@@ -106,10 +106,10 @@ def check_correct_by(config: TrainConfig) -> None:
         "Reward.weights is not 1": config.reward.full_weights != (1.0,) * len(names),
         "Algorithm adds a length penalty": any(map(config.algorithm.overlong_tokens, limits)),
     }
-    if found := " and ".join(reason for reason, holds in reasons.items() if holds):
+    if unclear := " and ".join(reason for reason, holds in reasons.items() if holds):
         raise ValueError(
             "Eval.correct_by: expected the reward function that makes a response correct, for "
-            f"pass@k, since {found}; got none: set it to {choices} (or Eval.num_prompts = 0)"
+            f"pass@k, since {unclear}; got none: set it to {choices} (or Eval.num_prompts = 0)"
         )
 
 

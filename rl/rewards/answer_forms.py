@@ -16,10 +16,10 @@ _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 class Form(NamedTuple):
-    """A response to score; `of` names a wrong one in messages."""
+    """A response to score; `kind` names a wrong one in messages."""
 
     text: str
-    of: str = ""
+    kind: str = ""
 
 
 class Core(NamedTuple):
@@ -29,7 +29,7 @@ class Core(NamedTuple):
     marker: str | None = None
 
 
-def core_of(answer: str, extract: str) -> Core:
+def find_core(answer: str, extract: str) -> Core:
     """Return the answer inside of a solution; the marker of `extract` first."""
     for name in sorted(MARKERS, key=lambda name: name != extract):
         if MARKERS[name] in answer and (inner := extract_answer(name, answer)):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from rl.data.answers import with_marker
 from rl.data.tasks import Example, Task
-from rl.rewards.answer_forms import Form, core_of, differ, right_forms, wrong_forms
+from rl.rewards.answer_forms import Form, differ, find_core, right_forms, wrong_forms
 from rl.rewards.config import BUILT_IN, RewardConfig
 from rl.rewards.findings import Reader, Row, Scored, findings
 from rl.rewards.pool import RewardPool
@@ -59,11 +60,11 @@ def check_rewards(
 
 
 def _row(config: RewardConfig, index: int, example: Example) -> Row:
-    return Row(index, example, core_of(example.answer or "", config.extract))
+    return Row(index, example, find_core(example.answer or "", config.extract))
 
 
 def _with_others(rows: Sequence[Row]) -> list[Row]:
-    """Give each row the one before it whose answer differs from its own."""
+    """Give each row the one before it whose answer differs."""
     result = []
     for place, row in enumerate(rows):
         before = (rows[place - 1 - back] for back in range(min(len(rows) - 1, 8)))
@@ -82,7 +83,11 @@ def _without_answers(config: RewardConfig, rows: Sequence[Row], total: int) -> l
     return [f"{text}, first {min(rows, key=lambda row: row.index).example.example_id}"]
 
 
-class _OutOfTime(Exception):
+def _shape(row: Row) -> str:
+    return re.sub(r"\d+", "0", row.core.text)
+
+
+class _TimeIsUp(Exception):
     """The check has taken long enough."""
 
 
@@ -92,13 +97,19 @@ class _Checker:
     def __init__(self, config: RewardConfig, pool: RewardPool, read: Reader) -> None:
         self._config, self._pool, self._read = config, pool, read
         self._end_s = 0.0
-        # the others pay for nothing but equal text, or have checks of their own
+        # the others pay for nothing but equal text, or have tested verifiers
         self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
+        # math_verify reads an answer only if a response differs: a probe for answers of one shape
+        self._reads_answers = "math_verify" in config.functions
+        self._probe = Form(with_marker(config.extract, "? ?"), "no answer")
+        self._probes = dict[str, Scored]()
 
     def refuse_failure(self, row: Row) -> None:
         """Raise ValueError if a function fails on an example with its own answer."""
-        text = with_marker(self._config.extract, row.core.text)
-        (score,) = self._pool.result(self._submit(row, [self._as_read(row, Form(text))]))
+        forms = right_forms(row.core.text, self._config.extract)
+        size = len(forms) if self._config.per == "group" else 1
+        texts = [self._as_read(row, form) for form in forms[:size]]
+        score = self._pool.result(self._submit(row, texts))[0]
         if score.failure is not None and score.failure.partition("/")[0] not in BUILT_IN:
             raise ValueError(
                 f"Reward.functions: called on the first example ({row.example.example_id}), with "
@@ -111,25 +122,27 @@ class _Checker:
         for start in range(0, len(rows), _BATCH_ROWS):
             try:
                 yield from self._batch([Scored(row) for row in rows[start : start + _BATCH_ROWS]])
-            except _OutOfTime:
+            except _TimeIsUp:
                 return
 
     def _batch(self, batch: list[Scored]) -> list[Scored]:
         """Score the likeliest right form and the wrong ones, then other forms if that is unpaid."""
         forms = {s: right_forms(s.row.core.text, self._config.extract) for s in batch}
-        self._score([(s, right[:1], self._wrong(s.row)) for s, right in forms.items()])
+        self._score([(s, right[:1], self._wrong(s)) for s, right in forms.items()])
         unpaid = [s for s in batch if not all(map(s.is_paid, self._config.names))]
         self._score([(s, forms[s][1:], []) for s in unpaid])
+        for s in batch if self._reads_answers else ():
+            s.wrong[self._probe] = self._probes[_shape(s.row)].wrong[self._probe]
         return batch
 
-    def _wrong(self, row: Row) -> list[Form]:
+    def _wrong(self, scored: Scored) -> list[Form]:
         if not self._needs_wrong:
             return []
+        row, extract = scored.row, self._config.extract
         other = None if row.other is None else row.other.core.text
-        forms = wrong_forms(row.example, row.core.text, other, self._config.extract)
-        if "math_verify" in self._config.functions:  # it reads answers only for another response
-            forms.append(Form(with_marker(self._config.extract, "~"), "a text that is no answer"))
-        return forms
+        forms = wrong_forms(row.example, row.core.text, other, extract)
+        is_first = self._probes.setdefault(_shape(row), scored) is scored
+        return [*forms, self._probe] if self._reads_answers and is_first else forms
 
     def _score(self, work: Sequence[tuple[Scored, list[Form], list[Form]]]) -> None:
         sent = [(s, right, wrong, self._send(s.row, right, wrong)) for s, right, wrong in work]
@@ -153,4 +166,4 @@ class _Checker:
 
     def _look_at_clock(self) -> None:
         if time.monotonic() > self._end_s:
-            raise _OutOfTime
+            raise _TimeIsUp

@@ -50,18 +50,18 @@ class Scored:
         values = [score.values[name] for score in self.right.values()]
         return max((value for value in values if value is not None), default=None)
 
-    def most(self, name: str) -> tuple[float, Form] | None:
+    def highest_wrong(self, name: str) -> tuple[float, Form] | None:
         """Return the most that a function pays for a wrong response, and that response."""
         pairs = [(score.values[name], form) for form, score in self.wrong.items()]
-        found = [(value, form) for value, form in pairs if value is not None]
-        return max(found, key=lambda pair: pair[0], default=None)
+        known = [(value, form) for value, form in pairs if value is not None]
+        return max(known, key=lambda pair: pair[0], default=None)
 
     def is_paid(self, name: str) -> bool:
         """Return whether a function pays for the answer: built-in ones 1, others more than else."""
-        best, most = self.best(name), self.most(name)
+        best, wrong = self.best(name), self.highest_wrong(name)
         if best is None or name in BUILT_IN:
             return best is not None and best >= 1.0
-        return best > (0.0 if most is None else most[0])
+        return best > (0.0 if wrong is None else wrong[0])
 
     @property
     def failure(self) -> str | None:
@@ -79,10 +79,10 @@ class Finding(NamedTuple):
 
 def findings(config: RewardConfig, scored: Sequence[Scored], read: Reader) -> list[str]:
     """Return a line for each kind of fault; raises ValueError if no answer can be matched."""
-    found = list(_Judge(config, scored, read).findings())
-    unmatched = {f.row.index for f in found if f.kind.startswith(_UNMATCHED)}
+    every = list(_Judge(config, scored, read).findings())
+    unmatched = {f.row.index for f in every if f.kind.startswith(_UNMATCHED)}
     kinds: dict[str, list[Finding]] = {}
-    for finding in sorted(found, key=lambda finding: finding.row.index):
+    for finding in sorted(every, key=lambda finding: finding.row.index):
         kinds.setdefault(finding.kind, []).append(finding)
     lines = [
         f"{len(rows)} of {len(scored)} answers, first {rows[0].row.example.example_id}: "
@@ -106,21 +106,21 @@ class _Judge:
         self._config, self._scored, self._read = config, scored, read
         self._floors = {name: self._floor(name) for name in config.names}
         self._judges = [name for name in config.names if name in BUILT_IN or self._judges_by(name)]
-        markers = [s.row.core.marker for s in scored]
-        usual = max(MARKERS, key=markers.count)
-        self._usual = usual if 2 * markers.count(usual) > len(markers) else None
+        self._markers = dict[str, list[str | None]]()  # of the answers, by task
+        for s in scored:
+            self._markers.setdefault(s.row.example.task, []).append(s.row.core.marker)
 
     def findings(self) -> Iterator[Finding]:
         for scored in self._scored:
-            found = self._unmatched(scored)
-            if found is None and (failure := scored.failure) is not None:
+            fault, failure = self._unmatched(scored), scored.failure
+            if fault is None and failure is not None:
                 kind = failure.partition(":")[0]
                 is_own = kind.partition("/")[0] not in BUILT_IN
-                found = f"{'' if is_own else _UNMATCHED} {kind}".strip(), failure
-            if found is None and self._usual not in (None, scored.row.core.marker):
-                text = f"it has no {MARKERS[self._usual or '']}, which most answers have"
-                found = "marker", text
-            for kind, text in [found] * (found is not None) + list(self._wrong(scored)):
+                fault = f"{'' if is_own else _UNMATCHED} {kind}".strip(), failure
+            if fault is None and (usual := self._missing_marker(scored.row)) is not None:
+                fault = "marker", f"it has no {MARKERS[usual]}, which most answers have"
+            faults = [] if fault is None else [fault]
+            for kind, text in [*faults, *self._wrong(scored)]:
                 yield Finding(kind, text, scored.row)
         yield from self._idle_functions()
 
@@ -138,6 +138,13 @@ class _Judge:
         kind, why = self._why(scored, names)
         return f"{_UNMATCHED} {kind}", why
 
+    def _missing_marker(self, row: Row) -> str | None:
+        """Return the marker that most answers of the task have, and this one has not."""
+        markers = self._markers[row.example.task]
+        usual = max(MARKERS, key=markers.count)
+        is_usual = 2 * markers.count(usual) > len(markers)
+        return usual if is_usual and row.core.marker is None else None
+
     def _why(self, scored: Scored, names: list[str]) -> tuple[str, str]:
         config, (core, marker) = self._config, scored.row.core
         marked = with_marker(config.extract, core)
@@ -154,10 +161,10 @@ class _Judge:
                 f"no response can match it: the answer holds {MARKERS[marker]}{extract}: add "
                 f"?answer_extract={marker} to the task, so that the text there is the answer"
             )
-        if built_in and (found := extract_answer(config.extract, marked)) != core:
+        if built_in and (read := extract_answer(config.extract, marked)) != core:
             return "extract", (
                 f"no response can match it: Reward.extract={config.extract!r} reads "
-                f"{shown(found or '')} of the answer {shown(core)}: choose another, or "
+                f"{shown(read or '')} of the answer {shown(core)}: choose another, or "
                 "?answer_extract=NAME for the task"
             )
         if scored.failure is not None:
@@ -175,20 +182,22 @@ class _Judge:
 
     def _wrong(self, scored: Scored) -> Iterator[tuple[str, str]]:
         for name in self._judges:
-            best, most = scored.best(name), scored.most(name)
-            if best is None or most is None or name in ("task", "exact_match"):
+            best, wrong = scored.best(name), scored.highest_wrong(name)
+            # a comparison of a whole group may pay anything for any of it
+            is_relative = self._config.per == "group" and name not in BUILT_IN
+            if best is None or wrong is None or name in ("task", "exact_match") or is_relative:
                 continue
-            (value, form), floor = most, self._floors[name]
+            (value, form), floor = wrong, self._floors[name]
             if value > floor and value >= (1.0 if name in BUILT_IN else best) and best > floor:
-                kind = "number" if form.of not in (OTHER, QUESTION) else form.of
+                kind = "number" if form.kind not in (OTHER, QUESTION) else form.kind
                 text = (
-                    f"{name} pays {value:g} for the wrong response {shown(form.text)}, {form.of}; "
-                    f"the answer is {shown(scored.row.core.text)}"
+                    f"{name} pays {value:g} for the wrong response {shown(form.text)}, "
+                    f"{form.kind}; the answer is {shown(scored.row.core.text)}"
                 )
                 yield f"wrong {name} {kind}", text
 
     def _idle_functions(self) -> Iterator[Finding]:
-        """Find functions that name `answer` and pay nothing for any, beside others that do."""
+        """Find functions that name `answer` and pay nothing for any, unlike others."""
         for function, name in zip(self._config.functions, self._config.names, strict=True):
             if not self._judges or name in self._judges or not _names_answer(function):
                 continue
@@ -204,11 +213,13 @@ class _Judge:
 
     def _judges_by(self, name: str) -> bool:
         """Return whether a function pays differently for one text to examples of other answers."""
+        if self._config.per == "group":
+            return True
         pairs = []
         right = {s.row.index: s.right for s in self._scored}
         for s in self._scored:
             for form, score in s.wrong.items():
-                if s.row.other is not None and form.of == OTHER:
+                if s.row.other is not None and form.kind == OTHER:
                     own = right.get(s.row.other.index, {}).get(Form(form.text))
                     if own is not None:
                         pairs.append((score.values[name], own.values[name]))

@@ -23,7 +23,7 @@ from rl.rewards import math_answers
 from rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
 
 Columns = Mapping[str, Any]  # of the example, with its answer
-_MODULE = "reprise_reward_"  # begins the names of the users' modules
+_MODULE = "reprise_reward_"  # prefix of the users' modules
 
 
 class BuiltIn:

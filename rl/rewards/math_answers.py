@@ -43,10 +43,10 @@ _TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)
 _TEXT_UNIT = re.compile(rf"(.*\d(?:.*[)}}])?){_SPACE}*(?:{_TEXT}{_POWER} ?/? ?)+")
 _DEGREES = re.compile(r"(.*[\d)}]) ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|°)")
 _MAX_UNIT_CHARACTERS = 300  # of an answer that may have one
-# Letters behind any other command are variables: only numbers have units.
-_OF_NUMBERS = re.compile(r"\\(?:[dtc]?frac|sqrt|pi|times|cdot|left|right)(?![A-Za-z])")
+# Letters after any other command are variables: only numbers have units.
+_NUMERIC_COMMANDS = re.compile(r"\\(?:[dtc]?frac|sqrt|pi|times|cdot|left|right)(?![A-Za-z])")
 _LETTERS = r"[^\W\d_]"
-_WORD = re.compile(rf"{_LETTERS}{{2,}}\.?|(?=.*{_LETTERS}{{3}}){_LETTERS}+(?:['’-]{_LETTERS}+)+\.?")
+_TERM = re.compile(rf"{_LETTERS}{{2,}}\.?|(?=.*{_LETTERS}{{3}}){_LETTERS}+(?:['’-]{_LETTERS}+)+\.?")
 
 
 def equal(answer: str, response: str) -> bool:
@@ -56,18 +56,18 @@ def equal(answer: str, response: str) -> bool:
     """
     gold = _clean(answer)
     is_number = _number(gold) is not None
-    found = _clean(response, letters_are_units=is_number)
-    if gold and gold == found:
+    actual = _clean(response, letters_are_units=is_number)
+    if gold and gold == actual:
         return True
-    if is_number and (value := _number(found)) is not None:
-        return _same_numbers(_number(gold), value, is_rounded="." in gold + found)
-    if (words := _words(gold)) and (_words(found) or any(len(word) > 2 for word in words)):
-        return words == _words(found)
+    if is_number and (value := _number(actual)) is not None:
+        return _same_numbers(_number(gold), value, is_rounded="." in gold + actual)
+    if (terms := _terms(gold)) and (_terms(actual) or any(len(term) > 2 for term in terms)):
+        return terms == _terms(actual)
     items = _items(gold)
-    if len(items) > 1 and any(map(_words, items)):
-        others = _items(found)
+    if len(items) > 1 and any(map(_terms, items)):
+        others = _items(actual)
         return len(items) == len(others) and all(map(equal, items, others))
-    other = _parse(found)
+    other = _parse(actual)
     if is_number and not other:
         return False
     if not (parsed := _parse(gold)):
@@ -82,7 +82,7 @@ def plain_value(answer: str) -> Plain | None:
     """Return the value of a number, or the words, that an answer consists of; None for others."""
     text = _clean(answer, letters_are_units=True)
     number = _number(text)
-    return number if number is not None else tuple(_words(text)) or None
+    return number if number is not None else tuple(_terms(text)) or None
 
 
 @functools.cache
@@ -108,25 +108,25 @@ def _clean(text: str, *, letters_are_units: bool = False) -> str:
     text = re.sub(r"(?<=[\w})])\s*\.$", "", text)
     text = re.sub(r"(?<=[\d})])\s*(?:\\?%|percent(?:age)?\b|pct\b)", "", text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = _GROUPED.sub(lambda found: re.sub(r"[^\d]", "", found[0]), text)
+    text = _GROUPED.sub(lambda match: re.sub(r"[^\d]", "", match[0]), text)
     return _without_unit(_REPEATING.sub(_repeating, text), letters_are_units).strip()
 
 
 def _without_unit(text: str, letters_are_units: bool) -> str:
-    r"""Return a text without the unit or words behind its number.
+    r"""Return a text without the unit or words after its number.
 
     `2ab` and `2m` are products, unless a number is expected; `2 m`, `2cm`, `2 apples` have units.
     """
     if len(text) > _MAX_UNIT_CHARACTERS:
         return text
     text = " ".join(text.split())
-    if found := _TEXT_UNIT.fullmatch(text):
-        return found[1]
+    if match := _TEXT_UNIT.fullmatch(text):
+        return match[1]
     pattern = _plain_unit(letters_are_units)
-    if not (found := pattern.fullmatch(text) or _DEGREES.fullmatch(text)):
+    if not (match := pattern.fullmatch(text) or _DEGREES.fullmatch(text)):
         return text
-    is_number = not re.search(r"[A-Za-z\\]", _OF_NUMBERS.sub("", found[1]))
-    return found[1] if is_number else text
+    is_number = not re.search(r"[A-Za-z\\]", _NUMERIC_COMMANDS.sub("", match[1]))
+    return match[1] if is_number else text
 
 
 @functools.cache
@@ -134,30 +134,30 @@ def _plain_unit(letters_are_units: bool) -> re.Pattern[str]:
     known, letters, others = (
         "|".join(names.split()) for names in (_KNOWN_UNITS, _LETTER_UNITS, _NOT_UNITS)
     )
-    word = rf"(?!(?:{others})\b){_LETTERS}{{3,}}+"
+    noun = rf"(?!(?:{others})\b){_LETTERS}{{3,}}+"
     # atomic: a text of many units is read in one way only
-    unit = rf"(?>(?:{known}|{letters})(?!{_LETTERS})|{word}){_POWER}"
+    unit = rf"(?>(?:{known}|{letters})(?!{_LETTERS})|{noun}){_POWER}"
     first = rf"{_SPACE}+{unit}|(?:{known})(?!{_LETTERS}){_POWER}"
     if letters_are_units:
         first = rf"{_SPACE}*{unit}"
     return re.compile(rf"(.*[\d)}}])-?(?:{first})(?:(?: ?[/·] ?| ){unit})*+")
 
 
-def _repeating(found: re.Match[str]) -> str:
+def _repeating(match: re.Match[str]) -> str:
     r"""Return `0.1\overline{6}` as a fraction."""
-    whole, fixed, period = found[1], found[2], found[3] or found[4]
-    if len(found[0]) > _MAX_DIGITS:
-        return found[0]
+    whole, fixed, period = match[1], match[2], match[3] or match[4]
+    if len(match[0]) > _MAX_DIGITS:
+        return match[0]
     numerator = int(whole + fixed + period) - int(whole + fixed or "0")
     return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}}"
 
 
 def _number(text: str) -> Fraction | None:
     """Return the value of a decimal, fraction or mixed number; None for any other text."""
-    found = _NUMBER.fullmatch(text) if len(text) <= _MAX_DIGITS else None
-    if found is None:
+    match = _NUMBER.fullmatch(text) if len(text) <= _MAX_DIGITS else None
+    if match is None:
         return None
-    sign, decimal, whole, *ratio = found.groups()
+    minus, decimal, whole, *ratio = match.groups()
     if decimal is not None:
         digits, _, exponent = decimal.replace(",", "").lower().partition("e")
         if abs(int(exponent or "0")) > _MAX_EXPONENT:
@@ -168,7 +168,7 @@ def _number(text: str) -> Fraction | None:
         if not bottom:
             return None
         value = Fraction(top, bottom) + int(whole or "0")
-    return -value if sign == "-" else value
+    return -value if minus == "-" else value
 
 
 def _without_exponent(text: str) -> str:
@@ -177,15 +177,17 @@ def _without_exponent(text: str) -> str:
     return text if number is None else rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
-def _same_numbers(gold: Any, found: Any, *, is_rounded: bool) -> bool:
+def _same_numbers(gold: Any, actual: Any, *, is_rounded: bool) -> bool:
     limit = min(_ABSOLUTE, _RELATIVE * abs(gold)) if is_rounded else 0
-    return bool(abs(gold - found) <= limit)
+    return bool(abs(gold - actual) <= limit)
 
 
-def _words(text: str) -> list[str]:
+def _terms(text: str) -> list[str]:
     """Return the words of a text that holds nothing else; single letters are variables."""
-    words = re.sub(_TEXT, r" \1 ", text).split()
-    return [w.casefold().rstrip(".") for w in words] if all(map(_WORD.fullmatch, words)) else []
+    terms = re.sub(_TEXT, r" \1 ", text).split()
+    return (
+        [term.casefold().rstrip(".") for term in terms] if all(map(_TERM.fullmatch, terms)) else []
+    )
 
 
 def _items(text: str) -> list[str]:
@@ -240,7 +242,7 @@ def _sympy_number(text: str) -> Any:
     return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
 
 
-def _same_values(of_matrices: Any, gold: Any, found: Any, *precisions: int) -> bool:
+def _same_values(compare_matrices: Any, gold: Any, actual: Any, *precisions: int) -> bool:
     """Return whether two sympy numbers are equal, exactly if both are rational.
 
     math-verify compares absolute differences, so that all small numbers are equal.
@@ -248,30 +250,32 @@ def _same_values(of_matrices: Any, gold: Any, found: Any, *precisions: int) -> b
     import sympy
 
     matrices = sympy.MatrixBase, sympy.MatrixExpr
-    if isinstance(gold, matrices) or isinstance(found, matrices):
-        return bool(of_matrices(gold, found, *precisions))
-    gold, found = gold.doit(), found.doit()
-    if not (gold.is_number and found.is_number):
+    if isinstance(gold, matrices) or isinstance(actual, matrices):
+        return bool(compare_matrices(gold, actual, *precisions))
+    gold, actual = gold.doit(), actual.doit()
+    if not (gold.is_number and actual.is_number):
         return False
-    if gold.is_Rational and found.is_Rational:
-        return bool(gold == found)
-    difference, size = abs((gold - found).evalf(20)), max(abs(gold.evalf(20)), abs(found.evalf(20)))
+    if gold.is_Rational and actual.is_Rational:
+        return bool(gold == actual)
+    difference, size = (
+        abs((gold - actual).evalf(20)),
+        max(abs(gold.evalf(20)), abs(actual.evalf(20))),
+    )
     if not (difference.is_Float or difference.is_Integer):
         return False
-    if gold.has(sympy.Float) or found.has(sympy.Float):
-        return bool(difference <= min(float(_ABSOLUTE), float(_RELATIVE) * size))
-    return bool(difference <= _ROUNDING * size)
+    limit = _ROUNDING * size
+    if gold.has(sympy.Float) or actual.has(sympy.Float):
+        limit = max(limit, min(float(_ABSOLUTE), float(_RELATIVE) * size))
+    return bool(difference <= limit)
 
 
-def _same_symbols(gold: Any, found: Any) -> bool:
+def _same_symbols(gold: Any, actual: Any) -> bool:
     """Return whether a symbol is equal to another expression; longer names up to case."""
     import sympy
 
-    names = [
-        "e" if one == sympy.E else one.name if isinstance(one, sympy.Symbol) else None
-        for one in (gold, found)
-    ]
-    if None in names:
-        return bool(gold == found)
-    names = [name.lower() if len(name) > 1 or name in "eE" else name for name in names]
-    return names[0] == names[1]
+    if sympy.E in (gold, actual):  # the symbol e is Euler's number
+        return "e" in (str(gold).lower(), str(actual).lower())
+    if not (isinstance(gold, sympy.Symbol) and isinstance(actual, sympy.Symbol)):
+        return bool(gold == actual)
+    pair = gold.name, actual.name
+    return pair[0] == pair[1] or (min(map(len, pair)) > 1 and pair[0].lower() == pair[1].lower())
