@@ -20,7 +20,7 @@ from run_settings import TRAINED_AFTER
 from models import hf, tokenizer, transformer
 from models.hf_files import WeightsError
 from policies.make.characters import save_character_tokenizer
-from rl import dry_run, evaluate, export, memory, report, run_folder, run_process, train
+from rl import evaluate, export, memory, report, run_folder, run_process, train
 from rl.data.prompts import UnreadableExample
 from rl.learner.gradient_accumulation import NonFiniteWeights
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
