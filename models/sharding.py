@@ -105,7 +105,7 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def sizes_in_use() -> dict[str, int]:
-    """Return the sizes of the mesh in use by axis, 1 for those of a `shard_map` around the caller.
+    """Return the sizes of the mesh in use by axis, 1 for axes of a `shard_map` around the caller.
 
     It is empty without a mesh.
     """

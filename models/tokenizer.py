@@ -68,7 +68,7 @@ class Tokenizer:
         return list(self._encoded(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text after the special tokens that begin every text, as BOS, once.
+        """Return the ids of a text after the special tokens that start every text, as BOS.
 
         An end token that the tokenizer adds after a text is left out. Raises as `encode`.
         """

@@ -76,7 +76,7 @@ def check(folder: Path) -> None:
             f"within {DEADLINE_S} s and {MEMORY_BYTES // 2**20} MiB, but its process ended: copy "
             "the tokenizer's files from where the policy came from"
         ) from error
-    if problem:  # its library prints more about it, to nobody
+    if problem:  # its library prints more about it, which is discarded
         raise ValueError(problem[0].decode())
     _tried.add(digest.digest())
 

@@ -20,7 +20,7 @@ FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class DiskPlan:
-    """Bytes of one checkpoint, of all that exist at a time, of those already there, and free."""
+    """Bytes of one checkpoint, of all checkpoints at a time, of existing ones, and free."""
 
     folder: Path
     each_bytes: int

@@ -41,7 +41,7 @@ def check_failures(
 
 
 def compared_groups(config: TrainConfig, trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the group in which each response is compared: with a critic all are in one."""
+    """Return the group that each response is compared with: one group if there is a critic."""
     is_one = config.algorithm.resolved.needs_critic
     return [0 if is_one else t.group_id for t in trajectories]
 

@@ -197,7 +197,7 @@ def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any
 def evaluation_bytes(
     config: TrainConfig, model: ModelConfig, layout: Layout, *, is_cpu: bool
 ) -> int:
-    """Return the bytes of a training device during an evaluation beside the workers; else 0.
+    """Return the bytes of a training device during an evaluation by separate workers; else 0.
 
     Training computes nothing meanwhile, and they are given back afterwards.
     """

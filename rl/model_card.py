@@ -239,7 +239,7 @@ def _hardware(history: History) -> str:
 
 
 def _changes(history: History) -> dict[str, str]:
-    """Return what each resumed leg changed, by its steps: the configuration is the last one."""
+    """Return the changes of each resumed leg, by its steps: the configuration is the last one."""
     changed: dict[str, list[str]] = {}
     for launch in history.legs:
         if launch.after_step < history.step and launch.changes:

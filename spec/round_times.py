@@ -154,7 +154,7 @@ class StepSeconds:
 class RunSeconds:
     """Sums up steps of a run; drafts end after `losing_steps` losing ones in a row (0: never).
 
-    Steps without history are counted apart: drafts that lose in the first epoch begin again in the
+    Steps without history are counted apart: drafts that lose in the first epoch start again in the
     second.
     """
 

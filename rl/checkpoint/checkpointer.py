@@ -74,7 +74,7 @@ class Checkpointer:
     order. Opening tidies up after a killed run, and raises RuntimeError while another process
     writes to the directory. In the background thread `committed` is called with each complete
     step; then older ones are deleted, but of those that `spared` returns only the arrays whose
-    paths begin as in `light`, and linked files.
+    paths start as in `light`, and linked files.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Checkpointer:
         return restore(self.directory, template, processes=self._processes, **options)
 
     def tidy(self) -> None:
-        """Delete what is beyond the steps to keep: after a save, and what a kill left of one."""
+        """Delete checkpoints beyond the steps to keep, and parts that a killed save left."""
         if not self._processes.is_first or not (steps := folders.list_steps(self._folder)):
             return
         newest = folders.step_folder(self.directory, steps[0])

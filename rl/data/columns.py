@@ -171,7 +171,7 @@ def _answer(layout: Layout, row: Row, where: str) -> str | None:
 def number_text(value: int | float) -> str:
     """Return a number as its text: `5.0` is `5`, since a hole makes a whole column float.
 
-    A float from 2**53 on may have lost digits and keeps its own form (1e+16).
+    A float from 2**53 on may have lost digits and keeps the form (1e+16).
     """
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return str(int(value) if is_whole else value)

@@ -163,7 +163,7 @@ _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[\]{},]', re.DOTALL
 
 
 def _items(text: bytes) -> tuple[array.array[int], array.array[int]]:
-    """Return where the items of a JSON list start and end. Raises ValueError."""
+    """Return the starts and ends of the items of a JSON list. Raises ValueError."""
     starts, ends, depth, start = array.array("q"), array.array("q"), 0, 0
     for token in _TOKENS.finditer(text):
         sign, place = token[0], token.start()

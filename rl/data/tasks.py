@@ -69,7 +69,7 @@ class TaskConfig:
     template, if it has one: `all` of them, a text as the user's message; only `messages`, and
     texts unchanged; or `none`. `chat_template` is the path of a file with another template, which
     the exported policy has too. The template receives `chat_template_kwargs`, for example
-    (("enable_thinking", False),), and prints `date` (YYYY-MM-DD) where it asks for the time.
+    (("enable_thinking", False),), and prints `date` (YYYY-MM-DD) for the time.
     """
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
@@ -81,7 +81,7 @@ class TaskConfig:
     chat: Literal["all", "messages", "none"] = "all"
     chat_template: str = ""  # the policy's own
     chat_template_kwargs: tuple[tuple[str, bool | int | float | str | None], ...] = ()
-    date: str = ""  # the day on which a run starts, in UTC
+    date: str = ""  # the day of a run's start, in UTC
 
     def uses_template(self, *, is_plain: bool) -> bool:
         """Return whether a prompt, plain text or messages, belongs into a chat template."""

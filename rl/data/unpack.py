@@ -1,7 +1,7 @@
 """Parquet row groups and Arrow files, unpacked in a child process (`models.child`).
 
 A page, a dictionary or a compressed batch of a few bytes can unpack to any size, and headers may
-lie about it. The child has a limit of memory, and returns plain Arrow data, as long as it is.
+claim another. The child has a limit of memory, and returns plain Arrow data, as long as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def row_group(path: Path, group: int, max_bytes: int) -> Any:
 
 
 def check_batches(path: Path, max_bytes: int) -> None:
-    """Raise ValueError for an Arrow file that unpacks to `max_bytes` more than its own size."""
+    """Raise ValueError for an Arrow file that unpacks to `max_bytes` more than its size."""
     _unpacked(path, None, max_bytes)
 
 

@@ -23,7 +23,7 @@ class EngineConfig:
     `min_slots`, 2 · `min_slots`, … up to `slots`; of cache positions the longest request, a half
     and an eighth of it, never below `min_positions`. Fewer buckets compile faster. A round has a
     root for each slot, draft tokens and tokens of cached responses: `max_round_nodes` caps all of
-    them (never below twice the slots), `max_nodes` those of one request. Up to `rounds_per_fetch`
+    them (never below twice the slots), `max_nodes` one request's. Up to `rounds_per_fetch`
     rounds without draft tokens of the host run between two fetches. Beside its nodes a round
     computes `prefill_rows` chunks of prompts, of `prefill_chunk_tokens` each (in rows at most
     `min_positions`).

@@ -53,7 +53,7 @@ class _Delegate:
 def read_files(paths: Iterable[Path], resolve: Callable[[str], Path]) -> list[Binding]:
     """Return the bindings of files in order, of an included file at its place; ConfigError.
 
-    An included file is beside the including one, or at the place that `resolve` returns.
+    An included file is in the folder of the including one, or at the place that `resolve` returns.
     """
     sizes = list[int]()
     return [binding for path in paths for binding in _read_file(path, (), sizes, resolve)]

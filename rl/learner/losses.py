@@ -126,7 +126,7 @@ def loss(
     loss_BT, ratio_BT = policy_loss(algorithm, logprobs_BT, old_BT, advantages_BT, mask_BT)
     per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {"entropy": entropy_BT}
     if config.importance is not None:
-        # REINFORCE has no ratio of its own: the weight follows the policy through the batch
+        # REINFORCE has no ratio: the weight follows the policy through the batch
         now_BT = logprobs_BT if algorithm.policy_loss == "reinforce" else old_BT
         importance_BT, cut_BT = importance_weights(config.importance, now_BT, emission_BT, mask_BT)
         loss_BT = importance_BT * loss_BT

@@ -119,7 +119,7 @@ class RunPrograms:
 
     @cached_property
     def evaluation_bytes(self) -> int:
-        """The bytes of a training device during an evaluation beside the workers; else 0."""
+        """The bytes of a training device during an evaluation by separate workers; else 0."""
         return evaluation_bytes(self.config, self.model, self.layout, is_cpu=self._is_cpu)
 
     def all(self) -> list[RunProgram]:

@@ -105,7 +105,7 @@ class _Checker:
         self._probes = dict[str, Scored]()
 
     def refuse_failure(self, row: Row) -> None:
-        """Raise ValueError if a function fails on an example with its own answer."""
+        """Raise ValueError if a function fails on an example with its answer."""
         forms = right_forms(row.core.text, self._config.extract)
         size = len(forms) if self._config.per == "group" else 1
         texts = [self._as_read(row, form) for form in forms[:size]]

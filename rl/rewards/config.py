@@ -32,9 +32,9 @@ class RewardConfig:
     on_failure: if a scorer raises, hangs, dies or returns nonsense, its sample is left out of the
       advantages (`skip`), or its reward is 0 (`zero`); 0 counts only in a group whose other
       rewards differ, so that no group is trained on because a reward failed.
-    max_failed_share: a step of which more than this share of the samples fails, and more than one
-      sample, ends the run; the last whole step is saved.
-    max_failing_steps: so do as many steps in a row of which more than 1% fail.
+    max_failed_share: more failed samples than this share of a step, and more than one, end the
+      run; the last whole step is saved.
+    max_failing_steps: so do as many steps in a row with more than 1% failed samples.
     memory_limit_mib: address space of each worker; libraries reserve more than they use. None
       means no limit.
     """

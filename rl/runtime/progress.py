@@ -215,7 +215,7 @@ def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list
 
 
 def folded(columns: Sequence[str], width_chars: int) -> str:
-    """Join columns by two spaces; one that would pass the width begins an indented line."""
+    """Join columns by two spaces; one that would pass the width starts an indented line."""
     text, used = columns[0], len(columns[0])
     for column in filter(None, columns[1:]):
         is_over = used + 2 + len(column) > width_chars
@@ -258,5 +258,5 @@ def say(text: object, stream: TextIO | None = None) -> None:
         stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # nobody reads, or the terminal is gone
+        if error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
             raise

@@ -106,8 +106,8 @@ class DrafterTrainingConfig:
 
     `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate rises
     over `warmup_steps` and is constant then, as training lasts as long as the policy's. Products
-    are in `compute_dtype`, auto in that of the policy's rollouts; weights and optimizer state are
-    float32.
+    are in `compute_dtype`, which auto takes from the policy's rollouts; weights and optimizer state
+    are float32.
     """
 
     variant: Variant = "eagle"

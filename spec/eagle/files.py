@@ -249,7 +249,7 @@ def _feature_layers(
     policy: ModelConfig,
     where: str,
 ) -> tuple[int, ...]:
-    """Return the policy's layers; `inputs`: vLLM's list has them, else the first id tells."""
+    """Return the policy's layers; `inputs`: vLLM's list has them, else the first id shows it."""
     n = policy.num_layers
     ids = content.get(_LAYER_IDS) if inputs else aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
     if ids is None:

@@ -63,7 +63,7 @@ class SuffixForest:
         return self._num_tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another program needs: no lock, no room to grow, `weights` in `states`."""
+        """Return the parts for another program: no lock, no spare room, `weights` in `states`."""
         arena, (num_states, num_edges) = self._arena, self._arena.pools[:, kernels.TAKEN].tolist()
         used = {"states": arena.states[:num_states], "edges": arena.edges[:num_edges]}
         arena = arena._replace(**used, weights=arena.weights[:0])
