@@ -373,7 +373,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     replace_file(config, dump(cell.config))
     command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
     command += ["--resume"] if cell.is_started else []
-    # in a session of its own: a terminal would send it Ctrl-C as well
+    # in a separate session: a terminal would send it Ctrl-C as well
     with subprocess.Popen(command, start_new_session=True) as stop.child:
         if stop.requested:  # while it started
             stop.child.send_signal(signal.SIGTERM)
