@@ -105,9 +105,9 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def sizes_in_use() -> dict[str, int]:
-    """Return the sizes of the mesh in use by axis, 1 for axes of a `shard_map` around the caller.
+    """Return the sizes of the mesh in use by axis; {} without a mesh.
 
-    It is empty without a mesh.
+    An axis that a `shard_map` around the caller splits has size 1.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)

@@ -20,7 +20,7 @@ FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class DiskPlan:
-    """Bytes of one checkpoint, of all checkpoints at a time, of existing ones, and free."""
+    """Bytes of one checkpoint, of as many as exist at a time, of present ones, and free bytes."""
 
     folder: Path
     each_bytes: int

@@ -239,7 +239,7 @@ def _hardware(history: History) -> str:
 
 
 def _changes(history: History) -> dict[str, str]:
-    """Return the changes of each resumed leg, by its steps: the configuration is the last one."""
+    """Return the settings that resumed legs changed, by step: the configuration is the last."""
     changed: dict[str, list[str]] = {}
     for launch in history.legs:
         if launch.after_step < history.step and launch.changes:

@@ -225,7 +225,7 @@ class Checkpointer:
         return restore(self.directory, template, processes=self._processes, **options)
 
     def tidy(self) -> None:
-        """Delete checkpoints beyond the steps to keep, and parts that a killed save left."""
+        """Delete the steps that are not to be kept: after a save, or after a kill in one."""
         if not self._processes.is_first or not (steps := folders.list_steps(self._folder)):
             return
         newest = folders.step_folder(self.directory, steps[0])

@@ -57,7 +57,7 @@ def write_manifest(
 ) -> None:
     """Record every file of `folder` durably; `extra` is JSON stored with the list.
 
-    Files of `known` content, by relative name, are not read; files of `done`, the entries of other
+    Files of `known` content, by relative name, are not read. Files of `done`, the entries of other
     processes, are not touched. Each file and folder is flushed to the disk first, then the
     manifest is renamed into place. Raises OSError, and ValueError for links.
     """

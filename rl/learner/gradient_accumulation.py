@@ -3,8 +3,8 @@
     start → accumulate, once a micro-batch → join → inspect → check, on the host → apply
 
 Policy and critic share them: a `Network`, their static argument, holds the differences. Of several
-copies of the weights (the mesh axis `data`) each sums the gradients of its rows, in arrays
-with a leading axis of copies: they are added up in `join`, once per optimizer step.
+copies of the weights (the mesh axis `data`) each sums the gradients of its rows, in arrays with a
+leading axis of copies. `join` adds them up, once per optimizer step.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def logprobs_and_entropy(
 
 
 def at_responses(x_BT: jax.Array, batch: MicroBatch) -> jax.Array:
-    """Return values at the positions that predict response tokens of a micro-batch; [E, M]."""
+    """Return the values at the positions that predict response tokens; [E, M]."""
     if (copies := ways_in_use("copies")) == 1:
         return x_BT.reshape(-1)[batch.index_EM]
     index_CEM = batch.index_EM.reshape(copies, -1, batch.index_EM.shape[1])

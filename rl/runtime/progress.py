@@ -258,5 +258,5 @@ def say(text: object, stream: TextIO | None = None) -> None:
         stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
+        if error.errno not in (errno.EPIPE, errno.EIO):  # no reader, or no terminal any more
             raise
