@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -246,7 +247,9 @@ def runs(draw: random.Random, good: Path, files: Callable[[Path], list[Path]]) -
                 "export": (export.main, str(ours), "--output", str(folder / "export")),
                 "resume": (train.main, "--resume", "--dry_run", where, "--gin.Run.steps=3"),
             }[command]
-            if status := main(arguments):
+            with contextlib.chdir(folder):  # names relative to a handle look like names there
+                status = main(arguments)
+            if status:
                 raise ValueError(f"status {status}")
 
         return Case(f"run: {command} with {name} {kind}", run)
