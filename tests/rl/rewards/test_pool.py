@@ -78,7 +78,7 @@ def test_good_samples_are_unaffected_by_faults(stormy):
 def test_a_fault_costs_its_sample_the_reward(stormy, fault):
     completions, scores, _, _ = stormy
     score = scores[completions.index(fault)]
-    assert score.total == 0.0
+    assert score.total is None
     assert score.values == {"faulty": None}
     assert score.failure.startswith(f"faulty/{FAULTS[fault]}: ")
 
@@ -127,7 +127,7 @@ def test_a_failure_is_charged_to_the_function_that_ran():
         hung = pool.submit(job("hang")).result(timeout=60)
         none = pool.submit(job("none")).result(timeout=60)
     assert good == Score({"half": 0.5, "faulty": 2.0}, 2.0 * 0.5 + 3.0 * 2.0)
-    assert hung.total == 0.0
+    assert hung.total is None
     assert hung.failure == "faulty/deadline: no result within Reward.deadline_s=60.0; killed"
     assert none == Score({"half": 0.5, "faulty": None}, 1.0)
     assert dict(pool.counters) == {("faulty", "deadline"): 1}
@@ -332,4 +332,4 @@ def test_combine_weighs_what_applies():
     assert combine(two, [[None, None, None], [1.0, None, None]]).total == 0.5
     assert combine(two, [[None, None, None], [None, None, None]]).total is None
     failed = combine(two, [[1.0, None, None], [None, "raised", "boom"]])
-    assert failed.total == 0.0 and failed.failure == "math_verify/raised: boom"
+    assert failed.total is None and failed.failure == "math_verify/raised: boom"
