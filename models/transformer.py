@@ -364,7 +364,11 @@ def head(config: ModelConfig, params: Params, hidden_D: jax.Array) -> jax.Array:
 
     No path draws or scores an id without a token, since all take their logits from here.
     """
-    logits_V = linear(hidden_D, head_weight(params), jnp.float32)
+    return without_unused(config, linear(hidden_D, head_weight(params), jnp.float32))
+
+
+def without_unused(config: ModelConfig, logits_V: jax.Array) -> jax.Array:
+    """Return logits [..., V] with −∞ for the config's unused ids."""
     if not config.unused_ids:
         return logits_V
     is_unused_V = np.zeros(logits_V.shape[-1], bool)

@@ -183,7 +183,9 @@ def parse(
     try:
         return EagleConfig(
             design,
-            dataclasses.replace(layer, tied_embeddings=False),
+            dataclasses.replace(
+                layer, tied_embeddings=False, unused_ids=policy.unused_ids if all_tokens else ()
+            ),
             _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
             0 if all_tokens else size,
             fc_bias=hf.read_entry(content, "bias", "flag", where, _FC_BIAS in present),

@@ -89,6 +89,7 @@ def config_for(
     if design == "eagle3":
         layers = (1, n // 2 - 1, n - 4) if n >= 8 else (0, (n - 1) // 2, max(n - 2, 0))
         layers = tuple(sorted(set(layers)))
+    size = 0 if draft_vocab_size >= policy.vocab_size else draft_vocab_size
     layer = dataclasses.replace(
         policy,
         architecture="llama",
@@ -96,9 +97,8 @@ def config_for(
         qkv_bias=False,
         qk_norm=False,
         tied_embeddings=False,
-        unused_ids=(),  # a draft of one is never accepted
+        unused_ids=() if size else policy.unused_ids,
     )
-    size = 0 if draft_vocab_size >= policy.vocab_size else draft_vocab_size
     return EagleConfig(design, layer, layers, size)
 
 
@@ -190,7 +190,8 @@ def logits(
         head_UD = params.head_UD
     if config.design == "eagle3":
         outputs_BTD = rms_norm(outputs_BTD, params.final_norm_D, config.layer.norm_eps)
-    return linear(outputs_BTD, head_UD.astype(outputs_BTD.dtype), jnp.float32)
+    logits_BTU = linear(outputs_BTD, head_UD.astype(outputs_BTD.dtype), jnp.float32)
+    return transformer.without_unused(config.layer, logits_BTU)
 
 
 def _fc(params: EagleParams, x_BTE: jax.Array) -> jax.Array:

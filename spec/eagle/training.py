@@ -39,6 +39,7 @@ from models.kernels import NEGATIVE
 from models.layers import linear
 from models.layout import causal_block_tokens
 from models.training import clipped_adamw
+from models.transformer import without_unused
 from spec.eagle import model as eagle
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
@@ -149,14 +150,16 @@ def token_sums(
     def chunk(part: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
         outputs_JBCD, targets_BCD, drafted_BC, counts_JBC = part
         x_BCD = targets_BCD.astype(frozen.head_UD.dtype)
-        log_p_BCU = jax.nn.log_softmax(linear(x_BCD, frozen.head_UD, jnp.float32) * scale)
+        policy_BCU = without_unused(config.layer, linear(x_BCD, frozen.head_UD, jnp.float32))
+        log_p_BCU = jax.nn.log_softmax(policy_BCU * scale)
 
         def one(step: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
             outputs_BCD, counts_BC = step
             logits_BCU = eagle.logits(config, params, own_head_UD, outputs_BCD)
             log_q_BCU = jax.nn.log_softmax(logits_BCU * scale)
             each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, drafted_BC)
-            each["loss"] = -jnp.sum(jnp.exp(log_p_BCU) * log_q_BCU, axis=-1)
+            finite_BCU = jnp.where(log_p_BCU > -jnp.inf, log_q_BCU, 0.0)  # 0 · −∞ is 0 here
+            each["loss"] = -jnp.sum(jnp.exp(log_p_BCU) * finite_BCU, axis=-1)
             return {name: _sum_counted(x_BC, counts_BC) for name, x_BC in each.items()}
 
         return jax.lax.map(jax.checkpoint(one), (outputs_JBCD, counts_JBC))
