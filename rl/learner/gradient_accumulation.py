@@ -257,13 +257,15 @@ def calls(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Call]:
     """Return calls of the steps after `start`, perhaps of shapes, to be lowered."""
-    total = empty_shapes(**static)
-    return [
+    total: Accumulator = empty_shapes(**static)
+    every = [
         Call(accumulate, (state.params, total, batch, scalars), static),
         Call(apply, (state, total.gradients, np.bool_(False)), static),
         Call(inspect, (total, step), static),
-        *([Call(joined, (total,), {})] if ways_in_use("copies") > 1 else []),
     ]
+    if ways_in_use("copies") > 1:
+        every.append(Call(joined, (total,), {}))
+    return every
 
 
 def run_once(
