@@ -64,6 +64,8 @@ def train(
         system, state, position = run.system, run.state, run.position
         run.checkpointer.evaluate_with(run.evaluation)
         saving = Timings(clock)
+        with saving.section("checkpoint"):  # the first row has this part too
+            pass
         while position.step < config.run.steps:
             timings = Timings(clock, partial(begins, position.step + 1), saving)
             state, position, record = train_step(system, state, position, timings, run.rollouts)

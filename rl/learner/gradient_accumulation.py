@@ -268,13 +268,15 @@ def calls(
 ) -> list[Call]:
     """Return calls of the steps after `start` and of a save, perhaps of shapes, to be lowered."""
     total: Accumulator = empty_shapes(**static)
-    return [
+    every = [
         Call(accumulate, (state.params, total, batch, scalars), static),
         Call(apply, (state, total.gradients, np.bool_(False)), static),
         Call(inspect, (total, step), static),
-        *([Call(joined, (total,), {})] if ways_in_use("copies") > 1 else []),
         Call(all_finite, (state.params,), {}),
     ]
+    if ways_in_use("copies") > 1:
+        every.append(Call(joined, (total,), {}))
+    return every
 
 
 def run_once(
