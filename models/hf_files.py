@@ -87,8 +87,7 @@ class Stored:
 def finite(array: np.ndarray, name: str) -> np.ndarray:
     """Return an array of floats. Raises WeightsError if one of them is not finite.
 
-    Exponents of ones alone are infinite or NaN. It reads 1 to 3 GB/s; numpy's isfinite, in
-    bfloat16, a tenth of it.
+    Numbers whose exponent's bits are all ones are infinite or NaN. It reads some 6 GB/s.
     """
     if array.dtype.name not in _EXPONENTS:
         return array
