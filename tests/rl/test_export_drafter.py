@@ -150,7 +150,7 @@ def test_a_run_starts_from_it_by_the_command_that_is_printed(run, capsys):
     assert run.export() == 0
     [command] = [x for x in capsys.readouterr().out.splitlines() if "rl.train" in x]
     words = shlex.split(command)
-    assert train.main([*words[words.index("rl.train") + 1 :], "--dry_run"]) == 0
+    assert train.main([*words[words.index("rl.train") + 1 :], "--dry_run", "--show_config"]) == 0
     plan = capsys.readouterr().out
     assert f'Drafter.directory = "{run.out}"' in plan.replace("'", '"')
 

@@ -439,7 +439,7 @@ def test_copies_of_the_weights_add_up_once_per_optimizer_step():
         optimizer = make_optimizer(RECIPE.optimizer, RECIPE.total_steps)
         state = state_shapes(transformer.param_specs(CHAT), optimizer)
         calls = trainer.calls(state, trainer.batch_shape(RECIPE, 16), recipe=RECIPE)
-        text = {call.step.__name__: call.lower().compile().as_text() for call in calls[:4]}
+        text = {call.step.__name__: call.lower().compile().as_text() for call in calls[:5]}
     assert "all-reduce" not in text["accumulate"], "once a micro-batch"
     assert "all-reduce" in text["joined"]
     assert "all-reduce" not in text["inspect"] + text["apply"]
