@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from models.child import Child, ChildEnded, serve
-from models.hf_files import CONFIG, has_file
+from models.hf_files import CONFIG, escaped, has_file
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # Any one of these holds a vocabulary; the shipped models have tokenizer.json.
@@ -85,22 +85,23 @@ def check(folder: Path) -> None:
 
 
 def _prepare() -> Callable[[bytes], Iterable[bytes]]:
-    from models import tokenizer
-
-    tokenizer.plain_class()
+    from tokenizers import Tokenizer
 
     def use(request: bytes) -> list[bytes]:
+        folder = os.fsdecode(request)
         try:
-            backend = tokenizer.open_rules(Path(os.fsdecode(request)))
-        except ValueError as error:
-            return [str(error).encode(errors="replace")]
-        try:
-            ids = backend.encode(_PAGE, add_special_tokens=False)
-            backend.decode(ids)
-            backend.batch_decode([[i] for i in ids])
+            rules = Tokenizer.from_file(os.path.join(folder, RULES))
         except MemoryError:
             raise
-        except BaseException:  # also a panic of its Rust code: a later text may be another
+        except BaseException as error:  # also a panic of its Rust code
+            return [f"cannot read the tokenizer in {folder}: {escaped(str(error), 300)}".encode()]
+        try:
+            ids = rules.encode(_PAGE, add_special_tokens=False).ids
+            rules.decode(ids)
+            rules.decode_batch([[i] for i in ids])
+        except MemoryError:
+            raise
+        except BaseException:  # a later text may be another
             pass
         return []
 
