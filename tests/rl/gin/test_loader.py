@@ -462,6 +462,7 @@ TEXTS = {
     *("Task.specs", "Task.system_prompt", "Task.prompt_suffix", "Reward.functions"),
     *("Speculation.budget", "Reuse.mode", "Reuse.schedule", "Algorithm.correction"),
     *("Metrics.wandb_project", "Ablation.variants", "Eval.sets", "Eval.best_by"),
+    *("Eval.correct_by", "Task.date", "Task.chat_template"),
     *("Sampling.stop", "Sampling.by_task", "Task.chat_template_kwargs"),
     "Trainer.remat",
     *("Cluster.coordinator", "Cluster.address"),

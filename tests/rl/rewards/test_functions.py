@@ -103,9 +103,9 @@ def test_results_of_arrays_and_scalars_count_as_numbers():
         ({"extract": "boxd"}, "did you mean 'boxed'"),
         ({"on_failure": "ignore"}, "zero, skip, got 'ignore'"),
         ({"per": "grup"}, "did you mean 'group'"),
-        ({"deadline_s": 0.0}, "positive"),
-        ({"workers": 0}, "at least 1"),
-        ({"memory_limit_mib": 1}, "at least 64"),
+        ({"deadline_s": 0.0}, "above 0"),
+        ({"workers": 0}, "must be 1 to"),
+        ({"memory_limit_mib": 1}, "must be 64"),
     ],
 )
 def test_bad_values_are_refused(changes, message):

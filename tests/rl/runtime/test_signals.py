@@ -52,9 +52,13 @@ def send(number):
 @pytest.mark.parametrize(("step", "status"), [(0, None), (3, 75)])
 def test_while_it_compiles_a_run_is_stopped_at_once(number, step, status):
     watch, ended = watching(step=step)
-    with watch:
-        send(number)
-        assert ended.happened.wait(20)
+    hung_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, perhaps around the tests
+    try:
+        with watch:
+            send(number)
+            assert ended.happened.wait(20)
+    finally:
+        signal.signal(signal.SIGHUP, hung_up)
     words = "step 3 stands" if step else "nothing to save"
     assert ended.said == [f"stopped before step {step + 1}; {words}"]
     assert ended.status == (status or 128 + number)
