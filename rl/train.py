@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
         _refuse_open_sizes_of_several(config)
+        if not args.resume:
+            config.cluster.refuse_unused()
         if config.cluster.kind != "spmd":
             devices.refuse_several_processes()
         changes = [] if before is None else run_folder.changes(before, config)

@@ -55,13 +55,6 @@ class ClusterConfig:
                     f"with it, got {self.kind!r}"
                 )
             _parse_address(self.address, "address")
-        if self.kind == "local" and self.has_processes:
-            raise ValueError(
-                f"coordinator={self.coordinator!r}, num_processes={self.num_processes} and "
-                f"process_id={self.process_id} are of a run of several processes: expected kind = "
-                '"spmd" (or "ray", with num_processes alone) with one of them, got "local", where '
-                "each process would train by itself; set kind, or leave them out"
-            )
         for field, instead in (
             ("scorers", "Reward.workers sets the processes of this host"),
             ("history_workers", "elsewhere the run indexes history itself"),
@@ -76,11 +69,19 @@ class ClusterConfig:
         if not 1 <= self.deadline_s <= MAX_DEADLINE_S:
             raise ValueError(f"deadline_s must be 1 to {MAX_DEADLINE_S:,}, got {self.deadline_s}")
 
-    @property
-    def has_processes(self) -> bool:
-        """True if a field is set that is of several processes alone."""
-        numbers = self.num_processes, self.process_id
-        return self.coordinator != AUTO or any(number is not None for number in numbers)
+    def refuse_unused(self) -> None:
+        """Raise ValueError for fields of several processes in a new run of one.
+
+        One process may resume a run of several, whose configuration has them.
+        """
+        fields = self.coordinator, self.num_processes, self.process_id
+        if self.kind == "local" and fields != (AUTO, None, None):
+            raise ValueError(
+                f"Cluster.coordinator={self.coordinator!r}, num_processes={self.num_processes} and "
+                f"process_id={self.process_id} are of a run of several processes: expected "
+                'Cluster.kind = "spmd" (or "ray", with num_processes alone) with one of them, got '
+                '"local": each process would train by itself; set kind, or leave them out'
+            )
 
     @property
     def num_trainers(self) -> int:

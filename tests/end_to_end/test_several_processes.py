@@ -312,7 +312,8 @@ def test_a_pipeline_of_trainers_on_ray_goes_on_with_as_many(tiny: Path) -> None:
         "Run.steps=8",
     ]
     plain += ["Eval.every_steps=3", "Eval.num_prompts=3", OWN_LOGPROBS]
-    plain.append("Algorithm.correction='token_mask:0.01:100'")  # weights of 0 or 1 move no bit
+    # weights of 0 or 1 move no bit
+    plain += ["Algorithm.correction='token_mask:0.01:100'", "Eval.correct_by='lucky'"]
     plain += [f"Eval.sets=('own=jsonl:{tiny.parent / 'task.jsonl'}',)"]
     after = "Drafter.spot=False", "Drafter.steps_after_rollout=2"
     settings = [*plain, *LEARNED, *after, "Speculation.sources=('own', 'learned')"]

@@ -289,6 +289,13 @@ def test_a_run_keeps_the_day_of_its_start(run, tiny, tmp_path, monkeypatch):
     assert new.task.date == "2031-01-02"
 
 
+@pytest.mark.parametrize("field", ["num_processes=2", "process_id=1", "coordinator='a:1'"])
+def test_fields_of_several_processes_are_refused_in_a_new_run_of_one(tiny, capsys, field):
+    assert run_train(f"--gin_file={tiny}", f"--gin.Cluster.{field}", "--dry_run") == 2
+    error = capsys.readouterr().err
+    assert 'expected Cluster.kind = "spmd"' in error and "each process would train" in error
+
+
 def test_a_run_as_one_of_several_processes_is_refused(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.chdir(tmp_path)
