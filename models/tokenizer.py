@@ -1,8 +1,8 @@
 """Text to token ids and back, with the ids of a policy's tokenizer.json.
 
 `load` reads a local folder or GGUF file: no hub, no remote code. The rules of tokenizer.json hold
-whatever class a folder names: `transformers` builds some classes anew and drops rules. transformers
-and tokenizers are imported when first used.
+whatever class a folder names: `transformers` builds some classes anew and drops rules. `tokenizers`
+is imported when first used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tokenizer:
     `vocab_size` is the largest id + 1, added tokens included. `eos_token_ids` are the tokenizer's
     end token and generation_config.json's: a chat turn may end in another than a text. `specials`
     are the texts of bos_token, eos_token, …; templates read them. `day` is the day that templates
-    print; None: today. `backend` is called as a tokenizer of transformers is.
+    print; None: today. `rules` is the Tokenizer of `tokenizers`.
     """
 
     vocab_size: int
@@ -47,7 +47,7 @@ class Tokenizer:
     pad_token_id: int | None
     specials: Mapping[str, str]
     chat_template: str
-    backend: Any = dataclasses.field(repr=False)
+    rules: Any = dataclasses.field(repr=False)
     day: datetime.date | None = None
 
     @property
@@ -57,11 +57,7 @@ class Tokenizer:
     @functools.cached_property
     def vocabulary(self) -> Mapping[str, int]:
         """The id of every token."""
-        return self._rules.get_vocab()
-
-    @property
-    def _rules(self) -> Any:
-        return self.backend.backend_tokenizer
+        return self.rules.get_vocab()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without adding special tokens; ValueError if that fails."""
@@ -83,7 +79,7 @@ class Tokenizer:
         with _as_value_error(f"the tokenizer cannot encode {shown(text, 40)}"):
             if any("\ud800" <= character <= "\udfff" for character in set(text)):
                 raise ValueError("expected whole characters, got half of a surrogate pair")
-            return self._rules.encode(text, add_special_tokens=add_special_tokens)
+            return self.rules.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_ends: bool = True) -> str:
         """Return the text of ids, special tokens and spaces included; ValueError if rules fail.
@@ -93,13 +89,13 @@ class Tokenizer:
         skipped = {*self.eos_token_ids, self.pad_token_id} if skip_ends else ()
         tokens = [token for i in ids if (token := int(i)) not in skipped]
         with _as_value_error(f"the tokenizer cannot decode {shown(tokens, 40)}"):
-            return str(self._rules.decode(tokens, skip_special_tokens=False))
+            return str(self.rules.decode(tokens, skip_special_tokens=False))
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """The text of every token, for the search for stop strings."""
         with _as_value_error("the tokenizer cannot decode its tokens"):
-            return bytes_of_tokens(self._rules, self.vocab_size)
+            return bytes_of_tokens(self.rules, self.vocab_size)
 
     def apply_chat_template(
         self,
@@ -133,11 +129,10 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder or GGUF file; FileNotFoundError or ValueError."""
     path = Path(directory)
     if is_gguf(path):
-        backend, settings, ends = _from_gguf(path)
+        rules, settings, ends = _from_gguf(path)
     else:
-        backend, settings = _from_folder(path)
+        rules, settings = _from_folder(path)
         ends = end_ids(optional_json(path / hf_files.GENERATION), str(path))
-    rules = backend.backend_tokenizer
     ids = rules.get_vocab().values()
     if not ids:
         raise ValueError(
@@ -146,14 +141,14 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
         )
     specials = _specials(settings, path)
     own = rules.token_to_id(specials.get("eos_token", ""))
-    _begin_as_told(rules, specials.get("bos_token", ""), settings)
+    _apply_add_bos(rules, specials.get("bos_token", ""), settings)
     return Tokenizer(
         vocab_size=max(ids) + 1,
         eos_token_ids=tuple(dict.fromkeys([*([] if own is None else [own]), *ends])),
         pad_token_id=rules.token_to_id(specials.get("pad_token", "")),
         specials=specials,
         chat_template=_chat_template(settings, path),
-        backend=backend,
+        rules=rules,
     )
 
 
@@ -229,11 +224,13 @@ def _from_folder(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def open_rules(folder: Path) -> Any:
     """Return the tokenizer of a folder's tokenizer.json, which `tokenizer_files.check` tries."""
-    with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
-        backend = plain_class()(tokenizer_file=str(folder / RULES))
-        backend.backend_tokenizer.no_truncation()  # the limits of a file are of training runs
-        backend.backend_tokenizer.no_padding()
-    return backend
+    from tokenizers import Tokenizer as Rules
+
+    with _as_value_error(f"cannot read the tokenizer in {folder}"):
+        rules = Rules.from_file(str(folder / RULES))
+    rules.no_truncation()  # the limits of a file are of training runs
+    rules.no_padding()
+    return rules
 
 
 def _from_gguf(path: Path) -> tuple[Any, dict[str, Any], tuple[int, ...]]:
@@ -247,27 +244,17 @@ def _from_gguf(path: Path) -> tuple[Any, dict[str, Any], tuple[int, ...]]:
     ends = gguf.end_tokens(header)
     if gguf_tokenizer.is_known(header) or not (path.parent / RULES).is_file():
         rules, settings = gguf_tokenizer.parts(header)
-        with _as_value_error(f"transformers cannot read the tokenizer in {path}"):
-            return plain_class()(tokenizer_object=rules), settings, ends
-    backend, settings = _from_folder(path.parent)
+        return rules, settings, ends
+    rules, settings = _from_folder(path.parent)
     tokens, _ = gguf.tokens_of(header)
-    for text, i in backend.get_vocab().items():
+    for text, i in rules.get_vocab().items():
         if i < len(tokens) and tokens[i] != text:
             header.fail(
                 f"expected {path.parent / RULES} to have its tokens, got {shown(text)} as token "
                 f"{i}, which is {shown(tokens[i])}",
                 "copy the tokenizer.json of the file's model",
             )
-    return backend, settings, ends
-
-
-def plain_class() -> Any:
-    """Return the class of transformers that reads a tokenizer.json as it is."""
-    # transformers prints advice about a missing torch at import; none of its models is used here
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast
+    return rules, settings, ends
 
 
 def _specials(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -283,10 +270,10 @@ def _specials(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
     return result
 
 
-def _begin_as_told(rules: Any, bos: str, settings: Mapping[str, Any]) -> None:
+def _apply_add_bos(rules: Any, bos: str, settings: Mapping[str, Any]) -> None:
     """Let add_bos_token in the settings decide about BOS, as transformers does, if it is there."""
-    is_told, bos_id = isinstance(settings.get("add_bos_token"), bool), rules.token_to_id(bos)
-    if not is_told or (bos_id is None and settings["add_bos_token"]):
+    is_given, bos_id = isinstance(settings.get("add_bos_token"), bool), rules.token_to_id(bos)
+    if not is_given or (bos_id is None and settings["add_bos_token"]):
         return
     from tokenizers import processors
 

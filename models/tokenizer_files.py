@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from models.child import Child, ChildEnded, serve
-from models.hf_files import CONFIG, escaped, has_file
+from models.hf_files import escaped, has_file
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-# Any one of these holds a vocabulary; the shipped models have tokenizer.json.
-VOCABULARIES = RULES, "tokenizer.model", "vocab.json", "vocab.txt"
-NAMES = (
-    *(*VOCABULARIES, SETTINGS, "merges.txt", "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json"),
+NAMES = (  # RULES alone is required; others that a folder has are exported with it
+    *(RULES, "tokenizer.model", "vocab.json", "vocab.txt", SETTINGS, "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 MAX_BYTES = 64 * 2**20  # of all of them
 MEMORY_BYTES = 2**31
@@ -63,8 +61,8 @@ def check(folder: Path) -> None:
     the limits. Errors of rules are left to its later use.
     """
     digest = hashlib.sha256()
-    for name in [*present(folder), CONFIG]:
-        content = (folder / name).read_bytes() if has_file(folder / name) else b""
+    for name in present(folder):
+        content = (folder / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     if digest.digest() in _tried:
         return

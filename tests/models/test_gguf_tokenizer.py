@@ -122,7 +122,7 @@ THEIRS = {
 @pytest.mark.parametrize("pre", THEIRS)
 def test_text_is_cut_as_the_models_own_files_say(pre, written):
     theirs = pre_tokenizers.Sequence(THEIRS[pre])
-    backend: Backend = tokenizer.load(written(pre=pre)).backend.backend_tokenizer
+    backend: Backend = tokenizer.load(written(pre=pre)).rules
     composed = isinstance(backend.normalizer, normalizers.NFC)
     assert composed == (pre == "qwen2")
     for text in texts(seed=2, count=300):
@@ -138,7 +138,7 @@ def test_text_is_cut_as_the_models_own_files_say(pre, written):
 
 def test_whole_texts_begin_as_the_file_says(written):
     def first(path):
-        return tokenizer.load(path).backend("the")["input_ids"][0] == 1
+        return tokenizer.load(path).rules.encode("the").ids[0] == 1
 
     assert first(written("a.gguf", pre="llama-bpe"))  # as Llama 3's own tokenizer does
     assert not first(written("b.gguf", pre="llama-bpe", add_bos_token=False))
@@ -260,11 +260,11 @@ def test_sentencepiece_gives_the_ids_of_llama_cpp(seed, sentencepiece):
 def test_sentencepiece_begins_as_llama_2_does(sentencepiece):
     path, tokens, _ = sentencepiece(0)
     words = tokenizer.load(path)
-    assert words.backend("a")["input_ids"][0] == 1 and words.encode("a")[0] != 1
+    assert words.rules.encode("a").ids[0] == 1 and words.encode("a")[0] != 1
     assert words.encode("</s>a")[:1] == [2]
     path, _, _ = sentencepiece(0, "b.gguf", add_space_prefix=False, add_bos_token=False)
     words = tokenizer.load(path)
-    assert words.backend("a")["input_ids"] == words.encode("a") == [tokens.index("a")]
+    assert words.rules.encode("a").ids == words.encode("a") == [tokens.index("a")]
     assert words.decode(words.encode(" a")) == " a"
 
 

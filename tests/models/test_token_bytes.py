@@ -10,7 +10,7 @@ from policies.make.characters import save_character_tokenizer
 
 def characters_backend(tmp_path):
     save_character_tokenizer(tmp_path, "abé \n")
-    return tokenizer.load(tmp_path).backend.backend_tokenizer
+    return tokenizer.load(tmp_path).rules
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "characters"])

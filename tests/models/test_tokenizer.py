@@ -262,7 +262,7 @@ def test_a_prompt_begins_as_the_tokenizer_s_own_call_begins_once(around, setting
     first = [backend.token_to_id(x) for x in first]
     for text in ("ab ab", "12", "a<end>b"):
         assert ours.encode_prompt(text) == [*first, *ours.encode(text)]
-        assert ours.backend(text)["input_ids"][: len(first)] == first
+        assert ours.rules.encode(text).ids[: len(first)] == first
     begun = "<s>" * len(first) + "ab"
     assert ours.encode_prompt(begun) == ours.encode(begun) == [*first, *ours.encode("ab")]
     assert ours.encode_prompt("") == []
