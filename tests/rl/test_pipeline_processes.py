@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from run_settings import DAPO, LEARNED, PIPELINE, SETTINGS, Deferring
-from transformers import PreTrainedTokenizerFast  # noqa: F401  by one thread, before several do
 
 from rl import first_programs, pipeline, responses
 from rl import setup as run_setup
