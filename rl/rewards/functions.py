@@ -39,26 +39,14 @@ class BuiltIn:
         elif self._name == "math_verify":
             math_answers.prepare()
 
-    def __call__(
-        self, prompt: Any, completion: str, completion_ids: list[int], columns: Columns, spec: str
-    ) -> list[float | None]:
-        """Score one response."""
-        if self._name == "task":
-            return [task_reward(completion, columns, spec, self._extract)]
-        compare = math_verify if self._name == "math_verify" else exact_match
-        return [compare(completion, columns["answer"], self._extract)]
-
     def score(
-        self,
-        prompt: Any,
-        completions: list[str],
-        completion_ids: list[list[int]],
-        columns: Columns,
-        spec: str,
+        self, *, completions: list[str], columns: Columns, spec: str, **_: Any
     ) -> list[float | None]:
         """Score the responses of a job, each by itself."""
-        pairs = zip(completions, completion_ids, strict=True)
-        return [value for pair in pairs for value in self(prompt, *pair, columns, spec)]
+        if self._name == "task":
+            return [task_reward(text, columns, spec, self._extract) for text in completions]
+        compare = math_verify if self._name == "math_verify" else exact_match
+        return [compare(text, columns["answer"], self._extract) for text in completions]
 
 
 class UserFunction:
@@ -75,11 +63,12 @@ class UserFunction:
 
     def score(
         self,
+        *,
         prompt: Any,
         completions: list[str],
         completion_ids: list[list[int]],
         columns: Columns,
-        spec: str,
+        **_: Any,
     ) -> Any:
         """Score the responses of a job; a chat's completion is a message, as in TRL."""
         size, messages = len(completions), not isinstance(prompt, str)
@@ -167,10 +156,8 @@ def _user_module(path: Path) -> types.ModuleType:
         raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and the like look themselves up there
-    for folder in map(
-        str, (Path.cwd(), path.parent)
-    ):  # our packages, which it may hide, come later
-        sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
+    for folder in (Path.cwd(), path.parent):  # our packages, which it may hide, come later
+        sys.path[:] = [str(folder), *(place for place in sys.path if place != str(folder))]
     spec.loader.exec_module(module)
     for other in others:
         _refuse_same_names(path.parent, Path(str(other.__file__)).parent)

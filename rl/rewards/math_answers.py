@@ -257,10 +257,8 @@ def _same_values(compare_matrices: Any, gold: Any, actual: Any, *precisions: int
         return False
     if gold.is_Rational and actual.is_Rational:
         return bool(gold == actual)
-    difference, size = (
-        abs((gold - actual).evalf(20)),
-        max(abs(gold.evalf(20)), abs(actual.evalf(20))),
-    )
+    difference = abs((gold - actual).evalf(20))
+    size = max(abs(gold.evalf(20)), abs(actual.evalf(20)))
     if not (difference.is_Float or difference.is_Integer):
         return False
     limit = _ROUNDING * size

@@ -32,7 +32,7 @@ def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
     verify = load("math_verify", "whole")
     # The lone $ keeps the text from being read as LaTeX.
     for text in ("print(1)", "2**3", "1+1", "it costs $ or so: (3+4)*5", "The answer is 12."):
-        verify("q", text, [], {"answer": "12"}, "jsonl:x")
+        verify.score(completions=[text], columns={"answer": "12"}, spec="jsonl:x")
     assert seen == []
     math_verify.parser.parse("it costs $ or so: (3+4)*5")  # its default would have
     assert seen != []
