@@ -8,6 +8,7 @@ the last whole step and exit with 75.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import shlex
 import sys
@@ -18,7 +19,7 @@ from rl import run_folder
 from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
-from rl.inputs import open_inputs
+from rl.inputs import Inputs, open_inputs
 from rl.metrics.writer import check_installed
 from rl.rewards.check import MAX_ROWS, check_rewards
 from rl.runtime import devices, host_memory
@@ -46,32 +47,10 @@ def main(argv: Sequence[str]) -> int:
     )
     args, overrides = parse_command_line(parser, argv, TrainConfig)
     try:
-        config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
-        _refuse_open_sizes_of_several(config)
-        if not args.resume:
-            config.cluster.refuse_unused()
-        if config.cluster.kind != "spmd":
-            devices.refuse_several_processes()
-        changes = [] if before is None else run_folder.changes(before, config)
-        run_folder.refuse_another_experiment(changes, allow=args.allow_changes)
-        folder = run_folder.check(config, resume=args.resume)
-        check_installed(config.metrics)
-        inputs = open_inputs(config)
-        warnings = [
-            *unused_settings(config),
-            *check_rewards(
-                config.reward,
-                inputs.task,
-                lambda text, task: inputs.read(text, config.sampling.of(task) or config.sampling),
-                max_rows=MAX_ROWS if args.dry_run else _ROWS_AT_START,
-            ),
-            *run_folder.remarks(changes, config),
-        ]
+        config, before, folder, inputs = _checked(args, overrides)
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
-        say(text, sys.stderr)
     if args.show_config:
         say(dump(config))
     if args.dry_run:
@@ -100,6 +79,39 @@ def main(argv: Sequence[str]) -> int:
     from rl import run_process
 
     return run_process.run(config, inputs, folder, before)
+
+
+def _checked(
+    args: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[TrainConfig, TrainConfig | None, Path, Inputs]:
+    """Return a run's configuration, its configuration so far, its folder and inputs, all checked.
+
+    Prints the changes and warnings. Raises ValueError, OSError or ImportError.
+    """
+    config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
+    _refuse_open_sizes_of_several(config)
+    if not args.resume:
+        config.cluster.refuse_unused()
+    if config.cluster.kind != "spmd":
+        devices.refuse_several_processes()
+    changes = [] if before is None else run_folder.changes(before, config)
+    run_folder.refuse_another_experiment(changes, allow=args.allow_changes)
+    folder = run_folder.check(config, resume=args.resume)
+    check_installed(config.metrics)
+    inputs = open_inputs(config)
+    warnings = [
+        *unused_settings(config),
+        *check_rewards(
+            config.reward,
+            inputs.task,
+            lambda text, task: inputs.read(text, config.sampling.of(task) or config.sampling),
+            max_rows=MAX_ROWS if args.dry_run else _ROWS_AT_START,
+        ),
+        *run_folder.remarks(changes, config),
+    ]
+    for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
+        say(text, sys.stderr)
+    return config, before, folder, inputs
 
 
 def _resolve(
