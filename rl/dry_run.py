@@ -42,7 +42,8 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
         say("# ok            everything is checked except mesh and memory: these are, at the start")
         return 0
     compiled = num_whole_model(config, model, is_cpu=devices_here.is_cpu)
-    say(f"# programs      {compiled} large ones of rollouts{_compile_time(model, compiled)}")
+    shown = _compile_time(model, compiled) if devices_here.is_cpu else ""
+    say(f"# programs      {compiled} large ones of rollouts{shown}")
     say(f"# {'':13} {FEWER_PROGRAMS}")
     try:
         needed = estimate(config, model, devices_here)
@@ -65,8 +66,6 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
 
 def _compile_time(model: ModelConfig, num_programs: int) -> str:
     """Return about how long a CPU compiles them and the rest, fitted to runs on two cores."""
-    if not unopened_devices().is_cpu:
-        return ""
     cores = os.cpu_count() or 1
     seconds = (3 + model.num_layers) * (6 + 1.3 * num_programs) / cores
     return f"; without kept ones a run compiles for about {duration(seconds)} on {cores} cores"

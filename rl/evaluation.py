@@ -50,10 +50,14 @@ class Answers:
 
     def metrics(self, config: TrainConfig) -> dict[str, float]:
         """Return the figures of this set (`rl.metrics.eval_metrics.set_metrics`)."""
-        name, at_least = config.correct_by, config.eval.correct_at
+
+        def is_correct(score: Score) -> bool:
+            value = score.values[config.correct_by]
+            return value is not None and value >= config.eval.correct_at
+
         responses = [
             EvalResponse(
-                *(t.group_id, s.total, (value := s.values[name]) is not None and value >= at_least),
+                *(t.group_id, s.total, is_correct(s)),
                 *(t.num_tokens, t.truncated, s.failure is not None),
             )
             for t, s in zip(self.trajectories, self.scores, strict=True)

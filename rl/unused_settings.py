@@ -46,7 +46,13 @@ def unused_settings(config: TrainConfig) -> list[str]:
         },
         **{
             f"Sched.{name}": (histopipe, 'Sched.policy = "histopipe"')
-            for name in ("ranking_groups", "allocation", "last_share", "growth_quantile")
+            for name in (
+                "ranking_groups",
+                "allocation",
+                "last_share",
+                "growth_quantile",
+                "least_growth",
+            )
         },
     }
     changed = [name for name in _changed(config) if name != "Eval.num_prompts"]
@@ -55,15 +61,10 @@ def unused_settings(config: TrainConfig) -> list[str]:
         fields = [field for field in changed if field == name or field.startswith(f"{name}.")]
         if fields and not is_used:
             notes.append(f"{', '.join(fields)}: no effect in this run, it takes {needs}")
-    if _draws_on_last(config) and config.reuse.mode == "off":
+    is_chosen = "last" in speculation.sources and "Speculation.sources" in changed
+    if speculation.enabled and is_chosen and config.reuse.mode == "off":
         notes.append('"last" in Speculation.sources: no effect without a Reuse.mode')
     return notes
-
-
-def _draws_on_last(config: TrainConfig) -> bool:
-    sources = config.speculation.sources
-    is_default = sources == type(config.speculation)().sources
-    return config.speculation.enabled and "last" in sources and not is_default
 
 
 def _changed(config: TrainConfig) -> list[str]:

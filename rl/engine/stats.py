@@ -18,6 +18,8 @@ from sched.request import copy_of
 from spec.drafter import Acceptance, Drafts, Source, by_source
 from spec.round_times import RoundTimes
 
+MAX_TIMELINE_BYTES = 2**28
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundRecord:
@@ -213,9 +215,6 @@ def host_share(rounds: Sequence[RoundRecord]) -> float:
 def host_seconds(rounds: Sequence[RoundRecord]) -> float:
     """Return the seconds of drafting, packing, calling and committing."""
     return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
-
-
-MAX_TIMELINE_BYTES = 2**28
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:

@@ -183,11 +183,8 @@ class _Cases:
     def _best_two(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:
         """Return the next token of each branch and the second choice for it, [R, E, 2]."""
         drafting = self.enumeration.drafting
-        logits_REV, scheme = (
-            transformer.head(drafting.config, self.params, hidden_RED),
-            drafting.scheme,
-        )
-        if scheme is not None:
+        logits_REV = transformer.head(drafting.config, self.params, hidden_RED)
+        if (scheme := drafting.scheme) is not None:
             processing = self.ends.processing
             temperature_RE, top_k_RE, top_p_RE = processing.broadcast(logits_REV.shape[:2])
             cut_REV = sampling.processed_logits(logits_REV, temperature_RE, top_k_RE, top_p_RE)

@@ -284,7 +284,7 @@ def save(
     engine: Engine = "sglang",
     max_shard_bytes: int = 2_000_000_000,
 ) -> None:
-    """Write a drafter that `load` returns bit for bit, and that `engines` read.
+    """Write a drafter that `load` returns bit for bit, and that `engine` reads.
 
     With `policy` its embedding and (eagle3) its head's rows are written too: engines need them,
     `load` does not. `variant` notes how it was trained; empty: the design. The folder is written
