@@ -34,7 +34,7 @@ def check_batches(path: Path, max_bytes: int) -> None:
 
 
 def _unpacked(path: Path, group: int | None, max_bytes: int) -> list[bytes]:
-    request = {"path": str(path), "group": group, "max_bytes": max_bytes}
+    request = {"path": str(path.absolute()), "group": group, "max_bytes": max_bytes}
     try:
         *parts, end = _child(max_bytes).call(json.dumps(request).encode())
         error = json.loads(end)["error"]

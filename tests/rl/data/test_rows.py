@@ -188,6 +188,14 @@ def test_parquet_by_row_groups(tmp_path, monkeypatch):
     assert opened.where(17) == f"{tmp_path}/b.parquet row 5"
 
 
+def test_parquet_after_the_folder_of_the_process_changed(tmp_path, monkeypatch):
+    for name in "ab":  # the child process starts in the first folder
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        parquet.write_table(pyarrow.Table.from_pylist([{"name": name}]), "rows.parquet")
+        assert read(found("rows.parquet", None, "parquet")) == [{"name": name}]
+
+
 @pytest.mark.parametrize("new", [ipc.new_stream, ipc.new_file])
 def test_arrow_files_and_streams(tmp_path, new):
     table = pyarrow.Table.from_pylist(ROWS)
