@@ -358,9 +358,6 @@ def _launch(line: bytes) -> Launch | None:
     row: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
-    if not isinstance(row, dict):
-        return None
-    row = {"changes": []} | row  # which the first version did not write
     match row:
         case {"began": str(), "device": str(), "versions": dict(v), "changes": list(c), **rest}:
             fits = rest.keys() == {"after_step"} and type(rest["after_step"]) is int

@@ -1,6 +1,7 @@
 """Pictures of a report: choices of a bandit, from rows made by hand."""
 
 import numpy as np
+from matplotlib import figure
 
 from rl.reports import plots
 from rl.reports.runs import Run
@@ -29,3 +30,11 @@ def test_it_is_drawn_of_one_run_that_has_a_bandit():
     for given in (run(9), run(2)):
         assert plots._figure([panel], [given], 1, columns=1).startswith(b"\x89PNG")
     assert plots.arm_label(run(9), "own_×_8") == "own × 8: 8,000 tokens/s"
+
+
+def test_a_metric_that_ends_early_keeps_the_axis_of_the_run():
+    rows = [{"step": n, "reward": 0.5, "drafts": 0.1} if n < 3 else {"step": n} for n in range(11)]
+    ax = figure.Figure().subplots()
+    panel = plots.Curve("drafts.png", "Drafts", "share", "drafts", "")
+    panel.draw(ax, [Run("a", rows, []), Run("b", rows[4:6], [])], 1)
+    assert ax.get_xlim() == (0 - 0.2, 10 + 0.2)
