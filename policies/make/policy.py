@@ -92,10 +92,12 @@ class Batch(NamedTuple):
     in_loss_BT: np.ndarray
 
 
-def pack(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+def pack(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], widths: Sequence[int] = WIDTHS_TOKENS
+) -> Batch:
     """Pack (prompt ids, response ids), padded with 0; only responses are in the loss."""
     longest = max(len(prompt) + len(response) for prompt, response in pairs)
-    width = next(width for width in WIDTHS_TOKENS if width >= longest)
+    width = next(width for width in widths if width >= longest)
     tokens_BT = np.zeros((len(pairs), width), np.int32)
     in_loss_BT = np.zeros((len(pairs), width), bool)
     for row, (prompt, response) in enumerate(pairs):

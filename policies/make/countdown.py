@@ -1,0 +1,205 @@
+"""Make the policy that searches: Countdown with three numbers, taught by random tries.
+
+    python -m policies.make.countdown --output policies/countdown
+
+A question is a target and three numbers. A response is tries, one a line, each of two equations
+that use every number once; the one that reaches the target is repeated after `####`. Tries are
+drawn independently of each other, so their number is geometric: most responses are short, and
+the longest of a hundred takes six times the mean. Training stops early, at a reward that GRPO can
+raise. The folder has the questions too: `train.jsonl`, and `test.jsonl` that no example is from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from configs.rewards.countdown import OPERATIONS, reaches
+from models import hf, tokenizer, transformer
+from models.config import ModelConfig
+from policies.make.characters import save_character_tokenizer
+from policies.make.policy import make_optimizer, pack, respond, train_step, write_report
+from rl.engine.engine import Engine
+
+CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+WIDTHS_TOKENS = (96, 192, 384, 768)  # batches are padded to these
+BATCHES_PER_STEP = 4  # a step's examples are sorted by length and cut, so that padding is small
+MAX_NUMBER, TARGETS = 9, range(10, 100)
+NUM_TEST = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Size of the policy and its training."""
+
+    seed: int = 0
+    steps: int = 1500
+    step_examples: int = 32
+    learning_rate: float = 2e-3
+    eval_every_steps: int = 100
+    stop_at_reward: float = 0.6
+    max_new_tokens: int = 768
+    num_layers: int = 4
+    d_model: int = 128
+    d_ff: int = 384
+
+
+class Question(NamedTuple):
+    """A target, and the numbers that reach it."""
+
+    target: int
+    numbers: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        return f"Make {self.target} of {', '.join(map(str, self.numbers))}.\n"
+
+
+class Try(NamedTuple):
+    """Equations, and the number that they reach."""
+
+    text: str
+    value: int
+
+
+def tries(numbers: Sequence[int]) -> list[Try]:
+    """Return each order of the numbers with each two operations, if no result is negative."""
+    found = []
+    for first, *others in itertools.permutations(numbers):
+        for signs in itertools.product(OPERATIONS, repeat=len(others)):
+            equations, values = list[str](), [first]
+            for sign, other in zip(signs, others, strict=True):
+                values.append(OPERATIONS[sign](values[-1], other))
+                equations.append(f"{values[-2]}{sign}{other}={values[-1]}")
+            if min(values) >= 0:
+                found.append(Try(" ".join(equations), values[-1]))
+    return found
+
+
+def questions() -> tuple[list[Question], list[Question]]:
+    """Return the questions of training and of tests, each in a fixed order without a rule."""
+    found = [
+        Question(target, numbers)
+        for numbers in itertools.combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
+        for target in sorted({found.value for found in tries(numbers)} & set(TARGETS))
+    ]
+    random.Random(0).shuffle(found)
+    return found[NUM_TEST:], found[:NUM_TEST]
+
+
+def response(question: Question, rng: random.Random) -> str:
+    """Return random tries up to the first that reaches the target, without an end token."""
+    possible, lines = tries(question.numbers), list[str]()
+    while True:
+        text, value = rng.choice(possible)
+        lines.append(text)
+        if value == question.target:
+            return "\n".join([*lines, f"#### {text}"])
+
+
+def examples(settings: Settings, tok: tokenizer.Tokenizer) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield ids of prompts and responses without an end, as long as rows may be."""
+    rng, (train, _) = random.Random(settings.seed), questions()
+    while True:
+        question = rng.choice(train)
+        ids = [*tok.encode(response(question, rng)), tok.eos_token_ids[0]]
+        prompt = tok.encode(question.prompt)
+        # a search that is cut in a middle is as good an example: its tries are independent
+        yield prompt, ids[: WIDTHS_TOKENS[-1] - len(prompt)]
+
+
+def model_config(settings: Settings, tok: tokenizer.Tokenizer) -> ModelConfig:
+    """Return a Qwen3 decoder with heads of 32, two key/value heads and tied embeddings."""
+    return ModelConfig(
+        architecture="qwen3",
+        vocab_size=tok.vocab_size,
+        d_model=settings.d_model,
+        num_layers=settings.num_layers,
+        num_heads=settings.d_model // 32,
+        num_kv_heads=2,
+        head_dim=32,
+        d_ff=settings.d_ff,
+        tied_embeddings=True,
+        qk_norm=True,
+        max_positions=1024,
+        eos_token_ids=tok.eos_token_ids,
+        pad_token_id=tok.pad_token_id,
+    )
+
+
+class Measured(NamedTuple):
+    """Mean reward, and lengths in tokens: mean and longest."""
+
+    reward: float
+    mean_tokens: float
+    longest_tokens: int
+
+
+def measure(
+    engine: Engine, params: transformer.Params, tok: tokenizer.Tokenizer, settings: Settings
+) -> Measured:
+    """Answer every test question once at temperature 1."""
+    _, test = questions()
+    prompts = [question.prompt for question in test]
+    answers = respond(engine, params, tok, prompts, jax.random.key(1), settings.max_new_tokens)
+    texts = [tok.decode(t.response_ids.tolist()) for t in answers]
+    lengths = [len(t.response_ids) for t in answers]
+    rewards = [
+        t.response_ids[-1] in tok.eos_token_ids and reaches(text, q.numbers, q.target)
+        for q, t, text in zip(test, answers, texts, strict=True)
+    ]
+    return Measured(float(np.mean(rewards)), float(np.mean(lengths)), max(lengths))
+
+
+def make(output: Path, settings: Settings) -> None:
+    """Train until the wanted reward; write the policy, its questions, and what it reaches."""
+    save_character_tokenizer(output, CHARACTERS)
+    tok = tokenizer.load(output)
+    model = model_config(settings, tok)
+    engine, params = Engine(model), transformer.init(model, jax.random.key(settings.seed))
+    optimizer = make_optimizer(settings.learning_rate, settings.steps)
+    state, stream = optimizer.init(params), examples(settings, tok)
+    size, losses = settings.step_examples // BATCHES_PER_STEP, list[float]()
+    for step in range(1, settings.steps + 1):
+        pairs = sorted(
+            itertools.islice(stream, settings.step_examples), key=lambda p: len(p[0]) + len(p[1])
+        )
+        batches = [pack(pairs[at : at + size], WIDTHS_TOKENS) for at in range(0, len(pairs), size)]
+        params, state, loss = train_step(model, optimizer.update, params, state, batches)
+        losses.append(loss)
+        if step % 20 == 0:
+            print(f"step {step:5d}  loss {np.mean(losses[-20:]):.4f}", flush=True)
+        if step % settings.eval_every_steps == 0 or step == settings.steps:
+            measured = measure(engine, params, tok, settings)
+            print(measured, flush=True)
+            if measured.reward >= settings.stop_at_reward:
+                break
+    hf.save_pretrained(output, model, params)
+    for name, rows in zip(("train", "test"), questions(), strict=True):
+        lines = [
+            json.dumps({"prompt": q.prompt, "answer": str(q.target), "numbers": q.numbers})
+            for q in rows
+        ]
+        (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_report(output / "warmstart.json", settings, steps_run=step, **measured._asdict())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m policies.make.countdown", description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make(arguments.output, Settings(seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()
