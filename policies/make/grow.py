@@ -1,12 +1,11 @@
-"""Make a larger policy that computes the same function: a study of rounds that cost what its size
-costs, with responses that are known.
+"""Make a larger policy that computes the same function: its rounds cost what its size costs.
 
-    python -m policies.make.grow policies/countdown --width 4 --layers 8 --output downloads/countdown
+    python -m policies.make.grow policies/countdown --output downloads/countdown_24m
 
-The residual stream holds `width` copies of the policy's, and there are as many copies of its heads and
-features; a matrix reads each copy with a share of its weights (Net2Net, https://arxiv.org/abs/1511.05641). Shares
-differ by noise whose sum is zero, so that gradients differ and training uses all of the weights.
-New layers add zero.
+The residual stream holds `width` copies of the policy's, and there are as many copies of its heads
+and features; a matrix reads each copy with a share of its weights (Net2Net,
+https://arxiv.org/abs/1511.05641). Shares differ by noise whose sum is zero, so that gradients
+differ and training uses all weights. New layers add zero.
 """
 
 from __future__ import annotations
