@@ -5,8 +5,9 @@
 A question is a target and three numbers. A response is tries, one a line, each of two equations
 that use every number once; the one that reaches the target is repeated after `####`. Tries are
 drawn independently of each other, so their number is geometric: most responses are short, and
-the longest of a hundred takes five times the mean. Some tries end with a wrong answer, which GRPO
-can unlearn. The folder has the questions too: `train.jsonl`, and `test.jsonl` that no example is from.
+the longest of a hundred takes five times the mean. Some failed tries are given as the answer, which
+GRPO can unlearn. The folder also has the questions: `train.jsonl`, and `test.jsonl`, of which
+training sees none.
 """
 
 from __future__ import annotations
