@@ -60,7 +60,7 @@ class ArrayWriter:
 
 
 def _hook(unraisable: Any) -> None:
-    """Report an error that nobody can catch, unless it only follows from another one.
+    """Report an error that no caller can catch, unless it only follows from another one.
 
     The first write that fails ends its event loop; tensorstore then reports each of the others so.
     """

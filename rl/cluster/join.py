@@ -24,7 +24,7 @@ from rl.cluster.relay import Relay
 
 HERE = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"
-MIN_JAX_S = 30  # for jax to begin, once all processes have met, and to notice a loss
+MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
@@ -180,7 +180,7 @@ def _folder_digest(folder: Path) -> str:
 
 
 def _initialize(config: ClusterConfig) -> Relay | None:
-    """Call `jax.distributed.initialize`; return the relay to process 0, where there is one.
+    """Call `jax.distributed.initialize`; return the relay to process 0, if there is one.
 
     Raises ValueError with expected, got and mend.
     """
@@ -222,15 +222,17 @@ def _initialize(config: ClusterConfig) -> Relay | None:
 
 
 def _found(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that jax finds in the environment, which it has no public call for."""
-    from jax._src.clusters import ClusterEnv
-
+    """Return the options that jax finds in the environment; none if that call has changed."""
     names = "coordinator_address", "num_processes", "process_id"
     given = {"coordinator_address": os.environ.get("JAX_COORDINATOR_ADDRESS"), **options}
-    *found, _ = ClusterEnv.auto_detect_unset_distributed_params(
-        *map(given.get, names), None, None, options["initialization_timeout"]
-    )
-    return {name: x for name, x in zip(names, found, strict=True) if x is not None}
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from jax._src.clusters import ClusterEnv
+
+        *found, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            *map(given.get, names), None, None, options["initialization_timeout"]
+        )
+        return {name: x for name, x in zip(names, found, strict=True) if x is not None}
+    return {}
 
 
 # --- the rendezvous ---------------------------------------------------------------------

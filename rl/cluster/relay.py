@@ -28,7 +28,7 @@ class Relay:
         self._lost = threading.Event()
         self._clients = list[socket.socket]()  # as long as they are held they stay open
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind("")  # no proxy is asked for a name without a file, and Linux finds one
+        self._listener.bind("")  # no proxy is used for a name without a file, and Linux finds one
         self.here = "unix-abstract:" + self._listener.getsockname()[1:].decode()
 
     def __enter__(self) -> Self:
