@@ -95,6 +95,20 @@ def test_what_is_not_implemented_or_does_not_fit_is_refused(case, tmp_path):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["token_type", "eos_token_id", "padding_token_id"])
+def test_an_entry_of_the_vocabulary_with_a_misspelt_name_is_refused(key, tmp_path):
+    path = tmp_path / "a.gguf"
+    words = by_hand.character_vocabulary("0123456789", LLAMA.vocab_size)
+    words[f"tokenizer.ggml.{key[:-1]}b"] = words.pop(f"tokenizer.ggml.{key}")
+    by_hand.write(path, LLAMA, by_hand.random_weights(LLAMA), metadata=words)
+    with pytest.raises(ValueError, match=f"a.gguf: expected {key}, got {key[:-1]}b: correct its"):
+        hf.check(path)
+    words[f"tokenizer.ggml.{key}"] = words.pop(f"tokenizer.ggml.{key[:-1]}b")
+    words["tokenizer.ggml.cls_token_id"] = 3  # a name of its own
+    by_hand.write(path, LLAMA, by_hand.random_weights(LLAMA), metadata=words)
+    hf.check(path)
+
+
 def test_a_file_without_a_limit_of_its_own_gives_its_rows(tmp_path):
     assert hf.check(written(tmp_path, {"vocab_size": 48})) == LLAMA
     with pytest.raises(ValueError, match="token_embd.weight has shape .48, 64., expected .49, 6"):
