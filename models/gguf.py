@@ -98,9 +98,10 @@ def _refuse_options(header: Header) -> None:
             f"expected a model in one file, got one of {shown(num_files)} files",
             "merge them with llama-gguf-split --merge",
         )
-    words = [key for key in metadata if key.startswith("tokenizer.")]
-    known = [x for x in vars(package().Keys.Tokenizer).values() if isinstance(x, str)]
-    given, names = (dict.fromkeys(x.removeprefix(_WORDS) for x in keys) for keys in (words, known))
+    words = [x for x in vars(package().Keys.Tokenizer).values() if isinstance(x, str)]
+    names = {*words, *(x.removeprefix(_WORDS) for x in words)}
+    names |= {prefix + key for key in (*_CONFIG, *_FIXED)}
+    given = dict.fromkeys(key.removeprefix(_WORDS) for key in metadata)
     refuse_misspelt(given, str(header.path), names)
     read_keys = {*_CONFIG, *_HEAD_SIZES, *_IGNORED}
     options = {
