@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models import chat_template as chat_templates
 from models import hf_files, tokenizer_files
@@ -24,8 +24,10 @@ from models.config import ModelConfig
 from models.folder import Folder
 from models.hf_entries import end_ids, refuse_misspelt
 from models.hf_files import escaped, is_gguf, optional_json, shown
-from models.token_bytes import TokenBytes, bytes_of_tokens
 from models.tokenizer_files import RULES, SETTINGS
+
+if TYPE_CHECKING:
+    from models.token_bytes import TokenBytes
 
 _SPECIALS_FILE, TEMPLATE_FILE = "special_tokens_map.json", "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 2**20
@@ -95,6 +97,8 @@ class Tokenizer:
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """The text of every token, for the search for stop strings."""
+        from models.token_bytes import bytes_of_tokens
+
         with _as_value_error("the tokenizer cannot decode its tokens"):
             return bytes_of_tokens(self.rules, self.vocab_size)
 
