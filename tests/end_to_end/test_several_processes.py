@@ -28,6 +28,7 @@ import rl.train
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from rl.runtime.run_files import NEWEST_FILE
 from tests.support import tiny_run
 
 DEVICES = 4
@@ -173,6 +174,7 @@ def test_a_run_of_two_processes_of_which_one_is_killed_goes_on_with_one(
     with held(tiny, run, 2):
         two = start(together(tiny, run, 2, deadline, f"--gin.{OWN_LOGPROBS}"), DEVICES)
         two.when(has_step(run, 2))
+        two.when((run / NEWEST_FILE).exists)  # a checkpoint may take longer than a step
         os.kill(two.processes[killed].pid, signal.SIGKILL)
     statuses, outputs = two.wait()
     assert statuses[killed] == -signal.SIGKILL and statuses[other] == EXIT_FAILED, outputs
