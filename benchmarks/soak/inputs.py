@@ -47,7 +47,7 @@ def hostile(folder: Path, count: int | None = None) -> dict[str, Any]:
 
     rows, tiny = list[dict[str, Any]](), corpus.make_inputs(folder)
     for kind in (*corpus.CLASSES, *corpus.FILE_CLASSES):
-        found = watch.count(corpus.cases(kind, tiny, count or CASES, 0))
+        found = watch.count(corpus.cases(kind, tiny, count or CASES, 0), inputs=folder)
         for line in found.seen:
             environment.progress(line.encode("ascii", "backslashreplace").decode())
         rows.append({"class": kind, **found.row})
