@@ -11,7 +11,8 @@ Reuse verifies what slightly older weights have drawn: with lenience e^0.5, with
 ones of the same noise, those of lenience with the other's. Workers are two, with plain rollouts.
 
 Updates are those of `python -m rl.train` with its default configuration, one run of each checkout
-in a turn: the median of its steps but the first, by its own metrics.
+in a turn: the median of its steps but the first, by its own metrics. `--repeats 0` measures them
+alone.
 """
 
 from __future__ import annotations
@@ -134,17 +135,39 @@ class Rollouts:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return a row for each way to roll out, and the named figures."""
-    from benchmarks.child import Child
-    from benchmarks.environment import progress
+    """Return a row for each way to roll out and for updates, and the named figures."""
     from benchmarks.turns import in_turns
 
     before = arguments.before and arguments.before.resolve()
     if before is None or not (before / "rl" / "engine" / "engine.py").is_file():
         raise SystemExit(f"expected --before a folder with a checkout, got {arguments.before}")
     checkouts, rows = dict(zip(CHECKOUTS, (before, ROOT), strict=True)), []
+    if arguments.repeats:
+        rows = rollouts(arguments, checkouts)
+    found = {f"{r['way']}_ratio": r["ratio"] for r in rows}
+    if arguments.runs:
+        updates = {name: partial(update_s, c, arguments.steps) for name, c in checkouts.items()}
+        trained = row("update", in_turns(updates, arguments.runs, warm=0), [], [])
+        found["update_ratio"] = trained["ratio"]
+        rows.append(trained)
+    return {
+        **found,
+        "reached": all(ratio >= EXPECTED for ratio in found.values()),
+        "differing_responses": sum(sum(r["differing_responses"]) for r in rows),
+        "before_commits": last_commits(before),
+        "rows": rows,
+    }
+
+
+def rollouts(arguments: argparse.Namespace, checkouts: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return a row for each way to roll out."""
+    from benchmarks.child import Child
+    from benchmarks.environment import progress
+    from benchmarks.turns import in_turns
+
     command = [sys.executable, "-P", __file__, "--serve"]
     children = {name: Child(name, command, path) for name, path in checkouts.items()}
+    rows = []
     try:
         for child in children.values():
             sizes = {name: getattr(arguments, name) for name in ("prompts", "group_size", "slots")}
@@ -163,19 +186,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     finally:
         for child in children.values():
             child.close()
-    found = {f"{r['way']}_ratio": r["ratio"] for r in rows}
-    if arguments.runs:
-        updates = {name: partial(update_s, c, arguments.steps) for name, c in checkouts.items()}
-        trained = row("update", in_turns(updates, arguments.runs, warm=0), [], [])
-        found["update_ratio"] = trained["ratio"]
-        rows.append(trained)
-    return {
-        **found,
-        "reached": all(ratio >= EXPECTED for ratio in found.values()),
-        "differing_responses": sum(sum(r["differing_responses"]) for r in rows),
-        "before_commits": last_commits(before),
-        "rows": rows,
-    }
+    return rows
 
 
 def row(

@@ -1,6 +1,7 @@
 """`python -m docs.generate`: write the pages that are made from the code and from results.
 
     docs/configuration.md   from the dataclasses, as `--list` of each command prints them
+    docs/resuming.md        its table of settings, by what `--resume` does with a change
     docs/results.md         from benchmarks/results/*.json and the goals in docs/results.toml
 
 `--check` writes nothing and exits with 1 when a committed page is stale. `--pictures RUN` draws
@@ -131,6 +132,32 @@ def escaped(text: str) -> str:
     """Return text with the characters that Markdown would read outside of code spans escaped."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(p if p.startswith("`") else re.sub(r"([*<\[\]|])", r"\\\1", p) for p in parts)
+
+
+# --- resuming.md ----------------------------------------------------------------------
+
+TABLE = "| section | only with `--allow_changes` | free |\n|---|---|---|\n"
+
+
+def resuming() -> str:
+    """Return the page on resuming, whose first table has each field by what `--resume` does."""
+    from rl.run_folder import Change
+
+    rows = ""
+    for name, (_, fields) in sorted(parse_listing(listing("rl.train")).items()):
+        named = [field for field, *_ in fields if f"{name}.{field}" != "Run.directory"]
+        refused = [field for field in named if Change(f"{name}.{field}", "", "").of_experiment]
+        free = [field for field in named if field not in refused]
+        rows += f"| `{name}` | {among(refused, free)} | {among(free, refused)} |\n"
+    before, _, after = (DOCS / "resuming.md").read_text(encoding="utf-8").partition(TABLE)
+    return before + TABLE + rows + after[after.index("\n\n") + 1 :]
+
+
+def among(fields: Sequence[str], others: Sequence[str]) -> str:
+    """Name the fields of a section, the longer part of them in short."""
+    if not fields or not others:
+        return "all" if fields else "–"
+    return "the others" if len(fields) > len(others) else ", ".join(f"`{f}`" for f in fields)
 
 
 # --- results.md -----------------------------------------------------------------------
@@ -296,7 +323,11 @@ def pictures(run: Path) -> Path:
     return target
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "results.md": results}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "resuming.md": resuming,
+    "results.md": results,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from models import hf
 from models.config import Llama3RopeScaling, ModelConfig
 from models.gguf_header import Header, StoredGguf, package
+from models.hf_entries import refuse_misspelt
 from models.hf_files import Entry, Stored, shown
 
 # Keys of an architecture: entries of config.json by their names, and the options that are known,
@@ -42,6 +43,7 @@ _FIXED: dict[str, Any] = {
     "expert_used_count": 0,
     "tensor_data_layout": "Meta AI original pth",
 }
+_WORDS = "tokenizer.ggml."
 _IGNORED = ("rope.scaling.original_context_length",)
 _ROPE_FACTORS = "rope_freqs.weight"
 # llama.cpp knows the ends of a turn or a text by name, if they are control tokens: a file names
@@ -96,6 +98,11 @@ def _refuse_options(header: Header) -> None:
             f"expected a model in one file, got one of {shown(num_files)} files",
             "merge them with llama-gguf-split --merge",
         )
+    words = [x for x in vars(package().Keys.Tokenizer).values() if isinstance(x, str)]
+    names = {*words, *(x.removeprefix(_WORDS) for x in words)}
+    names |= {prefix + key for key in (*_CONFIG, *_FIXED)}
+    given = dict.fromkeys(key.removeprefix(_WORDS) for key in metadata)
+    refuse_misspelt(given, str(header.path), names)
     read_keys = {*_CONFIG, *_HEAD_SIZES, *_IGNORED}
     options = {
         key: value

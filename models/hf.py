@@ -9,36 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from models import hf_files
 from models.config import Architecture, Layer, Llama3RopeScaling, ModelConfig, Params, param_specs
+from models.hf_entries import end_ids, is_one_name, read_entry, refuse_misspelt
 from models.hf_files import MAX_NAMED, Entry, Stored, escaped, shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-MAX_INT = 2**31 - 1  # sizes and token ids are int32 on devices
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # how an entry is checked and described
-    "size": (lambda x: type(x) is int and 1 <= x <= MAX_INT, f"a whole number from 1 to {MAX_INT}"),
-    "number": (
-        lambda x: type(x) in (int, float) and 1.2e-38 <= x <= 3.4e38,
-        "a positive number that float32 holds",
-    ),
-    "flag": (lambda x: type(x) is bool, "true or false, without quotes"),
-    "id": (  # old exports write −1 for none
-        lambda x: x is None or (type(x) is int and -1 <= x <= MAX_INT),
-        "a token id or null",
-    ),
-    "ids": (
-        lambda x: all(type(i) is int for i in (x if isinstance(x, list) else [x])),
-        "a number or a list",
-    ),
-}
 # Fields of `ModelConfig`, and of `Llama3RopeScaling` in order, by their names in config.json.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -58,6 +42,13 @@ _FIXED_OPTIONS: dict[str, Any] = {
     "hidden_act": "silu",
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
+}
+# Every entry that is read: a misspelt one would have its default.
+_NAMES = {
+    *("architectures", "model_type", "layer_types", "rms_norm_eps", "tie_word_embeddings"),
+    *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *(*_SIZES.values(), *_FIXED_OPTIONS),
 }
 
 
@@ -239,6 +230,8 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any], where: st
     def read(name: str, kind: str, default: Any = None) -> Any:
         return read_entry(hf, name, kind, where, default)
 
+    refuse_misspelt(hf, where, _NAMES)
+    refuse_misspelt(generation, where, _NAMES)
     family = _family(hf, where)
     # Qwen2 always has these biases, whether or not its config says so.
     refuse_options(
@@ -325,8 +318,8 @@ def render_config(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict
 
 
 def _family(hf: Mapping[str, Any], where: str) -> Family:
-    names = hf.get("architectures") or []
-    if not names:  # old exports give the model type alone
+    names = hf.get("architectures")
+    if names is None or names == []:  # old exports give the model type alone
         names = [f.model_class for f in FAMILIES.values() if f.architecture == hf.get("model_type")]
     family = FAMILIES.get(names[0]) if is_one_name(names) else None
     if family is None:
@@ -338,11 +331,6 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def is_one_name(names: Any) -> TypeGuard[list[str]]:
-    """Return whether `architectures` is as in every folder: a list of one string."""
-    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-
-
 def refuse_options(
     hf: Mapping[str, Any], where: str, fixed: Mapping[str, Any] = _FIXED_OPTIONS
 ) -> None:
@@ -352,7 +340,8 @@ def refuse_options(
         for name, value in fixed.items()
         if hf.get(name, value) not in (value, None)
     ]
-    layer_types = hf.get("layer_types") or []
+    layer_types = hf.get("layer_types")
+    layer_types = [] if layer_types is None else layer_types
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         wrong.append(f"layer_types={shown(layer_types, 200)} (expected 'full_attention' for all)")
     if wrong:
@@ -365,21 +354,32 @@ def refuse_options(
 
 def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling | None]:
     """Return base and scaling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"{where}: expected the rope parameters as an object, got {shown(rope)}")
+    given = [hf.get("rope_scaling"), hf.get("rope_parameters")]
+    for rope in given:
+        if not isinstance(rope, Mapping | None):
+            raise ValueError(
+                f"{where}: expected the rope parameters as an object, got {shown(rope)}"
+            )
+    rope = given[0] or given[1] or {}
     if nested := sorted(name for name, value in rope.items() if isinstance(value, Mapping)):
         raise ValueError(f"{where}: rope parameters by layer type ({nested}) are not supported")
     theta = read_entry({**hf, **rope}, "rope_theta", "number", where, 10_000.0)
     refuse_options({k: v for k, v in rope.items() if k == "partial_rotary_factor"}, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
+    if kind not in ("default", "llama3"):
         raise ValueError(
             f"{where}: unknown rope type: expected 'default' or 'llama3', got {shown(kind)}; other "
             "scalings are not implemented"
         )
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    known.update(_ROPE_SCALING if kind == "llama3" else ())
+    if unread := sorted(name for name in rope if name not in known and rope[name] is not None):
+        raise ValueError(
+            f"{where}: expected rope parameters of type {kind}, {sorted(known)}, got "
+            f"{shown(unread)} as well: correct the names, or leave them out"
+        )
+    if kind == "default":
+        return float(theta), None
     *factors, length = _ROPE_SCALING
     where = f"{where}: rope scaling"
     factor, low, high = (float(read_entry(rope, name, "number", where)) for name in factors)
@@ -387,21 +387,3 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling |
         raise ValueError(f"{where}: low_freq_factor is not below high_freq_factor: {low}, {high}")
     original = read_entry(rope, length, "size", where)
     return float(theta), Llama3RopeScaling(factor, low, high, original)
-
-
-def read_entry(
-    content: Mapping[str, Any], name: str, kind: str, where: str, default: Any = None
-) -> Any:
-    """Return an entry, or `default` for null or none; ValueError unless it is of the kind."""
-    value = content.get(name)
-    value = default if value is None else value
-    is_valid, expected = _KINDS[kind]
-    if not is_valid(value):
-        raise ValueError(f"{where}: expected {name} as {expected}, got {shown(value)}")
-    return value
-
-
-def end_ids(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Read `eos_token_id`: none, one or a list."""
-    ids = read_entry(content, "eos_token_id", "ids", where, default=[])
-    return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -16,20 +16,23 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models import chat_template as chat_templates
 from models import hf_files, tokenizer_files
 from models.config import ModelConfig
 from models.folder import Folder
-from models.hf import end_ids
+from models.hf_entries import end_ids, refuse_misspelt
 from models.hf_files import escaped, is_gguf, optional_json, shown
-from models.token_bytes import TokenBytes, bytes_of_tokens
 from models.tokenizer_files import RULES, SETTINGS
+
+if TYPE_CHECKING:
+    from models.token_bytes import TokenBytes
 
 _SPECIALS_FILE, TEMPLATE_FILE = "special_tokens_map.json", "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 2**20
 _SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_NAMES = {*_SPECIALS, "add_bos_token", "add_eos_token", "added_tokens_decoder", "chat_template"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,6 +97,8 @@ class Tokenizer:
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """The text of every token, for the search for stop strings."""
+        from models.token_bytes import bytes_of_tokens
+
         with _as_value_error("the tokenizer cannot decode its tokens"):
             return bytes_of_tokens(self.rules, self.vocab_size)
 
@@ -140,8 +145,14 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
             "tokenizer.json from where the policy came from"
         )
     specials = _specials(settings, path)
+    for name in ("bos_token", "eos_token"):
+        if name in specials and rules.token_to_id(specials[name]) is None:
+            raise ValueError(
+                f"{path}: expected {name} as a token of tokenizer.json, got "
+                f"{shown(specials[name])}: copy both from where the policy came from"
+            )
     own = rules.token_to_id(specials.get("eos_token", ""))
-    _apply_add_bos(rules, specials.get("bos_token", ""), settings)
+    _apply_add_bos(rules, specials.get("bos_token", ""), settings, path)
     return Tokenizer(
         vocab_size=max(ids) + 1,
         eos_token_ids=tuple(dict.fromkeys([*([] if own is None else [own]), *ends])),
@@ -215,6 +226,7 @@ def _from_folder(folder: Path) -> tuple[Any, dict[str, Any]]:
         )
     tokenizer_files.check(folder)
     settings = optional_json(folder / SETTINGS)
+    refuse_misspelt(settings, str(folder / SETTINGS), _NAMES)
     if "added_tokens_decoder" not in settings:  # older folders name tokens in another file
         settings |= optional_json(folder / _SPECIALS_FILE)
     if hf_files.has_file(folder / TEMPLATE_FILE):
@@ -265,25 +277,28 @@ def _specials(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str) and text:
             result[name] = text
-        elif value:
+        elif value not in (None, ""):
             raise ValueError(f"{path}: expected {name} as the text of a token, got {shown(value)}")
     return result
 
 
-def _apply_add_bos(rules: Any, bos: str, settings: Mapping[str, Any]) -> None:
+def _apply_add_bos(rules: Any, bos: str, settings: Mapping[str, Any], path: Path) -> None:
     """Let add_bos_token in the settings decide about BOS, as transformers does, if it is there."""
-    is_given, bos_id = isinstance(settings.get("add_bos_token"), bool), rules.token_to_id(bos)
-    if not is_given or (bos_id is None and settings["add_bos_token"]):
+    adds, bos_id = settings.get("add_bos_token"), rules.token_to_id(bos)
+    if not isinstance(adds, bool | None):
+        raise ValueError(f"{path}: expected add_bos_token as true or false, got {shown(adds)}")
+    if adds is None or (bos_id is None and adds):
         return
     from tokenizers import processors
 
-    around, specials = ([bos, "$A"], [(bos, bos_id)]) if settings["add_bos_token"] else (["$A"], [])
+    around, specials = ([bos, "$A"], [(bos, bos_id)]) if adds else (["$A"], [])
     rules.post_processor = processors.TemplateProcessing(single=around, special_tokens=specials)
 
 
 def _chat_template(settings: Mapping[str, Any], path: Path) -> str:
     """Return the source of the chat template, or an empty text; ValueError if it is ambiguous."""
-    found = settings.get("chat_template") or ""
+    found = settings.get("chat_template")
+    found = "" if found is None else found
     if isinstance(found, list):
         named = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
         if "default" not in named:

@@ -7,10 +7,12 @@ code that no signal interrupts. So a child process (`models.child`) uses a new o
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import string
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from models.child import Child, ChildEnded, serve
 from models.hf_files import escaped, has_file
@@ -21,8 +23,9 @@ NAMES = (  # RULES alone is required; others that a folder has are exported with
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 MAX_BYTES = 64 * 2**20  # of all of them
+MAX_ID = 2**20  # of a token; lists have a place for every id below the largest
 MEMORY_BYTES = 2**31
-DEADLINE_S = 30
+DEADLINE_S = 20  # a large vocabulary takes a second of an idle core
 _tried = set[bytes]()  # hashes of the files of good tokenizers
 _child = Child("models.tokenizer_files", MEMORY_BYTES, DEADLINE_S)
 
@@ -57,8 +60,8 @@ def present(folder: Path) -> list[str]:
 def check(folder: Path) -> None:
     """Use a tokenizer in a child process, once for each content of its files.
 
-    Raises ValueError as `present` does, if it cannot be opened, and if using it takes more than
-    the limits. Errors of rules are left to its later use.
+    Raises ValueError as `present` does, if it cannot be opened, if its rules panic, and if using it
+    takes more than the limits. Texts that it has no tokens for are left to its later use.
     """
     digest = hashlib.sha256()
     for name in present(folder):
@@ -88,22 +91,36 @@ def _prepare() -> Callable[[bytes], Iterable[bytes]]:
     def use(request: bytes) -> list[bytes]:
         folder = os.fsdecode(request)
         try:
-            rules = Tokenizer.from_file(os.path.join(folder, RULES))
+            path = os.path.join(folder, RULES)
+            rules = Tokenizer.from_file(path)
+            ids = sorted(rules.get_vocab().values())
+            if ids and ids[-1] > MAX_ID:
+                raise ValueError(f"expected ids of at most {MAX_ID:,}, got {ids[-1]:,}")
+            _refuse_unread(rules, path)
+            # each text by itself: one that fails must not hide others that run away
+            for text in (_PAGE, *_PAGE.splitlines()):
+                try:
+                    rules.decode(rules.encode(text, add_special_tokens=False).ids)
+                except MemoryError:
+                    raise
+                except Exception:  # it has no tokens for this one
+                    continue
+            rules.decode_batch([[i] for i in ids])
         except MemoryError:
             raise
         except BaseException as error:  # also a panic of its Rust code
             return [f"cannot read the tokenizer in {folder}: {escaped(str(error), 300)}".encode()]
-        try:
-            ids = rules.encode(_PAGE, add_special_tokens=False).ids
-            rules.decode(ids)
-            rules.decode_batch([[i] for i in ids])
-        except MemoryError:
-            raise
-        except BaseException:  # a later text may be another
-            pass
         return []
 
     return use
+
+
+def _refuse_unread(rules: Any, path: str) -> None:
+    """Raise ValueError for settings of the model that the library passes over, as misspelt ones."""
+    with open(path, encoding="utf-8") as file:
+        given = json.load(file)["model"]
+    if unread := sorted(given.keys() - json.loads(rules.to_str())["model"].keys()):
+        raise ValueError(f"expected settings of {given.get('type')} in model, got {unread[:8]}")
 
 
 _RUNS = "\n".join(character * 64 for character in string.printable)

@@ -11,12 +11,12 @@ import functools
 import hashlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models import hf
 from models import tokenizer as tokenizers
 from models.config import ModelConfig
 from models.hf_files import shown
-from models.token_bytes import TokenBytes
 from models.tokenizer import Tokenizer
 from rl import config_checks
 from rl.config import TrainConfig
@@ -28,6 +28,9 @@ from rl.rewards.config import validate
 from rl.rewards.findings import Reading
 from rl.speculation.config import check_coupling
 from spec.config import SamplingConfig
+
+if TYPE_CHECKING:
+    from models.token_bytes import TokenBytes
 
 _DIGESTED = 64  # prompts; template, day, library and host change all alike
 

@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         say(f"rl.report: {error}", sys.stderr)
         return 2
+    for warning in (warning for run in runs for warning in run.warnings):
+        say(f"warning: {warning}", sys.stderr)
     for path in written:
         say(path)
     if rows := comparison(runs):

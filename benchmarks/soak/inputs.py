@@ -10,8 +10,7 @@ from benchmarks import environment
 KINDS = (("pages", 1), ("pages", 2), ("pages", 4), ("rows", 1))  # cache, and parts of the devices
 SHARES = (7, 6, 5, 2)  # of the rollouts, of each kind
 MAX_NAMED = 20  # failures
-CASES = {"configs": 400, "policies": 300, "drafters": 300, "answers": 1500}
-FILE_CASES = 500  # of each class of files
+CASES, ANSWERS = 500, 1500  # of each class of inputs, and of answers
 
 
 def pages(_: Path, count: int = 20_000) -> dict[str, Any]:
@@ -48,8 +47,8 @@ def hostile(folder: Path, count: int | None = None) -> dict[str, Any]:
 
     rows, tiny = list[dict[str, Any]](), corpus.make_inputs(folder)
     for kind in (*corpus.CLASSES, *corpus.FILE_CLASSES):
-        found = watch.count(corpus.cases(kind, tiny, count or CASES.get(kind, FILE_CASES), 0))
+        found = watch.count(corpus.cases(kind, tiny, count or CASES, 0), inputs=folder)
         for line in found.seen:
             environment.progress(line.encode("ascii", "backslashreplace").decode())
         rows.append({"class": kind, **found.row})
-    return {"rows": [*rows, {"class": "answers", **answers.run(count or CASES["answers"])}]}
+    return {"rows": [*rows, {"class": "answers", **answers.run(count or ANSWERS)}]}

@@ -23,6 +23,7 @@ import numpy as np
 _ARRAY = "$array"  # {"$array": "3"} in the JSON is entry "3" of the npz
 _NAME = "process_0"  # the state is the same on all processes, and the first one writes it
 _KINDS = "biufcSUmM"  # dtype kinds that npz keeps without pickle
+_report = sys.unraisablehook
 
 
 class ArrayWriter:
@@ -34,7 +35,7 @@ class ArrayWriter:
         self._placed: Callable[..., Any] = _own_or_shared if by_all else np.asarray
         if jax.process_count() == 1:
             self._placed = lambda x: x
-        sys.excepthook = _hook
+        sys.unraisablehook = _hook
         # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
         self._handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
         self._writing: list[Any] = []
@@ -58,13 +59,13 @@ class ArrayWriter:
         self._handler.close()
 
 
-def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error, as `sys.excepthook` does, unless it only follows from another one.
+def _hook(unraisable: Any) -> None:
+    """Report an error that no caller can catch, unless it only follows from another one.
 
     The first write that fails ends its event loop; tensorstore then reports each of the others so.
     """
-    if str(error) != "Event loop is closed":
-        sys.__excepthook__(kind, error, trace)
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _report(unraisable)
 
 
 def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -7,8 +7,10 @@ with pages of stack, if one is missing or starts twice; here that is a sentence 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
@@ -18,10 +20,11 @@ from typing import Any
 
 from rl.cluster.config import AUTO, ClusterConfig, check
 from rl.cluster.processes import ALONE, Processes, ProcessLost
+from rl.cluster.relay import Relay
 
 HERE = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"
-MIN_INITIALIZATION_S = 30  # for jax, once all processes have met
+MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
@@ -80,13 +83,15 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     identity = identify()
     if config.coordinator != AUTO and config.num_processes != 1:
         meet(config)
-    _initialize(config)
+    relay = _initialize(config)
     import jax
 
     index, count = jax.process_index(), jax.process_count()
     if count == 1:
         return ALONE
     processes = Processes(index, count, JobStore(), config.deadline_s)
+    if relay is not None:
+        relay.watch(processes.lose_first)
     try:
         own = dict(identity) | {"number of devices": str(jax.local_device_count())}
         identities = processes.gather("handshake", json.dumps(own).encode())
@@ -174,8 +179,11 @@ def _folder_digest(folder: Path) -> str:
     return result.hexdigest()[:16]
 
 
-def _initialize(config: ClusterConfig) -> None:
-    """Call `jax.distributed.initialize`. Raises ValueError with expected, got and mend."""
+def _initialize(config: ClusterConfig) -> Relay | None:
+    """Call `jax.distributed.initialize`; return the relay to process 0, if there is one.
+
+    Raises ValueError with expected, got and mend.
+    """
     import jax
 
     # a signal to stop is handled by `rl.runtime.signals`
@@ -183,8 +191,8 @@ def _initialize(config: ClusterConfig) -> None:
     limit_s = max(1, int(config.deadline_s))
     # ours notices a loss first, and says more
     options: dict[str, Any] = {
-        "initialization_timeout": max(limit_s, MIN_INITIALIZATION_S),
-        "heartbeat_timeout_seconds": 4 * limit_s,
+        "initialization_timeout": max(limit_s, MIN_JAX_S),
+        "heartbeat_timeout_seconds": max(4 * limit_s, MIN_JAX_S),
         "shutdown_timeout_seconds": limit_s,
     }
     numbers = {"num_processes": config.num_processes, "process_id": config.process_id}
@@ -196,13 +204,35 @@ def _initialize(config: ClusterConfig) -> None:
         # a program that one process loads hangs in collectives with those that others compile
         jax.config.update("jax_enable_compilation_cache", False)
     try:
-        jax.distributed.initialize(**options)
+        if address == AUTO:
+            options |= _found(options)
+        if not options.get("process_id") or sys.platform != "linux":
+            jax.distributed.initialize(**options)
+            return None
+        first = dataclasses.replace(config, coordinator=options["coordinator_address"])
+        with Relay((first.host, first.port), limit_s) as relay:
+            jax.distributed.initialize(**options | {"coordinator_address": relay.here})
+            return relay
     except (ValueError, RuntimeError) as error:
         line = str(error).partition("\n")[0]
         raise ValueError(
             f"Cluster.coordinator={config.coordinator!r}: jax found no processes of one job "
             f"({line}); name Cluster.coordinator, Cluster.num_processes and Cluster.process_id"
         ) from error
+
+
+def _found(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that jax finds in the environment; none if that call has changed."""
+    names = "coordinator_address", "num_processes", "process_id"
+    given = {"coordinator_address": os.environ.get("JAX_COORDINATOR_ADDRESS"), **options}
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from jax._src.clusters import ClusterEnv
+
+        *found, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            *map(given.get, names), None, None, options["initialization_timeout"]
+        )
+        return {name: x for name, x in zip(names, found, strict=True) if x is not None}
+    return {}
 
 
 # --- the rendezvous ---------------------------------------------------------------------

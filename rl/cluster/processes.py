@@ -25,6 +25,7 @@ LEAVING_S = 4.0  # that the main thread has, once a process is lost, before the 
 LARGE_BYTES = 2**20  # from here on values go through the devices' network
 SHOWN = 4  # requests in one message
 PULSE, GATHER = "reprise/pulse/", "reprise/gather/"
+FIRST_IS_LOST = "process 0, which holds the run together, is lost"
 
 
 class ProcessLost(RuntimeError):
@@ -78,6 +79,7 @@ class Processes:
         self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
         self._stop_requested = False  # by another process
         self._lost: ProcessLost | None = None
+        self._has_store = True
         self._left: set[int] = set()  # processes that have departed
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -110,7 +112,7 @@ class Processes:
         try:
             return self._gather(what, value, waiting, line)
         except ConnectionError as error:
-            raise ProcessLost("process 0, which holds the run together, is lost") from error
+            raise ProcessLost(FIRST_IS_LOST) from error
 
     def _gather(
         self, what: str, value: bytes, waiting: Callable[[], object], line: str
@@ -207,8 +209,9 @@ class Processes:
         """Send a last heartbeat; wait until all announce one of these ends, at most `limit_s`."""
         until_s = self._clock() + limit_s
         with contextlib.suppress(ConnectionError, TimeoutError):
-            self._beat()
-            while self._clock() < until_s:
+            if self._has_store:
+                self._beat()
+            while self._has_store and self._clock() < until_s:
                 states = self._told().values()
                 if sum(any(state.get(end) for end in ends) for state in states) == self.count:
                     return
@@ -230,7 +233,7 @@ class Processes:
                 self._beat()
                 states = self._told()
             except (ConnectionError, TimeoutError) as error:
-                return self._lose(f"process 0, which holds the run together, is lost: {error}")
+                return self._lose(f"{FIRST_IS_LOST}: {error}")
             now_s = self._clock()
             for index, (beat, since_s) in list(last.items()):
                 state = states.get(index, {})
@@ -246,7 +249,15 @@ class Processes:
                     why = "has left the run" if index in self._left else silent
                     return self._lose(f"process {index} {why}")
 
+    def lose_first(self) -> None:
+        """Note the loss of process 0, after which calls of the store may not return."""
+        self._has_store = False
+        if not self._over.is_set():
+            self._lose(f"{FIRST_IS_LOST}: it has ended, hangs, or cannot be reached")
+
     def _lose(self, text: str) -> None:
+        if self._lost is not None:
+            return
         self._lost = ProcessLost(text)
         if not self._over.wait(LEAVING_S):
             self.end(text)

@@ -218,11 +218,14 @@ def check_installed(config: MetricsConfig) -> None:
         _wandb()
 
 
-def read_metrics(path: str | Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl, or of a run folder's; a torn last line is left out."""
+def read_metrics(path: str | Path, on_torn: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """Return the rows of a metrics.jsonl, or of a run folder's.
+
+    A torn last line is left out; `on_torn` is given a sentence about it.
+    """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
-    return [row for _, row in _rows(path, read_plain(path, MAX_FILE_BYTES))]
+    return [row for _, row in _rows(path, read_plain(path, MAX_FILE_BYTES), on_torn)]
 
 
 def step_rows(rows: Sequence[Row]) -> list[Row]:
@@ -244,13 +247,15 @@ def lost_rows(rows: Sequence[Row], step: int) -> str:
     )
 
 
-def read_samples(path: str | Path, name: str = SAMPLES_FILE) -> list[Row]:
-    """Return the rows of a samples.jsonl, or of a run folder's; [] if it is missing."""
+def read_samples(
+    path: str | Path, name: str = SAMPLES_FILE, on_torn: Callable[[str], None] = lambda text: None
+) -> list[Row]:
+    """Return the rows of a samples.jsonl as `read_metrics` does; [] if it is missing."""
     path = Path(path)
     path = path / name if path.is_dir() else path
     if not os.path.lexists(path):
         return []
-    return [row for _, row in _rows(path, read_plain(path, MAX_FILE_BYTES))]
+    return [row for _, row in _rows(path, read_plain(path, MAX_FILE_BYTES), on_torn)]
 
 
 def deterministic_view(row: Mapping[str, Any]) -> Row:
@@ -308,7 +313,9 @@ class Timings:
 # --- files ------------------------------------------------------------------------------
 
 
-def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
+def _rows(
+    path: Path, content: bytes, on_torn: Callable[[str], None] = lambda text: None
+) -> Iterator[tuple[bytes, Row]]:
     """Yield each line of a file's content with its row; a torn last line is left out."""
     lines = iter(partial(io.BytesIO(content).readline, MAX_LINE_BYTES), b"")
     for number, line in enumerate(lines, start=1):
@@ -321,6 +328,7 @@ def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
                 raise ValueError(f"expected an object with an integer step, got {line[:80]!r}")
         except (ValueError, RecursionError) as error:
             if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                on_torn(f"{path}:{number}: the last line is torn (a row being written, or a cut)")
                 return
             raise DamagedRowError(
                 f"{path}:{number}: damaged row ({error}); delete this line to continue"

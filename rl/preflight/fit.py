@@ -17,8 +17,9 @@ import contextlib
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +30,8 @@ from rl.memory import ROLLOUTS, TRAINING, Parts
 from rl.preflight.programs import RunProgram, RunPrograms
 from rl.preflight.targets import Target
 
-OnCompiled = Callable[[str, int, int], None]  # (program, number compiled, number to compile)
+OnCompiled = Callable[[str, int, int], None]  # (programs, number compiled, number to compile)
+SAY_S = 60.0  # between two calls of it
 DEPTHS = (2, 4)  # layers of the models that are compiled in place of a deep one
 DEPTHS_OF_THREE = (8, 10)  # if a drafter reads three layers
 BOTH = f"{TRAINING} and {ROLLOUTS}"
@@ -263,10 +265,17 @@ class Fitting:
                 pool.submit(compiled_figures, program, self.target): (i, depth, program)
                 for i, depth, program in jobs
             }
-            for done in as_completed(running):
-                i, depth, _ = running[done]
-                figures[i, depth] = done.result()
-                self._on_compiled(_names([running[done]]), len(figures), len(jobs))
+            began_s, left = time.monotonic(), set[Future[Figures]](running)
+            while left:
+                done, left = wait(left, SAY_S, FIRST_COMPLETED)
+                for one in done:
+                    i, depth, _ = running[one]
+                    figures[i, depth] = one.result()
+                    self._on_compiled(_names([running[one]]), len(figures), len(jobs))
+                if not done:
+                    names = _names([job for one, job in running.items() if one.running()])
+                    text = f"after {time.monotonic() - began_s:.0f} s still at {names}"
+                    self._on_compiled(text, len(figures), len(jobs))
         return figures
 
 

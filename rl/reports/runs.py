@@ -13,7 +13,7 @@ from rl.engine.stats import RoundRecord, load_timeline
 from rl.engine.worker_record import WorkerStep, read_workers
 from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
 from rl.reports.style import number
-from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE
+from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
 
 MAX_DRAWN = 1e100  # of a metric: matplotlib adds and squares values for its axes
 TIME_PARTS = [f"time/{part}" for part in ("rollout", "reward", "score", "update", "checkpoint")]
@@ -46,6 +46,7 @@ class Run:
     timeline: Sequence[RoundRecord] = ()  # of the rollout of `timeline_step`
     timeline_step: int = 0
     workers: Sequence[WorkerStep] = ()
+    warnings: Sequence[str] = ()
 
     @property
     def steps(self) -> np.ndarray:
@@ -84,7 +85,10 @@ def _load(folder: Path, label: str) -> Run:
         raise ReportError(
             f"{folder}: no {METRICS_FILE} here; give the folder of a run (Run.directory)"
         )
-    by_step = {row["step"]: row for row in read_metrics(folder)}  # the last row of a step counts
+    torn = list[str]()
+    by_step = {
+        row["step"]: row for row in read_metrics(folder, torn.append)
+    }  # the last row of a step counts
     ordered = [by_step[step] for step in sorted(by_step)]
     rows = step_rows(ordered)
     if not rows:
@@ -95,8 +99,11 @@ def _load(folder: Path, label: str) -> Run:
     except ValueError as error:
         raise ReportError(str(error)) from error
     evals = [row for row in ordered if "eval_s" in row]
-    samples, eval_samples = read_samples(folder), read_samples(folder, EVAL_SAMPLES_FILE)
-    return Run(label, rows, samples, evals, eval_samples, timeline, step, workers)
+    samples, eval_samples = (
+        read_samples(folder, name, torn.append) for name in (SAMPLES_FILE, EVAL_SAMPLES_FILE)
+    )
+    warnings = [f"{line}: it is left out" for line in torn]
+    return Run(label, rows, samples, evals, eval_samples, timeline, step, workers, warnings)
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, hf_files, transformer
+from models import hf, hf_entries, hf_files, transformer
 from models.config import ModelConfig
 from models.hf_files import Entry, Stored, shown
 from spec.eagle import model as eagle
@@ -67,6 +67,9 @@ _FIXED_OPTIONS: dict[str, Any] = {
     "fc_norm": False,
     "parallel_drafting": False,
 }
+# Entries that are read besides a policy's.
+_NAMES = {"draft_vocab_size", "bias", "target_hidden_size", "eagle_config", OURS, _LAYER_IDS}
+_NAMES |= _FIXED_OPTIONS.keys()
 
 
 def entries(config: EagleConfig) -> list[Entry]:
@@ -168,6 +171,8 @@ def parse(
         "use_mtp_layernorm": False,
         "norm_before_fc": False,
     }
+    hf_entries.refuse_misspelt(content, where, _NAMES)
+    hf_entries.refuse_misspelt(aux, f"{where}: eagle_config", {*options, _LAYER_IDS})
     hf.refuse_options(content, where, _FIXED_OPTIONS)
     hf.refuse_options(aux, f"{where}: eagle_config", options)
     if content.get("num_hidden_layers") != 1:
@@ -178,7 +183,7 @@ def parse(
         )
     layer = hf.parse_config({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
     _refuse_other_policy(content, ours, layer, policy, where)
-    size = hf.read_entry(content, "draft_vocab_size", "size", where, layer.vocab_size)
+    size = hf_entries.read_entry(content, "draft_vocab_size", "size", where, layer.vocab_size)
     all_tokens = size == layer.vocab_size and OFFSETS not in present
     try:
         return EagleConfig(
@@ -188,7 +193,7 @@ def parse(
             ),
             _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
             0 if all_tokens else size,
-            fc_bias=hf.read_entry(content, "bias", "flag", where, _FC_BIAS in present),
+            fc_bias=hf_entries.read_entry(content, "bias", "flag", where, _FC_BIAS in present),
             own_head=bool(ours.get("own_head", HEAD in present)),
         )
     except ValueError as error:
@@ -199,7 +204,7 @@ def parse(
 def design_of(content: Mapping[str, Any], where: str) -> Design:
     """Return the design that `architectures` names; raise ValueError for any other."""
     names = content.get("architectures")
-    design = _DESIGNS.get(names[0]) if hf.is_one_name(names) else None
+    design = _DESIGNS.get(names[0]) if hf_entries.is_one_name(names) else None
     if design is None:
         raise ValueError(
             f"{where}: unknown architecture: expected one of {sorted(_DESIGNS)}, got "
@@ -253,7 +258,8 @@ def _feature_layers(
 ) -> tuple[int, ...]:
     """Return the policy's layers; `inputs`: vLLM's list has them, else the first id shows it."""
     n = policy.num_layers
-    ids = content.get(_LAYER_IDS) if inputs else aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
+    place = content if inputs or aux.get(_LAYER_IDS) is None else aux
+    ids = place.get(_LAYER_IDS)
     if ids is None:
         if n < 8:
             raise ValueError(

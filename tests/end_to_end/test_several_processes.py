@@ -28,6 +28,7 @@ import rl.train
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from rl.runtime.run_files import NEWEST_FILE
 from tests.support import tiny_run
 
 DEVICES = 4
@@ -158,19 +159,28 @@ def assert_equals(run: Path, alone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault
+@pytest.mark.parametrize(
+    ("killed", "what"),
+    [
+        (1, "process 1 is lost: no sign of life"),
+        (0, "process 0, which holds the run together, is lost: it has ended"),
+    ],
+)
 def test_a_run_of_two_processes_of_which_one_is_killed_goes_on_with_one(
-    tiny: Path, alone: Path
+    tiny: Path, alone: Path, killed: int, what: str
 ) -> None:
-    run = tiny.parent / "legs"
+    run, other = tiny.parent / f"legs_{killed}", 1 - killed
     deadline = f"--gin.Cluster.deadline_s={DEADLINE_S}"
     with held(tiny, run, 2):
         two = start(together(tiny, run, 2, deadline, f"--gin.{OWN_LOGPROBS}"), DEVICES)
         two.when(has_step(run, 2))
-        os.kill(two.processes[1].pid, signal.SIGKILL)
+        two.when((run / NEWEST_FILE).exists)  # a checkpoint may take longer than a step
+        os.kill(two.processes[killed].pid, signal.SIGKILL)
     statuses, outputs = two.wait()
-    assert statuses == [EXIT_FAILED, -signal.SIGKILL], outputs
-    [line] = lines(outputs[0])
-    assert line.startswith("error: process 0 ends: process 1 is lost: no sign of life"), line
+    assert statuses[killed] == -signal.SIGKILL and statuses[other] == EXIT_FAILED, outputs
+    [line] = lines(outputs[other])
+    assert line.startswith(f"error: process {other} ends: {what}"), line
+    assert "--resume" in line and "stack trace" not in outputs[other]
     assert 2 <= len(read_metrics(run)) < STEPS
     here(DEVICES, tiny, run, *SHAPE, OWN_LOGPROBS, "Cluster.kind='local'")
     assert_equals(run, alone)

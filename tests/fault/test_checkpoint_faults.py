@@ -6,6 +6,8 @@ be told from a wrong one.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import os
 import random
@@ -18,10 +20,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from whole_steps import whole_steps
 
 from models.folder import Folder
-from rl.checkpoint import checkpointer, folders, reader
+from rl.checkpoint import checkpointer, contents, folders, reader
 from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.config import CheckpointConfig
@@ -230,6 +233,31 @@ def test_a_disk_error_is_one_line_that_names_the_newest_checkpoint(tmp_path, mon
     assert ("No space left" in text) or ("Read-only" in text)
     assert whole_steps(tmp_path) == [1]
     assert_is_step(reader.Restored(1, reader.restore(tmp_path, TEMPLATE).arrays, host(1)), 1)
+
+
+def test_writes_that_end_after_a_failed_one_are_not_reported(tmp_path, monkeypatch):
+    """The first failure closes the event loop, to which tensorstore reports each of the others."""
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(contents, "_report", lambda u: reported.append(str(u.exc_value)))
+    Checkpointer(tmp_path).close()
+
+    async def begin(future):
+        return next(future.__await__())
+
+    for error in ("", "another"):
+        promise, future = tensorstore.Promise.new()
+        loop = asyncio.new_event_loop()
+        waiting = loop.run_until_complete(begin(future))
+        loop.close()
+        if error:
+            loop.call_soon_threadsafe = functools.partial(fail, error)
+        promise.set_result(waiting)
+    assert reported == ["another"]
+
+
+def fail(error, *_):
+    raise RuntimeError(error)
 
 
 def test_a_disk_that_refuses_a_deletion_at_the_end_is_told_of(tmp_path, monkeypatch):

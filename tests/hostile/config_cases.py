@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import itertools
 import random
+import re
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +15,8 @@ from pathlib import Path
 from rl import memory
 from rl.config import TrainConfig
 from rl.gin.loader import dump, load
-from rl.inputs import open_inputs
-from tests.hostile.watch import CANARY, Case
+from rl.inputs import Inputs, open_inputs
+from tests.hostile.watch import CANARY, Case, Wrong
 
 ROOT = Path(__file__).parents[2]
 TOUCH = f"__import__('os').system('touch ../{CANARY}')"
@@ -28,13 +32,32 @@ VALUES = (
 LEFT_OUT = {"Task.size"}
 
 
-def check(gin_file: Path, *overrides: str) -> None:
-    """What `rl.train --dry_run` does before it tries the rewards."""
+def check(gin_file: Path, *overrides: str) -> Inputs:
+    """Do what `rl.train --dry_run` does before it tries the rewards; raise Wrong as `compare`."""
     config = load(TrainConfig, [gin_file], overrides)
+    compare(config, gin_file.read_text(), *overrides)
     inputs = open_inputs(config)
     devices = memory.Devices(1, 2**40)
     memory.estimate(config, inputs.model, devices).check(devices)
     dump(config)
+    return inputs
+
+
+def compare(config: TrainConfig, *texts: str) -> None:
+    """Raise Wrong unless fields have the values that Python's parser reads in the lines."""
+    wanted = dict[str, object]()
+    for line in itertools.chain(*(text.split("\n") for text in texts)):
+        if binding := re.fullmatch(r"\s*(\w+\.\w+)\s*=(.*)", line):
+            wanted.pop(binding[1], None)
+            with contextlib.suppress(ValueError, SyntaxError):  # on several lines, or of macros
+                wanted[binding[1]] = ast.literal_eval(binding[2].strip())
+    sections = {type(x).__name__.removesuffix("Config"): x for x in vars(config).values()}
+    for name, value in wanted.items():
+        section, _, field = name.partition(".")
+        got = getattr(sections[section], field)
+        value = float(value) if isinstance(got, float) and isinstance(value, int) else value
+        if got != (tuple(value) if isinstance(value, list) else value):
+            raise Wrong(f"{name} is {got!r:.200}, and the text says {value!r:.200}")
 
 
 def of_text(name: str, text: str | bytes, tiny: Path, *, refused: bool = False) -> Case:
@@ -139,7 +162,9 @@ def damaged(tiny: Path, draw: random.Random) -> Iterator[Case]:
 def _loads(text: bytes) -> Callable[[Path], object]:
     def run(folder: Path) -> None:
         (folder / "case.gin").write_bytes(text)
-        dump(load(TrainConfig, [folder / "case.gin"]))
+        config = load(TrainConfig, [folder / "case.gin"])
+        compare(config, text.decode())
+        dump(config)
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from models.config import Llama3RopeScaling
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from tests.hostile import config_cases, file_cases, folder_cases
@@ -22,10 +24,15 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 def make_inputs(folder: Path) -> Path:
     """The smallest run, and a drafter of its policy beside it; returns the configuration."""
-    tiny = tiny_run.make_inputs(folder)
-    shape = eagle.config_for(tiny_run.MODEL)
+    # no defaults: an entry that is lost would show
+    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 16)
+    model = dataclasses.replace(
+        tiny_run.MODEL, norm_eps=1e-5, rope_theta=5e5, rope_scaling=scaling, bos_token_id=2
+    )
+    tiny = tiny_run.make_inputs(folder, model=model)
+    shape = eagle.config_for(model)
     start = eagle.EagleWeights(shape, eagle.init(shape, jax.random.key(0)))
-    eagle_files.save(folder / "drafter", start, tiny_run.MODEL, None)
+    eagle_files.save(folder / "drafter", start, model, None)
     return tiny
 
 
@@ -87,5 +94,4 @@ def _of_files(kind: str, tiny: Path, draw: random.Random) -> Iterator[Case]:
     if kind == "tokenizers":
         return file_cases.tokenizers(draw, tiny.parent / "policy")
     run = file_cases.finished_run(tiny.parent, tiny)
-    files = {"runs": file_cases.records, "checkpoints": file_cases.checkpoint_files}
-    return file_cases.runs(draw, run, files[kind])
+    return {"runs": file_cases.records, "checkpoints": file_cases.checkpoints}[kind](draw, run)

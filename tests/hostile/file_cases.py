@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from models import tokenizer
 from rl import export, report, train
+from rl.checkpoint import reader
+from rl.config import TrainConfig
 from rl.data.tasks import TaskConfig, open_tasks
-from rl.inputs import open_policy
+from rl.gin.loader import load
+from rl.inputs import open_inputs, open_policy
+from rl.learner.optimizer import SavedArrays
+from rl.reports.runs import load_runs
+from rl.run_checkpoint import saved_shapes
 from tests.hostile.config_cases import change
 from tests.hostile.folder_cases import VALUES
-from tests.hostile.watch import Case
+from tests.hostile.watch import Case, Wrong
 
 ROWS = [
     {"prompt": f"é{i}+1=", "answer": str(i), "more": {"n": i, "list": [i, None, 1.5], "x": "y"}}
@@ -178,6 +188,8 @@ def spoiled(content: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 
 def tokenizers(draw: random.Random, policy: Path) -> Iterator[Case]:
+    from tokenizers import Tokenizer
+
     good = json.loads((policy / tokenizer.RULES).read_text())
 
     def case(content: str | bytes) -> Case:
@@ -186,8 +198,11 @@ def tokenizers(draw: random.Random, policy: Path) -> Iterator[Case]:
             data = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
             (ours / tokenizer.RULES).write_bytes(data)
             words = tokenizer.load(ours)
-            words.decode(words.encode("1+1=2, and so on: " * 3))
+            ids = words.encode(text := "1+1=2, and so on: " * 3)
+            words.decode(ids)
             assert words.token_bytes is not None
+            if ids != Tokenizer.from_buffer(data).encode(text, add_special_tokens=False).ids:
+                raise Wrong("other tokens than the file's")
 
         return Case("tokenizer", run)
 
@@ -229,9 +244,48 @@ def _special(path: Path, kind: str) -> None:
 SPECIAL = ("pipe", "device", "link", "sparse", "folder")
 
 
-def runs(draw: random.Random, good: Path, files: Callable[[Path], list[Path]]) -> Iterator[Case]:
-    """Damaged files of a run folder, read by report, export and `rl.train --resume --dry_run`."""
-    names = sorted(path.relative_to(good).as_posix() for path in files(good))
+def effect(command: str, ours: Path, folder: Path) -> tuple[Any, str]:
+    """Run a command on a run folder; return its result and errors. Raises ValueError if it fails.
+
+    A result has what no damage may change in silence: the steps of a report and how many samples it
+    has, the files of an export, the state that a run goes on with.
+    """
+    if command == "restore":
+        config = load(TrainConfig, [ours / "config.gin"])
+        shapes = saved_shapes(config, open_inputs(config))
+        found = reader.restore(ours / "checkpoints", shapes, optional=SavedArrays.OPTIONAL)
+        return (jax.tree.map(lambda x: x.tobytes(), found.arrays), found.host), "\n".join(
+            (*found.warnings, "")
+        )
+    main, *arguments = {
+        "report": (report.main, str(ours), "--output", str(folder / "report")),
+        "export": (export.main, str(ours), "--output", str(folder / "export")),
+        "resume": (
+            *(train.main, "--resume", "--dry_run"),
+            *(f"--gin.Run.directory={str(ours)!r}", "--gin.Run.steps=3"),
+        ),
+    }[command]
+    said = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stderr(said):
+        status = main(arguments)  # names relative to a handle look like names in this folder
+    if status:
+        raise ValueError(f"status {status}")
+    if command == "report":
+        run = load_runs([ours])[0]
+        return (*run.steps, *map(len, (run.samples, run.timeline, run.workers))), said.getvalue()
+    files = (folder / "export").glob("*[!d]")  # but for the card, which has the date and the rows
+    return {path.name: path.read_bytes() for path in files}, said.getvalue()
+
+
+def runs(
+    draw: random.Random, good: Path, files: Sequence[Path], commands: Sequence[str]
+) -> Iterator[Case]:
+    """Damaged files of a run folder, read by commands."""
+    names = sorted(path.relative_to(good).as_posix() for path in files)
+    expected = {}
+    for command in commands:
+        with tempfile.TemporaryDirectory() as folder:
+            expected[command] = effect(command, good, Path(folder))
 
     def case(name: str, kind: str, seed: float, command: str) -> Case:
         def run(folder: Path) -> None:
@@ -241,28 +295,23 @@ def runs(draw: random.Random, good: Path, files: Callable[[Path], list[Path]]) -
                 _special(path, kind)
             else:
                 path.write_bytes(mutated(path.read_bytes(), random.Random(seed)))
-            where = f"--gin.Run.directory={str(ours)!r}"
-            main, *arguments = {
-                "report": (report.main, str(ours), "--output", str(folder / "report")),
-                "export": (export.main, str(ours), "--output", str(folder / "export")),
-                "resume": (train.main, "--resume", "--dry_run", where, "--gin.Run.steps=3"),
-            }[command]
-            with contextlib.chdir(folder):  # names relative to a handle look like names there
-                status = main(arguments)
-            if status:
-                raise ValueError(f"status {status}")
+            got, said = effect(command, ours, folder)
+            wanted, always = expected[command]
+            if got != wanted and said.count("\n") <= always.count("\n"):
+                raise Wrong(f"another result, and no word: {got!r:.300}")
 
         return Case(f"run: {command} with {name} {kind}", run)
 
     while True:
         kind = draw.choice((*SPECIAL, *["damaged"] * 8))
-        command = draw.choice(("report", "export", "resume"))
-        yield case(draw.choice(names), kind, draw.random(), command)
+        yield case(draw.choice(names), kind, draw.random(), draw.choice(commands))
 
 
-def records(run: Path) -> list[Path]:
-    return [path for path in run.iterdir() if path.is_file()]
+def records(draw: random.Random, run: Path) -> Iterator[Case]:
+    files = [path for path in run.iterdir() if path.is_file()]
+    return runs(draw, run, files, ("report", "export", "resume"))
 
 
-def checkpoint_files(run: Path) -> list[Path]:
-    return [path for path in (run / "checkpoints").rglob("*") if path.is_file()]
+def checkpoints(draw: random.Random, run: Path) -> Iterator[Case]:
+    files = [path for path in (run / "checkpoints").rglob("*") if path.is_file()]
+    return runs(draw, run, files, ("export", "resume", "restore"))

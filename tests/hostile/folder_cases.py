@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import random
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rl.inputs import open_policy
+from spec.eagle import files as eagle_files
 from tests.hostile.config_cases import change, check
-from tests.hostile.watch import CANARY, Case
+from tests.hostile.watch import CANARY, Case, Wrong
 
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 1.5, 10**9, 10**18, 10**400),
@@ -194,11 +197,50 @@ def damage(files: tuple[str, ...], draw: random.Random) -> Iterator[tuple[str, E
         yield f"{file} damaged", edit, False
 
 
+# --- another reading than the good folder's ----------------------------------------------
+
+
+def is_explained(good: Any, ours: Any) -> bool:
+    """Return whether JSON may be meant: values are of the good one's kinds, and names not misspelt.
+
+    A value that is absent or null has its default, which is documented, also if a cut removed it.
+    """
+    if good is None or ours is None:
+        return True
+    if isinstance(good, dict) and isinstance(ours, dict):
+        lost = good.keys() - ours.keys()
+        known = {*good, *CONFIG_KEYS, *DRAFTER_KEYS}
+        misspelt = any(difflib.get_close_matches(k, lost, 1, 0.9) for k in ours.keys() - known)
+        return not misspelt and all(is_explained(good.get(k), ours[k]) for k in ours)
+    number = type(good) in (int, float) and type(ours) in (int, float)
+    return number or type(good) is type(ours)
+
+
+def compare(good: Path, ours: Path, reading: Callable[[Path], Any]) -> None:
+    """Raise Wrong if a folder reads as another than the good one for no reason that it gives."""
+    if reading(ours) == reading(good):
+        return
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (good / name).is_file() and (ours / name).is_file():
+            content = json.loads((ours / name).read_text())
+            if not is_explained(json.loads((good / name).read_text()), content):
+                raise Wrong(f"{name} is read as something else: {content}"[:300])
+
+
+def policy_reading(folder: Path) -> tuple[Any, ...]:
+    _, model, words = open_policy(str(folder))
+    ids = words.encode_prompt("1+1=2")
+    return model, words.eos_token_ids, words.specials, words.chat_template, ids, words.decode(ids)
+
+
 def policy_case(name: str, edit: Edit, refused: bool, tiny: Path) -> Case:
+    good = tiny.parent / "policy"
+
     def run(folder: Path) -> None:
-        policy = Path(shutil.copytree(tiny.parent / "policy", folder / "policy"))
+        policy = Path(shutil.copytree(good, folder / "policy"))
         edit(policy)
         check(tiny, f"Policy.directory={str(policy)!r}")
+        compare(good, policy, policy_reading)
 
     return Case(f"policy: {name}", run, refused)
 
@@ -210,6 +252,7 @@ def drafter_case(name: str, edit: Edit, refused: bool, tiny: Path, drafter: Path
     def run(folder: Path) -> None:
         ours = Path(shutil.copytree(drafter, folder / "drafter"))
         edit(ours)
-        check(tiny, *LEARNED, f"Drafter.directory={str(ours)!r}")
+        model = check(tiny, *LEARNED, f"Drafter.directory={str(ours)!r}").model
+        compare(drafter, ours, lambda folder: eagle_files.check(folder, model))
 
     return Case(f"drafter: {name}", run, refused)

@@ -5,18 +5,24 @@ The whole of it is `python -m benchmarks.soak hostile`.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import runpy
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.hostile import corpus, watch
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from tests.hostile import corpus, file_cases, watch
 from tests.hostile.watch import CANARY, Case
 
 BUDGETS = {"configs": 40, "policies": 15, "drafters": 40}
 BUDGETS |= {"rows": 40, "parquet": 30, "arrow": 30, "ggufs": 10, "tokenizers": 10}
+BUDGETS |= {"checkpoints": 10}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +32,14 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", BUDGETS)
 def test_a_sample_of_the_corpus(kind, tiny):
-    counts = watch.count(corpus.cases(kind, tiny, BUDGETS[kind]))
-    bad = counts.outside_writes + counts.executions + counts.hangs + counts.tracebacks
+    counts = watch.count(corpus.cases(kind, tiny, BUDGETS[kind]), inputs=tiny.parent)
+    bad = (
+        counts.outside_writes
+        + counts.outside_reads
+        + counts.executions
+        + counts.hangs
+        + counts.tracebacks
+    )
     bad += counts.over_2_gb
     assert bad + counts.accepted_though_wrong == 0, "\n".join(counts.seen)
     assert counts.tried == BUDGETS[kind]
@@ -45,8 +57,48 @@ def test_good_inputs_are_accepted(tiny):
     assert watch.count(good).accepted == 3
 
 
+def test_settings_that_are_not_those_of_the_text_are_detected(tiny):
+    config = load(TrainConfig, [tiny])
+    corpus.config_cases.compare(config, "Run.steps = 3  # as it is\nRun.steps = %many\n")
+    with pytest.raises(watch.Wrong, match="Run.steps is 3, and the text says 4"):
+        corpus.config_cases.compare(config, "Run.steps = 5", "Run.steps = 4")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wrong"),
+    [
+        ("rope_theta", 1e6, False),
+        ("rope_theta", None, False),
+        ("rope_theta", "1e6", True),
+        ("rope_parameters", {"rope_tipe": "llama3"}, False),
+        ("rope_parameters", {"rope_thetas": 1.0}, True),
+    ],
+)
+def test_a_policy_that_reads_otherwise_must_say_so(tiny, tmp_path, key, value, wrong):
+    good, ours = tiny.parent / "policy", tmp_path / "policy"
+    shutil.copytree(good, ours)
+    corpus.folder_cases.entry("config.json", key, value)(ours)
+    expected = pytest.raises(watch.Wrong) if wrong else contextlib.nullcontext()
+    with expected:
+        corpus.folder_cases.compare(good, ours, lambda folder: folder)
+
+
+def test_a_run_that_reads_otherwise_is_wrong_unless_it_says_so(tiny, monkeypatch):
+    said = ""
+    monkeypatch.setattr(file_cases, "effect", lambda command, ours, folder: (str(ours), said))
+    run = file_cases.finished_run(tiny.parent, tiny)
+    cases = file_cases.checkpoints(random.Random(0), run)
+    assert watch.count([next(cases)]).accepted_though_wrong == 1
+    said = "warning: a damaged checkpoint is skipped\n"
+    assert watch.count([next(cases)]).accepted_though_wrong == 0
+
+
 def write_outside(folder):
     (folder.parent / "outside").write_text("x")
+
+
+def read_outside(folder):
+    (folder.parent / "outside").read_bytes()
 
 
 def rename_outside(folder):
@@ -91,6 +143,7 @@ def lookup(folder):
     ("fault", "counted"),
     [
         (write_outside, "outside_writes"),
+        (read_outside, "outside_reads"),
         (rename_outside, "outside_writes"),
         (run_what_is_there, "executions"),
         (import_what_is_there, "executions"),

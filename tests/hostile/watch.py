@@ -2,8 +2,9 @@
 
 A case is given a folder, does what a command would, and may end in the errors that the command
 turns into a sentence. Counted are writes outside of the folder and executions of anything that the
-case brought along (Python's audit events say so, and no canary file may appear), cases that do not
-end within their limit, and errors of any other kind.
+case brought along (Python's audit events say so, and no canary file may appear), reads of files
+that neither this program nor the case names, cases that do not end within their limit, errors of
+any other kind, and inputs that are accepted in silence and read as another one than they are.
 """
 
 from __future__ import annotations
@@ -37,13 +38,25 @@ LONG_S = 30.0
 LARGE_BYTES = 2e9
 
 
+# Python, this checkout, and tables of processes and devices; `count` is told where inputs lie.
+_READABLE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc/", "/sys/")
+
+
+class Wrong(Exception):
+    """An input was accepted without a word, and read as another one than it is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`run(folder)` does what is tried; `refused`: it must not be accepted."""
+    """`run(folder)` does what is tried; `refused`: it must not be accepted.
+
+    `reads` are the files outside of the folder that the case asks for by name.
+    """
 
     name: str
     run: Callable[[Path], object]
     refused: bool = False
+    reads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -53,6 +66,7 @@ class Counts:
     tried: int = 0
     accepted: int = 0
     outside_writes: int = 0
+    outside_reads: int = 0
     executions: int = 0
     hangs: int = 0
     tracebacks: int = 0
@@ -75,7 +89,9 @@ class _Spy:
 
     def __init__(self) -> None:
         self.folder: str | None = None
+        self.readable: tuple[str, ...] = ()
         self.writes: list[str] = []
+        self.reads: list[str] = []
         self.executions: list[str] = []
         sys.addaudithook(self._hook)
 
@@ -86,6 +102,10 @@ class _Spy:
             path, mode, flags = arguments
             if _writes(mode, flags):
                 self._wrote(event, path)
+            elif isinstance(path, str | bytes | os.PathLike):
+                full = os.path.realpath(os.fsdecode(path))
+                if not full.startswith((self.folder, os.devnull, *self.readable)):
+                    self.reads.append(f"read {full}")
         elif event in _PATHS:
             for path in arguments[_PATHS[event]]:
                 self._wrote(event, path)
@@ -127,8 +147,10 @@ def _is_of_the_case(code: object, folder: str) -> bool:
 _spy: _Spy | None = None
 
 
-def count(cases: Iterable[Case], limit_s: float = LIMIT_S) -> Counts:
-    """Run every case in a folder of its own."""
+def count(
+    cases: Iterable[Case], limit_s: float = LIMIT_S, inputs: Path = Path("/nowhere")
+) -> Counts:
+    """Run every case in a folder of its own; `inputs` is the folder of good ones."""
     global _spy
     _spy = _spy or _Spy()
     counts = Counts()
@@ -136,6 +158,7 @@ def count(cases: Iterable[Case], limit_s: float = LIMIT_S) -> Counts:
         with tempfile.TemporaryDirectory() as outer:
             folder = Path(outer).resolve() / "case"
             folder.mkdir()
+            _spy.readable = (*_READABLE, str(inputs.resolve()), *case.reads)
             _one(case, folder, counts, _spy, limit_s)
             if any(CANARY in p.name for p in Path(outer).iterdir()):
                 counts.executions += 1
@@ -163,7 +186,7 @@ def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) ->
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     before_bytes, start_s = _memory_bytes(reset=True), time.monotonic()
-    spy.folder, spy.writes, spy.executions = str(folder), [], []
+    spy.writes, spy.reads, spy.executions, spy.folder = [], [], [], str(folder)
     try:
         case.run(folder)
         counts.accepted += 1
@@ -172,6 +195,10 @@ def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) ->
             counts.seen.append(f"{case.name}: accepted")
     except SENTENCES:
         pass
+    except Wrong as error:
+        counts.accepted += 1
+        counts.accepted_though_wrong += 1
+        counts.seen.append(f"{case.name}: {error}")
     except Hang:
         counts.hangs += 1
         counts.seen.append(f"{case.name}: not done in {limit_s} s")
@@ -190,5 +217,7 @@ def _one(case: Case, folder: Path, counts: Counts, spy: _Spy, limit_s: float) ->
         counts.over_2_gb += more_bytes > LARGE_BYTES
         counts.seen.append(f"{case.name}: {seconds:.0f} s, {more_bytes / 1e9:.1f} GB")
     counts.outside_writes += len(spy.writes)
+    counts.outside_reads += len(spy.reads)
     counts.executions += len(spy.executions)
-    counts.seen += [f"{case.name}: {what}" for what in (*spy.writes, *spy.executions)]
+    seen = (*spy.writes, *spy.reads, *spy.executions)
+    counts.seen += [f"{case.name}: {what}" for what in seen]

@@ -95,6 +95,31 @@ def test_what_is_not_implemented_or_does_not_fit_is_refused(case, tmp_path):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "misspelt", "error"),
+    [
+        ("tokenizer.ggml.token_type", "tokenizer.ggml.token_tipe", "expected token_type, got"),
+        ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eos_token_ib", "expected eos_token_id"),
+        ("tokenizer.ggml.padding_token_id", "tokenizer.ggmm.padding_token_id", "got .*ggmm.pad"),
+        ("llama.rope.freq_base", "lLama.rope.freq_base", "got lLama.rope.freq_base: correct its"),
+        ("llama.expert_count", "lLama.expert_count", "expected llama.expert_count, got"),
+    ],
+)
+def test_an_entry_with_a_misspelt_name_is_refused(key, misspelt, error, tmp_path):
+    path, weights = tmp_path / "a.gguf", by_hand.random_weights(LLAMA)
+    words = by_hand.character_vocabulary("0123456789", LLAMA.vocab_size)
+    words |= {
+        "llama.rope.freq_base": 5e5,
+        "llama.expert_count": 0,
+        "tokenizer.ggml.cls_token_id": 3,
+    }
+    by_hand.write(path, LLAMA, weights, metadata=words)
+    hf.check(path)
+    by_hand.write(path, LLAMA, weights, metadata=words | {key: None, misspelt: words[key]})
+    with pytest.raises(ValueError, match=f"a.gguf: .*{error}"):
+        hf.check(path)
+
+
 def test_a_file_without_a_limit_of_its_own_gives_its_rows(tmp_path):
     assert hf.check(written(tmp_path, {"vocab_size": 48})) == LLAMA
     with pytest.raises(ValueError, match="token_embd.weight has shape .48, 64., expected .49, 6"):

@@ -223,7 +223,9 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(make, name, tmp_path)
     from tokenizers import Tokenizer
 
     named = {} if name is None else {"tokenizer_class": name}
-    folder = save(tmp_path, make(), **named, eos_token="<end>", pad_token="[PAD]")
+    backend = make()
+    backend.add_special_tokens(["<end>"])
+    folder = save(tmp_path, backend, **named, eos_token="<end>", pad_token="[PAD]")
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     ours, file = tokenizers_of_ours.load(folder), Tokenizer.from_file(f"{folder}/tokenizer.json")
     file.no_truncation()
@@ -317,6 +319,7 @@ def test_another_template_takes_the_place_of_the_copied_one(tmp_path):
         ([{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}], "d"),
         ([{"name": "rag", "template": "r"}], "named default, got .*'rag'.*Task.chat_template"),
         (5, "the text of a chat template, got 5"),
+        (0, "the text of a chat template, got 0"),
     ],
 )
 def test_of_several_templates_the_default_one_counts(template, found, tmp_path):
@@ -332,3 +335,19 @@ def test_a_folder_of_another_kind_of_vocabulary_is_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
     with pytest.raises(FileNotFoundError, match="expected tokenizer.json.*save_pretrained"):
         tokenizers_of_ours.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"eos_token": "<ent>"}, "expected eos_token as a token of tokenizer.json, got '<ent>'"),
+        ({"bos_token": "<s>"}, "expected bos_token as a token of tokenizer.json, got '<s>'"),
+        ({"eos__token": "<end>"}, "tokenizer_config.json: expected eos_token, got eos__token"),
+        ({"eos_token": 0}, "expected eos_token as the text of a token, got 0"),
+        ({"eos_token": {}}, "expected eos_token as the text of a token, got {}"),
+        ({"add_bos_token": "false"}, "expected add_bos_token as true or false, got 'false'"),
+    ],
+)
+def test_special_tokens_that_none_can_be_are_refused(settings, error, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        tokenizers_of_ours.load(save(tmp_path, byte_level(), **settings))

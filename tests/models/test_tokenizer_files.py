@@ -102,3 +102,37 @@ def test_a_tokenizer_is_tried_once(folder, monkeypatch):
     (folder / "added_tokens.json").write_text("{}")
     with pytest.raises(AttributeError):
         tokenizer.load(folder)
+
+
+def spoilt(folder, change):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def panic(content):
+    everywhere = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [everywhere, {"type": "NFKC"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda content: content["model"]["vocab"].update(a=2**31), "ids of at most 1,048,576"),
+        (lambda content: content["model"].update(byte_falback=1), "in model, got .*byte_falback"),
+        (panic, "cannot read the tokenizer in .*index out of bounds"),
+    ],
+)
+def test_a_vocabulary_or_rules_of_no_use_are_an_error(folder, change, error):
+    spoilt(folder, change)
+    with pytest.raises(ValueError, match=error):
+        tokenizer.load(folder)
+
+
+def test_a_text_that_fails_hides_none_that_runs_away(folder, monkeypatch):
+    spoilt(folder, lambda content: content["model"].update(unk_token="absent"))
+    tokenizer.load(folder)  # it has no tokens for most of the page
+    spoilt(folder, lambda content: content.update(growing("normalizer", "a")))
+    monkeypatch.setattr(tokenizer_files, "_child", Child("models.tokenizer_files", 2**28, 5))
+    with pytest.raises(ValueError, match="folder: expected a tokenizer that is read, encodes"):
+        tokenizer.load(folder)

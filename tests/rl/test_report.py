@@ -235,6 +235,17 @@ def test_hostile_rows_are_one_error(tmp_path, capsys, row):
     assert "metrics.jsonl:1: damaged row" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"])
+def test_a_torn_last_line_is_left_out_and_said(tmp_path, capsys, name):
+    folder = make_run(tmp_path / "run", [0.5, 0.25])
+    (folder / "samples.jsonl").write_text('{"step": 1}\n')
+    with open(folder / name, "a", encoding="utf-8") as file:
+        file.write('{"step": 3, "rew')
+    assert report.main([str(folder)]) == 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(rf"warning: .*{name}:\d: the last line is", error)
+
+
 def test_failed_rewards_have_a_plot_and_a_row(tmp_path):
     folder = make_run(tmp_path / "run", [0.0, 0.0], **{"rewards/failures": [128, 64]})
     assert report.main([str(folder)]) == 0

@@ -204,3 +204,17 @@ def test_the_loss_of_the_store_is_the_loss_of_process_0() -> None:
     with pytest.raises(ProcessLost, match="process 0, which holds the run together"):
         with other:
             other.gather("step 1", b"")
+
+
+def test_a_lost_process_0_ends_the_others_without_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rl.cluster.processes.LEAVING_S", 0.01)
+    store, ended = MemoryStore(), list[str]()
+    other = Processes(1, 2, store, 1.0)
+    other.end = ended.append
+    other.lose_first()
+    other.lose_first()
+    other.depart()
+    assert len(ended) == 1 and ended[0].startswith("process 0, which holds the run together, is")
+    assert not store.values, "a call may not return"

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from models.config import ModelConfig
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.memory import ROLLOUTS, TRAINING
+from rl.preflight import fit as fit_module
 from rl.preflight import report
 from rl.preflight.fit import Figures, Fit, Fitting, Measured, compiled_figures, largest_of_kinds
 from rl.preflight.programs import RunProgram
@@ -95,6 +98,29 @@ def test_deep_models_are_compiled_at_two_depths(compiled):
     # what is linear in the layers is the same
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, abs=2)
     assert found.held == whole.held and found.num_programs == whole.num_programs
+
+
+def test_what_is_compiled_is_told_at_once_and_while_it_lasts(compiled, monkeypatch):
+    said, slow = [], threading.Event()
+    figures = fit_module.compiled_figures
+
+    def slowly(program, target):
+        assert slow.wait(60)
+        return figures(program, target)
+
+    def say(*told):
+        said.append(told)
+        if "still at" in told[0]:
+            slow.set()
+
+    monkeypatch.setattr(fit_module, "compiled_figures", slowly)
+    monkeypatch.setattr(fit_module, "SAY_S", 0.05)
+    fitted(on_compiled=say)
+    (first, *start), (still, *then), *_, last = said
+    total = last[2]
+    assert first.startswith("none yet; first accumulate, ") and start == then == [0, total]
+    assert re.match(r"after 0 s still at accumulate, .* layers", still), still
+    assert [done for _, done, _ in said if done] == list(range(1, total + 1))
 
 
 def test_all_programs_are_compiled_where_they_are_asked_for(compiled):

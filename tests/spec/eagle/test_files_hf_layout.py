@@ -180,6 +180,8 @@ def test_stored_tensors_mean_what_engines_take_them_for(name, T, tmp_path):
         ("eagle", {"model_type": "qwen2"}, "model_type='qwen2'"),
         ("eagle", {"add_para_norm": True}, "add_para_norm=True"),
         ("eagle", {"logit_scale": 0.5}, "logit_scale=0.5"),
+        ("eagle", {"logit_scalf": 0.5}, "expected logit_scale, got logit_scalf"),
+        ("eagle3", {"eagle_config": {"use_aux_hidden_stat": 0}}, "got use_aux_hidden_stat:"),
         ("eagle", {"eagle_config": {"use_last_layernorm": True}}, "use_last_layernorm=True"),
         ("eagle3", {"norm_before_residual": True}, "norm_before_residual=True"),
         ("eagle3", {"norm_before_fc": True}, "norm_before_fc=True"),
@@ -243,6 +245,7 @@ def test_a_drafter_of_another_policy_is_refused(design, policy, message, tmp_pat
         ([2, 5], r"fc.weight has shape \[8, 24\], expected \[8, 16\]"),
         ([2, "5"], "as a list of numbers"),
         (7, "as a list of numbers"),
+        ([], "as a list of numbers"),
     ],
 )
 def test_layer_ids_that_do_not_fit_the_policy(ids, message, tmp_path):

@@ -1,0 +1,75 @@
+"""A relay between jax's client in this process and process 0, which runs jax's service.
+
+jax aborts a process, with pages of stack, as soon as its connection to process 0 closes. So jax
+connects to a socket of this process, which forwards bytes, and stays open once process 0 is lost:
+`rl.cluster.processes` then ends the run with one line, as for the loss of any other process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Self
+
+CHUNK_BYTES = 2**16
+
+
+class Relay:
+    """A context manager, during which jax can connect to `here`, a socket that only Linux has.
+
+    Connections outlive it. Process 0 is lost once it closes one, or sends nothing for `deadline_s`:
+    it answers each heartbeat.
+    """
+
+    def __init__(self, address: tuple[str, int], deadline_s: float) -> None:
+        self._address, self._deadline_s = address, deadline_s
+        self._lost = threading.Event()
+        self._clients = list[socket.socket]()  # as long as they are held they stay open
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("")  # no proxy is used for a name without a file, and Linux finds one
+        self.here = "unix-abstract:" + self._listener.getsockname()[1:].decode()
+
+    def __enter__(self) -> Self:
+        self._listener.listen()
+        _start(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        self._listener.close()
+
+    def watch(self, lost: Callable[[], object]) -> None:
+        """Call `lost` in a thread once process 0 is lost."""
+
+        def wait() -> None:
+            self._lost.wait()
+            lost()
+
+        _start(wait)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # until it is closed
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    first = socket.create_connection(self._address, self._deadline_s)
+                except OSError:  # process 0 does not listen yet: jax tries again
+                    client.close()
+                    continue
+                first.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._clients.append(client)
+                _start(self._forward, client, first)
+                _start(self._forward, first, client)
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(CHUNK_BYTES):
+                target.sendall(data)
+        self._lost.set()
+
+
+def _start(target: Callable[..., object], *args: object) -> None:
+    threading.Thread(target=target, args=args, name="relay", daemon=True).start()

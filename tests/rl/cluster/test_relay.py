@@ -1,0 +1,66 @@
+"""The relay to process 0: bytes pass, and its loss is seen here while jax's connection stays."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rl.cluster.relay import Relay
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its sockets are Linux's")
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def first() -> Iterator[socket.socket]:
+    """The listener of process 0."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        yield listener
+
+
+def client_of(relay: Relay) -> socket.socket:
+    """Return the connection that jax would have."""
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(LIMIT_S)
+    client.connect("\0" + relay.here.removeprefix("unix-abstract:"))
+    return client
+
+
+def loss_of(relay: Relay) -> threading.Event:
+    lost = threading.Event()
+    relay.watch(lost.set)
+    return lost
+
+
+def test_bytes_pass_and_a_closed_connection_is_a_loss(first: socket.socket) -> None:
+    with Relay(first.getsockname(), LIMIT_S) as relay:
+        client, lost = client_of(relay), loss_of(relay)
+        peer, _ = first.accept()
+    with client:
+        with peer:
+            client.sendall(b"question")
+            assert peer.recv(100) == b"question"
+            peer.sendall(b"answer")
+            assert client.recv(100) == b"answer" and not lost.is_set()
+        assert lost.wait(LIMIT_S)
+        client.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            client.recv(1)  # jax would abort at its end
+
+
+def test_a_process_0_that_sends_nothing_is_lost(first: socket.socket) -> None:
+    with Relay(first.getsockname(), 0.05) as relay, client_of(relay):
+        assert loss_of(relay).wait(LIMIT_S)
+
+
+def test_a_process_0_that_does_not_listen_yet_is_not_lost(first: socket.socket) -> None:
+    address = first.getsockname()
+    first.close()
+    with Relay(address, LIMIT_S) as relay, client_of(relay) as client:
+        assert client.recv(1) == b"", "jax connects once more"
+        assert not loss_of(relay).is_set()
