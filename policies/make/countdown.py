@@ -32,9 +32,9 @@ from policies.make.policy import make_optimizer, pack, respond, train_step, writ
 from rl.engine.engine import Engine
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
-WIDTHS_TOKENS = (96, 192, 384, 1024)  # batches are padded to these
-BATCHES_PER_STEP = 4  # a step's examples are sorted by length and cut, so that padding is small
-MAX_NUMBER, TARGETS = 9, range(10, 100)
+WIDTHS_TOKENS = (64, 96, 160, 256, 512, 1024)  # batches are padded to these
+BATCHES_PER_STEP = 8  # a step's examples are sorted by length and cut, so that padding is small
+MAX_NUMBER, TARGETS = 12, range(10, 100)
 NUM_TEST = 256
 
 
@@ -42,15 +42,16 @@ NUM_TEST = 256
 class Settings:
     """Size of the policy and its training.
 
-    The first `drill_steps` of `steps` see the start of a search; after them one failed try in
-    `give_up_tries` ends it with a wrong answer.
+    In the first `drill_steps` of `steps` more tries reach the target, so that it is compared more
+    often; after them failed tries are given as the answer.
     """
 
     seed: int = 0
-    steps: int = 500
-    drill_steps: int = 400
-    give_up_tries: int = 25
-    step_examples: int = 32
+    steps: int = 600
+    drill_steps: int = 500
+    drill_hit: float = 0.3
+    give_up: float = 0.04
+    step_examples: int = 64
     learning_rate: float = 2e-3
     max_new_tokens: int = 1024
     num_layers: int = 4
@@ -101,14 +102,18 @@ def questions() -> tuple[list[Question], list[Question]]:
     return found[NUM_TEST:], found[:NUM_TEST]
 
 
-def response(question: Question, rng: random.Random, give_up: float = 0.0) -> str:
+def response(
+    question: Question, rng: random.Random, *, hit: float = 0.0, give_up: float = 0.0
+) -> str:
     """Return random tries up to the first that reaches the target, without an end token.
 
-    With probability `give_up` a try that fails is the answer.
+    A try is chosen among those that reach it with probability `hit`; one that fails is given as
+    the answer with probability `give_up`.
     """
     possible, lines = tries(question.numbers), list[str]()
+    reaching = [one for one in possible if one.value == question.target]
     while True:
-        text, value = rng.choice(possible)
+        text, value = rng.choice(reaching if rng.random() < hit else possible)
         lines.append(text)
         if value == question.target or rng.random() < give_up:
             return "\n".join([*lines, f"#### {text}"])
@@ -122,14 +127,13 @@ def step_pairs(settings: Settings, tok: tokenizer.Tokenizer) -> Iterator[list[Pa
     rng, (train, _) = random.Random(settings.seed), questions()
     for step in itertools.count():
         is_drill = step < settings.drill_steps
-        # tries are independent, so the start of a search is as good an example
-        width = WIDTHS_TOKENS[1 if is_drill else -1]
-        give_up = 0.0 if is_drill else 1 / settings.give_up_tries
+        chances = {"hit": settings.drill_hit} if is_drill else {"give_up": settings.give_up}
         pairs = list[Pair]()
         for question in rng.choices(train, k=settings.step_examples):
-            prompt = tok.encode(question.prompt)
-            ids = [*tok.encode(response(question, rng, give_up)), tok.eos_token_ids[0]]
-            pairs.append((prompt, ids[: width - len(prompt)]))
+            order = tuple(rng.sample(question.numbers, 3))
+            prompt = tok.encode(question._replace(numbers=order).prompt)
+            ids = [*tok.encode(response(question, rng, **chances)), tok.eos_token_ids[0]]
+            pairs.append((prompt, ids[: WIDTHS_TOKENS[-1] - len(prompt)]))
         yield sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
 
 
