@@ -141,9 +141,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     before = arguments.before and arguments.before.resolve()
     if before is None or not (before / "rl" / "engine" / "engine.py").is_file():
         raise SystemExit(f"expected --before a folder with a checkout, got {arguments.before}")
-    checkouts, rows = dict(zip(CHECKOUTS, (before, ROOT), strict=True)), []
-    if arguments.repeats:
-        rows = rollouts(arguments, checkouts)
+    checkouts = dict(zip(CHECKOUTS, (before, ROOT), strict=True))
+    rows = rollouts(arguments, checkouts) if arguments.repeats else []
     found = {f"{r['way']}_ratio": r["ratio"] for r in rows}
     if arguments.runs:
         updates = {name: partial(update_s, c, arguments.steps) for name, c in checkouts.items()}
