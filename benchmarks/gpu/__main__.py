@@ -69,9 +69,10 @@ def run_part(part: str, size: str, deadline_s: float, save: Save) -> dict[str, A
     if is_cut.is_set():
         result["status"], why = "cut", f"not done within {deadline_s:g} s"
     elif process.returncode:
-        environment.progress(text)
         lines = [x for x in text.splitlines() if "Error" in x and x[:1].strip()]
         result["status"], why = "failed", lines[-1] if lines else f"status {process.returncode}"
+    if result["status"] != "done":
+        environment.progress(text)
     result["wall_s"] = round(time.monotonic() - start_s, 1)
     return result | ({"why": why} if why else {})
 

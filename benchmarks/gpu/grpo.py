@@ -30,7 +30,7 @@ Row = dict[str, Any]
 EPOCHS = 3
 PER_STEP = 16  # questions
 # width, layers and width of heads of the policy, beside those of policies/tiny; group; most tokens
-SIZES = {"real": (16, 8, 2, 16, 256), "tiny": (1, 4, 1, 4, 64)}
+SIZES = {"real": (24, 4, 2, 16, 256), "tiny": (1, 4, 1, 4, 64)}
 DRAFTS = ("Speculation.sources=('last', 'history', 'group', 'own')", "Speculation.budget='goodput'")
 PLAIN = ("Speculation.sources=()", "Speculation.budget='off'")
 KINDS: Mapping[str, Sequence[str]] = {"drafts": DRAFTS, "plain": PLAIN}
