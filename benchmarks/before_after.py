@@ -71,9 +71,9 @@ class Rollouts:
         """Draw with older weights, by each scheme, what is reused."""
         import jax
 
-        from benchmarks.speculation import KEY
         from rl.engine.rollout_spec import RolloutSpec
         from spec.reuse.rollout_cache import CachedResponse, Scores
+        from spec.sampling import step_key
 
         work = self.bench.workload
         leaves, tree = jax.tree.flatten(work.params)
@@ -84,7 +84,7 @@ class Rollouts:
         )
         self.requests = {"plain": work.requests, "plain_gumbel": work.requests}
         for way in LIKE:
-            spec = RolloutSpec(older, self._sampling(way), KEY, work.stop_token_ids)
+            spec = RolloutSpec(older, self._sampling(way), step_key(0, 1), work.stop_token_ids)
             made = []
             for r, t in zip(work.requests, self.bench.engine.run(spec, work.requests), strict=True):
                 scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions)
@@ -100,10 +100,10 @@ class Rollouts:
 
     def run(self, way: str) -> dict:
         """Return the seconds of one phase."""
-        from benchmarks.speculation import KEY
         from rl.engine.rollout_spec import RolloutSpec, draft_with
         from spec.budget.goodput import Goodput
         from spec.reuse.prefix_rule import PrefixRule, parse_mode
+        from spec.sampling import step_key
 
         bench, work, options = self.bench, self.bench.workload, dict[str, Any]()
         if way == "history":
@@ -115,7 +115,9 @@ class Rollouts:
         if way in LIKE:  # as a run whose budget goes by the seconds of rounds
             options["drafts"] = draft_with(None, Goodput(bench.times))
             options |= {"begun": way == "ahead", "times": bench.times}
-        spec = RolloutSpec(work.params, self._sampling(way), KEY, work.stop_token_ids, **options)
+        spec = RolloutSpec(
+            work.params, self._sampling(way), step_key(0, 1), work.stop_token_ids, **options
+        )
         engine = self.workers if way == "workers" else bench.engine
         requests = self.requests.get(way, work.requests)
         began_s = time.perf_counter()
@@ -141,9 +143,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     before = arguments.before and arguments.before.resolve()
     if before is None or not (before / "rl" / "engine" / "engine.py").is_file():
         raise SystemExit(f"expected --before a folder with a checkout, got {arguments.before}")
-    checkouts, rows = dict(zip(CHECKOUTS, (before, ROOT), strict=True)), []
-    if arguments.repeats:
-        rows = rollouts(arguments, checkouts)
+    checkouts = dict(zip(CHECKOUTS, (before, ROOT), strict=True))
+    rows = rollouts(arguments, checkouts) if arguments.repeats else []
     found = {f"{r['way']}_ratio": r["ratio"] for r in rows}
     if arguments.runs:
         updates = {name: partial(update_s, c, arguments.steps) for name, c in checkouts.items()}

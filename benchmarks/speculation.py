@@ -40,8 +40,6 @@ from spec.budget.goodput import Goodput
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
-KEY = step_key(0, 1)
-
 
 @dataclasses.dataclass(eq=False)
 class Bench:
@@ -55,7 +53,7 @@ class Bench:
     def phase(self, drafter: Any = None, budget: Budget | None = None) -> list[Trajectory]:
         w = self.workload
         drafts = draft_with(drafter, budget)
-        spec = RolloutSpec(w.params, w.sampling, KEY, w.stop_token_ids, drafts=drafts)
+        spec = RolloutSpec(w.params, w.sampling, step_key(0, 1), w.stop_token_ids, drafts=drafts)
         return self.engine.run(spec, w.requests)
 
     @property

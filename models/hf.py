@@ -319,7 +319,7 @@ def render_config(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict
 
 def _family(hf: Mapping[str, Any], where: str) -> Family:
     names = hf.get("architectures")
-    if names is None or names == []:  # old exports give the model type alone
+    if names in (None, []):  # old exports give the model type alone
         names = [f.model_class for f in FAMILIES.values() if f.architecture == hf.get("model_type")]
     family = FAMILIES.get(names[0]) if is_one_name(names) else None
     if family is None:

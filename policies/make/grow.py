@@ -1,11 +1,12 @@
 """Make a larger policy that computes the same function: its rounds cost what its size costs.
 
-    python -m policies.make.grow policies/countdown --output downloads/countdown_24m
+    python -m policies.make.grow policies/tiny --width 4 --layers 8 --output downloads/tiny_25m
 
 The residual stream holds `width` copies of the policy's, and there are as many copies of its heads
 and features; a matrix reads each copy with a share of its weights (Net2Net,
 https://arxiv.org/abs/1511.05641). Shares differ by noise whose sum is zero, so that gradients
-differ and training uses all weights. New layers add zero.
+differ and training uses all weights. New layers add zero. A head `head_width` times as wide has
+zeros between its pairs, and a pair's rotary frequency stays as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models import hf, tokenizer_files, transformer
 from models.config import Layer, ModelConfig, Params, num_params
@@ -29,6 +31,40 @@ def grown_config(model: ModelConfig, width: int, num_layers: int) -> ModelConfig
     names = ("d_model", "d_ff", "num_heads", "num_kv_heads")
     more = {name: width * getattr(model, name) for name in names}
     return dataclasses.replace(model, num_layers=num_layers, **more)
+
+
+def with_wider_heads(model: ModelConfig, params: Params, width: int) -> tuple[ModelConfig, Params]:
+    """Return a policy with heads `width` times as wide, and equal logits up to rounding.
+
+    Old pair i is new pair width · i. The norm of a head divides by a root mean square that zeros
+    made √width times smaller, in queries and keys; scores are divided by √(width · h).
+    """
+    assert model.qk_norm and not model.qkv_bias
+    h, half = width * model.head_dim, width * np.arange(model.head_dim // 2)
+    places = np.concatenate([half, h // 2 + half])
+
+    def rows(matrix_PD: jax.Array) -> jax.Array:
+        heads = matrix_PD.reshape(-1, model.head_dim, model.d_model)
+        wider = jnp.zeros((len(heads), h, model.d_model), matrix_PD.dtype)
+        return wider.at[:, places].set(heads).reshape(-1, model.d_model)
+
+    def norm(weights_h: jax.Array) -> jax.Array:
+        return jnp.zeros(h, weights_h.dtype).at[places].set(weights_h)
+
+    layers = [
+        dataclasses.replace(
+            one,
+            **{name: rows(getattr(one, name)) for name in ("query_QD", "key_PD", "value_PD")},
+            output_DQ=rows(one.output_DQ.T).T,
+            query_norm_h=norm(one.query_norm_h),
+            key_norm_h=norm(one.key_norm_h) / width**0.5,
+        )
+        for one in params.layers
+    ]
+    return (
+        dataclasses.replace(model, head_dim=h),
+        dataclasses.replace(params, layers=tuple(layers)),
+    )
 
 
 def grown(
@@ -78,9 +114,12 @@ def main() -> None:
     parser.add_argument("policy", type=Path)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--head_width", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     model, params = hf.load_pretrained(arguments.policy)
+    if arguments.head_width > 1:
+        model, params = with_wider_heads(model, params, arguments.head_width)
     key = jax.random.key(0)
     larger = grown(model, params, arguments.width, arguments.layers, key)
     shape = grown_config(model, arguments.width, arguments.layers)

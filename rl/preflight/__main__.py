@@ -11,6 +11,7 @@ if the run fits, 2 if not, as for `python -m rl.train --dry_run`.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -83,9 +84,11 @@ def _preflight(
     from rl.preflight.fit import Fitting
 
     say(f"compiling for {target.count} devices of {target.name}: tracing the programs", sys.stderr)
+    compile_for = targets.devices_of(target)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu's handler prints pages of stack
     fitting = Fitting(
         target,
-        targets.devices_of(target),
+        compile_for,
         all_programs=args.programs == "all",
         all_layers=args.layers == "all",
         on_compiled=lambda name, done, total: say(

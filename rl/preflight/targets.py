@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import re
-import signal
 import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -172,12 +171,10 @@ def devices_of(target: Target) -> Sequence[Any]:
         name = target.name.partition(":")[0]
         options = {"target_config": target.kind.properties, "topology": target.topology}
     try:
-        devices = list(topologies.get_topology_desc(name, platform, **options).devices)
+        return list(topologies.get_topology_desc(name, platform, **options).devices)
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0][:300] or "no plug-in of that platform"
         raise ValueError(
             f"--target={target.name}: expected the compiler of {platform} to know it, got: "
             f"{reason}; {INSTALL[platform]}, or name a topology that exists"
         ) from error
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu's handler prints pages of stack
-    return devices

@@ -70,9 +70,9 @@ class Curve:
         if max(map(abs, ax.get_ylim())) >= 1000:
             ax.yaxis.set_major_formatter("{x:,.0f}")
         # a metric that ends early keeps the axis of the other panels
-        first, last = (end(end(run.steps) for run in runs) for end in (min, max))
-        margin = 0.02 * (last - first) or 0.5
-        ax.set_xlim(first - margin, last + margin)
+        steps = np.concatenate([run.steps for run in runs])
+        margin = 0.02 * np.ptp(steps) or 0.5
+        ax.set_xlim(steps.min() - margin, steps.max() + margin)
         if not any(np.nan_to_num(run.series(self.metric)).any() for run in runs):
             ax.set_ylim(0, 1)  # zeros are drawn on the axis, not in the middle of a band
 

@@ -86,9 +86,8 @@ def _load(folder: Path, label: str) -> Run:
             f"{folder}: no {METRICS_FILE} here; give the folder of a run (Run.directory)"
         )
     torn = list[str]()
-    by_step = {
-        row["step"]: row for row in read_metrics(folder, torn.append)
-    }  # the last row of a step counts
+    # the last row of a step counts
+    by_step = {row["step"]: row for row in read_metrics(folder, torn.append)}
     ordered = [by_step[step] for step in sorted(by_step)]
     rows = step_rows(ordered)
     if not rows:

@@ -96,14 +96,21 @@ def test_flips_are_counted_in_both_types():
     assert not any(r.get("flips") for r in rows if r["dtype"] == "float32")
 
 
+def test_the_parts_leave_the_device_to_their_runs():
+    opened = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    script = f"import benchmarks.gpu.parts; {opened}"
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+    assert subprocess.run([sys.executable, "-c", script], **run).stdout.split() == ["False"]
+
+
 def test_devices_are_found_by_their_name():
     found = {kind: accelerator(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu")}
     names = [device and device.name for device in found.values()]
     assert names == ["H100", "H200", None]
 
 
-def test_all_parts_end_within_nine_minutes():
-    assert sum(gpu.DEADLINES_S.values()) <= 9 * 60 - 20, "20 s to start and to write"
+def test_every_part_has_a_deadline():
+    assert sum(gpu.DEADLINES_S.values()) <= 12 * 60
     assert set(gpu.DEADLINES_S) == set(parts.PARTS)
 
 
@@ -138,9 +145,11 @@ def test_rows_that_came_before_a_failure_are_kept(monkeypatch):
     popen = subprocess.Popen
     planted = lambda command, **rest: popen([python, "-c", script], **rest)  # noqa: E731
     monkeypatch.setattr(gpu.subprocess, "Popen", planted)
-    found = gpu.run_part("rounds", "tiny", 60)
+    saved = []
+    found = gpu.run_part("rounds", "tiny", 60, lambda found: saved.append(dict(found)))
     assert (found["status"], found["why"]) == ("failed", "KeyError: 'planted'")
     assert found["rows"] == [{"a": 1}]
+    assert [one["status"] for one in saved] == ["running"], "before the process has ended"
 
 
 def test_pages_are_filled_in_place():
@@ -151,11 +160,12 @@ def test_pages_are_filled_in_place():
     assert float(abs(filled.keys[0]).max()) > 0
 
 
-def test_parts_that_are_done_stay_if_the_command_is_ended(monkeypatch, tmp_path):
+def test_rows_stay_if_the_command_is_ended(monkeypatch, tmp_path):
     output = tmp_path / "gpu.json"
 
-    def run_part(part, size, deadline_s):
+    def run_part(part, size, deadline_s, save):
         if part == "kernels":
+            save({"status": "running", "rows": [{"ms": 2.0}]})
             raise KeyboardInterrupt
         return {"status": "done", "rows": [{"ms": 1.0}]}
 
@@ -166,7 +176,9 @@ def test_parts_that_are_done_stay_if_the_command_is_ended(monkeypatch, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         gpu.main()
     result = json.loads(output.read_text())
-    assert list(result["parts"]) == ["rounds"] and result["commit"] is not None
+    ends = [(name, p["status"], p["rows"]) for name, p in result["parts"].items()]
+    assert ends == [("rounds", "done", [{"ms": 1.0}]), ("kernels", "running", [{"ms": 2.0}])]
+    assert result["commit"] is not None
 
 
 def test_slots_are_made_outside_of_the_seconds_of_a_round(monkeypatch):
@@ -180,12 +192,12 @@ def test_slots_are_made_outside_of_the_seconds_of_a_round(monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("fails", ["baseline", "ours"])
-def test_a_baseline_that_fails_as_it_runs_costs_its_own_row(monkeypatch, fails):
+@pytest.mark.parametrize("fails", [TINY.baseline, "ours", "portable"])
+def test_attention_that_fails_as_it_runs_costs_its_own_row(monkeypatch, fails):
     compiled = parts.compiled
 
     def planted(attend, inputs, how):
-        if how != (TINY.baseline if fails == "baseline" else fails):
+        if how != fails:
             return compiled(attend, inputs, how)
 
         def step(*inputs):
@@ -195,10 +207,8 @@ def test_a_baseline_that_fails_as_it_runs_costs_its_own_row(monkeypatch, fails):
 
     monkeypatch.setattr(parts, "compiled", planted)
     rows = (row for row in parts.kernels(TINY) if row["attention"] == "rows")
-    if fails == "ours":
-        with pytest.raises(RuntimeError, match="planted"):
-            list(rows)
-        return
     first, *rest = (row for row in rows if not row["backward"])
-    assert (first["how"], first["not_run"]) == (TINY.baseline, "RuntimeError: planted")
-    assert [r["how"] for r in rest] == ["ours", "portable"] and all(r["ms"] > 0 for r in rest)
+    assert (first["how"], first["not_run"]) == (fails, "RuntimeError: planted")
+    hows = ("ours", "portable", TINY.baseline)
+    assert [r["how"] for r in rest] == [how for how in hows if how != fails]
+    assert all(r["ms"] > 0 for r in rest)

@@ -33,14 +33,8 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("kind", BUDGETS)
 def test_a_sample_of_the_corpus(kind, tiny):
     counts = watch.count(corpus.cases(kind, tiny, BUDGETS[kind]), inputs=tiny.parent)
-    bad = (
-        counts.outside_writes
-        + counts.outside_reads
-        + counts.executions
-        + counts.hangs
-        + counts.tracebacks
-    )
-    bad += counts.over_2_gb
+    bad = counts.outside_writes + counts.outside_reads + counts.executions + counts.hangs
+    bad += counts.tracebacks + counts.over_2_gb
     assert bad + counts.accepted_though_wrong == 0, "\n".join(counts.seen)
     assert counts.tried == BUDGETS[kind]
     assert counts.accepted < counts.tried * (0.5 if kind in corpus.CLASSES else 1)

@@ -3,7 +3,7 @@
 A case is given a folder, does what a command would, and may end in the errors that the command
 turns into a sentence. Counted are writes outside of the folder and executions of anything that the
 case brought along (Python's audit events say so, and no canary file may appear), reads of files
-that neither this program nor the case names, cases that do not end within their limit, errors of
+that are not this program's or the inputs', cases that do not end within their limit, errors of
 any other kind, and inputs that are accepted in silence and read as another one than they are.
 """
 
@@ -48,15 +48,11 @@ class Wrong(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`run(folder)` does what is tried; `refused`: it must not be accepted.
-
-    `reads` are the files outside of the folder that the case asks for by name.
-    """
+    """`run(folder)` does what is tried; `refused`: it must not be accepted."""
 
     name: str
     run: Callable[[Path], object]
     refused: bool = False
-    reads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -158,7 +154,7 @@ def count(
         with tempfile.TemporaryDirectory() as outer:
             folder = Path(outer).resolve() / "case"
             folder.mkdir()
-            _spy.readable = (*_READABLE, str(inputs.resolve()), *case.reads)
+            _spy.readable = (*_READABLE, str(inputs.resolve()))
             _one(case, folder, counts, _spy, limit_s)
             if any(CANARY in p.name for p in Path(outer).iterdir()):
                 counts.executions += 1

@@ -1,0 +1,44 @@
+"""Grown policies: logits of the small one, gradients that differ between copies."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from models import transformer
+from models.config import ModelConfig, num_params
+from policies.make import grow
+
+QWEN3 = ModelConfig("qwen3", 50, 32, 2, 4, 2, 8, 48, qk_norm=True, tied_embeddings=True)
+QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True)
+TOKENS = jax.random.randint(jax.random.key(2), (2, 12), 0, 50)
+LOGITS = jax.jit(transformer.logits, static_argnums=0)
+
+
+@pytest.mark.parametrize("model", [QWEN3, dataclasses.replace(QWEN2, tied_embeddings=False)])
+def test_a_grown_policy_has_the_same_logits_and_other_gradients(model):
+    params = transformer.init(model, jax.random.key(0))
+    larger = grow.grown(model, params, 3, 4, jax.random.key(1))
+    shape = grow.grown_config(model, 3, 4)
+    assert num_params(shape) == sum(x.size for x in jax.tree.leaves(larger))
+    expected = LOGITS(model, params, TOKENS)
+    np.testing.assert_allclose(LOGITS(shape, larger, TOKENS), expected, atol=2e-5)
+    loss = lambda p: transformer.logits(shape, p, TOKENS)[..., 3].sum()  # noqa: E731
+    grads = jax.jit(jax.grad(loss))(larger).layers[0].gate_FD.reshape(3, 48, 96)
+    assert not np.allclose(grads[0], grads[1], rtol=1e-2)
+    with pytest.raises(ValueError, match="at least 2 layers, got 1"):
+        grow.grown(model, params, 3, 1, jax.random.key(1))
+
+
+def test_a_policy_with_wider_heads_has_the_same_logits():
+    params = transformer.init(QWEN3, jax.random.key(0))
+    wider, larger = grow.with_wider_heads(QWEN3, params, 2)
+    assert wider.head_dim == 16 and num_params(wider) == sum(
+        x.size for x in jax.tree.leaves(larger)
+    )
+    expected = LOGITS(QWEN3, params, TOKENS)
+    np.testing.assert_allclose(LOGITS(wider, larger, TOKENS), expected, atol=1e-4)
+    planted = dataclasses.replace(larger.layers[0], key_norm_h=2 * larger.layers[0].key_norm_h)
+    other = dataclasses.replace(larger, layers=(planted, *larger.layers[1:]))
+    assert not np.allclose(LOGITS(wider, other, TOKENS), expected, atol=1e-4)
