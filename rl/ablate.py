@@ -35,7 +35,8 @@ from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
 from rl.runtime.signals import stop_signals
 
 COLUMNS = (
-    *("name", "seed", "epochs", "generated_tokens", "rollout_s", "verify_s", "final_reward"),
+    *("name", "seed", "epochs", "generated_tokens", "rollout_s", "tail_s", "step_s", "verify_s"),
+    *("tokens_per_round", "final_reward"),
     *("eval_reward", "eval_pass"),
     *("reused_fraction", "clip_fraction", "kl", "entropy", "distinct_1", "self_bleu"),
 )
@@ -47,7 +48,12 @@ MEANS = {  # columns that are means over steps, with their metrics
     "self_bleu": "diversity/self_bleu",
 }
 PASS = "eval/pass@"
-DIGITS = {"generated_tokens": 0, "rollout_s": 1, "verify_s": 1, "epochs": 1, "clip_fraction": 5}
+DIGITS = {
+    **{"generated_tokens": 0, "tokens_per_round": 2},
+    **{"rollout_s": 1, "tail_s": 1, "step_s": 1, "verify_s": 1},
+    "epochs": 1,
+    "clip_fraction": 5,
+}
 LEGEND = (
     "Mean ± deviation over seeds. tokens: generated, relative to the first row; speedup: the first "
     "row's rollout seconds over the row's; final_reward is the mean of the last epoch, or of all "
@@ -55,7 +61,9 @@ LEGEND = (
     "largest k) of the last evaluation, over all sets."
 )
 NOTES = {
+    "tail_s": "tail_s, the seconds after nine tenths of a step's requests, is part of rollout_s.",
     "verify_s": "verify_s is part of rollout_s.",
+    "tokens_per_round": "tokens_per_round is a request's, in rounds with draft tokens.",
     "reused_fraction": "reused_fraction is from the second epoch on.",
     "kl": "kl is trainer against sampler.",
 }
@@ -194,7 +202,10 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
         "epochs": round(sum(prompts) / num_examples, 2),
         "generated_tokens": _total(rows, "rollout/generated_tokens"),
         "rollout_s": _total(rows, "time/rollout") if "time/rollout" in rows[0] else math.nan,
+        "tail_s": _total(rows, "rollout/tail_s"),
+        "step_s": _total(rows, "step_time"),
         "verify_s": _total(rows, "spec/cached_seconds"),
+        "tokens_per_round": _mean(rows, "spec/tokens_per_round"),
         "final_reward": _mean(last, "reward"),
         "eval_reward": _last(every, ["eval/mean_reward"]),
         "eval_pass": _last(every, sorted(passes, key=lambda name: int(name[len(PASS) :]))),

@@ -1,5 +1,7 @@
 """The reward of Countdown: 1 if the last line's equations use every number and reach the target.
 
+    3*7=21 21-5=16:22
+    3*5=15 15+7=22:22!
     #### 3*5=15 15+7=22
 
 Each equation takes two numbers away and adds its result. Text is matched and never evaluated.

@@ -2,11 +2,11 @@
 
     python -m policies.make.countdown --output policies/countdown
 
-A question is a target and three numbers. A response is tries, one a line, each of two equations
-that use every number once; the one that reaches the target is repeated after `####`. Tries are
-drawn independently of each other, so their number is geometric: most responses are short, and
-the longest of a hundred takes five times the mean. Some failed tries are given as the answer, which
-GRPO can unlearn. The folder also has the questions: `train.jsonl`, and `test.jsonl`, of which
+A question is a target and three numbers. A response is tries, one a line: two equations that use
+every number once, a colon, the target, and `!` if it is reached; that try is repeated after `####`.
+Tries are drawn independently of each other, so their number is geometric: most responses are short,
+and the longest of a hundred takes five times the mean. Some failed tries are given as the answer,
+which GRPO can unlearn. The folder also has the questions: `train.jsonl`, and `test.jsonl`, of which
 training sees none.
 """
 
@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,8 @@ from rl.engine.engine import Engine
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 WIDTHS_TOKENS = (64, 96, 160, 256, 512, 1024)  # batches are padded to these
 BATCHES_PER_STEP = 8  # a step's examples are sorted by length and cut, so that padding is small
-MAX_NUMBER, TARGETS = 12, range(10, 100)
+MAX_NUMBER, MAX_VALUE, TARGETS = 15, 99, range(10, 100)
+MIN_REACHING = 2  # tries of a question that reach its target
 NUM_TEST = 256
 
 
@@ -47,8 +49,8 @@ class Settings:
     """
 
     seed: int = 0
-    steps: int = 600
-    drill_steps: int = 500
+    steps: int = 800
+    drill_steps: int = 650
     drill_hit: float = 0.3
     give_up: float = 0.04
     step_examples: int = 64
@@ -78,7 +80,7 @@ class Try(NamedTuple):
 
 
 def tries(numbers: Sequence[int]) -> list[Try]:
-    """Return each order of the numbers with each two operations, if no result is negative."""
+    """Return each order of the numbers with each two operations, of results from 0 to 99."""
     found = []
     for first, *others in itertools.permutations(numbers):
         for signs in itertools.product(OPERATIONS, repeat=len(others)):
@@ -86,18 +88,17 @@ def tries(numbers: Sequence[int]) -> list[Try]:
             for sign, other in zip(signs, others, strict=True):
                 values.append(OPERATIONS[sign](values[-1], other))
                 equations.append(f"{values[-2]}{sign}{other}={values[-1]}")
-            if min(values) >= 0:
+            if min(values) >= 0 and max(values) <= MAX_VALUE:
                 found.append(Try(" ".join(equations), values[-1]))
     return found
 
 
 def questions() -> tuple[list[Question], list[Question]]:
     """Return the questions of training and of tests, each in a fixed order without a rule."""
-    found = [
-        Question(target, numbers)
-        for numbers in itertools.combinations_with_replacement(range(1, MAX_NUMBER + 1), 3)
-        for target in sorted({found.value for found in tries(numbers)} & set(TARGETS))
-    ]
+    found = list[Question]()
+    for numbers in itertools.combinations_with_replacement(range(1, MAX_NUMBER + 1), 3):
+        reaching = Counter(one.value for one in tries(numbers))
+        found += [Question(n, numbers) for n in TARGETS if reaching[n] >= MIN_REACHING]
     random.Random(0).shuffle(found)
     return found[NUM_TEST:], found[:NUM_TEST]
 
@@ -114,8 +115,9 @@ def response(
     reaching = [one for one in possible if one.value == question.target]
     while True:
         text, value = rng.choice(reaching if rng.random() < hit else possible)
-        lines.append(text)
-        if value == question.target or rng.random() < give_up:
+        is_reached = value == question.target
+        lines.append(f"{text}:{question.target}{'!' if is_reached else ''}")
+        if is_reached or rng.random() < give_up:
             return "\n".join([*lines, f"#### {text}"])
 
 

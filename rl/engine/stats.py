@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -195,6 +196,13 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
         tokens = float(r.emitted_A[r.rounds_A > 0].mean())
         saved_s += tokens * plain_s - host_seconds([r]) - device_s
     return saved_s
+
+
+def tail_seconds(rounds: Sequence[RoundRecord]) -> float:
+    """Return the seconds from the end of nine tenths of the requests to the end of the last."""
+    ends = {i: r.ended_s for r in rounds for i in r.request_ids_A.tolist()}
+    ends_s = sorted(ends.values())
+    return ends_s[-1] - ends_s[-math.ceil(0.1 * len(ends_s)) - 1] if len(ends_s) > 1 else 0.0
 
 
 def cached_seconds(rounds: Sequence[RoundRecord]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from models.tokenizer import Tokenizer
 from rl.data.tasks import Example
-from rl.engine.stats import EngineStats, speculation_metrics
+from rl.engine.stats import EngineStats, speculation_metrics, tail_seconds
 from rl.metrics.diversity import distinct_1, self_bleu
 from rl.rewards.scores import Score
 from rl.trajectory import Trajectory
@@ -39,6 +39,7 @@ def step_metrics(
         "rollout/preemptions": stats.preemptions,
         "rollout/slot_use": stats.tokens / slot_rounds if slot_rounds else 0.0,
         "rollout/generated_tokens": stats.tokens - stats.cached.kept_tokens,
+        "rollout/tail_s": tail_seconds(stats.timeline),
         "rollout_tokens": sum(t.num_tokens for t in trajectories),
         "rewards/failures": sum(s.failure is not None for s in scores),
     }

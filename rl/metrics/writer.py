@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
 WALL_CLOCK_NAMES = {
-    *("step_time", "eval_s", "rollout/moved", "spec/seconds_saved", "spec/turned_off"),
+    *("step_time", "eval_s", "rollout/moved", "rollout/tail_s"),
+    *("spec/seconds_saved", "spec/turned_off"),
     *("spec/cached_seconds", "spec/draft_seconds", "spec/verify_seconds", "spec/host_share"),
     "spec/history_index_seconds",
 }

@@ -15,6 +15,7 @@ from rl.engine.stats import (
     save_timeline,
     seconds_saved,
     speculation_metrics,
+    tail_seconds,
 )
 from rl.reports import timeline_plot
 from rl.runtime.run_files import TIMELINE_FILE
@@ -94,6 +95,13 @@ def test_seconds_saved_are_those_of_plain_rounds_less_those_of_rounds_with_draft
     stats.timeline.append(dataclasses.replace(all_three, cached_nodes=3))
     again = speculation_metrics(stats, times)["spec/seconds_saved"]
     assert again == metrics["spec/seconds_saved"], "cached responses are no drafts"
+
+
+def test_the_tail_begins_with_the_end_of_nine_tenths_of_the_requests():
+    assert tail_seconds(example().timeline) == 30 - 20, "the last of three is their tenth"
+    rounds = [record(10 * i, 1, list(range(i, 20)), [1] * (20 - i)) for i in range(20)]
+    assert tail_seconds(rounds) == 20, "each ends after 10 s more: the last two of twenty"
+    assert tail_seconds([]) == tail_seconds(rounds[-1:]) == 0
 
 
 def test_a_run_that_may_draft_says_what_looking_for_drafts_cost():

@@ -63,6 +63,7 @@ def test_lengths_rewards_and_engine_counts():
         "rollout/preemptions": 0,
         "rollout/slot_use": 20 / 50,
         "rollout/generated_tokens": 20,
+        "rollout/tail_s": 0.0,
         "rollout_tokens": 15,
         "diversity/distinct_1": 1 / 15,
         "diversity/self_bleu": pytest.approx((math.exp(-1) + (1 / 1200) ** 0.25) / 2),
