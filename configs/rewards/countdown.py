@@ -14,10 +14,10 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 EQUATION = re.compile(r"(\d{1,6})([-+*])(\d{1,6})=(\d{1,6})")
 
 
-def score(completions, numbers, answer, **columns):
+def score(completions, numbers, target, **columns):
     """Return 1.0 or 0.0 for each completion."""
-    rows = zip(completions, numbers, answer, strict=True)
-    return [float(reaches(text, given, int(target))) for text, given, target in rows]
+    rows = zip(completions, numbers, target, strict=True)
+    return [float(reaches(text, given, wanted)) for text, given, wanted in rows]
 
 
 def reaches(text, numbers, target):

@@ -71,6 +71,11 @@ class Question(NamedTuple):
     def prompt(self) -> str:
         return f"Make {self.target} of {', '.join(map(str, self.numbers))}.\n"
 
+    @property
+    def answer(self) -> str:
+        """Return the equations of the first try that reaches the target."""
+        return next(one.text for one in tries(self.numbers) if one.value == self.target)
+
 
 class Try(NamedTuple):
     """Equations, and the number that they reach."""
@@ -201,10 +206,7 @@ def make(output: Path, settings: Settings) -> None:
     measured = measure(engine, params, tok, settings)
     hf.save_pretrained(output, model, params)
     for name, rows in zip(("train", "test"), questions(), strict=True):
-        lines = [
-            json.dumps({"prompt": q.prompt, "answer": str(q.target), "numbers": q.numbers})
-            for q in rows
-        ]
+        lines = [json.dumps({"prompt": q.prompt, "answer": q.answer, **q._asdict()}) for q in rows]
         (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_report(output / "warmstart.json", settings, **measured._asdict())
 

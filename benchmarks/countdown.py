@@ -1,0 +1,284 @@
+"""The miniature: every mechanism in real training on Countdown, and the best in hindsight.
+
+    python -m rl.ablate --gin_file=configs/ablations/countdown.gin
+    python -m benchmarks.countdown training --folder runs/countdown --json
+
+training   Reads the runs of the grid: seconds of rollouts, steps and tails of each variant against
+           plain rollouts of the same steps, and responses that differ. Nothing is replayed.
+hindsight  Rolls out one step's requests with drafts, in turns with plain rollouts, and compares
+           with a budget that knows which draft tokens turn out right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import environment, workloads
+from benchmarks.speculation import Bench, open_bench
+from benchmarks.turns import in_turns
+from models import tokenizer
+from rl.engine.config import EngineConfig
+from rl.engine.stats import host_seconds, tail_seconds
+from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
+from rl.rollout import generate
+from rl.runtime.run_files import METRICS_FILE, SAMPLES_FILE
+from spec.budget.budget import Budget, DraftDecision, Sizes
+from spec.budget.goodput import Goodput
+from spec.budget.union import DrafterUnion
+from spec.config import SamplingConfig
+from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.retrieval.group import GroupDrafter
+from spec.retrieval.history import RULE, HistoryDrafter, build_index
+from spec.retrieval.suffix_drafter import NgramDrafter
+from spec.reuse.rollout_cache import RolloutCache, of_group
+from spec.round_times import RoundTimes
+from spec.sampling import step_key
+
+PLAIN, EPOCH_STEPS = "plain", 4
+QUESTIONS = environment.ROOT / "policies" / "countdown" / "train.jsonl"
+SECONDS = {"rollouts": "time/rollout", "steps": "step_time", "tail": "rollout/tail_s"}
+
+
+# --- training -----------------------------------------------------------------------------
+
+
+def training(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the conditions of plain rollouts, and a row for each variant and seed."""
+    runs = {path.parent.name: path.parent for path in arguments.folder.glob(f"*/{METRICS_FILE}")}
+    seeds = sorted(int(name.rpartition("-")[2]) for name in runs if name.startswith(f"{PLAIN}-"))
+    rows = []
+    for seed in seeds:
+        base = steps_of(runs[f"{PLAIN}-{seed}"])
+        texts = responses(runs[f"{PLAIN}-{seed}"])
+        for name, folder in sorted(runs.items()):
+            if name.endswith(f"-{seed}"):
+                found = {"variant": name.rpartition("-")[0], "seed": seed}
+                found |= against(steps_of(folder), base)
+                others = responses(folder)
+                found["responses"] = len(texts)
+                found["responses_that_differ"] = sum(others[k] != x for k, x in texts.items())
+                rows.append(found)
+    plain = [steps_of(runs[f"{PLAIN}-{seed}"]) for seed in seeds]
+    return {"conditions": conditions([row for run in plain for row in run]), "rows": rows}
+
+
+def steps_of(folder: Path) -> list[Row]:
+    return step_rows(read_metrics(folder / METRICS_FILE))
+
+
+def responses(folder: Path) -> dict[tuple[Any, ...], str]:
+    """Return the response of each request: (step, question, sample)."""
+    rows = read_samples(folder / SAMPLES_FILE)
+    return {(r["step"], r["example_id"], r["sample_index"]): r["completion"] for r in rows}
+
+
+def against(rows: Sequence[Row], base: Sequence[Row]) -> dict[str, Any]:
+    """Return how many times faster a run's steps are than plain ones, by epoch.
+
+    Sums over an epoch's steps; `tail` is the share of its seconds that is gone.
+    """
+    found: dict[str, Any] = {}
+    epochs = {"first": slice(0, EPOCH_STEPS), "later": slice(EPOCH_STEPS, None)}
+    for epoch, steps in epochs.items():
+        for name, metric in SECONDS.items():
+            plain_s, run_s = (sum(row[metric] for row in some[steps]) for some in (base, rows))
+            ratio = 1 - run_s / plain_s if name == "tail" else plain_s / run_s
+            found[f"{epoch}/{name}"] = round(ratio, 3)
+    for metric in ("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"):
+        values = [row[metric] for row in rows[EPOCH_STEPS:] if metric in row]
+        found[metric] = round(float(np.mean(values)), 3) if values else None
+    evals = [row["eval/mean_reward"] for row in rows if "eval/mean_reward" in row]
+    found["eval_reward"] = evals[-1] if evals else None
+    return found
+
+
+def conditions(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the tail and the lengths of plain rollouts, and how entropy changes."""
+    longest = [row["completions/max_length"] / row["completions/mean_length"] for row in rows]
+    tails = [row["rollout/tail_s"] / row["time/rollout"] for row in rows]
+    return {
+        "longest_to_mean": round(float(np.median(longest)), 2),
+        "last_tenth_share": round(float(np.median(tails)), 3),
+        "mean_tokens": round(float(np.mean([r["completions/mean_length"] for r in rows])), 1),
+        "entropy_first": round(rows[0]["entropy"], 4),
+        "entropy_last": round(rows[-1]["entropy"], 4),
+    }
+
+
+# --- hindsight ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """A round that a budget decided on, with the drafts that it saw."""
+
+    request_ids_A: np.ndarray
+    emitted_A: np.ndarray  # tokens before the round
+    drafts: Drafts
+    decision: DraftDecision
+    sizes: Sizes
+    bucket: tuple[int, int]  # slots, positions
+
+
+class Recorded(Budget):
+    """A budget whose choices are kept."""
+
+    def __init__(self, budget: Goodput) -> None:
+        self._budget, self.choices = budget, list[Choice]()
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        return self._budget.skips(live, num_slots, num_positions)
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        return self._budget.limits(live, num_slots)
+
+    def choose(
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
+    ) -> DraftDecision:
+        decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
+        emitted_A = live.total_tokens_A - live.prompt_tokens_A
+        own = Drafts(*(x.copy() for x in drafts))
+        bucket = num_slots, num_positions
+        ids_A = live.request_ids_A.copy()
+        self.choices.append(Choice(ids_A, emitted_A, own, decision, tuple(sizes), bucket))
+        return decision
+
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        self._budget.observe(live, drafts, acceptance)
+
+
+def right_tokens(drafts: Drafts, a: int, next_N: np.ndarray, count: int) -> int:
+    """Return how many of a request's first `count` draft tokens its next tokens follow."""
+    depth_N = np.zeros(count, int)  # of a draft token on the path; 0 beside it
+    for n in range(count):
+        parent = int(drafts.parents_AN[a, n])
+        depth = 1 if parent < 0 else int(depth_N[parent]) + 1
+        on_path = (parent < 0 or depth_N[parent] > 0) and depth <= len(next_N)
+        if on_path and drafts.tokens_AN[a, n] == next_N[depth - 1]:
+            depth_N[n] = depth
+    return int(depth_N.max(initial=0))
+
+
+def in_hindsight(
+    choices: Sequence[Choice], responses: Mapping[int, np.ndarray], times: RoundTimes
+) -> dict[str, float]:
+    """Split the device seconds of the rounds that were decided on, by measured round times.
+
+    A round of A requests emits A + accepted tokens. `best_s` prices each at the size that brings
+    the most tokens a second if right draft tokens alone are verified:
+
+        best_s = Σ (A + accepted) · min_M seconds(M) / (A + min(right, M − B))
+    """
+    found = dict.fromkeys(("device_s", "best_s", "unpadded_s", "right_nodes_s"), 0.0)
+    tokens = 0
+    for c in choices:
+        (slots, positions), live = c.bucket, len(c.request_ids_A)
+        seconds = {m: times(slots, m, positions) for m in (slots, *c.sizes)}
+        known = {m: s for m, s in seconds.items() if s is not None}
+        taken_A = c.decision.taken_A
+        right = accepted = 0
+        for a, (i, begin) in enumerate(zip(c.request_ids_A, c.emitted_A, strict=True)):
+            next_N = responses[int(i)][begin:]
+            count = int(c.drafts.count_A[a])
+            # the token after the accepted ones comes from the round itself
+            right += min(right_tokens(c.drafts, a, next_N, count), len(next_N) - 1)
+            if taken_A is not None:
+                accepted += min(right_tokens(c.drafts, a, next_N, int(taken_A[a])), len(next_N) - 1)
+        rounds = 1 if taken_A is not None else c.decision.num_rounds
+        emitted = live + accepted
+        best_rate = max((live + min(right, m - slots)) / s for m, s in known.items())
+        verified = int(taken_A.sum()) if taken_A is not None else 0
+        found["device_s"] += rounds * known[c.decision.num_nodes]
+        found["best_s"] += emitted / best_rate + (rounds - 1) * known[slots]
+        nodes, values = np.array(list(known)), np.array(list(known.values()))
+        found["unpadded_s"] += rounds * float(np.interp(slots + verified, nodes, values))
+        found["right_nodes_s"] += rounds * float(np.interp(slots + accepted, nodes, values))
+        tokens += emitted
+    return found | {"tokens": tokens}
+
+
+def countdown_bench(folder: Path, num_questions: int, group_size: int) -> Bench:
+    """Return a step's requests on the policy in `folder`, with an earlier epoch's responses."""
+    model, params = workloads.policy(folder)
+    tok = tokenizer.load(folder)
+    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[:num_questions]
+    rows = [
+        {"id": str(i), "prompt_ids": tok.encode(json.loads(line)["prompt"])}
+        for i, line in enumerate(lines)
+    ]
+    requests = workloads.group_requests(rows, group_size)
+    sampling = SamplingConfig(max_new_tokens=1024)
+    config = EngineConfig(
+        slots=16, min_slots=4, max_nodes=8, max_round_nodes=64, prefill_chunk_tokens=32
+    )
+    config = dataclasses.replace(config, min_positions=512)
+    past = generate(model, params, requests, sampling, key=step_key(0, 1000))
+    store = RolloutCache()
+    for g, row in enumerate(rows):
+        group = [t.response_ids for t in past if t.group_id == g]
+        store.replace(row["id"], of_group(group, [0.0] * len(group)))
+    prompts = {row["id"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
+    index, keys = build_index(store, prompts, RULE), dict(enumerate(prompts))
+
+    def drafter(_: Any) -> DrafterUnion:
+        return DrafterUnion([HistoryDrafter(index, keys), GroupDrafter(), NgramDrafter()])
+
+    work = workloads.Workload(
+        *("countdown", model, params, requests, sampling, model.eos_token_ids), {"all": drafter}
+    )
+    return open_bench(work, config)
+
+
+def hindsight(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of plain rollouts and of drafted ones, and their parts in hindsight."""
+    bench = countdown_bench(arguments.policy, arguments.questions, arguments.group_size)
+    plain = {t.request_id: t.response_ids for t in bench.phase()}
+    parts, tails = list[dict[str, float]](), {"plain": list[float](), "drafts": list[float]()}
+
+    def run(kind: str) -> float:
+        if kind == "plain":
+            bench.phase()
+        else:
+            budget = Recorded(Goodput(bench.times))
+            bench.phase(bench.workload.drafters["all"](plain), budget)
+        rounds = bench.records
+        seconds = rounds[-1].ended_s - rounds[0].began_s
+        tails[kind].append(tail_seconds(rounds))
+        if kind == "drafts":
+            host_s = host_seconds(rounds)
+            found = in_hindsight(budget.choices, plain, bench.times)
+            parts.append(found | {"seconds": seconds, "host_s": host_s})
+        return seconds
+
+    kinds = {"plain": lambda: run("plain"), "drafts": lambda: run("drafts")}
+    seconds = in_turns(kinds, arguments.turns)
+    median = {name: float(np.median([p[name] for p in parts])) for name in parts[0]}
+    return {
+        "requests": len(plain),
+        "tokens": sum(map(len, plain.values())),
+        "ratio": round(float(np.median(seconds["plain"] / seconds["drafts"])), 3),
+        "tail_cut": round(1 - float(np.median(tails["drafts"]) / np.median(tails["plain"])), 3),
+        "of_best": round(median["best_s"] / median["seconds"], 3),
+        "round_ms": {str(k): round(1e3 * s, 3) for k, s in sorted(bench.times.rounds.items())},
+        "seconds": {name: round(value, 4) for name, value in median.items()},
+    }
+
+
+if __name__ == "__main__":
+    environment.run(
+        __doc__,
+        {"training": training, "hindsight": hindsight},
+        environment.TRAINING,
+        folder=Path("runs/countdown"),
+        policy=Path("downloads/countdown"),
+        questions=8,
+        group_size=8,
+        turns=5,
+    )
