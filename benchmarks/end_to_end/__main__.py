@@ -8,11 +8,11 @@ responses, rewards, and updates. The systems take turns, so that only one comput
 first tries its variants; the fastest counts, and the seconds of all are recorded.
 
 `steps` are seconds of a step after two that warm up. A ratio is a peer's seconds over ours in one
-turn; the median counts. `update` is a step without responses and rewards, `rest` the loop outside.
-`learning` has, for each of `--seeds`, the seconds of training until the mean reward on unseen
-questions has risen by `--gain`, compilation included: every `--eval_every` steps the weights are
-saved and evaluated by our engine, the same for all, and these seconds do not count. `--seeds`
-without values leaves it out.
+turn; the median counts. `rest` is neither responses nor updates: rewards, and the loop around them.
+`learning` has, for each of `--seeds`, the seconds of steps until the mean reward on unseen questions
+has risen by `--gain`: every `--eval_every` steps the weights are saved and evaluated by our engine,
+the same for all, and these seconds do not count. `start_s` is before the first step: loading, and of
+ours the compilation, which the others' first steps have. `--seeds` without values leaves it out.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from benchmarks.end_to_end.tasks import WORK, Judge, Work, write_questions, writ
 from benchmarks.turns import WARM_TURNS, in_turns
 
 OURS, PEERS = "reprise", ("trl", "tunix")
-PARTS = "rollout", "update", "rest"
+PARTS = "step", "rollout", "update", "rest"
+COMPARED = PARTS[:3]
 SIZES = "prompts_per_step", "group_size", "max_new_tokens"
-CHOOSING_STEPS = 2  # of a variant, after one that compiles; their least counts
+CHOOSING_STEPS = 2  # of a variant, after one that compiles; the faster one counts
 Answer = dict[str, Any]
 
 
@@ -52,7 +53,9 @@ class System(Child):
         super().__init__(name, command, environment.ROOT)
         self.hello, self.answers = self.answer(), list[Answer]()
         variant = given.get("variant") or self.hello["variants"][0]
+        began_s = time.perf_counter()
         self.ask(do="prepare", **{**given, "variant": variant, "scratch": str(scratch)})
+        self.start_s = round(time.perf_counter() - began_s, 2)
 
     def step(self) -> float:
         """Return the seconds of a step."""
@@ -99,10 +102,10 @@ class Bench:
         scratch = self.folder / f"{name}_{self._started}"
         return System(name, self.pythons[name], given, scratch)
 
-    def choose(self, name: str, wanted: Sequence[str]) -> dict[str, Any]:
+    def choose(self, name: str) -> dict[str, Any]:
         """Time a system's variants, remember the fastest, and say what does not run."""
         seconds, cannot, pending = dict[str, float](), dict[str, str](), [""]
-        tried, versions = set[str](), dict[str, Any]()
+        versions: dict[str, str] = {}
         while pending:
             variant = pending.pop(0)
             try:
@@ -110,10 +113,9 @@ class Bench:
                     versions = system.hello["versions"]
                     if not variant:  # the first one: it has told the others
                         variant, *pending = system.hello["variants"]
-                        pending = [v for v in pending if not wanted or v in wanted]
-                    tried.add(variant)
-                    taken_s = [system.step() for _ in range(1 + CHOOSING_STEPS)]
-                    seconds[variant] = round(min(taken_s[1:]), 3)
+                    system.step()
+                    taken_s = [system.step() for _ in range(CHOOSING_STEPS)]
+                    seconds[variant] = round(min(taken_s), 3)
             except RuntimeError as error:
                 cannot[variant or "start"] = str(error).splitlines()[-1][:300]
             environment.progress(name, variant, seconds.get(variant) or cannot)
@@ -127,9 +129,9 @@ class Bench:
         }
 
 
-def steps(bench: Bench, turns: int, wanted: Sequence[str]) -> dict[str, Any]:
+def steps(bench: Bench, turns: int) -> dict[str, Any]:
     """Return the row of step seconds: the systems that run, in turns."""
-    rows = {name: bench.choose(name, wanted) for name in bench.pythons}
+    rows = {name: bench.choose(name) for name in bench.pythons}
     with contextlib.ExitStack() as stack:
         systems = {
             name: stack.enter_context(contextlib.closing(bench.start(name, 0)))
@@ -145,14 +147,14 @@ def steps(bench: Bench, turns: int, wanted: Sequence[str]) -> dict[str, Any]:
 def figures(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return medians of a system's steps."""
     seconds = {
-        f"{part}_s": round(statistics.median(a[f"{part}_s"] for a in answers), 4)
-        for part in ("step", *PARTS)
+        f"{part}_s": round(statistics.median(a[f"{part}_s"] for a in answers), 4) for part in PARTS
     }
     return {
         **seconds,
         "step_s_all": [round(a["step_s"], 3) for a in answers],
         "response_tokens": round(statistics.median(a["tokens"] for a in answers)),
         "tokens_per_s": round(statistics.median(a["tokens"] / a["step_s"] for a in answers), 1),
+        "updates": round(statistics.mean(a["updates"] for a in answers), 2),
         "mean_reward": round(statistics.mean(a["reward"] for a in answers), 4),
     }
 
@@ -165,7 +167,7 @@ def ratios(answers: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for peer in answers.keys() - {OURS}:
         pairs = list(zip(answers[peer], answers[OURS], strict=True))
-        of = {part: [p[f"{part}_s"] / o[f"{part}_s"] for p, o in pairs] for part in SHOWN}
+        of = {part: [p[f"{part}_s"] / o[f"{part}_s"] for p, o in pairs] for part in COMPARED}
         of["per_token"] = [
             (p["step_s"] / p["tokens"]) / (o["step_s"] / o["tokens"]) for p, o in pairs
         ]
@@ -178,9 +180,6 @@ def ratios(answers: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
             for part, x in of.items()
         }
     return dict(sorted(found.items()))
-
-
-SHOWN = "step", "rollout", "update"
 
 
 class Trained:
@@ -203,7 +202,10 @@ class Trained:
         environment.progress(self.system.name, self.curve[-1])
 
     def row(self, seed: int) -> dict[str, Any]:
-        return {"seed": seed, "system": self.system.name} | reached(self.curve, self.target)
+        first_s = round(self.system.answers[0]["step_s"], 2)
+        start = {"start_s": self.system.start_s, "first_step_s": first_s}
+        of_run = {"seed": seed, "system": self.system.name} | start
+        return of_run | reached(self.curve, self.target)
 
 
 def reached(curve: Sequence[Mapping[str, float]], target: float) -> dict[str, Any]:
@@ -232,12 +234,7 @@ def learning(bench: Bench, judge: Judge, seed: int, arguments: Any, target: floa
                     run.system.step()
                     if step % arguments.eval_every == 0:
                         run.evaluate(judge, folder / f"{run.system.name}_{step}")
-        return [run.row(seed) | {"first_step_s": _first_s(run)} for run in runs]
-
-
-def _first_s(run: Trained) -> float:
-    """Return the seconds of the first step, which compiles."""
-    return round(run.system.answers[0]["step_s"], 2)
+        return [run.row(seed) for run in runs]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -245,7 +242,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(arguments, Path(folder))
         result = {"policy": str(arguments.policy), **dataclasses.asdict(bench.work)}
         write = partial(_write, arguments)
-        result["steps"] = steps(bench, arguments.turns, arguments.variants)
+        result["steps"] = steps(bench, arguments.turns)
         write(result)
         if not arguments.seeds:
             return result
@@ -275,7 +272,6 @@ if __name__ == "__main__":
         tunix_python=Path,
         turns=5,
         seeds=(0, 1, 2),
-        variants=("",),
         gain=0.1,
         max_steps=80,
         eval_every=5,

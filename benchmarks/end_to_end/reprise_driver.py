@@ -1,4 +1,7 @@
-"""`python -m rl.train`, which waits for a command before every step."""
+"""`python -m rl.train`, which waits for a command before every step.
+
+An update without a gradient, of groups with equal rewards, moves no weight: Adam's momentum waits.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ class CommandedStep:
         self._figures = {
             "reward": metrics["reward"],
             "tokens": round(metrics["completions/mean_length"] * metrics["completions/count"]),
+            "updates": round(metrics["batch/optimizer_steps"]),
             "rollout_s": seconds["time/rollout"],
             "update_s": seconds["time/update"],
         }

@@ -33,13 +33,15 @@ class CommandedTrainer(GRPOTrainer):
 
     def __init__(self, parent: Parent, **options: Any) -> None:
         super().__init__(**options)
-        self._parent, self._now = parent, Step()
+        self._parent, self._now, self._updates = parent, Step(), 0
 
     def save_weights(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        figures = self._now.figures() if self._now.rewards else {}
+        updates = self.state.global_step - self._updates
+        self._updates += updates
+        figures = self._now.figures() | {"updates": updates} if updates else {}
         if not self._parent.next_step(figures, self.save_weights):
             sys.exit()
         self._now = Step()

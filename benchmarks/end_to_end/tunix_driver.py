@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from benchmarks.end_to_end.protocol import WEIGHTS, Parent, Step, prompt_text
 
-VARIANTS = tuple(
-    f"{way}, {generator}"
-    for way in ("one rollout", "each update")
-    for generator in ("threefry2x32", "rbg", "unsafe_rbg")
+VARIANTS = (
+    "one rollout, threefry2x32",
+    "one rollout, rbg",
+    "one rollout, unsafe_rbg",
+    "each update, threefry2x32",
 )
 PACKAGES = ("google-tunix", "jax", "jaxlib", "flax", "optax", "transformers", "numpy")
 NEVER = 1_000_000_000
@@ -59,14 +61,18 @@ class Policy:
             "rope_theta": (hf.get("rope_parameters") or hf)["rope_theta"],
             "norm_eps": hf["rms_norm_eps"],
         }
+        module: Any
+        params: Any
         if hf["model_type"] == "qwen3":
-            params: Any = qwen3_params
+            module, params = qwen3, qwen3_params
             config: Any = qwen3.ModelConfig(**shared, use_tied_embedding=tied)
         elif hf["model_type"] == "llama":
-            params = llama3_params
+            module, params = llama3, llama3_params
             config = llama3.ModelConfig(**shared, weight_tying=tied)
         else:
             raise ValueError(f"expected a qwen3 or llama policy, got {hf['model_type']}")
+        # 0.1.7 reads no rope_theta of a configuration: all its models rotate by 1e6
+        module.apply_rope = partial(module.apply_rope, rope_theta=config.rope_theta)
         self.model = params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32)
         self._mapping = params._get_key_and_transform_mapping(config)
         self._shapes = {
@@ -132,13 +138,14 @@ class Run:
             if not self._parent.next_step(figures, self._policy.save):
                 return
             self._now = Step()
-            start = self._steps * B
+            before, start = self._cluster.actor_trainer.train_steps, self._steps * B
             self._steps += 1
             self._rollout.seed = jax.random.key(self._seed + self._steps, impl=self._generator)
             rows = [self._rows[i % len(self._rows)] for i in range(start, start + B)]
             yield {name: np.array([row[name] for row in rows]) for name in rows[0]}
             jax.block_until_ready(nnx.state(self._policy.model))
-            figures = self._now.figures()
+            updates = self._cluster.actor_trainer.train_steps - before
+            figures = self._now.figures() | {"updates": updates}
 
     @property
     def _seed(self) -> int:
