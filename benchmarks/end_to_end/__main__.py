@@ -120,7 +120,7 @@ class Bench:
                         taken_s = min(taken_s, system.step())
                     seconds[variant] = round(taken_s, 3)
             except RuntimeError as error:
-                cannot[variant or "start"] = str(error).splitlines()[-1][:300]
+                cannot[variant or "start"] = reason(error)
             environment.progress(name, variant, seconds.get(variant) or cannot)
         if seconds:
             self.variants[name] = min(seconds, key=lambda v: seconds[v])
@@ -130,6 +130,12 @@ class Bench:
             "cannot": cannot,
             "versions": versions,
         }
+
+
+def reason(error: RuntimeError) -> str:
+    """Return the line of a process's last ones that names its error."""
+    lines = str(error).splitlines()
+    return next((x for x in reversed(lines) if "Error" in x), lines[-1])[:300]
 
 
 def steps(bench: Bench, turns: int) -> dict[str, Any]:

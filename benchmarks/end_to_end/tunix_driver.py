@@ -5,7 +5,7 @@ generates all of a step at once, as for accumulated gradients, and its trainer, 
 accumulation, makes an optimizer step of every part. With one iteration it has no log-probabilities
 of before: its ratios are 1. It does not train on end tokens. Responses are padded to the longest
 possible one, prompts to the longest of the task. Noise is of a generator by name, with another key
-for each step (its default is one key for all).
+for each rollout (its default is one key for all).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Run:
         self._parent, self.given = parent, parent.given
         way, self._generator = self.given.variant.split(", ")
         self._is_one_rollout = way == "one rollout"
-        self._now, self._steps = Step(), 0
+        self._now, self._steps, self._rollouts = Step(), 0, 0
         self._tokenizer = AutoTokenizer.from_pretrained(self.given.policy)
         self._rows = [
             {"prompts": prompt_text(self._tokenizer, row["prompt"]), "answer": row["answer"]}
@@ -140,19 +140,17 @@ class Run:
             self._now = Step()
             before, start = self._cluster.actor_trainer.train_steps, self._steps * B
             self._steps += 1
-            self._rollout.seed = jax.random.key(self._seed + self._steps, impl=self._generator)
             rows = [self._rows[i % len(self._rows)] for i in range(start, start + B)]
             yield {name: np.array([row[name] for row in rows]) for name in rows[0]}
             jax.block_until_ready(nnx.state(self._policy.model))
             updates = self._cluster.actor_trainer.train_steps - before
             figures = self._now.figures() | {"updates": updates}
 
-    @property
-    def _seed(self) -> int:
-        return 1000 * self.given.seed
-
     def _timed_rollout(self, generate: Any, *arguments: Any, **named: Any) -> Any:
         jax.block_until_ready(nnx.state(self._policy.model))  # else the update's seconds count here
+        self._rollouts += 1
+        number = 100_000 * self.given.seed + self._rollouts
+        self._rollout.seed = jax.random.key(number, impl=self._generator)  # the sampler donates it
         made = self._now.timed("rollout", generate, *arguments, **named)
         most = self.given.max_new_tokens
         self._now.tokens += sum(min(len(ids) + 1, most) for ids in made.tokens)  # and their ends

@@ -14,6 +14,15 @@ from rl.data.answers import extract_answer
 
 TEXTS = ["2+3\n#### 5", "####", "#### 4 #### 5 ", "5", "#### 5\nor 6", "#### 15"]
 
+SMALL = """
+Engine.slots = 8
+Engine.min_slots = 8
+Engine.min_positions = 160
+Engine.max_nodes = 2
+Rollout.max_prompt_tokens = 128
+Trainer.micro_batch_tokens = 768
+"""
+
 
 def test_rewards_by_hand():
     assert reward.exact(TEXTS, ["5"] * len(TEXTS)) == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
@@ -50,14 +59,16 @@ def test_the_first_evaluation_at_the_target_counts():
 
 
 @pytest.mark.slow
-def test_our_system_takes_steps_on_command_and_saves_what_loads(tmp_path):
-    work = tasks.WORK["policies/tiny"]
-    questions = tmp_path / "train.jsonl"
+def test_our_system_takes_steps_on_command_and_saves_what_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "TRAIN", 16)
+    work, questions = tasks.WORK["policies/tiny"], tmp_path / "train.jsonl"
+    small = tmp_path / "small.gin"
+    small.write_text(SMALL, encoding="utf-8")
     tasks.write_questions(work, 0, questions)
     rows = questions.read_text("utf-8").splitlines()
     assert len(rows) == tasks.TRAIN and json.loads(rows[0])["prompt"].endswith("\n")
     given = {
-        **{"policy": "policies/tiny", "config": work.config, "reward": work.reward},
+        **{"policy": "policies/tiny", "config": str(small), "reward": work.reward},
         **{"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 32, "updates_per_step": 1},
         **{"learning_rate": 1e-4, "seed": 0, "variant": "as shipped"},
         **{"task": str(questions), "scratch": str(tmp_path)},
