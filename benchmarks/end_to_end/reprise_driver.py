@@ -23,6 +23,7 @@ from rl.step import StepRecord
 from rl.system import System
 
 VARIANTS = ("as shipped",)
+SLOTS = 64  # of the configurations
 Stepped = tuple[TrainState, RunPosition, StepRecord]
 
 
@@ -87,6 +88,8 @@ def settings(given: Given) -> list[str]:
         "Checkpoint.every_minutes": 0,
         "Metrics.tensorboard": False,
     }
+    if given.responses < SLOTS:
+        bindings |= {"Engine.slots": given.responses, "Engine.min_slots": given.responses}
     return [f"--gin_file={given.config}", *(f"--gin.{k}={v!r}" for k, v in bindings.items())]
 
 
