@@ -65,8 +65,8 @@ def training(arguments: argparse.Namespace) -> dict[str, Any]:
                 found["responses"] = len(texts)
                 found["responses_that_differ"] = sum(others[k] != x for k, x in texts.items())
                 rows.append(found)
-    plain = [steps_of(runs[f"{PLAIN}-{seed}"]) for seed in seeds]
-    return {"conditions": conditions([row for run in plain for row in run]), "rows": rows}
+    plain = [read_metrics(runs[f"{PLAIN}-{seed}"] / METRICS_FILE) for seed in seeds]
+    return {"conditions": conditions(plain), "rows": rows}
 
 
 def steps_of(folder: Path) -> list[Row]:
@@ -82,15 +82,21 @@ def responses(folder: Path) -> dict[tuple[Any, ...], str]:
 def against(rows: Sequence[Row], base: Sequence[Row]) -> dict[str, Any]:
     """Return how many times faster a run's steps are than plain ones, by epoch.
 
-    Sums over an epoch's steps; `tail` is the share of its seconds that is gone.
+        (plain seconds / plain response tokens) / (seconds / response tokens)
+
+    Reuse draws other responses, of other lengths. `tail` is the share of its seconds that is gone.
     """
     found: dict[str, Any] = {}
     epochs = {"first": slice(0, EPOCH_STEPS), "later": slice(EPOCH_STEPS, None)}
     for epoch, steps in epochs.items():
+        plain, own = base[steps], rows[steps]
+        plain_tokens, tokens = (
+            sum(row["completions/mean_length"] * row["completions/count"] for row in some)
+            for some in (plain, own)
+        )
         for name, metric in SECONDS.items():
-            plain_s, run_s = (sum(row[metric] for row in some[steps]) for some in (base, rows))
-            ratio = 1 - run_s / plain_s if name == "tail" else plain_s / run_s
-            found[f"{epoch}/{name}"] = round(ratio, 3)
+            ratio = _total(plain, metric) / plain_tokens / (_total(own, metric) / tokens)
+            found[f"{epoch}/{name}"] = round(1 - 1 / ratio if name == "tail" else ratio, 3)
     for metric in ("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"):
         values = [row[metric] for row in rows[EPOCH_STEPS:] if metric in row]
         found[metric] = round(float(np.mean(values)), 3) if values else None
@@ -99,17 +105,25 @@ def against(rows: Sequence[Row], base: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def conditions(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the tail and the lengths of plain rollouts, and how entropy changes."""
+def _total(rows: Sequence[Row], metric: str) -> float:
+    return float(sum(row[metric] for row in rows))
+
+
+def conditions(runs: Sequence[Sequence[Row]]) -> dict[str, float]:
+    """Return tail, lengths and rewards of plain runs, and how entropy changes; means over seeds."""
+    rows = [row for run in runs for row in step_rows(run)]
+    ends = [(step_rows(run)[0], step_rows(run)[-1]) for run in runs]
     longest = [row["completions/max_length"] / row["completions/mean_length"] for row in rows]
     tails = [row["rollout/tail_s"] / row["time/rollout"] for row in rows]
-    return {
-        "longest_to_mean": round(float(np.median(longest)), 2),
-        "last_tenth_share": round(float(np.median(tails)), 3),
-        "mean_tokens": round(float(np.mean([r["completions/mean_length"] for r in rows])), 1),
-        "entropy_first": round(rows[0]["entropy"], 4),
-        "entropy_last": round(rows[-1]["entropy"], 4),
+    figures = {
+        "longest_to_mean": np.median(longest),
+        "last_tenth_share": np.median(tails),
+        "mean_tokens": np.mean([row["completions/mean_length"] for row in rows]),
+        "entropy_first": np.mean([first["entropy"] for first, _ in ends]),
+        "entropy_last": np.mean([last["entropy"] for _, last in ends]),
+        "eval_before": np.mean([run[0]["eval/mean_reward"] for run in runs]),
     }
+    return {name: round(float(value), 4) for name, value in figures.items()}
 
 
 # --- hindsight ----------------------------------------------------------------------------

@@ -6,8 +6,8 @@ A question is a target and three numbers. A response is tries, one a line: two e
 every number once, a colon, the target, and `!` if it is reached; that try is repeated after `####`.
 Tries are drawn independently of each other, so their number is geometric: most responses are short,
 and the longest of a hundred takes five times the mean. Some failed tries are given as the answer,
-which GRPO can unlearn. The folder also has the questions: `train.jsonl`, and `test.jsonl`, of which
-training sees none.
+which GRPO can unlearn. The folder also has the questions: `train.jsonl`, the first of them in
+`few.jsonl`, for several epochs in minutes, and `test.jsonl`, of which training sees none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDTHS_TOKENS = (64, 96, 160, 256, 512, 1024)  # batches are padded to these
 BATCHES_PER_STEP = 8  # a step's examples are sorted by length and cut, so that padding is small
 MAX_NUMBER, MAX_VALUE, TARGETS = 15, 99, range(10, 100)
 MIN_REACHING = 2  # tries of a question that reach its target
-NUM_TEST = 256
+NUM_TEST, NUM_FEW = 256, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,8 @@ def make(output: Path, settings: Settings) -> None:
             print(f"step {step:5d}  loss {np.mean(losses[-20:]):.4f}", flush=True)
     measured = measure(engine, params, tok, settings)
     hf.save_pretrained(output, model, params)
-    for name, rows in zip(("train", "test"), questions(), strict=True):
+    train, test = questions()
+    for name, rows in {"train": train, "few": train[:NUM_FEW], "test": test}.items():
         lines = [json.dumps({"prompt": q.prompt, "answer": q.answer, **q._asdict()}) for q in rows]
         (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_report(output / "warmstart.json", settings, **measured._asdict())

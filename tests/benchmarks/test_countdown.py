@@ -1,0 +1,61 @@
+"""The miniature's figures, by hand: ratios of runs, right draft tokens, the best in hindsight."""
+
+import numpy as np
+import pytest
+
+from benchmarks import countdown
+from spec.budget.budget import DraftDecision
+from spec.drafter import no_drafts
+from spec.round_times import RoundTimes
+
+RIGHT = np.array([7, 8, 9, 1])
+
+
+def tree():
+    """7 → (5, 8 → 9), and 4: three right tokens, the last of them behind a wrong sibling."""
+    drafts = no_drafts(1, 6)
+    drafts.tokens_AN[0, :5] = [7, 5, 8, 9, 4]
+    drafts.parents_AN[0, :5] = [-1, 0, 0, 2, -1]
+    drafts.count_A[0] = 5
+    return drafts
+
+
+@pytest.mark.parametrize(("count", "right"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 3), (5, 3)])
+def test_right_tokens_are_a_path_that_the_response_took(count, right):
+    assert countdown.right_tokens(tree(), 0, RIGHT, count) == right
+
+
+def test_a_response_that_ends_has_no_right_tokens_behind_its_end():
+    assert countdown.right_tokens(tree(), 0, RIGHT[:2], 5) == 2
+
+
+def test_the_best_in_hindsight_verifies_right_tokens_alone():
+    times = RoundTimes({(4, 4, 64): 1.0, (4, 8, 64): 1.2, (4, 16, 64): 2.0})
+    taken = DraftDecision(16, np.array([2]))  # one right, one wrong
+    choice = countdown.Choice(np.array([3]), np.array([0]), tree(), taken, (8, 16), (4, 64))
+    found = countdown.in_hindsight([choice], {3: RIGHT}, times)
+    assert found["tokens"] == 2 and found["device_s"] == 2.0
+    assert found["best_s"] == pytest.approx(2 * 1.2 / 4), "three right ones fit into eight nodes"
+    assert found["unpadded_s"] == pytest.approx(1.1), "of six nodes, between four and eight"
+    assert found["right_nodes_s"] == pytest.approx(1.05), "of five"
+
+
+def test_plain_rounds_of_a_spell_count_as_they_are():
+    times = RoundTimes({(4, 4, 64): 1.0, (4, 8, 64): 3.0})
+    spell = DraftDecision(4, num_rounds=16)
+    choice = countdown.Choice(np.array([3]), np.array([3]), no_drafts(1, 6), spell, (8,), (4, 64))
+    found = countdown.in_hindsight([choice], {3: RIGHT}, times)
+    assert found["device_s"] == found["best_s"] == found["unpadded_s"] == 16
+
+
+def test_runs_are_compared_by_epoch():
+    names = ("time/rollout", "step_time", "rollout/tail_s", "completions/mean_length")
+    counts = {"completions/count": 32}
+    plain = [dict(zip(names, (4.0, 6.0, 2.0, 100), strict=True)) | counts] * 8
+    faster = plain[:4] + [dict(zip(names, (4.0, 8.0, 1.0, 200), strict=True)) | counts] * 4
+    faster[-1] = faster[-1] | {"spec/tokens_per_round": 3.0, "eval/mean_reward": 0.75}
+    found = countdown.against(faster, plain)
+    assert [found[f"first/{x}"] for x in ("rollouts", "steps", "tail")] == [1, 1, 0]
+    assert [found[f"later/{x}"] for x in ("rollouts", "steps", "tail")] == [2, 1.5, 0.75]
+    assert found["spec/tokens_per_round"] == 3 and found["spec/accept_rate"] is None
+    assert found["eval_reward"] == 0.75
