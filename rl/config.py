@@ -15,12 +15,12 @@ from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafting.config import DraftingConfig
 from rl.engine.config import EngineConfig
 from rl.eval_sets import EvalConfig
-from rl.gin.loader import resolve_path
 from rl.gin.values import AUTO
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig
+from rl.runtime.run_files import resolve_path
 from rl.runtime.waits import HANG_LIMIT_S
 from rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
 from rl.workers.config import SchedConfig

@@ -23,9 +23,9 @@ from rl.config import TrainConfig
 from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.eval_sets import EvalSets, open_sets
-from rl.gin.loader import resolve_path
 from rl.rewards.config import validate
 from rl.rewards.findings import Reading
+from rl.runtime.run_files import resolve_path
 from rl.speculation.config import check_coupling
 from spec.config import SamplingConfig
 

@@ -23,9 +23,9 @@ from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, sha
 from rl.config import TrainConfig, drafter_shape
 from rl.engine import cache_ops
 from rl.first_programs import evaluation_engine, rollout_reach
-from rl.gin.loader import resolve_path
 from rl.learner import critic
 from rl.learner.optimizer import make_optimizer
+from rl.runtime.run_files import resolve_path
 from rl.warm_up.rollout_programs import Reach
 
 TRAINING, ROLLOUTS = "training", "rollouts"

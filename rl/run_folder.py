@@ -26,7 +26,7 @@ from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.best import read_record
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.config import TrainConfig
-from rl.gin.loader import ConfigError, dump, resolve_path
+from rl.gin.loader import ConfigError, dump
 from rl.metrics.writer import read_metrics
 from rl.runtime import devices
 from rl.runtime.run_files import (
@@ -40,6 +40,7 @@ from rl.runtime.run_files import (
     OWN_NAMES,
     POLICY,
     ROUNDS_FILE,
+    resolve_path,
 )
 from rl.warm_up.measured_run import read_rounds
 

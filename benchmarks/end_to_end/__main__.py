@@ -50,7 +50,7 @@ class System(Child):
 
     def __init__(self, name: str, python: str, given: Mapping[str, Any], scratch: Path) -> None:
         scratch.mkdir(parents=True)
-        command = [python, "-m", f"benchmarks.end_to_end.{name}_driver"]
+        command = [python, "-m", f"benchmarks.baselines.{name}_grpo"]
         super().__init__(name, command, environment.ROOT)
         self.hello, self.answers = self.answer(), list[Answer]()
         variant = given.get("variant") or self.hello["variants"][0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.data.rows import read_json
+from rl.runtime.run_files import resolve_path
 
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "json": ".json", "datasets": ".arrow"}
 FORMATS = tuple(SUFFIXES)
@@ -39,7 +40,7 @@ def find(target: str, split: str | None, formats: Sequence[str], skip: str = "")
     Without a `split`, a folder with files of several gives `train`. A search leaves out names with
     `skip`. Raises FileNotFoundError or ValueError, which list the files that are there instead.
     """
-    path = Path(target).expanduser()  # RuntimeError: no such user
+    path = resolve_path(target)  # RuntimeError: no such user
     if path.is_dir():
         return _in_folder(path, split, formats, skip)
     if not path.is_file():

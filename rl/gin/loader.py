@@ -29,8 +29,7 @@ from rl.gin.values import (
     nearest,
     spell,
 )
-
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+from rl.runtime.run_files import PROJECT_ROOT, resolve_path
 
 MAX_VALUES = 10_000  # in a configuration, with macros expanded
 MAX_DEPTH = 32  # of nested lists and macros
@@ -104,13 +103,6 @@ def describe(schema: type, only: str = "") -> str:
 def fields_called(field: str, schema: type) -> list[str]:
     """Return the full names, `Section.field`, of all fields of `schema` with this name."""
     return [f"{name}.{field}" for name, s in _sections(schema).items() if field in s.hints]
-
-
-def resolve_path(path: str | Path) -> Path:
-    """Return `path` itself if it exists, else below the project root if it exists there."""
-    path = Path(path).expanduser()
-    in_project = PROJECT_ROOT / path
-    return in_project if not path.exists() and in_project.exists() else path
 
 
 def _existing(file: str | Path) -> Path:

@@ -22,11 +22,12 @@ from models.config import ModelConfig
 from rl.config import TrainConfig
 from rl.config_checks import check_sections
 from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import load, resolve_path
+from rl.gin.loader import load
 from rl.preflight import targets
 from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
+from rl.runtime.run_files import resolve_path
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies

@@ -18,7 +18,6 @@ from models.sharding import make_mesh
 from rl.config import TrainConfig, drafter_shape, recipe
 from rl.engine.engine import Engine
 from rl.first_programs import rollout_reach
-from rl.gin.loader import resolve_path
 from rl.learner import critic, trainer
 from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
 from rl.memory import (
@@ -30,6 +29,7 @@ from rl.memory import (
     held_arrays,
     num_bytes,
 )
+from rl.runtime.run_files import resolve_path
 from rl.speculation.device_drafters import (
     DeviceDrafters,
     DeviceDrafterSource,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl.data.answers import EXTRACTORS, Extractor
+from rl.runtime.run_files import resolve_path
 
 MAX_WORKERS = 4096  # processes of one host
 MAX_DEADLINE_S = 1_000_000
@@ -112,7 +113,7 @@ def split_user_function(function: str) -> tuple[Path, str]:
     """Split `PATH.py:name` into the absolute path and the name."""
     path, _, name = function.rpartition(":")
     try:
-        return Path(path).expanduser().absolute(), name
+        return resolve_path(path).absolute(), name
     except RuntimeError as error:  # no such user
         raise ValueError(f"Reward.functions: {function}: {error}") from error
 

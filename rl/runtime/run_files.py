@@ -1,6 +1,8 @@
-"""The names of the files and folders in a run folder."""
+"""The names of the files and folders in a run folder, and where shipped files are."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 CONFIG_FILE = "config.gin"  # resolved; a run resumes from it
 MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is running
@@ -32,3 +34,12 @@ OWN_NAMES = (
     *(WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER),
     *(CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DRAFTER_MODEL),
 )
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+def resolve_path(path: str | Path) -> Path:
+    """Return `path` itself if it exists, else below the project root if it exists there."""
+    path = Path(path).expanduser()
+    in_project = PROJECT_ROOT / path
+    return in_project if not path.exists() and in_project.exists() else path

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
-from rl.gin.loader import resolve_path
+from rl.runtime.run_files import resolve_path
 from rl.speculation.config import DraftModelConfig
 from spec.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter

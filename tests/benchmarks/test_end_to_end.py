@@ -73,7 +73,7 @@ def test_our_system_takes_steps_on_command_and_saves_what_loads(tmp_path, monkey
         **{"learning_rate": 1e-4, "seed": 0, "variant": "as shipped"},
         **{"task": str(questions), "scratch": str(tmp_path)},
     }
-    child = Child("reprise", [sys.executable, "-m", "benchmarks.end_to_end.reprise_driver"], ROOT)
+    child = Child("reprise", [sys.executable, "-m", "benchmarks.baselines.reprise_grpo"], ROOT)
     try:
         assert child.answer()["variants"] == ["as shipped"]
         assert child.ask(do="prepare", **given) == {}

@@ -16,7 +16,7 @@ from models.config import num_params
 from policies.make import draft, policy, solutions
 from rl.data import tasks
 from rl.data.answers import extract_answer
-from rl.gin.loader import PROJECT_ROOT
+from rl.runtime.run_files import PROJECT_ROOT
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"
 SHIPPED_DRAFT = PROJECT_ROOT / "policies" / "tiny_draft"

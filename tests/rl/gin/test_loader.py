@@ -20,7 +20,9 @@ from rl.config import TrainConfig
 from rl.drafter_training.offline import OfflineConfig
 from rl.gin import loader as config_lib
 from rl.gin.command_line import config_parser, parse_command_line, split_overrides
-from rl.gin.loader import ConfigError, describe, dump, load, resolve_path
+from rl.gin.loader import ConfigError, describe, dump, load
+from rl.runtime import run_files
+from rl.runtime.run_files import resolve_path
 from rl.simulate import SimulateRun
 
 
@@ -132,7 +134,8 @@ def test_include_is_relative_to_the_including_file(tmp_path, monkeypatch):
 
 
 def test_include_finds_what_a_command_line_would(tmp_path, monkeypatch):
-    monkeypatch.setattr(config_lib, "PROJECT_ROOT", tmp_path / "project")
+    for module in (config_lib, run_files):
+        monkeypatch.setattr(module, "PROJECT_ROOT", tmp_path / "project")
     (tmp_path / "project" / "configs").mkdir(parents=True)
     write(tmp_path / "project" / "configs" / "base.gin", "Run.steps = 5\n")
     (tmp_path / "mine").mkdir()
@@ -428,7 +431,8 @@ def test_examples_in_errors_work():
 
 def test_project_files_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(config_lib, "PROJECT_ROOT", tmp_path / "project")
+    for module in (config_lib, run_files):
+        monkeypatch.setattr(module, "PROJECT_ROOT", tmp_path / "project")
     (tmp_path / "project").mkdir()
     write(tmp_path / "project" / "a.gin", "Run.steps = 1\n")
     assert resolve_path("a.gin") == tmp_path / "project" / "a.gin"
