@@ -27,17 +27,24 @@ import numpy as np
 
 from configs.rewards.countdown import OPERATIONS, reaches
 from models import hf, tokenizer, transformer
-from models.config import ModelConfig
 from policies.make.characters import save_character_tokenizer
-from policies.make.policy import make_optimizer, pack, respond, train_step, write_report
+from policies.make.policy import (
+    CHARACTERS,
+    make_optimizer,
+    model_config,
+    pack,
+    respond,
+    train_step,
+    write_report,
+)
 from rl.engine.engine import Engine
 
-CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 WIDTHS_TOKENS = (64, 96, 160, 256, 512, 1024)  # batches are padded to these
 BATCHES_PER_STEP = 8  # a step's examples are sorted by length and cut, so that padding is small
 MAX_NUMBER, MAX_VALUE, TARGETS = 15, 99, range(10, 100)
 MIN_REACHING = 2  # tries of a question that reach its target
 NUM_TEST, NUM_FEW = 256, 16
+MAX_POSITIONS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,25 +151,6 @@ def step_pairs(settings: Settings, tok: tokenizer.Tokenizer) -> Iterator[list[Pa
         yield sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
 
 
-def model_config(settings: Settings, tok: tokenizer.Tokenizer) -> ModelConfig:
-    """Return a Qwen3 decoder with heads of 32, two key/value heads and tied embeddings."""
-    return ModelConfig(
-        architecture="qwen3",
-        vocab_size=tok.vocab_size,
-        d_model=settings.d_model,
-        num_layers=settings.num_layers,
-        num_heads=settings.d_model // 32,
-        num_kv_heads=2,
-        head_dim=32,
-        d_ff=settings.d_ff,
-        tied_embeddings=True,
-        qk_norm=True,
-        max_positions=2048,
-        eos_token_ids=tok.eos_token_ids,
-        pad_token_id=tok.pad_token_id,
-    )
-
-
 class Measured(NamedTuple):
     """Mean reward, and lengths in tokens: mean and longest."""
 
@@ -191,7 +179,7 @@ def make(output: Path, settings: Settings) -> None:
     """Train; write the policy, its questions, and its mean reward on the test questions."""
     save_character_tokenizer(output, CHARACTERS)
     tok = tokenizer.load(output)
-    model = model_config(settings, tok)
+    model = model_config(settings, tok, MAX_POSITIONS)
     engine, params = Engine(model), transformer.init(model, jax.random.key(settings.seed))
     optimizer = make_optimizer(settings.learning_rate, settings.steps)
     state, losses = optimizer.init(params), list[float]()

@@ -37,9 +37,11 @@ def with_wider_heads(model: ModelConfig, params: Params, width: int) -> tuple[Mo
     """Return a policy with heads `width` times as wide, and equal logits up to rounding.
 
     Old pair i is new pair width · i. The norm of a head divides by a root mean square that zeros
-    made √width times smaller, in queries and keys; scores are divided by √(width · h).
+    made √width times smaller, in queries and keys; scores are divided by √(width · h). Raises
+    ValueError for a policy without such norms.
     """
-    assert model.qk_norm and not model.qkv_bias
+    if not model.qk_norm or model.qkv_bias:
+        raise ValueError("expected a policy with norms of queries and keys and no biases (Qwen3)")
     h, half = width * model.head_dim, width * np.arange(model.head_dim // 2)
     places = np.concatenate([half, h // 2 + half])
 

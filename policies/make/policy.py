@@ -17,7 +17,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from spec.config import SamplingConfig
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))  # all that questions contain
 BATCHES_PER_STEP = 4  # a step's examples are sorted by length and cut, so that padding is small
 WIDTHS_TOKENS = (64, 96, 128, 192, 256, 384)  # batches are padded to these: few programs
+MAX_POSITIONS = 512
 DRILL_TOKENS = 128  # longest example of the drill
 
 
@@ -59,20 +60,33 @@ class Settings:
     d_ff: int = 512
 
 
-def model_config(settings: Settings, tok: tokenizer.Tokenizer) -> ModelConfig:
+class Shape(Protocol):
+    """The size of a policy, in the settings of a recipe."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def d_ff(self) -> int: ...
+
+
+def model_config(
+    shape: Shape, tok: tokenizer.Tokenizer, max_positions: int = MAX_POSITIONS
+) -> ModelConfig:
     """Return a Qwen3 decoder with heads of 32, two key/value heads and tied embeddings."""
     return ModelConfig(
         architecture="qwen3",
         vocab_size=tok.vocab_size,
-        d_model=settings.d_model,
-        num_layers=settings.num_layers,
-        num_heads=settings.d_model // 32,
+        d_model=shape.d_model,
+        num_layers=shape.num_layers,
+        num_heads=shape.d_model // 32,
         num_kv_heads=2,
         head_dim=32,
-        d_ff=settings.d_ff,
+        d_ff=shape.d_ff,
         tied_embeddings=True,
         qk_norm=True,
-        max_positions=512,
+        max_positions=max_positions,
         eos_token_ids=tok.eos_token_ids,
         pad_token_id=tok.pad_token_id,
     )

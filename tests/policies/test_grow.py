@@ -39,6 +39,8 @@ def test_a_policy_with_wider_heads_has_the_same_logits():
     )
     expected = LOGITS(QWEN3, params, TOKENS)
     np.testing.assert_allclose(LOGITS(wider, larger, TOKENS), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="no biases"):
+        grow.with_wider_heads(QWEN2, transformer.init(QWEN2, jax.random.key(0)), 2)
     planted = dataclasses.replace(larger.layers[0], key_norm_h=2 * larger.layers[0].key_norm_h)
     other = dataclasses.replace(larger, layers=(planted, *larger.layers[1:]))
     assert not np.allclose(LOGITS(wider, other, TOKENS), expected, atol=1e-4)
