@@ -27,7 +27,7 @@ from benchmarks import environment
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "numpy")
 Save = Callable[[dict[str, Any]], None]
-# Of each part, its start and compilations included: most of an H200's time goes into these.
+# Of each part, its start and compilations included; in all twelve minutes.
 DEADLINES_S = {
     **{"grpo": 240, "rounds": 100, "kernels": 60},
     **{"rollouts": 130, "training": 100, "flips": 90},

@@ -9,9 +9,6 @@ compared, and tokens counted.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import ROOT
+from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY, PROMPTS
 from models import hf, tokenizer
 from models.config import num_params
@@ -60,7 +57,8 @@ def grpo(size: str) -> Iterator[Row]:
         policy, steps = folder / "policy", EPOCHS * _write_task(folder / "task.jsonl") // PER_STEP
         shape = {"--width": width, "--layers": layers, "--head_width": head_width}
         grow = [str(BASE_POLICY), *(f"{name}={n}" for name, n in shape.items())]
-        _run("policies.make.grow", *grow, f"--output={policy}", JAX_PLATFORMS="cpu")
+        on_cpu = {"JAX_PLATFORMS": "cpu"}  # the device is for the runs
+        environment.call("policies.make.grow", *grow, f"--output={policy}", env=on_cpu)
         settings = (
             f"Policy.directory='{policy}'",
             f"Task.specs=('jsonl:{folder / 'task.jsonl'}',)",
@@ -79,7 +77,8 @@ def grpo(size: str) -> Iterator[Row]:
         for kind, changes in KINDS.items():
             run = folder / kind
             changes = (*settings, *changes, f"Run.directory='{run}'")
-            _run("rl.train", "--gin_file=configs/tiny_cpu.gin", *(f"--gin.{x}" for x in changes))
+            file = "--gin_file=configs/tiny_cpu.gin"
+            environment.call("rl.train", file, *(f"--gin.{x}" for x in changes))
             rows = step_rows(read_metrics(run / METRICS_FILE))
             of_run = {"run": kind, "parameters": num_params(hf.shape(policy)), "group": group}
             num = len(rows) // EPOCHS
@@ -108,11 +107,3 @@ def _write_task(path: Path) -> int:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return len(rows)
-
-
-def _run(module: str, *arguments: str, **settings: str) -> None:
-    """Run a module in another process, whose output is shown; raise RuntimeError if it fails."""
-    run: dict[str, Any] = {"cwd": ROOT, "env": os.environ | settings, "stdout": sys.stderr}
-    done = subprocess.run([sys.executable, "-m", module, *arguments], check=False, **run)
-    if done.returncode:
-        raise RuntimeError(f"{module} ended with status {done.returncode}")
