@@ -1,4 +1,4 @@
-"""The miniature: every mechanism in real training on Countdown, and the best in hindsight.
+"""The miniature: drafts and reuse in real training on Countdown, and the best in hindsight.
 
     python -m rl.ablate --gin_file=configs/ablations/countdown.gin
     python -m benchmarks.countdown training --folder runs/countdown --json
@@ -15,34 +15,31 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import environment, workloads
-from benchmarks.speculation import Bench, open_bench
-from benchmarks.turns import in_turns
+from benchmarks.speculation import Bench, end_seconds, last_tenth, open_bench, tail_figures
+from benchmarks.turns import WARM_TURNS, in_turns
 from models import tokenizer
-from rl.engine.config import EngineConfig
-from rl.engine.stats import host_seconds, tail_seconds
+from rl.config import TrainConfig
+from rl.engine.stats import RoundRecord, host_seconds
+from rl.gin.loader import load
 from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
 from rl.rollout import generate
 from rl.runtime.run_files import METRICS_FILE, SAMPLES_FILE
 from spec.budget.budget import Budget, DraftDecision, Sizes
 from spec.budget.goodput import Goodput
-from spec.budget.union import DrafterUnion
-from spec.config import SamplingConfig
 from spec.drafter import Acceptance, Drafts, LiveSlots
-from spec.retrieval.group import GroupDrafter
-from spec.retrieval.history import RULE, HistoryDrafter, build_index
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
 PLAIN, EPOCH_STEPS = "plain", 4
-QUESTIONS = environment.ROOT / "policies" / "countdown" / "train.jsonl"
+CONFIG = environment.ROOT / "configs" / "countdown_cpu.gin"
+QUESTIONS = environment.ROOT / "policies" / "countdown" / "few.jsonl"
 SECONDS = {"rollouts": "time/rollout", "steps": "step_time", "tail": "rollout/tail_s"}
 
 
@@ -140,6 +137,17 @@ class Choice:
     sizes: Sizes
     bucket: tuple[int, int]  # slots, positions
 
+    def right(self, responses: Mapping[int, np.ndarray], count_A: np.ndarray) -> int:
+        """Return how many of each request's first draft tokens turned out right, in all.
+
+        The last token of a response comes from a round itself.
+        """
+        total = 0
+        for a, (i, begin) in enumerate(zip(self.request_ids_A, self.emitted_A, strict=True)):
+            next_N = responses[int(i)][begin:]
+            total += min(right_tokens(self.drafts, a, next_N, int(count_A[a])), len(next_N) - 1)
+        return total
+
 
 class Recorded(Budget):
     """A budget whose choices are kept."""
@@ -181,104 +189,94 @@ def right_tokens(drafts: Drafts, a: int, next_N: np.ndarray, count: int) -> int:
 
 
 def in_hindsight(
-    choices: Sequence[Choice], responses: Mapping[int, np.ndarray], times: RoundTimes
+    choices: Sequence[Choice],
+    rounds: Sequence[RoundRecord],
+    responses: Mapping[int, np.ndarray],
+    times: RoundTimes,
 ) -> dict[str, float]:
-    """Split the device seconds of the rounds that were decided on, by measured round times.
+    """Split the device seconds of a rollout, by measured round times.
 
-    A round of A requests emits A + accepted tokens. `best_s` prices each at the size that brings
-    the most tokens a second if right draft tokens alone are verified:
+    A round of A requests emits A + accepted tokens. `best_s` prices each round that was decided on
+    at the size that brings the most tokens a second if right draft tokens alone are verified:
 
         best_s = Σ (A + accepted) · min_M seconds(M) / (A + min(right, M − B))
+
+    Of plain rounds that follow such a decision only the first could have had these draft tokens.
+    `unpadded_s` is of rounds without padding, `right_nodes_s` without wrong draft tokens either.
     """
-    found = dict.fromkeys(("device_s", "best_s", "unpadded_s", "right_nodes_s"), 0.0)
-    tokens = 0
+    plain = [
+        int(r.rounds_A.max()) * (times(r.num_slots, r.num_slots, r.num_positions) or 0.0)
+        for r in rounds
+        if not r.drafted
+    ]
+    names = ("device_s", "best_s", "unpadded_s", "right_nodes_s")
+    found = dict.fromkeys(names, float(sum(plain)))
     for c in choices:
-        (slots, positions), live = c.bucket, len(c.request_ids_A)
+        slots, positions = c.bucket
         seconds = {m: times(slots, m, positions) for m in (slots, *c.sizes)}
         known = {m: s for m, s in seconds.items() if s is not None}
-        taken_A = c.decision.taken_A
-        right = accepted = 0
-        for a, (i, begin) in enumerate(zip(c.request_ids_A, c.emitted_A, strict=True)):
-            next_N = responses[int(i)][begin:]
-            count = int(c.drafts.count_A[a])
-            # the token after the accepted ones comes from the round itself
-            right += min(right_tokens(c.drafts, a, next_N, count), len(next_N) - 1)
-            if taken_A is not None:
-                accepted += min(right_tokens(c.drafts, a, next_N, int(taken_A[a])), len(next_N) - 1)
-        rounds = 1 if taken_A is not None else c.decision.num_rounds
-        emitted = live + accepted
+        taken_A, live = c.decision.taken_A, len(c.request_ids_A)
+        right = c.right(responses, c.drafts.count_A)
         best_rate = max((live + min(right, m - slots)) / s for m, s in known.items())
-        verified = int(taken_A.sum()) if taken_A is not None else 0
-        found["device_s"] += rounds * known[c.decision.num_nodes]
-        found["best_s"] += emitted / best_rate + (rounds - 1) * known[slots]
+        if taken_A is None:
+            found["best_s"] += live / best_rate - known[slots]
+            continue
+        accepted = c.right(responses, taken_A)
         nodes, values = np.array(list(known)), np.array(list(known.values()))
-        found["unpadded_s"] += rounds * float(np.interp(slots + verified, nodes, values))
-        found["right_nodes_s"] += rounds * float(np.interp(slots + accepted, nodes, values))
-        tokens += emitted
-    return found | {"tokens": tokens}
+        found["device_s"] += known[c.decision.num_nodes]
+        found["best_s"] += (live + accepted) / best_rate
+        found["unpadded_s"] += float(np.interp(slots + taken_A.sum(), nodes, values))
+        found["right_nodes_s"] += float(np.interp(slots + accepted, nodes, values))
+    return found
 
 
-def countdown_bench(folder: Path, num_questions: int, group_size: int) -> Bench:
+def countdown_bench(folder: Path) -> Bench:
     """Return a step's requests on the policy in `folder`, with an earlier epoch's responses."""
+    config = load(TrainConfig, [CONFIG])
     model, params = workloads.policy(folder)
     tok = tokenizer.load(folder)
-    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[:num_questions]
+    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
     rows = [
         {"id": str(i), "prompt_ids": tok.encode(json.loads(line)["prompt"])}
-        for i, line in enumerate(lines)
+        for i, line in enumerate(lines[: config.rollout.prompts_per_step])
     ]
-    requests = workloads.group_requests(rows, group_size)
-    sampling = SamplingConfig(max_new_tokens=1024)
-    config = EngineConfig(
-        slots=16, min_slots=4, max_nodes=8, max_round_nodes=64, prefill_chunk_tokens=32
-    )
-    config = dataclasses.replace(config, min_positions=512)
-    past = generate(model, params, requests, sampling, key=step_key(0, 1000))
-    store = RolloutCache()
-    for g, row in enumerate(rows):
-        group = [t.response_ids for t in past if t.group_id == g]
-        store.replace(row["id"], of_group(group, [0.0] * len(group)))
-    prompts = {row["id"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    index, keys = build_index(store, prompts, RULE), dict(enumerate(prompts))
-
-    def drafter(_: Any) -> DrafterUnion:
-        return DrafterUnion([HistoryDrafter(index, keys), GroupDrafter(), NgramDrafter()])
-
-    work = workloads.Workload(
-        *("countdown", model, params, requests, sampling, model.eos_token_ids), {"all": drafter}
-    )
-    return open_bench(work, config)
+    requests = workloads.group_requests(rows, config.rollout.group_size)
+    past = generate(model, params, requests, config.sampling, key=step_key(0, 1000))
+    drafters = workloads.retrieving(rows, past, [0.0] * len(past))
+    given = (model, params, requests, config.sampling, model.eos_token_ids)
+    return open_bench(workloads.Workload("countdown", *given, drafters), config.engine)
 
 
 def hindsight(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of plain rollouts and of drafted ones, and their parts in hindsight."""
-    bench = countdown_bench(arguments.policy, arguments.questions, arguments.group_size)
+    bench = countdown_bench(arguments.policy)
     plain = {t.request_id: t.response_ids for t in bench.phase()}
-    parts, tails = list[dict[str, float]](), {"plain": list[float](), "drafts": list[float]()}
+    tail = last_tenth(bench.records)
+    ends: dict[str, list[tuple[float, float]]] = {"plain": [], "drafts": []}
+    parts, differing = list[dict[str, float]](), 0
 
     def run(kind: str) -> float:
-        if kind == "plain":
-            bench.phase()
-        else:
-            budget = Recorded(Goodput(bench.times))
-            bench.phase(bench.workload.drafters["all"](plain), budget)
-        rounds = bench.records
-        seconds = rounds[-1].ended_s - rounds[0].began_s
-        tails[kind].append(tail_seconds(rounds))
+        nonlocal differing
+        budget = Recorded(Goodput(bench.times))
+        drafts = (bench.workload.drafters["all"](plain), budget) if kind == "drafts" else ()
+        done = bench.phase(*drafts)
+        differing += sum(not np.array_equal(plain[t.request_id], t.response_ids) for t in done)
+        ends[kind].append(end_seconds(bench.records, tail))
+        seconds = ends[kind][-1][0]
         if kind == "drafts":
-            host_s = host_seconds(rounds)
-            found = in_hindsight(budget.choices, plain, bench.times)
+            found = in_hindsight(budget.choices, bench.records, plain, bench.times)
+            host_s = host_seconds(bench.records)
             parts.append(found | {"seconds": seconds, "host_s": host_s})
         return seconds
 
-    kinds = {"plain": lambda: run("plain"), "drafts": lambda: run("drafts")}
-    seconds = in_turns(kinds, arguments.turns)
-    median = {name: float(np.median([p[name] for p in parts])) for name in parts[0]}
+    seconds = in_turns({kind: partial(run, kind) for kind in ends}, arguments.turns)
+    median = {name: float(np.median([p[name] for p in parts[WARM_TURNS:]])) for name in parts[0]}
     return {
         "requests": len(plain),
         "tokens": sum(map(len, plain.values())),
+        "responses_that_differ": differing,
         "ratio": round(float(np.median(seconds["plain"] / seconds["drafts"])), 3),
-        "tail_cut": round(1 - float(np.median(tails["drafts"]) / np.median(tails["plain"])), 3),
+        **tail_figures(list(zip(ends["plain"], ends["drafts"], strict=True))[WARM_TURNS:]),
         "of_best": round(median["best_s"] / median["seconds"], 3),
         "round_ms": {str(k): round(1e3 * s, 3) for k, s in sorted(bench.times.rounds.items())},
         "seconds": {name: round(value, 4) for name, value in median.items()},
@@ -292,7 +290,5 @@ if __name__ == "__main__":
         environment.TRAINING,
         folder=Path("runs/countdown"),
         policy=Path("downloads/countdown"),
-        questions=8,
-        group_size=8,
         turns=5,
     )

@@ -83,11 +83,20 @@ def tiny(
     sampling = SamplingConfig(max_new_tokens=max_new_tokens)
     _, old = policy(before)
     past = generate(model, old, requests, sampling, key=step_key(0, 1000))
+    rewards = [float(_accepted(t, rows[t.group_id]["answer_ids"])) for t in past]
+    drafters = retrieving(rows, past, rewards)
+    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters)
+
+
+def retrieving(
+    rows: Sequence[Mapping[str, Any]], past: Sequence[Trajectory], rewards: Sequence[float]
+) -> dict[str, Callable[[Mapping[int, np.ndarray]], Drafter]]:
+    """Return drafters from text, alone and together, with `past` responses as history."""
     store = RolloutCache()
     for g, row in enumerate(rows):
-        group = [t for t in past if t.group_id == g]
-        rewards = [float(_accepted(t, row["answer_ids"])) for t in group]
-        store.replace(row["id"], of_group([t.response_ids for t in group], rewards))
+        group = [i for i, t in enumerate(past) if t.group_id == g]
+        tokens = [past[i].response_ids for i in group]
+        store.replace(row["id"], of_group(tokens, [rewards[i] for i in group]))
     prompts = {row["id"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
     index = build_index(store, prompts, RULE)
     keys = dict(enumerate(prompts))
@@ -101,8 +110,10 @@ def tiny(
         return lambda _: DrafterUnion([parts[n]() for n in names])
 
     drafters = {n: union(n) for n in parts}
-    drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
-    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters)
+    return drafters | {
+        "first_epoch": union("group", "own"),
+        "all": union("history", "group", "own"),
+    }
 
 
 def _accepted(trajectory: Trajectory, answer_ids: Sequence[int]) -> bool:

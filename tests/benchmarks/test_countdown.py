@@ -1,9 +1,12 @@
 """The miniature's figures, by hand: ratios of runs, right draft tokens, the best in hindsight."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from benchmarks import countdown
+from rl.engine.stats import RoundRecord
 from spec.budget.budget import DraftDecision
 from spec.drafter import no_drafts
 from spec.round_times import RoundTimes
@@ -29,23 +32,33 @@ def test_a_response_that_ends_has_no_right_tokens_behind_its_end():
     assert countdown.right_tokens(tree(), 0, RIGHT[:2], 5) == 2
 
 
+def plain_fetch(num_rounds, slots=4):
+    marks = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    ids, none_A = np.array([3]), np.zeros(1, int)
+    return RoundRecord(*marks, slots, slots, 64, ids, none_A, np.array([num_rounds]), ids)
+
+
 def test_the_best_in_hindsight_verifies_right_tokens_alone():
     times = RoundTimes({(4, 4, 64): 1.0, (4, 8, 64): 1.2, (4, 16, 64): 2.0})
     taken = DraftDecision(16, np.array([2]))  # one right, one wrong
     choice = countdown.Choice(np.array([3]), np.array([0]), tree(), taken, (8, 16), (4, 64))
-    found = countdown.in_hindsight([choice], {3: RIGHT}, times)
-    assert found["tokens"] == 2 and found["device_s"] == 2.0
+    found = countdown.in_hindsight([choice], [], {3: RIGHT}, times)
+    assert found["device_s"] == 2.0
     assert found["best_s"] == pytest.approx(2 * 1.2 / 4), "three right ones fit into eight nodes"
     assert found["unpadded_s"] == pytest.approx(1.1), "of six nodes, between four and eight"
     assert found["right_nodes_s"] == pytest.approx(1.05), "of five"
 
 
-def test_plain_rounds_of_a_spell_count_as_they_are():
-    times = RoundTimes({(4, 4, 64): 1.0, (4, 8, 64): 3.0})
-    spell = DraftDecision(4, num_rounds=16)
-    choice = countdown.Choice(np.array([3]), np.array([3]), no_drafts(1, 6), spell, (8,), (4, 64))
-    found = countdown.in_hindsight([choice], {3: RIGHT}, times)
-    assert found["device_s"] == found["best_s"] == found["unpadded_s"] == 16
+def test_plain_rounds_count_as_they_are_but_one_that_could_have_had_draft_tokens():
+    times = RoundTimes({(4, 4, 64): 1.0, (4, 8, 64): 1.2})
+    spell = DraftDecision(4, num_rounds=64)  # of which a fetch runs 16
+    choice = countdown.Choice(np.array([3]), np.array([0]), tree(), spell, (8,), (4, 64))
+    fetches = [plain_fetch(16), plain_fetch(8)]
+    found = countdown.in_hindsight([choice], fetches, {3: RIGHT}, times)
+    assert found["device_s"] == found["unpadded_s"] == found["right_nodes_s"] == 24
+    assert found["best_s"] == pytest.approx(24 - 1 + 1.2 / 4), "one token of four in a round"
+    without = dataclasses.replace(choice, drafts=no_drafts(1, 6))
+    assert countdown.in_hindsight([without], fetches, {3: RIGHT}, times)["best_s"] == 24
 
 
 def test_runs_are_compared_by_epoch():
