@@ -67,11 +67,10 @@ def forced(
     def step(cache: kv_cache.KVCache, start: jax.Array) -> tuple[kv_cache.KVCache, Any]:
         at_N = start + jnp.arange(num_nodes)
         at_BN = jnp.broadcast_to(at_N, (B, num_nodes))
-        mask_BNS = jnp.broadcast_to(jnp.arange(T) <= at_N[:, None], (B, num_nodes, T))
         start_B = jnp.full(B, start)
         tokens_BN = tokens_BT[:, at_N]
         hidden_BND, cache, _ = transformer.hidden_with_cache(
-            config, params, cache, tokens_BN, at_BN, start_B, mask_BNS
+            config, params, cache, tokens_BN, at_BN, start_B
         )
         logits_BNV = transformer.head(config, params, hidden_BND)
         noise_BN = sampling.position_keys(

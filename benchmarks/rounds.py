@@ -1,11 +1,11 @@
 """Seconds of rounds with draft tokens against plain ones: `python -m benchmarks.rounds --json`.
 
-Random weights of a small shape, all slots busy, half of the positions live. For each number of
-nodes the draft tokens are spread evenly over the slots, and in another row over half of them. Kinds
-of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round is one
-of eight between two fetches, as the engine runs them; a round with draft tokens includes packing,
-call and fetch, but no drafting. Rows of `products` are the products with the weights alone, without
-attention: a bound of any round of so many nodes.
+Random weights of a small shape, or of a --policy's, all slots busy, half of the positions live. For
+each number of nodes the draft tokens are spread evenly over the slots, and in another row over half
+of them. Kinds of rounds take turns; ratios are taken turn by turn, and their medians count. A plain
+round is one of eight between two fetches, as the engine runs them; a round with draft tokens
+includes packing, call and fetch, but no drafting. Rows of `products` are the products with the
+weights alone, without attention: a bound of any round of so many nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from benchmarks.turns import in_turns
-from models import transformer
+from models import hf, transformer
 from models.config import ModelConfig
 from models.layers import rope_turns
 from models.transformer import Params
@@ -117,14 +117,14 @@ class Rounds:
         return tokens_BN, count_B
 
 
-def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure_slots(
+    model: ModelConfig, positions: int, slots: int, sizes: list[int], repeats: int
+) -> list[dict[str, Any]]:
     """Return a row for each number of nodes and way to spread them, plain rounds first."""
-    model, counts = model_config(shape), {"slots": slots, "min_slots": slots}
-    config = EngineConfig(
-        **counts, min_positions=shape.cache, max_nodes=MAX_NODES, rounds_per_fetch=ROUNDS
-    )
+    counts = {"slots": slots, "min_slots": slots, "rounds_per_fetch": ROUNDS}
+    config = EngineConfig(**counts, min_positions=positions, max_nodes=MAX_NODES)
     params = transformer.init(model, jax.random.key(0))
-    rounds = Rounds(Engine(model, config, dtype=jnp.float32), params, shape.cache // 2)
+    rounds = Rounds(Engine(model, config, dtype=jnp.float32), params, positions // 2)
     rows: dict[str, dict[str, Any]] = {"plain": {"slots": slots, "nodes": slots}}
     kinds = {"plain": lambda: rounds.seconds(rounds.plain) / ROUNDS}
 
@@ -155,12 +155,16 @@ def measure_slots(shape: Shape, slots: int, sizes: list[int], repeats: int) -> l
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    shape, rows = Shape(cache=arguments.positions), list[dict[str, Any]]()
+    positions, rows = arguments.positions, list[dict[str, Any]]()
+    shape = Shape(cache=positions)
+    model = hf.shape(arguments.policy) if arguments.policy else model_config(shape)
     for slots in arguments.slots:
-        sizes = [slots * n for n in (2, 4, 8) if slots * n <= 256]
-        rows += measure_slots(shape, slots, sizes, arguments.repeats)
+        sizes = [slots * n for n in (2, 4, 8) if slots * n <= arguments.max_nodes]
+        rows += measure_slots(model, positions, slots, sizes, arguments.repeats)
     return {"rows": rows}
 
 
 if __name__ == "__main__":
-    environment.run(__doc__, measure, slots=(64, 16, 4), positions=192, repeats=21)
+    environment.run(
+        __doc__, measure, slots=(64, 16, 4), positions=192, max_nodes=256, repeats=21, policy=""
+    )

@@ -10,7 +10,8 @@ of each, X = T·C.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,11 @@ class Trees:
     """Places of packed nodes by cache row: node m is the `place_M`-th of row `row_M`.
 
     Row b has up to W consecutive nodes from `first_B` on. `path_BWW[b, i, j]`: its j-th node is its
-    i-th or an ancestor of that.
+    i-th or an ancestor of that. `parent_M` is −1 for roots.
     """
 
     row_M: jax.Array
+    parent_M: jax.Array
     place_M: jax.Array
     first_B: jax.Array
     path_BWW: jax.Array
@@ -107,6 +109,17 @@ class Chunks:
         return jnp.min(jnp.where(same_TT, self.start_T, jnp.max(self.start_T)), axis=1)
 
     @property
+    def parent_X(self) -> jax.Array:
+        """Return the token before each one in its row, −1 for the row's first."""
+        C = self.tokens_TC.shape[1]
+        x_X = jnp.arange(self.tokens_TC.size, dtype=jnp.int32)
+        start_T1, start_X = self.start_T[:, None], self.start_T[x_X // C]
+        before_TX = (self.slot_T[:, None] == self.slot_X) & (start_X < start_T1)
+        before_TX &= self.positions_TC.reshape(-1) == start_T1 - 1
+        before_T = jnp.where(jnp.any(before_TX, axis=1), jnp.argmax(before_TX, axis=1), -1)
+        return jnp.where(x_X % C == 0, before_T[x_X // C], x_X - 1).astype(jnp.int32)
+
+    @property
     def mask_XX(self) -> jax.Array:
         """mask[x, y]: token y is x or before it in its row, each position once; bool [X, X].
 
@@ -134,6 +147,21 @@ class PartialSoftmax:
     total: jax.Array
 
 
+class After(NamedTuple):
+    """The place of X tokens that the cache does not hold yet; int32.
+
+    A token follows token `parent_X`, or if that is −1 the first `length_X` positions of row
+    `row_X`. Tokens of no row see anything.
+    """
+
+    row_X: jax.Array
+    length_X: jax.Array
+    parent_X: jax.Array
+
+
+Portable = Callable[[], jax.Array]
+
+
 class CachedLayer(Protocol):
     """A layer's keys and values of all slots, in any memory layout."""
 
@@ -145,6 +173,12 @@ class CachedLayer(Protocol):
         self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
     ) -> PartialSoftmax:
         """Attend from C tokens to the first `length` positions of a slot, for T of these."""
+        ...
+
+    def of_new(
+        self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
+    ) -> jax.Array:
+        """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
         ...
 
 
@@ -182,10 +216,32 @@ def attend_nodes(
 
     Without `trees` node m is the only one of row m. Rows are padded to W nodes.
     """
+    new = q_MHh, k_MKh, v_MKh
     if trees is None:
-        of_prefix = cached.of_prefix(q_MHh[:, None], length_B)
-        own = _of_itself(q_MHh[:, None], k_MKh[:, None], v_MKh[:, None])
-        return joined(of_prefix, own)[:, 0].astype(v_MKh.dtype)
+        row_M = jnp.arange(len(q_MHh), dtype=jnp.int32)
+        after = After(row_M, length_B, jnp.full_like(row_M, -1))
+        return cached.of_new(*new, after, lambda: _of_roots(*new, cached, length_B))
+    length_M = jnp.take(length_B, trees.row_M, mode="clip")
+    after = After(trees.row_M, length_M, trees.parent_M)
+    return cached.of_new(*new, after, lambda: _of_trees(*new, cached, length_B, trees))
+
+
+def _of_roots(
+    q_MHh: jax.Array, k_MKh: jax.Array, v_MKh: jax.Array, cached: CachedLayer, length_B: jax.Array
+) -> jax.Array:
+    of_prefix = cached.of_prefix(q_MHh[:, None], length_B)
+    own = _of_itself(q_MHh[:, None], k_MKh[:, None], v_MKh[:, None])
+    return joined(of_prefix, own)[:, 0].astype(v_MKh.dtype)
+
+
+def _of_trees(
+    q_MHh: jax.Array,
+    k_MKh: jax.Array,
+    v_MKh: jax.Array,
+    cached: CachedLayer,
+    length_B: jax.Array,
+    trees: Trees,
+) -> jax.Array:
     W = trees.path_BWW.shape[1]
     node_BW = trees.first_B[:, None] + jnp.arange(W)
     q_BWHh, k_BWKh, v_BWKh = (
@@ -206,16 +262,31 @@ def attend_chunks(
     chunks: Chunks,
 ) -> jax.Array:
     """Attention of chunks: to the cached positions of their row, and to the row's tokens so far."""
+    new = q_TCHh, k_TCKh, v_TCKh
+    q_XHh, k_XKh, v_XKh = (x.reshape(-1, *x.shape[2:]) for x in new)
+    length_X = jnp.repeat(chunks.prefix_T, q_TCHh.shape[1])
+    after = After(chunks.slot_X, length_X, chunks.parent_X)
+    out_XHh = cached.of_new(q_XHh, k_XKh, v_XKh, after, lambda: _of_chunks(*new, cached, chunks))
+    return out_XHh.reshape(q_TCHh.shape)
+
+
+def _of_chunks(
+    q_TCHh: jax.Array,
+    k_TCKh: jax.Array,
+    v_TCKh: jax.Array,
+    cached: CachedLayer,
+    chunks: Chunks,
+) -> jax.Array:
     of_prefix = cached.of_chunks(q_TCHh, jnp.maximum(chunks.slot_T, 0), chunks.prefix_T)
     if chunks.are_apart:
         k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
         own = partial_attention(q_TCHh, k_TKhC, v_TKCh, causal_mask(q_TCHh.shape[1]))
-        return joined(of_prefix, own).astype(v_TCKh.dtype)
+        return joined(of_prefix, own).astype(v_TCKh.dtype).reshape(-1, *q_TCHh.shape[2:])
     q_1XHh, k_1XKh, v_1XKh = (x.reshape(1, -1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
     k_1KhX, v_1KXh = k_1XKh.transpose(0, 2, 3, 1), v_1XKh.transpose(0, 2, 1, 3)
     own = partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])
     own = jax.tree.map(lambda x: x.reshape(*q_TCHh.shape[:3], -1), own)
-    return joined(of_prefix, own).astype(v_TCKh.dtype)
+    return joined(of_prefix, own).astype(v_TCKh.dtype).reshape(-1, *q_TCHh.shape[2:])
 
 
 def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:

@@ -12,6 +12,7 @@ h head size, W feature width.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -19,10 +20,10 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from models.attention import PartialSoftmax, attend, partial_attention
+from models.attention import After, PartialSoftmax, Portable, attend, partial_attention
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from models.sharding import constrain
+from models.sharding import constrain, sizes_in_use
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # of positions in a layer's keys, and in values and features
 CPU_WRITES = 16  # entries that a CPU writes at a time
@@ -72,18 +73,43 @@ class Rows:
         which = jnp.sum(jnp.max(length_T) > jnp.array(sizes[:-1]))
         return jax.lax.switch(which, [partial(of_first, size) for size in sizes])
 
+    def of_new(
+        self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
+    ) -> jax.Array:
+        """Attend from X tokens to all before them and themselves; `portable` if no kernel does.
+
+        On one CPU device there is a kernel for float32.
+        """
+        from models.kernels import cached_rows_cpu  # numba: half a second to import
+
+        one_device = math.prod(sizes_in_use().values()) == 1
+        dtypes = q_XHh.dtype, self.keys_BKhS.dtype
+        if not (one_device and cached_rows_cpu.takes(q_XHh.shape[-1], *dtypes)):
+            return portable()
+        new, held = (q_XHh, k_XKh, v_XKh), (self.keys_BKhS, self.values_BKSh)
+        kernel = partial(cached_rows_cpu.attend, *new, *held, *after)
+        return jax.lax.platform_dependent(cpu=kernel, default=portable)
+
     def append_and_attend(
-        self,
-        q_BNHh: jax.Array,
-        k_BNKh: jax.Array,
-        v_BNKh: jax.Array,
-        start_B: jax.Array,
-        mask_BNS: jax.Array,
+        self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array
     ) -> tuple[Rows, jax.Array]:
-        """Write N entries of each row from `start` on, and attend from their nodes by the mask."""
+        """Write N entries of each row from `start` on; attend from each node to all up to it."""
+        (B, N), S = q_BNHh.shape[:2], self.keys_BKhS.shape[-1]
         keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
         values = pin(write_values(self.values_BKSh, v_BNKh, start_B))
-        return Rows(keys, values), attend(q_BNHh, keys, values, mask_BNS)
+        x_X = jnp.arange(B * N, dtype=jnp.int32)
+        row_X = jnp.where((start_B + N <= S)[x_X // N], x_X // N, -1)
+        after = After(row_X, start_B[x_X // N], jnp.where(x_X % N == 0, -1, x_X - 1))
+
+        def portable() -> jax.Array:
+            mask_BNS = jnp.arange(S) <= (start_B[:, None] + jnp.arange(N))[..., None]
+            return attend(q_BNHh, keys, values, mask_BNS).reshape(B * N, *q_BNHh.shape[2:])
+
+        written = Rows(keys, values)
+        new = q_BNHh, k_BNKh, v_BNKh
+        q_XHh, k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in new)
+        out_XHh = written.of_new(q_XHh, k_XKh, v_XKh, after, portable)
+        return written, out_XHh.reshape(q_BNHh.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -120,11 +146,6 @@ class KVCache:
         keys = tuple(layer.keys_BKhS for layer in layers)
         values = tuple(layer.values_BKSh for layer in layers)
         return dataclasses.replace(self, keys=keys, values=values, features=features)
-
-    def seen_from(self, start_B: jax.Array, num_nodes: int = 1) -> jax.Array:
-        """Return the mask of N nodes of each row, from position `start` on; bool [B, N, S]."""
-        positions_BN = start_B[:, None] + jnp.arange(num_nodes)
-        return jnp.arange(self.num_positions) <= positions_BN[..., None]
 
     def with_features(self, features_BNW: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
         """Return the features with N new nodes written to each row, from `start` on."""

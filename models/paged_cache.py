@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models import kv_cache
-from models.attention import PartialSoftmax, causal_mask, joined, partial_attention
+from models.attention import After, PartialSoftmax, Portable, causal_mask, joined, partial_attention
 from models.config import ModelConfig
 from models.kv_cache import FEATURES, VALUES, Entries, Kind, KVCache, Pending, pin
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
@@ -73,19 +73,23 @@ class Pages:
         of_slots = dataclasses.replace(self, table_BN=table_TN, anywhere=True)
         return of_slots.of_prefix(q_TCHh, length_T)
 
+    def of_new(
+        self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
+    ) -> jax.Array:
+        """Attend from X tokens to all before them and themselves; `of_prefix` has kernels."""
+        return portable()
+
     def append_and_attend(
         self,
         q_BNHh: jax.Array,
         k_BNKh: jax.Array,
         v_BNKh: jax.Array,
         start_B: jax.Array,
-        mask: jax.Array | None,
     ) -> tuple[Pages, jax.Array]:
         """Write N entries of each slot from `start` on; attend from each node to all up to it.
 
         Slots without a page there write nothing, and get 0 if N is 1.
         """
-        assert mask is None, "a node sees all positions up to its own"
         if q_BNHh.shape[1] > 1:
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
@@ -184,10 +188,6 @@ class PagedCache:
         keys = tuple(layer.keys_PKTh for layer in layers)
         values = tuple(layer.values_PKTh for layer in layers)
         return dataclasses.replace(self, keys=keys, values=values, features=features)
-
-    def seen_from(self, start_B: jax.Array, num_nodes: int = 1) -> jax.Array | None:
-        """Return no mask: a node sees all positions up to itself."""
-        return None
 
     def with_features(self, features_B1F: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
         """Return the features with a new node written to each slot, at `start`."""

@@ -193,13 +193,12 @@ def hidden_with_cache(
     tokens_BN: jax.Array,
     positions_BN: jax.Array,
     start_B: jax.Array,
-    mask_BNS: jax.Array | None,
     chunks: Chunks | None = None,
 ) -> tuple[jax.Array, Cached, Entries]:
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
-    Entries go to `start … start+N−1` of each row; node n then attends to positions of `mask_BNS`
-    (its entry included). A row is not written if `start + N > S`; its hidden states are
+    Entries go to `start … start+N−1` of each row; node n then attends to all positions up to its
+    own. A row is not written if `start + N > S`; its hidden states are
     meaningless. With one node a slot, `chunks` may be computed too; their entries, the last result,
     are not written.
     """
@@ -214,7 +213,7 @@ def hidden_with_cache(
     x_XND = embed(params.embedding_VD, tokens_XN)
     for i, layer in enumerate(params.layers):
         x_XND, held, entry = _cached_layer(
-            config, layer, x_XND, rope, cache.layer(i), start_B, mask_BNS, chunks
+            config, layer, x_XND, rope, cache.layer(i), start_B, chunks
         )
         layers.append(held)
         entries.append(entry)
@@ -295,7 +294,6 @@ def _cached_layer(
     rope: tuple[jax.Array, jax.Array],
     cached: Any,
     start_B: jax.Array,
-    mask_BNS: jax.Array | None,
     chunks: Chunks | None = None,
 ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array]]:
     """Apply a layer to N nodes of every slot, then to tokens of chunks (with them N is 1).
@@ -307,7 +305,7 @@ def _cached_layer(
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
         nodes = q_XNHh[:B], k_XNKh[:B], v_XNKh[:B]
-        held, out_BNHh = cached.append_and_attend(*nodes, start_B, mask_BNS)
+        held, out_BNHh = cached.append_and_attend(*nodes, start_B)
         seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
         if chunks is None:
             return out_BNHh

@@ -159,7 +159,7 @@ def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
     place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
     node_BW = jnp.minimum(first_B[:, None] + jnp.arange(W), M - 1)
     above_BW = jnp.maximum(nodes.parents_M[node_BW] - first_B[:, None], -1)
-    return Trees(nodes.slots_M, place_M, first_B, _paths(above_BW))
+    return Trees(nodes.slots_M, nodes.parents_M, place_M, first_B, _paths(above_BW))
 
 
 def _paths(above_BW: jax.Array) -> jax.Array:

@@ -107,13 +107,14 @@ def verify(
         depth_M = _of_nodes(_depths(trees), trees)
         of_slots = jax.tree.map(lambda x: jnp.take(x, nodes.slots_M, axis=0, mode="clip"), slots)
     positions_M = of_slots.length + depth_M
+    room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
+    length_B = jnp.where(room_B > 0, slots.length, 0)  # rows at rest need not be read
     hidden_XD, entries = transformer.hidden_of_nodes(
-        config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
+        config, params, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
     )
     tokens_M, logprobs_M, reused_M = _draw(
         config, params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
     )
-    room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     if trees is None:
         emitted_M = room_B > 0
         count_B, last_B = emitted_M.astype(jnp.int32), tokens_M
@@ -214,8 +215,7 @@ def decode(
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
-    mask_B1S = cache.seen_from(start_B)
-    nodes = slots.last_token[:, None], slots.length[:, None], start_B, mask_B1S
+    nodes = slots.last_token[:, None], slots.length[:, None], start_B
     hidden_B1D, cache, entries = transformer.hidden_with_cache(
         config, params, cache, *nodes, chunks
     )

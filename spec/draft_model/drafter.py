@@ -154,10 +154,9 @@ def run_tokens(
 ) -> tuple[jax.Array, Cached]:
     """Run tokens at positions `start …` of their rows with causal attention."""
     positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
-    mask_BCS = cache.seen_from(start_B, tokens_BC.shape[1])
-    return transformer.hidden_with_cache(
-        config, params, cache, tokens_BC, positions_BC, start_B, mask_BCS
-    )[:2]
+    return transformer.hidden_with_cache(config, params, cache, tokens_BC, positions_BC, start_B)[
+        :2
+    ]
 
 
 def _draw(

@@ -1,5 +1,7 @@
 """Attention of packed nodes and chunks against the whole sequence that each token ends."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,13 @@ T = 4  # positions of a page
 ATTEND = jax.jit(attend_nodes)
 
 
-def rows(keys_BKhS, values_BKSh):
-    return Rows(keys_BKhS, values_BKSh)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PortableRows(Rows):
+    """Rows without a kernel."""
+
+    def of_new(self, q_XHh, k_XKh, v_XKh, after, portable):
+        return portable()
 
 
 def pages(keys_BKhS, values_BKSh):
@@ -36,7 +43,7 @@ def pages(keys_BKhS, values_BKSh):
     return Pages(cut(keys_BKSh), cut(values_BKSh), table_BN.astype(np.int32))
 
 
-LAYOUTS = pytest.mark.parametrize("cached", [rows, pages])
+LAYOUTS = pytest.mark.parametrize("cached", [Rows, PortableRows, pages])
 
 
 def one_by_one(q, k, v, keys, values, lengths, slots, parents):
@@ -127,7 +134,8 @@ def test_chunks_attend_to_their_row_and_to_their_tokens_so_far(cached, lengths, 
     assert np.isfinite(got).all()
 
 
-def test_chunks_of_a_row_see_those_before_them():
+@pytest.mark.parametrize("cached", [Rows, PortableRows])
+def test_chunks_of_a_row_see_those_before_them(cached):
     """Whatever their order; the last of row 1 begins three tokens before the one before it ends."""
     C, slot_T, start_T = 4, np.array([1, 0, 1, 1, -1]), np.array([7, 3, 3, 8, 0])
     *new, keys, values, _ = inputs(5 * C, (3, 3, 0), 1.0)
@@ -135,7 +143,7 @@ def test_chunks_of_a_row_see_those_before_them():
     new = [np.array(x).reshape(5, C, *x.shape[1:]) for x in new]
     for x in new[1:]:
         x[3, :3] = x[0, 1:]  # the same tokens
-    got = jax.jit(attend_chunks)(*new, Rows(keys, values), chunks)
+    got = jax.jit(attend_chunks)(*new, cached(keys, values), chunks)
     path = [(2, c) for c in range(C)] + [(0, c) for c in range(C)] + [(3, 3)]
     q_XHh, k_XKh, v_XKh = (np.stack([x[at] for at in path]) for x in new)
     want = one_by_one(
@@ -145,7 +153,7 @@ def test_chunks_of_a_row_see_those_before_them():
     np.testing.assert_allclose(np.stack([got[at] for at in path]), want, atol=1e-5)
     alone = jax.jit(attend_chunks)(
         *(x[1:2] for x in new),
-        Rows(keys, values),
+        cached(keys, values),
         Chunks(slot_T[1:2], start_T[1:2], np.zeros((1, C))),
     )
     np.testing.assert_allclose(got[1], alone[0], atol=1e-5)

@@ -66,18 +66,11 @@ def empty_cache(config):
     return kv_cache.init(config, num_slots=B, num_positions=S, dtype=jnp.float32)
 
 
-def chain_mask(start_B, num_nodes):
-    """Node n of a chain attends to every position up to start + n; bool [B, N, S]."""
-    last_BN = np.asarray(start_B)[:, None] + np.arange(num_nodes)
-    return np.arange(S) <= last_BN[..., None]
-
-
 def run_chain(config, params, cache, tokens_BN, start_B):
     start_B = np.asarray(start_B, np.int32)
     N = tokens_BN.shape[1]
     positions_BN = start_B[:, None] + np.arange(N, dtype=np.int32)
-    mask_BNS = chain_mask(start_B, N)
-    hidden, cache, _ = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
+    hidden, cache, _ = CACHED(config, params, cache, tokens_BN, positions_BN, start_B)
     return np.asarray(transformer.head(config, params, hidden)), cache
 
 
@@ -154,9 +147,9 @@ def test_float32_is_float32_on_every_backend(config):
         return jnp.sum(transformer.logits(config, params, random_tokens()))
 
     def cached(params):
-        tokens_B1, mask_B1S = random_tokens()[:, :1], np.ones((B, 1, S), bool)
+        tokens_B1 = random_tokens()[:, :1]
         cache = kv_cache.init(config, B, S, params.final_norm_D.dtype)
-        rest = tokens_B1, start_B[:, None], start_B, mask_B1S
+        rest = tokens_B1, start_B[:, None], start_B
         hidden, _, _ = transformer.hidden_with_cache(config, params, cache, *rest)
         return transformer.head(config, params, hidden)
 

@@ -1,0 +1,93 @@
+"""Attention over rows of a cache on a CPU, against float64 and bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.kernels import cached_rows_cpu
+
+ATTEND = jax.jit(cached_rows_cpu.attend)
+
+
+def inputs(X, B, S, K, G, h, scale=1.0):
+    rng = np.random.default_rng(0)
+    shapes = (X, K * G, h), (X, K, h), (X, K, h), (B, K, h, S), (B, K, S, h)
+    return [jnp.asarray(scale * rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def one_by_one(q, k, v, keys, values, row_X, length_X, parent_X):
+    """softmax(q·k/√h)·v of each token over the positions and tokens before it, in float64."""
+    q, k, v, keys, values = (np.asarray(x, float) for x in (q, k, v, keys, values))
+    out, G = np.zeros(q.shape), q.shape[1] // k.shape[1]
+    for x, (b, length) in enumerate(zip(row_X, length_X, strict=True)):
+        if b >= 0:
+            path, at = [], x
+            while at >= 0:
+                path, at = [at, *path], parent_X[at]
+            k_TKh = np.concatenate([keys[b, :, :, :length].transpose(2, 0, 1), k[path]])
+            v_TKh = np.concatenate([values[b, :, :length].transpose(1, 0, 2), v[path]])
+            scores = np.einsum("hd,thd->ht", q[x], np.repeat(k_TKh, G, 1)) / np.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            weights /= weights.sum(1, keepdims=True)
+            out[x] = np.einsum("ht,thd->hd", weights, np.repeat(v_TKh, G, 1))
+    return out
+
+
+@pytest.mark.parametrize("K, G, h, scale", [(1, 1, 4, 1.0), (2, 7, 12, 5.0), (3, 2, 64, 1.0)])
+def test_it_attends_to_all_before_a_token(K, G, h, scale):
+    """Rows of any length, in any order, more tokens of a row than are taken at once; padding."""
+    given = inputs(16, 3, 600, K, G, h, scale)
+    row_X = np.repeat(np.int32([2, 0, 1, -1, 3]), [10, 3, 1, 1, 1])  # 3: there is no such row
+    length_X = np.int32([600, 0, 258, -1])[row_X]
+    parent_X = np.int32([-1, 0, 0, 2, 3, 4, 5, 6, 7, 1, -1, 10, 11, -1, -1, -1])
+    row_X[-1] = -1
+    got = ATTEND(*given, row_X, length_X, parent_X)
+    want = one_by_one(*given, row_X, length_X, parent_X)
+    np.testing.assert_allclose(got, want, atol=3e-6 * scale**3)
+    np.testing.assert_array_equal(
+        ATTEND(*given, np.where(row_X < 0, 3, row_X), length_X, parent_X), got
+    )
+
+
+@pytest.mark.parametrize("length", [0, 1, 254, 255, 256, 1030])
+def test_a_token_has_the_same_bits_in_a_tree_and_after_its_ancestors_are_written(length):
+    K, G, h, T = 2, 2, 32, 5
+    q, k, v, keys, values = inputs(T, 2, length + T, K, G, h)
+    at_T = np.arange(T, dtype=np.int32)
+    chain = ATTEND(q, k, v, keys, values, np.ones_like(at_T), at_T * 0 + length, at_T - 1)
+    for t in range(T):
+        keys = keys.at[1, :, :, length + t].set(k[t])
+        values = values.at[1, :, length + t].set(v[t])
+        if t + 1 < T:
+            next_one = (x[t + 1 : t + 2] for x in (q, k, v))
+            place = (np.int32([n]) for n in (1, length + t + 1, -1))
+            alone = ATTEND(*next_one, keys, values, *place)
+            np.testing.assert_array_equal(alone[0], chain[t + 1])
+
+
+def test_many_calls_at_once_share_the_threads():
+    """Two programs run at a time, each with calls that depend on one another."""
+    given = inputs(32, 8, 512, 4, 2, 32)
+    row_X = np.repeat(np.arange(8, dtype=np.int32), 4)
+    place = row_X, row_X * 0 + 500, row_X * 0 - 1
+
+    @jax.jit
+    def many(q, *rest):
+        for _ in range(20):
+            q = cached_rows_cpu.attend(q, *rest)
+        return q
+
+    found = [many(*given, *place) for _ in range(8)]
+    for one in found:
+        np.testing.assert_array_equal(one, found[0])
+    want = given[0]
+    for _ in range(20):
+        want = jnp.float32(one_by_one(want, *given[1:], *place))
+    np.testing.assert_allclose(found[0], want, atol=1e-5)
+
+
+def test_takes():
+    assert cached_rows_cpu.takes(64, jnp.float32, jnp.float32)
+    assert not cached_rows_cpu.takes(66, jnp.float32)
+    assert not cached_rows_cpu.takes(64, jnp.float32, jnp.bfloat16)
