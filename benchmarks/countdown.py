@@ -3,8 +3,8 @@
     python -m rl.ablate --gin_file=configs/ablations/countdown.gin
     python -m benchmarks.countdown training --folder runs/countdown --json
 
-training   Reads the runs of the grid: seconds of rollouts, steps and tails of each variant against
-           plain rollouts of the same steps, and responses that differ. Nothing is replayed.
+training   Reads the finished runs of a grid: seconds of rollouts, steps and tails of each variant
+           against the plain run with the same noise, and responses that differ.
 hindsight  Rolls out one step's requests with drafts, in turns with plain rollouts, and compares
            with a budget that knows which draft tokens turn out right.
 """
@@ -30,61 +30,101 @@ from rl.engine.stats import RoundRecord, host_seconds
 from rl.gin.loader import load
 from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
 from rl.rollout import generate
-from rl.runtime.run_files import METRICS_FILE, SAMPLES_FILE
+from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE
 from spec.budget.budget import Budget, DraftDecision, Sizes
 from spec.budget.goodput import Goodput
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
-PLAIN, EPOCH_STEPS = "plain", 4
+PLAIN = "plain"
 CONFIG = environment.ROOT / "configs" / "countdown_cpu.gin"
 QUESTIONS = environment.ROOT / "policies" / "countdown" / "few.jsonl"
 SECONDS = {"rollouts": "time/rollout", "steps": "step_time", "tail": "rollout/tail_s"}
+LATER = (  # means over the steps after the first epoch
+    *("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"),
+    *("spec/reused_fraction", "ahead/kept_fraction"),
+)
 
 
 # --- training -----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run of a grid; `responses` by step, question and sample."""
+
+    variant: str
+    config: TrainConfig
+    rows: list[Row]
+    responses: dict[tuple[Any, ...], str]
+
+    @property
+    def is_plain(self) -> bool:
+        sched, is_alone = self.config.sched, self.config.sched.workers == 1
+        saves = self.config.speculation.enabled or self.config.reuse.enabled
+        return is_alone and sched.mode == "sync" and not saves
+
+    @property
+    def is_exact(self) -> bool:
+        """True if its responses must be its baseline's."""
+        reuse = self.config.reuse
+        return self.config.sched.mode != "pipeline" and (reuse.couples_noise or not reuse.enabled)
+
+    @property
+    def draws(self) -> tuple[Any, ...]:
+        """The settings of its noise and of the distribution, which its baseline shares."""
+        config = self.config
+        return config.run.seed, config.sampling, config.reuse.couples_noise
+
+    @property
+    def epoch_steps(self) -> int:
+        return len({key[1] for key in self.responses}) // self.config.rollout.prompts_per_step
+
+
 def training(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the conditions of plain rollouts, and a row for each variant and seed."""
-    runs = {path.parent.name: path.parent for path in arguments.folder.glob(f"*/{METRICS_FILE}")}
-    seeds = sorted(int(name.rpartition("-")[2]) for name in runs if name.startswith(f"{PLAIN}-"))
-    rows = []
-    for seed in seeds:
-        base = steps_of(runs[f"{PLAIN}-{seed}"])
-        texts = responses(runs[f"{PLAIN}-{seed}"])
-        for name, folder in sorted(runs.items()):
-            if name.endswith(f"-{seed}"):
-                found = {"variant": name.rpartition("-")[0], "seed": seed}
-                found |= against(steps_of(folder), base)
-                others = responses(folder)
-                found["responses"] = len(texts)
-                found["responses_that_differ"] = sum(others[k] != x for k, x in texts.items())
-                rows.append(found)
-    plain = [read_metrics(runs[f"{PLAIN}-{seed}"] / METRICS_FILE) for seed in seeds]
-    return {"conditions": conditions(plain), "rows": rows}
+    found = [read(path.parent) for path in sorted(arguments.folder.glob(f"*/{METRICS_FILE}"))]
+    runs = [run for run in found if len(step_rows(run.rows)) == run.config.run.steps]
+    plain = {run.draws: run for run in runs if run.is_plain}
+    rows = [compared(run, plain[run.draws]) for run in runs if run.draws in plain]
+    return {"conditions": conditions([r.rows for r in runs if r.variant == PLAIN]), "rows": rows}
 
 
-def steps_of(folder: Path) -> list[Row]:
-    return step_rows(read_metrics(folder / METRICS_FILE))
+def read(folder: Path) -> Run:
+    """Return the run in a folder; a result's keys have no dots, hence a variant's name has none."""
+    samples = {
+        (r["step"], r["example_id"], r["sample_index"]): r["completion"]
+        for r in read_samples(folder)
+    }
+    variant = folder.name.rpartition("-")[0].replace(".", "_")
+    config = load(TrainConfig, [folder / CONFIG_FILE])
+    return Run(variant, config, read_metrics(folder), samples)
 
 
-def responses(folder: Path) -> dict[tuple[Any, ...], str]:
-    """Return the response of each request: (step, question, sample)."""
-    rows = read_samples(folder / SAMPLES_FILE)
-    return {(r["step"], r["example_id"], r["sample_index"]): r["completion"] for r in rows}
+def compared(run: Run, base: Run) -> dict[str, Any]:
+    """Return the figures of a run, and ratios to the plain run with its noise."""
+    return {
+        "variant": run.variant,
+        "seed": run.config.run.seed,
+        "baseline": base.variant,
+        "is_exact": run.is_exact,
+        **against(step_rows(run.rows), step_rows(base.rows), base.epoch_steps),
+        "responses": len(base.responses),
+        "responses_that_differ": sum(run.responses.get(k) != x for k, x in base.responses.items()),
+    }
 
 
-def against(rows: Sequence[Row], base: Sequence[Row]) -> dict[str, Any]:
+def against(rows: Sequence[Row], base: Sequence[Row], epoch_steps: int) -> dict[str, Any]:
     """Return how many times faster a run's steps are than plain ones, by epoch.
 
         (plain seconds / plain response tokens) / (seconds / response tokens)
 
-    Reuse draws other responses, of other lengths. `tail` is the share of its seconds that is gone.
+    `tail` is the share of its seconds that is gone. A pipeline's rollouts have no seconds apart.
+    `seconds` are of all steps.
     """
     found: dict[str, Any] = {}
-    epochs = {"first": slice(0, EPOCH_STEPS), "later": slice(EPOCH_STEPS, None)}
+    epochs = {"first": slice(0, epoch_steps), "later": slice(epoch_steps, None)}
     for epoch, steps in epochs.items():
         plain, own = base[steps], rows[steps]
         plain_tokens, tokens = (
@@ -92,13 +132,16 @@ def against(rows: Sequence[Row], base: Sequence[Row]) -> dict[str, Any]:
             for some in (plain, own)
         )
         for name, metric in SECONDS.items():
-            ratio = _total(plain, metric) / plain_tokens / (_total(own, metric) / tokens)
-            found[f"{epoch}/{name}"] = round(1 - 1 / ratio if name == "tail" else ratio, 3)
-    for metric in ("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"):
-        values = [row[metric] for row in rows[EPOCH_STEPS:] if metric in row]
+            found[f"{epoch}/{name}"] = None
+            if name == "steps" or "time/rollout" in own[0]:
+                ratio = _total(plain, metric) / plain_tokens / (_total(own, metric) / tokens)
+                found[f"{epoch}/{name}"] = round(1 - 1 / ratio if name == "tail" else ratio, 3)
+    for metric in LATER:
+        values = [row[metric] for row in rows[epoch_steps:] if metric in row]
         found[metric] = round(float(np.mean(values)), 3) if values else None
     evals = [row["eval/mean_reward"] for row in rows if "eval/mean_reward" in row]
     found["eval_reward"] = evals[-1] if evals else None
+    found["seconds"] = round(_total(rows, "step_time"), 1)
     return found
 
 
@@ -109,15 +152,14 @@ def _total(rows: Sequence[Row], metric: str) -> float:
 def conditions(runs: Sequence[Sequence[Row]]) -> dict[str, float]:
     """Return tail, lengths and rewards of plain runs, and how entropy changes; means over seeds."""
     rows = [row for run in runs for row in step_rows(run)]
-    ends = [(step_rows(run)[0], step_rows(run)[-1]) for run in runs]
     longest = [row["completions/max_length"] / row["completions/mean_length"] for row in rows]
     tails = [row["rollout/tail_s"] / row["time/rollout"] for row in rows]
     figures = {
         "longest_to_mean": np.median(longest),
         "last_tenth_share": np.median(tails),
         "mean_tokens": np.mean([row["completions/mean_length"] for row in rows]),
-        "entropy_first": np.mean([first["entropy"] for first, _ in ends]),
-        "entropy_last": np.mean([last["entropy"] for _, last in ends]),
+        "entropy_first": np.mean([step_rows(run)[0]["entropy"] for run in runs]),
+        "entropy_last": np.mean([run[-1]["entropy"] for run in runs]),
         "eval_before": np.mean([run[0]["eval/mean_reward"] for run in runs]),
     }
     return {name: round(float(value), 4) for name, value in figures.items()}

@@ -170,6 +170,18 @@ def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path
     return grid
 
 
+def checked_examples(grid: Sequence[Cell]) -> int:
+    """Return the number of examples of the first variant; raise ConfigError for a faulty one."""
+    counts = []
+    for cell in grid:
+        if cell.seed == grid[0].seed:  # no check depends on the seed
+            try:
+                counts.append(len(open_inputs(cell.config).task))
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"variant {cell.name!r}: {error}") from error
+    return counts[0]
+
+
 def folder_name(name: str) -> str:
     """Return the name of a variant's folder."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_.") or "_"
@@ -339,7 +351,7 @@ def main(argv: Sequence[str]) -> int:
         config = load(AblationRun, args.gin_file, overrides)
         folder = Path(config.ablation.directory or Path("runs") / Path(args.gin_file[-1]).stem)
         grid = cells(args.gin_file, overrides, folder.absolute())
-        num_examples = len(open_inputs(grid[0].config).task)
+        num_examples = checked_examples(grid)
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE

@@ -34,7 +34,6 @@ def unused_settings(config: TrainConfig) -> list[str]:
             'Speculation.budget = "aimd" or "histospec" in Speculation.sources',
         ),
         "Speculation.group_update_tokens": ("group" in drafters, '"group" in Speculation.sources'),
-        "Reuse.schedule": (config.reuse.mode != "off", "a Reuse.mode other than off"),
         "Algorithm.kl_estimator": (
             config.algorithm.kl_coefficient > 0,
             "Algorithm.kl_coefficient above 0",
@@ -62,7 +61,7 @@ def unused_settings(config: TrainConfig) -> list[str]:
         if fields and not is_used:
             notes.append(f"{', '.join(fields)}: no effect in this run, it takes {needs}")
     is_chosen = "last" in speculation.sources and "Speculation.sources" in changed
-    if speculation.enabled and is_chosen and config.reuse.mode == "off":
+    if speculation.enabled and is_chosen and not config.reuse.enabled:
         notes.append('"last" in Speculation.sources: no effect without a Reuse.mode')
     return notes
 

@@ -126,7 +126,8 @@ class ReuseConfig:
     `mode`: `off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ · p_new / p_old),
     up to the first that is not; λ a number, `e^0.5`, `inf`); its ablations `delayed:λ` (the epoch
     before the last), `random` and `full`; `coupled` (noise repeats from epoch to epoch, tokens are
-    kept while the policy draws them again). `schedule` changes λ: `constant`, `linear:END:STEPS`,
+    kept while the policy draws them again); `repeated_noise` (the noise of `coupled`, nothing is
+    kept: its baseline). `schedule` changes λ: `constant`, `linear:END:STEPS`,
     `clip_fraction:TARGET`.
 
     Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
@@ -181,21 +182,20 @@ def check_coupling(
     """Raise ValueError if (example, sample) cannot key noise, an example `max_times` a step."""
     if not config.couples_noise:
         return
-    max_examples = 2**31 // (2 * MAX_SAMPLES)
+    max_examples, mode = 2**31 // (2 * MAX_SAMPLES), f'Reuse.mode="{config.mode}"'
     if group_size > MAX_SAMPLES or num_examples > max_examples:
         raise ValueError(
-            f'Reuse.mode="coupled" has names for {max_examples} examples with {MAX_SAMPLES} '
-            f"samples each, got {num_examples} with {group_size}"
+            f"{mode} has names for {max_examples} examples with {MAX_SAMPLES} samples each, got "
+            f"{num_examples} with {group_size}"
         )
     if (max_times - 1) * group_size > MAX_SAMPLES:
         raise ValueError(
-            f'Reuse.mode="coupled" has names for {MAX_SAMPLES} further samples of an example in '
-            f"a step; so few examples that a step may have one {max_times} times need "
+            f"{mode} has names for {MAX_SAMPLES} further samples of an example in a step; so few "
+            f"examples that a step may have one {max_times} times need "
             f"{max_times - 1} × {group_size}: lower Rollout.group_size, or take more examples"
         )
     if prompts_per_step > num_examples:
         raise ValueError(
-            f'Reuse.mode="coupled" needs every example at most twice in a step (an epoch ends in '
-            f"it), got {prompts_per_step} prompts of {num_examples} examples: lower "
-            "Rollout.prompts_per_step"
+            f"{mode} needs every example at most twice in a step (an epoch ends in it), got "
+            f"{prompts_per_step} prompts of {num_examples} examples: lower Rollout.prompts_per_step"
         )

@@ -74,10 +74,10 @@ def parse_schedule(text: str) -> LenienceSchedule:
     )
 
 
-MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled"
+MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled, repeated_noise"
 ACCEPTANCE = 0x5BEC  # separates the acceptance draws from all other streams of a seed
 
-Name = Literal["off", "lenient", "delayed", "random", "full", "coupled"]
+Name = Literal["off", "lenient", "delayed", "random", "full", "coupled", "repeated_noise"]
 NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
 
 
@@ -91,6 +91,7 @@ class ReuseMode:
     after the prefix, which is drawn from the whole new policy), `inf` keeps all. `random` keeps a
     uniformly drawn number of tokens, `full` all of them. `coupled` keeps tokens that equal the
     current policy's draws: noise repeats from epoch to epoch (`rl.speculation.reuse`).
+    `repeated_noise` draws with the noise of `coupled` and keeps nothing.
 
     Source: SPEC-RL, sections 3.1 and 4.3; `coupled` is ours (docs/architecture.md).
     """
@@ -100,11 +101,11 @@ class ReuseMode:
 
     @property
     def enabled(self) -> bool:
-        return self.name != "off"
+        return self.name not in ("off", "repeated_noise")
 
     @property
     def couples_noise(self) -> bool:
-        return self.name == "coupled"
+        return self.name in ("coupled", "repeated_noise")
 
     @property
     def back(self) -> int:
@@ -126,7 +127,7 @@ def parse_mode(text: str) -> ReuseMode:
                 f"lenience must be a number of 0 or more, e^X or inf, got {value!r} in {text!r}"
             )
         return ReuseMode(name, lenience)
-    if name in ("off", "random", "full", "coupled") and not colon:
+    if name is not None and name not in ("lenient", "delayed") and not colon:
         return ReuseMode(name)
     raise ValueError(f"mode must be one of {MODES}, got {text!r}")
 

@@ -1,12 +1,17 @@
 """The miniature's figures, by hand: ratios of runs, right draft tokens, the best in hindsight."""
 
+import argparse
 import dataclasses
 
 import numpy as np
 import pytest
 
 from benchmarks import countdown
+from benchmarks.environment import ROOT
+from rl import ablate
 from rl.engine.stats import RoundRecord
+from rl.gin.loader import dump
+from rl.metrics.writer import MetricsWriter
 from spec.budget.budget import DraftDecision
 from spec.drafter import no_drafts
 from spec.round_times import RoundTimes
@@ -67,8 +72,46 @@ def test_runs_are_compared_by_epoch():
     plain = [dict(zip(names, (4.0, 6.0, 2.0, 100), strict=True)) | counts] * 8
     faster = plain[:4] + [dict(zip(names, (4.0, 8.0, 1.0, 200), strict=True)) | counts] * 4
     faster[-1] = faster[-1] | {"spec/tokens_per_round": 3.0, "eval/mean_reward": 0.75}
-    found = countdown.against(faster, plain)
+    found = countdown.against(faster, plain, 4)
     assert [found[f"first/{x}"] for x in ("rollouts", "steps", "tail")] == [1, 1, 0]
     assert [found[f"later/{x}"] for x in ("rollouts", "steps", "tail")] == [2, 1.5, 0.75]
     assert found["spec/tokens_per_round"] == 3 and found["spec/accept_rate"] is None
-    assert found["eval_reward"] == 0.75
+    assert found["eval_reward"] == 0.75 and found["seconds"] == 8 * 4 + 6 * 4
+    pipeline = [{k: x for k, x in row.items() if k != "time/rollout"} for row in faster]
+    found = countdown.against(pipeline, plain, 4)
+    assert found["later/rollouts"] is None and found["later/steps"] == 1.5
+
+
+def write_run(cell, response):
+    """A run's folder with two questions a step, twice; steps have the length of `response`."""
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "config.gin").write_text(dump(cell.config))
+    figures = dict.fromkeys(("time/rollout", "rollout/tail_s", "step_time", "entropy"), 1.0)
+    lengths = dict.fromkeys(("count", "mean_length", "max_length"), len(response))
+    figures |= {f"completions/{name}": n for name, n in lengths.items()}
+    with MetricsWriter(cell.folder, cell.config.metrics) as writer:
+        writer.write(0, {"eval/mean_reward": 0.5})
+        for step in range(1, cell.config.run.steps + 1):
+            writer.write(step, figures)
+            sample = {"example_id": step % 2, "sample_index": 0, "completion": response}
+            writer.write_samples(step, [sample])
+
+
+def test_every_variant_of_the_grid_is_compared_with_the_plain_run_that_has_its_noise(tmp_path):
+    small = "Rollout.prompts_per_step=1", "Run.steps=4", "Metrics.tensorboard=False"
+    cells = ablate.cells([ROOT / "configs/ablations/countdown.gin"], small, tmp_path)
+    for cell in cells:
+        noise = "by sample" if cell.config.reuse.couples_noise else "by step"
+        write_run(cell, noise if cell.name not in ("lenient e^0.5", "pipeline") else "other")
+    (cells[1].folder / "metrics.jsonl").write_text('{"step": 1}\n')  # stopped
+    found = countdown.training(argparse.Namespace(folder=tmp_path))
+    assert found["conditions"]["eval_before"] == 0.5
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert len(rows) == len(cells) - 1 and "drafts" not in rows
+    by_sample = {name for name, row in rows.items() if row["baseline"] != "plain"}
+    assert by_sample == {"plain_noise_by_sample", "coupled", "all_exact"}
+    assert {row["baseline"] for row in rows.values()} == {"plain", "plain_noise_by_sample"}
+    differ = {name for name, row in rows.items() if row["responses_that_differ"]}
+    assert differ == {"lenient_e_0_5", "pipeline"}
+    assert differ == {name for name, row in rows.items() if not row["is_exact"]}
+    assert all(row["responses"] == 4 and row["first/steps"] > 0 for row in rows.values())

@@ -9,6 +9,7 @@ from rl.ablate import (
     AblationConfig,
     by_variant,
     cells,
+    checked_examples,
     figure,
     folder_name,
     markdown,
@@ -57,6 +58,9 @@ def test_faulty_variants_are_named_before_anything_runs(grid, tmp_path):
         grid.write_text(text.replace("Reuse.mode = 'lenient:1'", bad))
         with pytest.raises(ConfigError, match=words):
             cells([grid], [], tmp_path / "runs")
+    grid.write_text(text.replace("Reuse.mode = 'lenient:1'", "Sampling.temperature = 0.0"))
+    with pytest.raises(ConfigError, match="variant 'lenient 1': Sampling.temperature.* is 0"):
+        checked_examples(cells([grid], [], tmp_path / "runs"))
 
 
 def test_a_folder_of_one_run_is_refused(grid, tmp_path):

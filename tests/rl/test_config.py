@@ -502,6 +502,7 @@ def test_one_of_two_workers_that_drafts_leaves_nobody_to_help(tiny):
         (("Sampling.draw='auto'",), "cdf"),
         (("Sampling.draw='auto'", "Reuse.mode='lenient:e^0.5'"), "cdf"),
         (("Sampling.draw='auto'", "Reuse.mode='coupled'"), "gumbel"),
+        (("Sampling.draw='auto'", "Reuse.mode='repeated_noise'"), "gumbel"),
         (("Reuse.mode='coupled'", "Sampling.draw='cdf'"), "cdf"),
         (("Sampling.draw='auto'", "Sched.mode='ahead'"), "gumbel"),
         (("Sampling.draw='gumbel'",), "gumbel"),

@@ -11,10 +11,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from models import hf
 from rl import memory
 from rl.ablate import AblationRun, cells
 from rl.config import PolicyConfig, TrainConfig
-from rl.config_checks import check_algorithm
+from rl.config_checks import check_sections
 from rl.gin.loader import dump, load
 from rl.inputs import open_inputs
 from rl.simulate import SimulateRun
@@ -67,12 +68,13 @@ def publish(folder: Path) -> None:
 def test_every_variant_of_an_ablation_is_a_configuration(path, tmp_path):
     found = cells([path], [], tmp_path)
     grid = load(AblationRun, [path]).ablation
+    shape = dataclasses.replace(hf.check(ROOT / "policies/tiny"), max_positions=40_960)
     assert len(found) == len(grid.variants) * len(grid.seeds) > 2
     for cell in found:
         saved = tmp_path / "config.gin"
         saved.write_text(dump(cell.config))
         assert load(TrainConfig, [saved]) == cell.config
-        check_algorithm(cell.config)
+        check_sections(cell.config, shape)
     assert len({dump(cell.config) for cell in found}) == len(found)
 
 

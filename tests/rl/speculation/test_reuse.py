@@ -121,6 +121,15 @@ def test_noise_has_the_names_of_example_and_sample_in_every_epoch():
     assert not (fresh.key(1) == fresh.key(9)).all() and not (fresh.key(1) == reuse.key(1)).all()
 
 
+def test_repeated_noise_is_that_of_coupled_and_nothing_is_reused():
+    coupled, cache = make("coupled")
+    alone, _ = make("repeated_noise", cache=cache)
+    remember(cache, KEYS, group(50), scored=True)
+    plain = [dataclasses.replace(r, cached=None) for r in requests(coupled)]
+    assert requests(alone) == plain != requests(coupled)
+    assert (alone.key(3) == coupled.key(3)).all() and alone.rule(3) is None
+
+
 @pytest.mark.parametrize("mode", ["coupled", "full"])
 def test_an_example_that_comes_twice_in_a_step_is_answered_afresh_the_second_time(mode):
     reuse, cache = make(mode)

@@ -44,7 +44,9 @@ def test_modes_by_name():
     assert [parse_mode(m).back for m in ("lenient:1", "delayed:1", "full")] == [0, 1, 0]
     assert not parse_mode("off").enabled and parse_mode("random").enabled
     assert parse_mode("coupled").couples_noise and not parse_mode("full").couples_noise
-    for bad in ("coupled:", "coupled:8", "full:1"):
+    noise = parse_mode("repeated_noise")
+    assert noise.couples_noise and not noise.enabled, "the noise of coupled, and no reuse"
+    for bad in ("coupled:", "coupled:8", "full:1", "repeated_noise:1"):
         with pytest.raises(ValueError, match="mode must be"):
             parse_mode(bad)
     for bad in ("lenient", "lenient:", "lenient:-1", "lenient:nan", "lenient:x", "delayed:e^"):
