@@ -7,6 +7,7 @@ policy is its first layer alone: what takes long here is to compile the others.
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,14 @@ from pathlib import Path
 import pytest
 
 from models import hf
+from rl.metrics.writer import MetricsConfig, MetricsWriter
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PLOTS = dict.fromkeys(("ahead", "drafter", "reuse", "schedulers", "speculation"), 3)
+PLOTS |= {"countdown": 5}
 SMALLER = {
+    "countdown.ipynb": "from pathlib import Path\nFOLDER, PICTURE = Path('grid'), 'grid.png'",
     "ahead.ipynb": "STEPS, MORE = 3, ['Rollout.prompts_per_step=2', 'Rollout.group_size=4', "
     "'Sampling.max_new_tokens=24', 'Engine.slots=4', 'Engine.min_slots=4', 'Engine.max_nodes=4', "
     "'Engine.min_positions=192', 'Speculation.budget=\"off\"', 'Trainer.minibatches=1']",
@@ -56,6 +60,23 @@ def script_of(path):
     return "\n\n".join(sources)
 
 
+def write_grid(folder):
+    """Write two runs of a grid, as far as countdown.ipynb reads them: equal but for the seconds."""
+    responses = {"completions/mean_length": 9, "completions/max_length": 20, "completions/count": 1}
+    figures = responses | {"reward": 1.0, "entropy": 0.2, "rollout/generated_tokens": 9}
+    sample = {"example_id": "a", "sample_index": 0, "prompt": "?", "completion": "!", "reward": 1.0}
+    drafted = {"spec/group/speculated_fraction": 0.5, "spec/group/accept_rate": 0.5}
+    options = MetricsConfig(tensorboard=False, samples_per_step=-1)
+    for name, seconds, more in (("plain", 4.0, {}), ("drafts", 2.0, drafted)):
+        with MetricsWriter(folder / f"{name}-0", options) as out:
+            out.write(0, {"eval/mean_reward": 0.5, "eval_s": 1.0})
+            times = {"time/rollout": seconds, "step_time": 8.0, "rollout/tail_s": seconds / 2}
+            for step in range(1, 7):
+                out.write(step, figures | times | more)
+                out.write_samples(step, [sample | {"num_tokens": 9}])
+    (folder / "table.csv").write_text("name,seed\nplain,0\ndrafts,0\n")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder to run them in, whose own `policies/tiny` comes before the project's."""
@@ -65,6 +86,7 @@ def folder(tmp_path_factory):
     hf.save_pretrained(folder / "policies" / "tiny", dataclasses.replace(model, num_layers=1), one)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(shipped / name, folder / "policies" / "tiny")
+    write_grid(folder / "grid")
     return folder
 
 
@@ -86,3 +108,4 @@ def test_they_run_and_draw(folder):
     shown = [part.partition("\n") for part in done.stdout.split("NOTEBOOK ")[1:]]
     assert {name: out.count("PLOT 1") for name, _, out in shown} == PLOTS
     assert "of which 0 differ" in done.stdout
+    assert re.search("drafts +2.00 .* 0 of 6", done.stdout) and (folder / "grid.png").is_file()
