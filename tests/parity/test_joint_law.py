@@ -273,13 +273,14 @@ def test_planted_entries_that_are_not_written(params, law, monkeypatch):
     assert g_test_fails(sample(params, fresh_kernel(), 1, "cdf", random_trees(0), batches=32), law)
 
 
-def test_planted_nodes_that_see_all_nodes(params, law, monkeypatch, fresh_layer):
+def test_planted_nodes_that_see_all_nodes_before_them(params, law, monkeypatch, fresh_layer):
     original = transformer.attend_nodes
 
     def attend(*arguments):
         *arrays, trees = arguments
         if trees is not None:
-            trees = dataclasses.replace(trees, path_BWW=jnp.ones_like(trees.path_BWW))
+            before_M = jnp.where(trees.place_M > 0, jnp.arange(len(trees.row_M)) - 1, -1)
+            trees = dataclasses.replace(trees, parent_M=before_M)
         return original(*arrays, trees)
 
     monkeypatch.setattr(transformer, "attend_nodes", attend)

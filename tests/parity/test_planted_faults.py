@@ -32,11 +32,17 @@ from shapes import one_size
 import rl.engine.rounds
 import rl.engine.slot_cache
 from models import attention, kv_cache, transformer
+from models.kernels import cached_rows_cpu
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from spec import sampling, verify
 
 pytestmark = pytest.mark.parity
+
+
+def never(*_):
+    return False
+
 
 MODELS = {n: dataclasses.replace(MODEL, num_layers=n) for n in (1, 2)}  # by layers
 
@@ -154,19 +160,40 @@ def alone(path_BWW):
 
 @pytest.mark.parametrize("wrong", [with_the_node_before, jnp.ones_like, alone])
 def test_nodes_that_see_others_than_their_ancestors(golden, rollout, plant, wrong):
+    plant(cached_rows_cpu, "takes", never)
+    plant_trees(plant, lambda trees: {"path_BWW": wrong(trees.path_BWW)})
+    assert differences(golden("cool"), bushy(golden, rollout))
+
+
+def after_the_node_before(trees):
+    return jnp.where(trees.place_M > 0, jnp.arange(len(trees.row_M)) - 1, -1)
+
+
+def after_no_node(trees):
+    return jnp.full_like(trees.parent_M, -1)
+
+
+@pytest.mark.parametrize("wrong", [after_the_node_before, after_no_node])
+def test_nodes_that_follow_another_than_their_parent(golden, rollout, plant, wrong):
+    plant_trees(plant, lambda trees: {"parent_M": wrong(trees)})
+    assert differences(golden("cool"), bushy(golden, rollout))
+
+
+def plant_trees(plant, wrong):
     original = transformer.attend_nodes
 
     def attend(*arguments):
         *arrays, trees = arguments
         if trees is not None:
-            trees = dataclasses.replace(trees, path_BWW=wrong(trees.path_BWW))
+            trees = dataclasses.replace(trees, **wrong(trees))
         return original(*arrays, trees)
 
     plant(transformer, "attend_nodes", attend)
-    assert differences(golden("cool"), bushy(golden, rollout))
 
 
 def test_softmaxes_joined_without_their_maxima(golden, rollout, plant):
+    plant(cached_rows_cpu, "takes", never)
+
     def joined(one, other):
         return (one.out + other.out) / (one.total + other.total)
 
@@ -316,6 +343,7 @@ def test_chunks_that_see_the_token_behind(golden, rollout, plant):
         behind_XX = jnp.tril(jnp.ones((chunks.tokens_TC.size,) * 2, bool), k=1)
         return behind_XX & (chunks.slot_X[:, None] == chunks.slot_X)
 
+    plant(cached_rows_cpu, "takes", never)
     plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain", 2), rollout("plain", layers=2))
 
@@ -328,8 +356,23 @@ def test_chunks_that_do_not_see_those_before_them(golden, rollout, plant):
         chunk_X = jnp.repeat(jnp.arange(len(chunks.slot_T)), C)
         return original(chunks) & (chunk_X[:, None] == chunk_X)
 
+    plant(cached_rows_cpu, "takes", never)
     plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain", 2), rollout("plain", layers=2))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_tokens_of_chunks_that_follow_none(golden, rollout, plant, num_tokens):
+    """Of all chunks' tokens the first of every `num_tokens`."""
+    original = attention.Chunks.parent_X.fget
+
+    def parents(chunks):
+        x_X = jnp.arange(chunks.tokens_TC.size)
+        return jnp.where(x_X % num_tokens == 0, -1, original(chunks))
+
+    plant(attention.Chunks, "parent_X", property(parents))
+    config = dataclasses.replace(ONE_SIZE, prefill_rows=2, prefill_chunk_tokens=4)
+    assert differences(golden("plain", 2), rollout("plain", config, 2))
 
 
 @pytest.mark.parametrize("places", [-1, 1])
