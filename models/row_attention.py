@@ -1,7 +1,7 @@
 """Attention over long packed rows, block by block: memory grows linearly with their length.
 
 A pair of a block of queries and one of keys is skipped if no position sees another. Forward keeps a
-running maximum and sum; backward computes the scores again. TPUs and Hopper GPUs have kernels
+running maximum and sum; backward computes the scores again. TPUs, Hopper GPUs and CPUs have kernels
 (`models.kernels`); the portable path below is their reference.
 
     forward    out = Σ_s 2^(score_s log₂e − top) v_s / Σ,   lse = top/log₂e + log Σ
@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from models.attention import (
     LOG2_E,
@@ -34,11 +33,12 @@ from models.attention import (
     precision_of,
     weights,
 )
+from models.config import ModelConfig
 from models.layers import scan_after
-from models.layout import LONG_ROW_BLOCK_TOKENS, fitting_axes, shard_shape
-from models.sharding import sizes_in_use
+from models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
+from models.sharding import fitting_spec, sizes_in_use
 
-PLATFORMS = ("tpu", "cuda")  # that have kernels
+PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
 Axes = tuple[str | None, ...]
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
 _KEY_AXES = ("batch", None, "kv_heads", None)
@@ -73,6 +73,21 @@ def _attend_bwd(kept: tuple, dout_BTHh: jax.Array) -> tuple:
 attend_rows.defvjp(_attend_fwd, _attend_bwd)
 
 
+def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
+    """Return whether rows of T tokens are better attended here than under a mask.
+
+    Long ones are, and on CPUs all that the kernel takes.
+    """
+    if num_tokens >= LONG_ROW_TOKENS:
+        return True
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    if platform != "cpu":
+        return False
+    shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
+    return _kernel_of(platform).takes(*shapes, dtype) is None
+
+
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
     """Call `by_kernel` on the platforms that have one which takes the inputs, else `by_blocks`."""
     paths = {
@@ -103,6 +118,10 @@ def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | N
 
 
 def _kernel_of(platform: str) -> Any:
+    if platform == "cpu":
+        from models.kernels import row_attention_cpu  # numba
+
+        return row_attention_cpu
     from models.kernels import row_attention_gpu, row_attention_tpu  # Pallas: a second to import
 
     return {"tpu": row_attention_tpu, "cuda": row_attention_gpu}[platform]
@@ -129,11 +148,8 @@ def _by_device(
     if math.prod(sizes.values()) == 1:
         return function(*inputs)
 
-    def partition(shape: tuple[int, ...], axes: Axes) -> PartitionSpec:
-        return PartitionSpec(*fitting_axes(sizes, shape, axes))
-
-    parts = tuple(partition(x.shape, of) for x, of in zip(inputs, axes, strict=True))
-    out_parts = tuple(partition(*result) for result in results)
+    parts = tuple(fitting_spec(sizes, x.shape, of) for x, of in zip(inputs, axes, strict=True))
+    out_parts = tuple(fitting_spec(sizes, *result) for result in results)
     left = set(sizes) - set(jax.sharding.get_abstract_mesh().manual_axes)
     specs: dict[str, Any] = {"in_specs": parts, "out_specs": out_parts, "axis_names": left}
     return jax.shard_map(function, **specs, check_vma=False)(*inputs)
@@ -265,10 +281,11 @@ def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _cut(x_BTi: jax.Array, filling: int = 0) -> jax.Array:
     """Return blocks of positions, [n, B, C, …], the last one filled up."""
     B, T, *rest = x_BTi.shape
-    n = -(-T // LONG_ROW_BLOCK_TOKENS)
-    widths = [(0, 0), (0, n * LONG_ROW_BLOCK_TOKENS - T), *[(0, 0)] * len(rest)]
+    C = min(T, LONG_ROW_BLOCK_TOKENS)
+    n = -(-T // C)
+    widths = [(0, 0), (0, n * C - T), *[(0, 0)] * len(rest)]
     x_BTi = jnp.pad(x_BTi, widths, constant_values=filling)
-    return jnp.moveaxis(x_BTi.reshape(B, n, LONG_ROW_BLOCK_TOKENS, *rest), 1, 0)
+    return jnp.moveaxis(x_BTi.reshape(B, n, C, *rest), 1, 0)
 
 
 def _by_head(x_nBCHi: jax.Array, num_kv_heads: int) -> jax.Array:

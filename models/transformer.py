@@ -35,9 +35,8 @@ from models.attention import (
 from models.config import Layer, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
 from models.layers import feed_forward, linear, mean_square, rope_turns, rotate
-from models.layout import LONG_ROW_TOKENS
 from models.paged_cache import PagedCache
-from models.row_attention import attend_rows
+from models.row_attention import attend_rows, is_faster
 from models.sharding import constrain
 from models.training import through_layers
 
@@ -173,7 +172,7 @@ def _hidden_and_entries(
         positions_1T = jnp.arange(T)[None]
         packing = Packing(positions_1T, jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
     rope, seen = rope_turns(config, packing.positions_BT), packing
-    if T < LONG_ROW_TOKENS:
+    if not is_faster(config, T, dtype):
         seen = packed_mask(packing) if is_packed else causal_mask(T)
 
     def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

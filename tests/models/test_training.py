@@ -28,7 +28,7 @@ def given():
 @jax.jit(static_argnames="name")
 @jax.value_and_grad
 def found(params, tokens, *, name):
-    return jnp.sum(transformer.hidden(MODEL, params, tokens, remat=name) ** 2)
+    return jnp.mean(transformer.hidden(MODEL, params, tokens, remat=name) ** 3)
 
 
 @pytest.mark.parametrize("name", ["dots", "layer:2", "layer:9"])
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_the_same(given, name):
         jax.tree.leaves(found(*given, name="none")),
         strict=True,
     ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "kept"), [("layer", 5), ("layer:2", 3), ("layer:5", 1)])
@@ -49,7 +49,8 @@ def test_only_inputs_are_kept(capsys, given, name, kept):
     assert len(wide) == kept + 2, wide  # the last norm keeps two
 
 
-def test_products_with_weights_are_kept_and_no_scores(capsys, given):
+def test_products_with_weights_are_kept_and_no_scores(capsys, given, monkeypatch):
+    monkeypatch.setattr(transformer, "is_faster", lambda *_: False)  # a CPU's kernel has none
     params, tokens = given
     kept = {}
     for name in ("none", "dots"):
@@ -75,7 +76,7 @@ def test_what_is_kept_is_split_over_tensor(given):
     pins = [e.params["sharding"].spec for e in jaxpr.eqns if "constraint" in e.primitive.name]
     assert sum("tensor" in spec for spec in pins) == L
     for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_names():
@@ -95,14 +96,14 @@ def test_gradients_are_added_to_totals_as_they_come(given):
     def added(params, totals, tokens):
         def loss(params, marks):
             params = training.adding(params, totals, marks)
-            return jnp.sum(transformer.hidden(MODEL, params, tokens, remat="layer:2") ** 2)
+            return jnp.mean(transformer.hidden(MODEL, params, tokens, remat="layer:2") ** 3)
 
         return jax.grad(loss, argnums=(0, 1))(params, marks)
 
     total, not_finite = added(params, totals, tokens)
     wanted = jax.tree.map(jnp.add, totals, found(params, tokens, name="none")[1])
     for one, other in zip(jax.tree.leaves(total), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     assert sum(map(float, jax.tree.leaves(not_finite))) == 0
     # what is not finite of a gradient is counted, what a total had is not
     infinite = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), totals)

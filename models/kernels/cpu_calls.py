@@ -1,0 +1,198 @@
+"""Kernels compiled by numba that XLA's CPU calls, on all cores.
+
+A kernel has parts. Threads of XLA's pool take parts in turn, and the calling thread waits for parts
+that others have taken, but never for a thread: none may be free.
+
+Structures of XLA's FFI are words of 8 bytes (xla/ffi/api/c_api.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import llvmlite.binding
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from models.kernels import cpu_sums
+from models.kernels.cpu_sums import fast
+
+EXTENSION, API, CONTEXT, INPUTS, NUM_OUTPUTS, OUTPUTS = 1, 2, 3, 9, 12, 14  # of a call
+METADATA, METADATA_VERSION = 3, 3  # of the extension by which XLA queries the version; of these
+API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # of the API
+DATA, SIZES = 3, 5  # of a buffer
+USERS, TAKEN, DONE, PARTS, CALL = range(5)  # of shared memory
+MIN_PRODUCTS = 2**18  # for several threads
+
+_kept = list[Any]()  # compiled functions that XLA calls
+
+
+def stamp(file: str) -> int:
+    """Return a number of a kernel's source, for numba's cache, which sees one file alone."""
+    files = (__file__, cpu_sums.__file__, file)
+    return zlib.crc32(b"".join(Path(f).read_bytes() for f in files))
+
+
+def register(name: str, task: Callable[..., Any], call: Callable[..., Any]) -> None:
+    """Compile a kernel, or read it from numba's cache, and name it for XLA.
+
+    `task` gets the address of shared memory. It is the symbol `{name}_task`.
+    """
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype = ctypes.py_object
+    capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    compiled_task = numba.cfunc("void(int64)", nopython=True, cache=True)(task)
+    llvmlite.binding.add_symbol(f"{name}_task", compiled_task.address)
+    compiled = numba.cfunc("int64(voidptr)", nopython=True, cache=True)(call)
+    jax.ffi.register_ffi_target(name, capsule(compiled.address, None, None), platform="cpu")
+    _kept.extend((compiled_task, compiled))
+
+
+@intrinsic
+def _pointer(_typing, address):  # type: ignore[no-untyped-def]
+    def code(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), code
+
+
+@intrinsic
+def _add(_typing, address, value):  # type: ignore[no-untyped-def]
+    """Add to a word atomically; return its value before."""
+
+    def code(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        word = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", word, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def _invoke(_typing, function, argument):  # type: ignore[no-untyped-def]
+    """Call a function of one pointer by its address."""
+
+    def code(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        word = ir.IntType(64)
+        pointer = ir.FunctionType(word, [word]).as_pointer()
+        return builder.call(builder.inttoptr(arguments[0], pointer), [arguments[1]])
+
+    return types.int64(types.int64, types.int64), code
+
+
+def task_of(name: str) -> Any:
+    """Return a function for numba that returns the address of a kernel's task."""
+
+    def code(_context, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
+        word = ir.IntType(64)
+        function = ir.FunctionType(ir.VoidType(), [word])
+        task = cgutils.get_or_insert_function(builder.module, function, f"{name}_task")
+        return builder.ptrtoint(task, word)
+
+    return intrinsic(lambda _typing: (types.int64(), code))
+
+
+_malloc = types.ExternalFunction("malloc", types.int64(types.int64))
+_free = types.ExternalFunction("free", types.void(types.int64))
+
+
+@fast
+def words(address, count):  # type: ignore[no-untyped-def]
+    return numba.carray(_pointer(address), count, np.int64)
+
+
+@fast
+def _buffer(call, list_, i):  # type: ignore[no-untyped-def]
+    return words(words(call[list_], i + 1)[i], 6)
+
+
+@fast
+def sizes(call, i, rank):  # type: ignore[no-untyped-def]
+    """Return the words of an input's sizes."""
+    return words(_buffer(call, INPUTS, i)[SIZES], rank)
+
+
+@fast
+def floats(call, i, shape):  # type: ignore[no-untyped-def]
+    return numba.carray(_pointer(_buffer(call, INPUTS, i)[DATA]), shape, np.float32)
+
+
+@fast
+def integers(call, i, shape):  # type: ignore[no-untyped-def]
+    return numba.carray(_pointer(_buffer(call, INPUTS, i)[DATA]), shape, np.int32)
+
+
+@fast
+def output(call, i, shape):  # type: ignore[no-untyped-def]
+    return numba.carray(_pointer(_buffer(call, OUTPUTS, i)[DATA]), shape, np.float32)
+
+
+@fast
+def is_query(call):  # type: ignore[no-untyped-def]
+    """Return whether XLA queries the version, and answer: any version with these words."""
+    if call[EXTENSION] == 0:
+        return False
+    metadata = words(words(call[EXTENSION], 4)[METADATA], 4)
+    metadata[METADATA_VERSION] = words(call[API], 5)[API_VERSION]
+    return True
+
+
+@fast
+def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
+    """Return the address of shared memory, of which threads of the pool take parts."""
+    address = _malloc(80)
+    shared, given = words(address, 5), words(address + 40, 5)
+    helpers = 0
+    if num_products >= MIN_PRODUCTS:
+        # size, extension, context, where the result goes; the result
+        given[0], given[1], given[2], given[3] = 32, 0, call[CONTEXT], address + 72
+        _invoke(words(call[API], 19)[NUM_THREADS], address + 40)
+        helpers = min(given[4], num_parts) - 1
+    shared[USERS], shared[TAKEN], shared[DONE], shared[PARTS] = 1 + helpers, 0, 0, num_parts
+    shared[CALL] = call.ctypes.data
+    # size, extension, context, function, its argument
+    given[0], given[1], given[2], given[3], given[4] = 40, 0, call[CONTEXT], task, address
+    for _ in range(helpers):
+        _invoke(words(call[API], 18)[SCHEDULE], address + 40)
+    return address
+
+
+@fast
+def take(address):  # type: ignore[no-untyped-def]
+    """Return the next part; −1 if all are taken."""
+    part = _add(address + 8 * TAKEN, 1)
+    return part if part < words(address, 5)[PARTS] else -1
+
+
+@fast
+def done(address):  # type: ignore[no-untyped-def]
+    """Count a part that was taken as done."""
+    _add(address + 8 * DONE, 1)
+
+
+@fast
+def call_of(address):  # type: ignore[no-untyped-def]
+    return words(words(address, 5)[CALL], 15)
+
+
+@fast
+def end(address):  # type: ignore[no-untyped-def]
+    """Wait until all parts are done, and leave."""
+    while _add(address + 8 * DONE, 0) < words(address, 5)[PARTS]:
+        pass
+    leave(address)
+
+
+@fast
+def leave(address):  # type: ignore[no-untyped-def]
+    """Free the shared memory if no other thread will use it."""
+    if _add(address + 8 * USERS, -1) == 1:
+        _free(address)

@@ -1,0 +1,348 @@
+"""Attention over packed rows on CPUs, forward and backward (`models.row_attention`).
+
+A token sees the shared tokens of its prompt, and its own response up to itself: two ranges. So the
+tokens of a prompt must follow one another in a row, and so must a response's, as `rl.packing`
+lays them out. Padding sees itself. Each core takes some of the heads. Float32 only.
+
+Shape suffixes: B rows, T tokens of a row, H heads, K key/value heads, G = H/K, h head size,
+Y queries of one key/value head, V positions that a query sees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+
+from models.kernels import cpu_calls
+from models.kernels.cpu_sums import AT_ONCE, BLOCK, dots, exponentials, fast, highest, mix
+
+NAME = "reprise_attend_packed_rows"
+_task = cpu_calls.task_of(NAME)
+
+
+def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
+    """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return f"expected float32, got {jnp.dtype(dtype).name}"
+    if q_shape[3] % 4:
+        return f"expected a head size that 4 divides, got {q_shape[3]}"
+    return None
+
+
+def forward(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the attention of `models.row_attention`, [B, T, H, h], and log Σ e^score [B, H, T]."""
+    B, T, H, _ = q_BTHh.shape
+    inputs = q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT
+    return _call(inputs, _like((q_BTHh.shape, (B, H, T))))
+
+
+def backward(
+    q_BTHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    prompt_BT: jax.Array,
+    branch_BT: jax.Array,
+    out_BTHh: jax.Array,
+    lse_BHT: jax.Array,
+    dout_BTHh: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of queries, keys and values, from inputs and results of `forward`."""
+    inputs = q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, out_BTHh, lse_BHT, dout_BTHh
+    return _call(inputs, _like(x.shape for x in inputs[:3]))
+
+
+def _like(shapes: Iterable[tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+def _call(inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
+    _register()
+    return jax.ffi.ffi_call(NAME, outputs)(*inputs)
+
+
+@fast
+def _ranges(prompt_T, branch_T, ranges_T3):  # type: ignore[no-untyped-def]
+    """Return the begin and end of the shared range of each token, and the begin of its own."""
+    own, shared, shared_end = 0, 0, 0
+    for t in range(len(prompt_T)):
+        is_new = t == 0 or prompt_T[t] != prompt_T[t - 1] or branch_T[t] != branch_T[t - 1]
+        if is_new and (t == 0 or prompt_T[t] != prompt_T[t - 1]):
+            shared, shared_end = t, t
+        if is_new or prompt_T[t] <= 0:
+            own = t
+        if branch_T[t] == 0:
+            shared_end = t + 1
+        is_apart = branch_T[t] == 0 or prompt_T[t] <= 0  # sees its own range alone
+        ranges_T3[t, 0], ranges_T3[t, 1] = (own, own) if is_apart else (shared, shared_end)
+        ranges_T3[t, 2] = own
+
+
+@fast
+def _block_end(ranges_T3, begin):  # type: ignore[no-untyped-def]
+    """Return the end of a block of tokens with equal ranges."""
+    end = begin + 1
+    while (
+        end < len(ranges_T3) and end < begin + AT_ONCE and ranges_T3[end, 2] == ranges_T3[begin, 2]
+    ):
+        end += 1
+    return end
+
+
+@fast
+def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore[no-untyped-def]
+    """Fill in the products of a block's rows with all that its tokens see."""
+    G, (shared, shared_end, own) = a_TGh.shape[1], ranges_T3[begin]
+    num_shared = shared_end - shared
+    for first in range(shared, shared_end, BLOCK):
+        for y in range((end - begin) * G):
+            last = min(first + BLOCK, shared_end)
+            dots(a_TGh[begin + y // G, y % G], bT_hT, shared, first, last, out_YV[y])
+    for first in range(own, end, BLOCK):
+        for y in range((end - begin) * G):
+            last = min(first + BLOCK, begin + y // G + 1)
+            if first < last:
+                out_V = out_YV[y, num_shared:]
+                dots(a_TGh[begin + y // G, y % G], bT_hT, own, first, last, out_V)
+
+
+@fast
+def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ignore[no-untyped-def]
+    """Add to a block's rows all that its tokens see, weighted."""
+    G, (shared, shared_end, own) = out_TGh.shape[1], ranges_T3[begin]
+    num_shared = shared_end - shared
+    for first in range(shared, shared_end, BLOCK):
+        for y in range((end - begin) * G):
+            last = min(first + BLOCK, shared_end)
+            mix(weight_YV[y], b_Th, shared, first, last, out_TGh[begin + y // G, y % G])
+    for first in range(own, end, BLOCK):
+        for y in range((end - begin) * G):
+            last = min(first + BLOCK, begin + y // G + 1)
+            if first < last:
+                weight_V, out_h = weight_YV[y, num_shared:], out_TGh[begin + y // G, y % G]
+                mix(weight_V, b_Th, own, first, last, out_h)
+
+
+@fast
+def _spread(weight_YV, a_TGh, begin, num_queries, first, last, offset, out_Th):  # type: ignore[no-untyped-def]
+    """out[s] += Σ_y weight[y, s − first + offset] · a[y] for s of first … last; y in order."""
+    G, h = a_TGh.shape[1:]
+    for y in range(0, num_queries - num_queries % 4, 4):
+        a0, a1 = a_TGh[begin + y // G, y % G], a_TGh[begin + (y + 1) // G, (y + 1) % G]
+        a2, a3 = a_TGh[begin + (y + 2) // G, (y + 2) % G], a_TGh[begin + (y + 3) // G, (y + 3) % G]
+        w0, w1, w2, w3 = weight_YV[y], weight_YV[y + 1], weight_YV[y + 2], weight_YV[y + 3]
+        for s in range(first, last):
+            i, out_h = s - first + offset, out_Th[s]
+            x0, x1, x2, x3 = w0[i], w1[i], w2[i], w3[i]
+            for j in range(h):
+                out_h[j] = x3 * a3[j] + (x2 * a2[j] + (x1 * a1[j] + (x0 * a0[j] + out_h[j])))
+    for y in range(num_queries - num_queries % 4, num_queries):
+        a0, w0 = a_TGh[begin + y // G, y % G], weight_YV[y]
+        for s in range(first, last):
+            x0, out_h = w0[s - first + offset], out_Th[s]
+            for j in range(h):
+                out_h[j] = x0 * a0[j] + out_h[j]
+
+
+@fast
+def _head(x_BTKh, b, k, out_Th):  # type: ignore[no-untyped-def]
+    for t in range(len(out_Th)):
+        for j in range(out_Th.shape[1]):
+            out_Th[t, j] = x_BTKh[b, t, k, j]
+    return out_Th
+
+
+@fast
+def _heads(x_BTHh, b, k, out_TGh):  # type: ignore[no-untyped-def]
+    G = out_TGh.shape[1]
+    for t in range(len(out_TGh)):
+        for g in range(G):
+            for j in range(out_TGh.shape[2]):
+                out_TGh[t, g, j] = x_BTHh[b, t, k * G + g, j]
+    return out_TGh
+
+
+@fast
+def _forward(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, b, k, out_BTHh, lse_BHT):  # type: ignore[no-untyped-def]
+    """Attend with the query heads of key/value head k in row b."""
+    (_, T, H, h), K = q_BTHh.shape, k_BTKh.shape[2]
+    G = H // K
+    ranges_T3 = np.empty((T, 3), np.int64)
+    _ranges(prompt_BT[b], branch_BT[b], ranges_T3)
+    q_TGh = _heads(q_BTHh, b, k, np.empty((T, G, h), np.float32))
+    keyT_hT = np.ascontiguousarray(_head(k_BTKh, b, k, np.empty((T, h), np.float32)).T)
+    v_Th = _head(v_BTKh, b, k, np.empty((T, h), np.float32))
+    out_TGh = np.zeros((T, G, h), np.float32)
+    score_YV, bits_V = np.empty((AT_ONCE * G, T), np.float32), np.empty(T, np.int32)
+    power_V, total_Y = bits_V.view(np.float32), np.empty(AT_ONCE * G, np.float32)
+    scale, end = np.float32(1 / np.sqrt(h)), 0
+    while end < T:
+        begin, end = end, _block_end(ranges_T3, end)
+        shared, shared_end, own = ranges_T3[begin]
+        _dots_of_block(q_TGh, keyT_hT, ranges_T3, begin, end, score_YV)
+        for y in range((end - begin) * G):
+            t = begin + y // G
+            score_V = score_YV[y, : shared_end - shared + t + 1 - own]
+            for s in range(len(score_V)):
+                score_V[s] *= scale
+            top = highest(score_V)
+            total_Y[y] = exponentials(score_V, top, bits_V, power_V)
+            lse_BHT[b, k * G + y % G, t] = top + np.log(total_Y[y])
+        _mix_of_block(score_YV, v_Th, ranges_T3, begin, end, out_TGh)
+        for y in range((end - begin) * G):
+            t, out_h = begin + y // G, out_TGh[begin + y // G, y % G]
+            for j in range(h):
+                out_BTHh[b, t, k * G + y % G, j] = out_h[j] / total_Y[y]
+
+
+@fast
+def _backward(
+    q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, out_BTHh, lse_BHT, dout_BTHh, b, k, dq_BTHh,
+    dk_BTKh, dv_BTKh,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Fill in the gradients of key/value head k and of its query heads in row b."""
+    (_, T, H, h), K = q_BTHh.shape, k_BTKh.shape[2]
+    G = H // K
+    ranges_T3 = np.empty((T, 3), np.int64)
+    _ranges(prompt_BT[b], branch_BT[b], ranges_T3)
+    q_TGh = _heads(q_BTHh, b, k, np.empty((T, G, h), np.float32))
+    dout_TGh = _heads(dout_BTHh, b, k, np.empty((T, G, h), np.float32))
+    k_Th = _head(k_BTKh, b, k, np.empty((T, h), np.float32))
+    keyT_hT = np.ascontiguousarray(k_Th.T)
+    valueT_hT = np.ascontiguousarray(_head(v_BTKh, b, k, np.empty((T, h), np.float32)).T)
+    dq_TGh, dk_Th = np.zeros((T, G, h), np.float32), np.zeros((T, h), np.float32)
+    dv_Th = np.zeros((T, h), np.float32)
+    p_YV, ds_YV = np.empty((AT_ONCE * G, T), np.float32), np.empty((AT_ONCE * G, T), np.float32)
+    bits_V = np.empty(T, np.int32)
+    power_V, scale, end = bits_V.view(np.float32), np.float32(1 / np.sqrt(h)), 0
+    while end < T:
+        begin, end = end, _block_end(ranges_T3, end)
+        (shared, shared_end, own), num_queries = ranges_T3[begin], (end - begin) * G
+        num_shared = shared_end - shared
+        _dots_of_block(q_TGh, keyT_hT, ranges_T3, begin, end, p_YV)
+        _dots_of_block(dout_TGh, valueT_hT, ranges_T3, begin, end, ds_YV)
+        for y in range(num_queries):
+            t, head, seen = begin + y // G, k * G + y % G, num_shared + begin + y // G + 1 - own
+            p_V, ds_V = p_YV[y, :seen], ds_YV[y, :seen]
+            delta = np.float32(0)
+            for j in range(h):
+                delta += out_BTHh[b, t, head, j] * dout_TGh[t, y % G, j]
+            for s in range(seen):
+                p_V[s] *= scale
+            exponentials(p_V, lse_BHT[b, head, t], bits_V, power_V)
+            for s in range(seen):
+                ds_V[s] = p_V[s] * (ds_V[s] - delta) * scale
+            p_YV[y, seen : num_shared + end - own] = 0
+            ds_YV[y, seen : num_shared + end - own] = 0
+        _mix_of_block(ds_YV, k_Th, ranges_T3, begin, end, dq_TGh)
+        _spread(ds_YV, q_TGh, begin, num_queries, shared, shared_end, 0, dk_Th)
+        _spread(ds_YV, q_TGh, begin, num_queries, own, end, num_shared, dk_Th)
+        _spread(p_YV, dout_TGh, begin, num_queries, shared, shared_end, 0, dv_Th)
+        _spread(p_YV, dout_TGh, begin, num_queries, own, end, num_shared, dv_Th)
+    dk_BTKh[b, :, k], dv_BTKh[b, :, k] = dk_Th, dv_Th
+    dq_BTHh[b, :, k * G : (k + 1) * G] = dq_TGh
+
+
+@fast
+def _run_forward(call, part):  # type: ignore[no-untyped-def]
+    B, T, H, h = cpu_calls.sizes(call, 0, 4)
+    K = cpu_calls.sizes(call, 1, 4)[2]
+    _forward(
+        *(cpu_calls.floats(call, 0, (B, T, H, h)), cpu_calls.floats(call, 1, (B, T, K, h))),
+        *(
+            cpu_calls.floats(call, 2, (B, T, K, h)),
+            cpu_calls.integers(call, 3, (B, T)),
+            cpu_calls.integers(call, 4, (B, T)),
+        ),
+        *(
+            part // K,
+            part % K,
+            cpu_calls.output(call, 0, (B, T, H, h)),
+            cpu_calls.output(call, 1, (B, H, T)),
+        ),
+    )
+
+
+@fast
+def _run_backward(call, part):  # type: ignore[no-untyped-def]
+    B, T, H, h = cpu_calls.sizes(call, 0, 4)
+    K = cpu_calls.sizes(call, 1, 4)[2]
+    _backward(
+        *(cpu_calls.floats(call, 0, (B, T, H, h)), cpu_calls.floats(call, 1, (B, T, K, h))),
+        *(
+            cpu_calls.floats(call, 2, (B, T, K, h)),
+            cpu_calls.integers(call, 3, (B, T)),
+            cpu_calls.integers(call, 4, (B, T)),
+        ),
+        *(
+            cpu_calls.floats(call, 5, (B, T, H, h)),
+            cpu_calls.floats(call, 6, (B, H, T)),
+            cpu_calls.floats(call, 7, (B, T, H, h)),
+        ),
+        *(
+            part // K,
+            part % K,
+            cpu_calls.output(call, 0, (B, T, H, h)),
+            cpu_calls.output(call, 1, (B, T, K, h)),
+        ),
+        cpu_calls.output(call, 2, (B, T, K, h)),
+    )
+
+
+@fast
+def _run(call, part):  # type: ignore[no-untyped-def]
+    """Serve a call of `forward`, which has two outputs, or of `backward`."""
+    if call[cpu_calls.NUM_OUTPUTS] == 2:
+        _run_forward(call, part)
+    else:
+        _run_backward(call, part)
+
+
+@fast
+def _begin(call):  # type: ignore[no-untyped-def]
+    B, T, H, h = cpu_calls.sizes(call, 0, 4)
+    parts = B * cpu_calls.sizes(call, 1, 4)[2]
+    return cpu_calls.begin(call, parts, B * T * H * h * 16, _task())
+
+
+def _functions(stamp):  # type: ignore[no-untyped-def]
+    """Return the task and the call; the stamp is for numba's cache."""
+
+    def task(address):  # type: ignore[no-untyped-def]
+        part = cpu_calls.take(address) if stamp >= 0 else -1
+        while part >= 0:
+            _run(cpu_calls.call_of(address), part)
+            cpu_calls.done(address)
+            part = cpu_calls.take(address)
+        cpu_calls.leave(address)
+
+    def call(frame):  # type: ignore[no-untyped-def]
+        call = numba.carray(frame, 15, np.int64)
+        if cpu_calls.is_query(call):
+            return 0
+        address = _begin(call) if stamp >= 0 else 0
+        part = cpu_calls.take(address)
+        while part >= 0:
+            _run(call, part)
+            cpu_calls.done(address)
+            part = cpu_calls.take(address)
+        cpu_calls.end(address)
+        return 0
+
+    return task, call
+
+
+@functools.cache
+def _register() -> None:
+    cpu_calls.register(NAME, *_functions(cpu_calls.stamp(__file__)))
