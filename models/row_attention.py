@@ -76,7 +76,7 @@ attend_rows.defvjp(_attend_fwd, _attend_bwd)
 def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     """Return whether rows of T tokens are better attended here than under a mask.
 
-    Long ones are, and on CPUs all that the kernel takes.
+    Long ones are, and on CPUs every row that the kernel takes.
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True

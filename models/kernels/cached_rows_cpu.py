@@ -50,34 +50,23 @@ def attend(
 
 
 @fast
-def _path(parent_X, x, path_X):  # type: ignore[no-untyped-def]
-    """Fill in x and its ancestors, the first one first; return how many there are."""
-    depth, at = 0, parent_X[x]
+def _path(parent_X, x, state_2, path_X):  # type: ignore[no-untyped-def]
+    """Fill in x and its ancestors, the first one first; return how many were there already.
+
+    `state_2` has the token whose path this was before, and how many there are.
+    """
+    before, num = state_2
+    state_2[0] = x
+    if num and parent_X[x] == before:
+        path_X[num], state_2[1] = x, num + 1
+        return num
+    num, at = 1, parent_X[x]
     while at >= 0:
-        depth, at = depth + 1, parent_X[at]
-    at = x
-    for d in range(depth, -1, -1):
-        path_X[d], at = at, parent_X[at]
-    return depth + 1
-
-
-@fast
-def _path_scores(q_h, k_XKh, k, path_P, score_P):  # type: ignore[no-untyped-def]
-    """score[p] = Σ_j q[j] · key[path[p], j], j in order, four at a time."""
-    fours = len(path_P) - len(path_P) % 4
-    for p in range(0, fours, 4):
-        k0, k1 = k_XKh[path_P[p], k], k_XKh[path_P[p + 1], k]
-        k2, k3 = k_XKh[path_P[p + 2], k], k_XKh[path_P[p + 3], k]
-        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for j in range(len(q_h)):
-            s0, s1 = q_h[j] * k0[j] + s0, q_h[j] * k1[j] + s1
-            s2, s3 = q_h[j] * k2[j] + s2, q_h[j] * k3[j] + s3
-        score_P[p], score_P[p + 1], score_P[p + 2], score_P[p + 3] = s0, s1, s2, s3
-    for p in range(fours, len(path_P)):
-        k0, s0 = k_XKh[path_P[p], k], np.float32(0)
-        for j in range(len(q_h)):
-            s0 = q_h[j] * k0[j] + s0
-        score_P[p] = s0
+        num, at = num + 1, parent_X[at]
+    at, state_2[1] = x, num
+    for p in range(num - 1, -1, -1):
+        path_X[p], at = at, parent_X[at]
+    return 0
 
 
 @fast
@@ -85,7 +74,9 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
     """Attend with the query heads of key/value head k."""
     (X, H, h), (B, K, _, S) = q_XHh.shape, keys_BKhS.shape
     G = H // K
-    path_X = np.empty(X, np.int64)
+    key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
+    of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
     score_YV = np.empty((AT_ONCE * G, S + X), np.float32)
     bits_V = np.empty(S + X, np.int32)
     power_V = bits_V.view(np.float32)
@@ -105,28 +96,29 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
             for y in range(num_queries):
                 q_h = q_XHh[begin + y // G, k * G + y % G]
                 dots(q_h, keys_BKhS[b, k], 0, first, last, score_YV[y])
-        for y in range(num_queries):
-            x = begin + y // G
-            P = _path(parent_X, x, path_X)
-            q_h, score_V = q_XHh[x, k * G + y % G], score_YV[y, : length + P]
-            _path_scores(q_h, k_XKh, k, path_X[:P], score_V[length:])
-            for s in range(length + P):
-                score_V[s] *= scale
-            total_Y[y] = exponentials(score_V, highest(score_V), bits_V, power_V)
-            out_Yh[y] = 0
+        for x in range(begin, end):
+            for p in range(_path(parent_X, x, of_keys_2, key_path_X), of_keys_2[1]):
+                keyT_hX[:, p] = k_XKh[key_path_X[p], k]
+            for g in range(G):
+                y, P = (x - begin) * G + g, of_keys_2[1]
+                dots(q_XHh[x, k * G + g], keyT_hX, 0, 0, P, score_YV[y, length:])
+                score_V = score_YV[y, : length + P]
+                for s in range(length + P):
+                    score_V[s] *= scale
+                total_Y[y] = exponentials(score_V, highest(score_V), bits_V, power_V)
+                out_Yh[y] = 0
         for first in range(0, length, BLOCK):
             last = min(first + BLOCK, length)
             for y in range(num_queries):
                 mix(score_YV[y], values_BKSh[b, k], 0, first, last, out_Yh[y])
-        for y in range(num_queries):
-            x, out_h = begin + y // G, out_Yh[y]
-            P = _path(parent_X, x, path_X)
-            for p in range(P):
-                v_h, weight = v_XKh[path_X[p], k], score_YV[y, length + p]
+        for x in range(begin, end):
+            for p in range(_path(parent_X, x, of_values_2, value_path_X), of_values_2[1]):
+                value_Xh[p] = v_XKh[value_path_X[p], k]
+            for g in range(G):
+                y = (x - begin) * G + g
+                mix(score_YV[y, length:], value_Xh, 0, 0, of_values_2[1], out_Yh[y])
                 for j in range(h):
-                    out_h[j] = weight * v_h[j] + out_h[j]
-            for j in range(h):
-                out_XHh[x, k * G + y % G, j] = out_h[j] / total_Y[y]
+                    out_XHh[x, k * G + g, j] = out_Yh[y, j] / total_Y[y]
 
 
 @fast

@@ -27,7 +27,7 @@ from models.kernels import cpu_sums
 from models.kernels.cpu_sums import fast
 
 EXTENSION, API, CONTEXT, INPUTS, NUM_OUTPUTS, OUTPUTS = 1, 2, 3, 9, 12, 14  # of a call
-METADATA, METADATA_VERSION = 3, 3  # of the extension by which XLA queries the version; of these
+METADATA, METADATA_VERSION = 3, 3  # of the extension that queries the version; of these
 API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # of the API
 DATA, SIZES = 3, 5  # of a buffer
 USERS, TAKEN, DONE, PARTS, CALL = range(5)  # of shared memory
@@ -147,12 +147,12 @@ def is_query(call):  # type: ignore[no-untyped-def]
 
 @fast
 def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
-    """Return the address of shared memory, of which threads of the pool take parts."""
+    """Return the address of shared memory; threads of the pool take parts from now on."""
     address = _malloc(80)
     shared, given = words(address, 5), words(address + 40, 5)
     helpers = 0
     if num_products >= MIN_PRODUCTS:
-        # size, extension, context, where the result goes; the result
+        # size, extension, context, address of the result; the result
         given[0], given[1], given[2], given[3] = 32, 0, call[CONTEXT], address + 72
         _invoke(words(call[API], 19)[NUM_THREADS], address + 40)
         helpers = min(given[4], num_parts) - 1

@@ -19,7 +19,7 @@ fast = numba.njit(fastmath={"contract", "nsz", "nnan"}, nogil=True, error_model=
 
 @fast
 def dots(a_h, bT_hS, first, begin, end, out_V):  # type: ignore[no-untyped-def]
-    """out[s − first] = Σ_j a[j] · b[s, j] for s of begin … end, j in order."""
+    """out[s − first] = Σ_j a[j] · b[s, j] for s = begin … end − 1, j in order."""
     out_V = out_V[begin - first : end - first]
     for j in range(0, len(a_h), 4):
         a0, a1, a2, a3 = a_h[j], a_h[j + 1], a_h[j + 2], a_h[j + 3]
@@ -34,7 +34,7 @@ def dots(a_h, bT_hS, first, begin, end, out_V):  # type: ignore[no-untyped-def]
 
 @fast
 def mix(weight_V, b_Sh, first, begin, end, out_h):  # type: ignore[no-untyped-def]
-    """out += Σ_s weight[s − first] · b[s] for s of begin … end, in order."""
+    """out += Σ_s weight[s − first] · b[s] for s = begin … end − 1, in order."""
     fours = end - (end - begin) % 4
     for s in range(begin, fours, 4):
         w0, w1 = weight_V[s - first], weight_V[s - first + 1]

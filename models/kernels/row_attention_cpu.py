@@ -1,6 +1,6 @@
 """Attention over packed rows on CPUs, forward and backward (`models.row_attention`).
 
-A token sees the shared tokens of its prompt, and its own response up to itself: two ranges. So the
+A token sees the shared tokens of its prompt, and its response up to itself: two ranges. So the
 tokens of a prompt must follow one another in a row, and so must a response's, as `rl.packing`
 lays them out. Padding sees itself. Each core takes some of the heads. Float32 only.
 
@@ -74,7 +74,7 @@ def _call(inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
 
 @fast
 def _ranges(prompt_T, branch_T, ranges_T3):  # type: ignore[no-untyped-def]
-    """Return the begin and end of the shared range of each token, and the begin of its own."""
+    """Return each token's shared range, first and end, and the first token of its response."""
     own, shared, shared_end = 0, 0, 0
     for t in range(len(prompt_T)):
         is_new = t == 0 or prompt_T[t] != prompt_T[t - 1] or branch_T[t] != branch_T[t - 1]
@@ -84,7 +84,7 @@ def _ranges(prompt_T, branch_T, ranges_T3):  # type: ignore[no-untyped-def]
             own = t
         if branch_T[t] == 0:
             shared_end = t + 1
-        is_apart = branch_T[t] == 0 or prompt_T[t] <= 0  # sees its own range alone
+        is_apart = branch_T[t] == 0 or prompt_T[t] <= 0  # sees no other range
         ranges_T3[t, 0], ranges_T3[t, 1] = (own, own) if is_apart else (shared, shared_end)
         ranges_T3[t, 2] = own
 
@@ -102,7 +102,7 @@ def _block_end(ranges_T3, begin):  # type: ignore[no-untyped-def]
 
 @fast
 def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore[no-untyped-def]
-    """Fill in the products of a block's rows with all that its tokens see."""
+    """Fill in the products of a block's rows with the tokens that they see."""
     G, (shared, shared_end, own) = a_TGh.shape[1], ranges_T3[begin]
     num_shared = shared_end - shared
     for first in range(shared, shared_end, BLOCK):
@@ -119,7 +119,7 @@ def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore
 
 @fast
 def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ignore[no-untyped-def]
-    """Add to a block's rows all that its tokens see, weighted."""
+    """Add to a block's rows the tokens that they see, weighted."""
     G, (shared, shared_end, own) = out_TGh.shape[1], ranges_T3[begin]
     num_shared = shared_end - shared
     for first in range(shared, shared_end, BLOCK):
