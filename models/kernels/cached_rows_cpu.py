@@ -10,8 +10,6 @@ Y queries of one key/value head, V positions that a query sees, P tokens of a pa
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numba
@@ -44,7 +42,7 @@ def attend(
     Token x follows token `parent_X[x]`, or the row's first `length` positions if that is −1.
     Tokens of no row get zeros. Float32 [X, H, h].
     """
-    _register()
+    cpu_calls.register(NAME, __file__, _functions)
     inputs = q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent_X
     return jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))(*inputs)
 
@@ -159,23 +157,12 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
             cpu_calls.done(address)
             part = cpu_calls.take(address)
         cpu_calls.leave(address)
+        return 0
 
     def call(frame):  # type: ignore[no-untyped-def]
         call = numba.carray(frame, 15, np.int64)
-        if cpu_calls.is_query(call):
-            return 0
-        address = _begin(call) if stamp >= 0 else 0
-        part = cpu_calls.take(address)
-        while part >= 0:
-            _run(call, part)
-            cpu_calls.done(address)
-            part = cpu_calls.take(address)
-        cpu_calls.end(address)
+        if not cpu_calls.is_query(call) and stamp >= 0:
+            cpu_calls.end(_begin(call), _task())
         return 0
 
     return task, call
-
-
-@functools.cache
-def _register() -> None:
-    cpu_calls.register(NAME, *_functions(cpu_calls.stamp(__file__)))

@@ -9,6 +9,7 @@ Structures of XLA's FFI are words of 8 bytes (xla/ffi/api/c_api.h).
 from __future__ import annotations
 
 import ctypes
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -33,28 +34,35 @@ DATA, SIZES = 3, 5  # of a buffer
 USERS, TAKEN, DONE, PARTS, CALL = range(5)  # of shared memory
 MIN_PRODUCTS = 2**18  # for several threads
 
-_kept = list[Any]()  # compiled functions that XLA calls
+_compiled = dict[str, Any]()  # functions that XLA calls, by kernel
+_lock = threading.Lock()  # programs are traced in several threads
 
 
-def stamp(file: str) -> int:
-    """Return a number of a kernel's source, for numba's cache, which sees one file alone."""
+def register(name: str, file: str, functions: Callable[[int], tuple[Any, Any]]) -> None:
+    """Compile a kernel once, or read it from numba's cache, and name it for XLA.
+
+    `functions` returns its task, which gets the address of shared memory, and its call, from a
+    number of the sources: numba's cache sees changes of one file alone.
+    """
+    with _lock:
+        if name not in _compiled:
+            _compiled[name] = _register(name, *functions(_stamp(file)))
+
+
+def _stamp(file: str) -> int:
     files = (__file__, cpu_sums.__file__, file)
     return zlib.crc32(b"".join(Path(f).read_bytes() for f in files))
 
 
-def register(name: str, task: Callable[..., Any], call: Callable[..., Any]) -> None:
-    """Compile a kernel, or read it from numba's cache, and name it for XLA.
-
-    `task` gets the address of shared memory. It is the symbol `{name}_task`.
-    """
+def _register(name: str, task: Callable[..., Any], call: Callable[..., Any]) -> Any:
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype = ctypes.py_object
     capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    compiled_task = numba.cfunc("void(int64)", nopython=True, cache=True)(task)
+    compiled_task = numba.cfunc("int64(int64)", nopython=True, cache=True)(task)
     llvmlite.binding.add_symbol(f"{name}_task", compiled_task.address)
     compiled = numba.cfunc("int64(voidptr)", nopython=True, cache=True)(call)
     jax.ffi.register_ffi_target(name, capsule(compiled.address, None, None), platform="cpu")
-    _kept.extend((compiled_task, compiled))
+    return compiled_task, compiled
 
 
 @intrinsic
@@ -93,7 +101,7 @@ def task_of(name: str) -> Any:
 
     def code(_context, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
         word = ir.IntType(64)
-        function = ir.FunctionType(ir.VoidType(), [word])
+        function = ir.FunctionType(word, [word])
         task = cgutils.get_or_insert_function(builder.module, function, f"{name}_task")
         return builder.ptrtoint(task, word)
 
@@ -156,7 +164,7 @@ def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
         given[0], given[1], given[2], given[3] = 32, 0, call[CONTEXT], address + 72
         _invoke(words(call[API], 19)[NUM_THREADS], address + 40)
         helpers = min(given[4], num_parts) - 1
-    shared[USERS], shared[TAKEN], shared[DONE], shared[PARTS] = 1 + helpers, 0, 0, num_parts
+    shared[USERS], shared[TAKEN], shared[DONE], shared[PARTS] = 2 + helpers, 0, 0, num_parts
     shared[CALL] = call.ctypes.data
     # size, extension, context, function, its argument
     given[0], given[1], given[2], given[3], given[4] = 40, 0, call[CONTEXT], task, address
@@ -184,8 +192,9 @@ def call_of(address):  # type: ignore[no-untyped-def]
 
 
 @fast
-def end(address):  # type: ignore[no-untyped-def]
-    """Wait until all parts are done, and leave."""
+def end(address, task):  # type: ignore[no-untyped-def]
+    """Take parts too, wait until all are done, and leave."""
+    _invoke(task, address)
     while _add(address + 8 * DONE, 0) < words(address, 5)[PARTS]:
         pass
     leave(address)

@@ -10,7 +10,6 @@ Y queries of one key/value head, V positions that a query sees.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,7 +67,7 @@ def _like(shapes: Iterable[tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]
 
 
 def _call(inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
-    _register()
+    cpu_calls.register(NAME, __file__, _functions)
     return jax.ffi.ffi_call(NAME, outputs)(*inputs)
 
 
@@ -326,23 +325,12 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
             cpu_calls.done(address)
             part = cpu_calls.take(address)
         cpu_calls.leave(address)
+        return 0
 
     def call(frame):  # type: ignore[no-untyped-def]
         call = numba.carray(frame, 15, np.int64)
-        if cpu_calls.is_query(call):
-            return 0
-        address = _begin(call) if stamp >= 0 else 0
-        part = cpu_calls.take(address)
-        while part >= 0:
-            _run(call, part)
-            cpu_calls.done(address)
-            part = cpu_calls.take(address)
-        cpu_calls.end(address)
+        if not cpu_calls.is_query(call) and stamp >= 0:
+            cpu_calls.end(_begin(call), _task())
         return 0
 
     return task, call
-
-
-@functools.cache
-def _register() -> None:
-    cpu_calls.register(NAME, *_functions(cpu_calls.stamp(__file__)))
