@@ -96,4 +96,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) pip
 	$(PIP) --build-constraint constraints.txt -e '.[dev]'
+	$(BIN)/python -m models.kernels
 	@touch $@
