@@ -110,6 +110,7 @@ def task_of(name: str) -> Any:
 
 _malloc = types.ExternalFunction("malloc", types.int64(types.int64))
 _free = types.ExternalFunction("free", types.void(types.int64))
+_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @fast
@@ -196,7 +197,7 @@ def end(address, task):  # type: ignore[no-untyped-def]
     """Take parts too, wait until all are done, and leave."""
     _invoke(task, address)
     while _add(address + 8 * DONE, 0) < words(address, 5)[PARTS]:
-        pass
+        _yield()
     leave(address)
 
 
