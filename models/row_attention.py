@@ -80,20 +80,27 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    if platform != "cpu":
+    if (platform := _platform()) != "cpu":
         return False
     shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
     return _kernel_of(platform).takes(*shapes, dtype) is None
 
 
+def _platform() -> str:
+    """Return the platform of the mesh in use, else of jax's devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
     """Call `by_kernel` on the platforms that have one which takes the inputs, else `by_blocks`."""
+    # Pallas kernels take a while to trace. A CPU that compiles for another platform has long rows.
+    is_for_cpu = _platform() == "cpu" and inputs[0].shape[1] < LONG_ROW_TOKENS
     paths = {
         platform: partial(by_kernel, platform)
         for platform in PLATFORMS
-        if why_portable(inputs[0], inputs[1], platform) is None
+        if (platform == "cpu" or not is_for_cpu)
+        and why_portable(inputs[0], inputs[1], platform) is None
     }
     if not paths:
         return by_blocks(*inputs)
