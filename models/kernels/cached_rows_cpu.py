@@ -42,7 +42,7 @@ def attend(
     Token x follows token `parent_X[x]`, or the row's first `length` positions if that is −1.
     Tokens of no row get zeros. Float32 [X, H, h].
     """
-    cpu_calls.register(NAME, __file__, functions)
+    register()
     inputs = q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent_X
     return jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))(*inputs)
 
@@ -147,7 +147,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
     return cpu_calls.begin(call, num_heads, num_products, _task())
 
 
-def functions(stamp):  # type: ignore[no-untyped-def]
+def _functions(stamp):  # type: ignore[no-untyped-def]
     """Return the task and the call; the stamp is for numba's cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
@@ -166,3 +166,8 @@ def functions(stamp):  # type: ignore[no-untyped-def]
         return 0
 
     return task, call
+
+
+def register() -> None:
+    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    cpu_calls.register(NAME, __file__, _functions)

@@ -67,7 +67,7 @@ def _like(shapes: Iterable[tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]
 
 
 def _call(inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
-    cpu_calls.register(NAME, __file__, functions)
+    register()
     return jax.ffi.ffi_call(NAME, outputs)(*inputs)
 
 
@@ -315,7 +315,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
     return cpu_calls.begin(call, parts, B * T * H * h * 16, _task())
 
 
-def functions(stamp):  # type: ignore[no-untyped-def]
+def _functions(stamp):  # type: ignore[no-untyped-def]
     """Return the task and the call; the stamp is for numba's cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
@@ -334,3 +334,8 @@ def functions(stamp):  # type: ignore[no-untyped-def]
         return 0
 
     return task, call
+
+
+def register() -> None:
+    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    cpu_calls.register(NAME, __file__, _functions)
