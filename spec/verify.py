@@ -209,9 +209,9 @@ def decode(
 ) -> tuple[Cached, Slots, Drawn]:
     """Run one round of roots alone when nothing waits to be written.
 
-    Each layer writes its entry before it reads the row: one softmax instead of two, so that this
-    rounds otherwise than `verify`, and alike with `chunks` and without. Rows at rest are not
-    written.
+    Each layer writes its entry before it reads the row: without a kernel for rows one softmax
+    instead of two, so that this rounds otherwise than `verify`. It rounds alike with `chunks` and
+    without. Rows at rest are not written.
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)

@@ -123,20 +123,12 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
 def _run(call, k):  # type: ignore[no-untyped-def]
     X, H, h = cpu_calls.sizes(call, 0, 3)
     B, K, _, S = cpu_calls.sizes(call, 3, 4)
-    _attend(
-        *(
-            cpu_calls.floats(call, 0, (X, H, h)),
-            cpu_calls.floats(call, 1, (X, K, h)),
-            cpu_calls.floats(call, 2, (X, K, h)),
-        ),
-        *(cpu_calls.floats(call, 3, (B, K, h, S)), cpu_calls.floats(call, 4, (B, K, S, h))),
-        *(
-            cpu_calls.integers(call, 5, X),
-            cpu_calls.integers(call, 6, X),
-            cpu_calls.integers(call, 7, X),
-        ),
-        *(k, cpu_calls.output(call, 0, (X, H, h))),
-    )
+    q, out = cpu_calls.floats(call, 0, (X, H, h)), cpu_calls.output(call, 0, (X, H, h))
+    new = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
+    held = cpu_calls.floats(call, 3, (B, K, h, S)), cpu_calls.floats(call, 4, (B, K, S, h))
+    row, length = cpu_calls.integers(call, 5, X), cpu_calls.integers(call, 6, X)
+    parent = cpu_calls.integers(call, 7, X)
+    _attend(q, new[0], new[1], held[0], held[1], row, length, parent, k, out)
 
 
 @fast
@@ -151,12 +143,8 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
     """Return the task and the call; the stamp is for numba's cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
-        part = cpu_calls.take(address) if stamp >= 0 else -1
-        while part >= 0:
-            _run(cpu_calls.call_of(address), part)
-            cpu_calls.done(address)
-            part = cpu_calls.take(address)
-        cpu_calls.leave(address)
+        if stamp >= 0:
+            cpu_calls.serve(address, _run)
         return 0
 
     def call(frame):  # type: ignore[no-untyped-def]

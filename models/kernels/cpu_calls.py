@@ -161,8 +161,8 @@ def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
     shared, given = words(address, 5), words(address + 40, 5)
     helpers = 0
     if num_products >= MIN_PRODUCTS:
-        # size, extension, context, address of the result; the result
-        given[0], given[1], given[2], given[3] = 32, 0, call[CONTEXT], address + 72
+        # size, extension, context, address of the result; the result, 1 if there is no pool
+        given[0], given[1], given[2], given[3], given[4] = 32, 0, call[CONTEXT], address + 72, 1
         _invoke(words(call[API], 19)[NUM_THREADS], address + 40)
         helpers = min(given[4], num_parts) - 1
     shared[USERS], shared[TAKEN], shared[DONE], shared[PARTS] = 2 + helpers, 0, 0, num_parts
@@ -175,21 +175,15 @@ def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
 
 
 @fast
-def take(address):  # type: ignore[no-untyped-def]
-    """Return the next part; −1 if all are taken."""
+def serve(address, run):  # type: ignore[no-untyped-def]
+    """Run part after part until all are taken, and leave."""
+    shared = words(address, 5)
     part = _add(address + 8 * TAKEN, 1)
-    return part if part < words(address, 5)[PARTS] else -1
-
-
-@fast
-def done(address):  # type: ignore[no-untyped-def]
-    """Count a part that was taken as done."""
-    _add(address + 8 * DONE, 1)
-
-
-@fast
-def call_of(address):  # type: ignore[no-untyped-def]
-    return words(words(address, 5)[CALL], 15)
+    while part < shared[PARTS]:
+        run(words(shared[CALL], 15), part)
+        _add(address + 8 * DONE, 1)
+        part = _add(address + 8 * TAKEN, 1)
+    _leave(address)
 
 
 @fast
@@ -198,11 +192,11 @@ def end(address, task):  # type: ignore[no-untyped-def]
     _invoke(task, address)
     while _add(address + 8 * DONE, 0) < words(address, 5)[PARTS]:
         _yield()
-    leave(address)
+    _leave(address)
 
 
 @fast
-def leave(address):  # type: ignore[no-untyped-def]
+def _leave(address):  # type: ignore[no-untyped-def]
     """Free the shared memory if no other thread will use it."""
     if _add(address + 8 * USERS, -1) == 1:
         _free(address)

@@ -254,58 +254,26 @@ def _backward(
 
 
 @fast
-def _run_forward(call, part):  # type: ignore[no-untyped-def]
-    B, T, H, h = cpu_calls.sizes(call, 0, 4)
-    K = cpu_calls.sizes(call, 1, 4)[2]
-    _forward(
-        *(cpu_calls.floats(call, 0, (B, T, H, h)), cpu_calls.floats(call, 1, (B, T, K, h))),
-        *(
-            cpu_calls.floats(call, 2, (B, T, K, h)),
-            cpu_calls.integers(call, 3, (B, T)),
-            cpu_calls.integers(call, 4, (B, T)),
-        ),
-        *(
-            part // K,
-            part % K,
-            cpu_calls.output(call, 0, (B, T, H, h)),
-            cpu_calls.output(call, 1, (B, H, T)),
-        ),
-    )
-
-
-@fast
-def _run_backward(call, part):  # type: ignore[no-untyped-def]
-    B, T, H, h = cpu_calls.sizes(call, 0, 4)
-    K = cpu_calls.sizes(call, 1, 4)[2]
-    _backward(
-        *(cpu_calls.floats(call, 0, (B, T, H, h)), cpu_calls.floats(call, 1, (B, T, K, h))),
-        *(
-            cpu_calls.floats(call, 2, (B, T, K, h)),
-            cpu_calls.integers(call, 3, (B, T)),
-            cpu_calls.integers(call, 4, (B, T)),
-        ),
-        *(
-            cpu_calls.floats(call, 5, (B, T, H, h)),
-            cpu_calls.floats(call, 6, (B, H, T)),
-            cpu_calls.floats(call, 7, (B, T, H, h)),
-        ),
-        *(
-            part // K,
-            part % K,
-            cpu_calls.output(call, 0, (B, T, H, h)),
-            cpu_calls.output(call, 1, (B, T, K, h)),
-        ),
-        cpu_calls.output(call, 2, (B, T, K, h)),
-    )
-
-
-@fast
 def _run(call, part):  # type: ignore[no-untyped-def]
     """Serve a call of `forward`, which has two outputs, or of `backward`."""
+    B, T, H, h = cpu_calls.sizes(call, 0, 4)
+    K = cpu_calls.sizes(call, 1, 4)[2]
+    queries, keys, sums = (B, T, H, h), (B, T, K, h), (B, H, T)
+    rows = (
+        cpu_calls.floats(call, 0, queries),
+        cpu_calls.floats(call, 1, keys),
+        cpu_calls.floats(call, 2, keys),
+        cpu_calls.integers(call, 3, (B, T)),
+        cpu_calls.integers(call, 4, (B, T)),
+    )
+    first = cpu_calls.output(call, 0, queries)
     if call[cpu_calls.NUM_OUTPUTS] == 2:
-        _run_forward(call, part)
-    else:
-        _run_backward(call, part)
+        _forward(*rows, part // K, part % K, first, cpu_calls.output(call, 1, sums))
+        return
+    dk, dv = cpu_calls.output(call, 1, keys), cpu_calls.output(call, 2, keys)
+    out, lse = cpu_calls.floats(call, 5, queries), cpu_calls.floats(call, 6, sums)
+    dout = cpu_calls.floats(call, 7, queries)
+    _backward(*rows, out, lse, dout, part // K, part % K, first, dk, dv)
 
 
 @fast
@@ -319,12 +287,8 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
     """Return the task and the call; the stamp is for numba's cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
-        part = cpu_calls.take(address) if stamp >= 0 else -1
-        while part >= 0:
-            _run(cpu_calls.call_of(address), part)
-            cpu_calls.done(address)
-            part = cpu_calls.take(address)
-        cpu_calls.leave(address)
+        if stamp >= 0:
+            cpu_calls.serve(address, _run)
         return 0
 
     def call(frame):  # type: ignore[no-untyped-def]
