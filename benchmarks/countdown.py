@@ -93,13 +93,15 @@ def training(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def read(folder: Path) -> Run:
     """Return the run in a folder; a result's keys have no dots, hence a variant's name has none."""
-    samples = {
-        (r["step"], r["example_id"], r["sample_index"]): r["completion"]
-        for r in read_samples(folder)
-    }
     variant = folder.name.rpartition("-")[0].replace(".", "_")
     config = load(TrainConfig, [folder / CONFIG_FILE])
-    return Run(variant, config, read_metrics(folder), samples)
+    return Run(variant, config, read_metrics(folder), responses(folder))
+
+
+def responses(folder: Path) -> dict[tuple[Any, ...], str]:
+    """Return a run's responses by step, question and sample."""
+    rows = read_samples(folder)
+    return {(r["step"], r["example_id"], r["sample_index"]): r["completion"] for r in rows}
 
 
 def compared(run: Run, base: Run) -> dict[str, Any]:
