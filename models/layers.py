@@ -1,7 +1,7 @@
 """The arithmetic of a decoder layer: products with weights, sums, rotary positions, loops.
 
 XLA's CPU product packs its right operand: with few rows these are turned to columns, so that the
-weights stay as they are. XLA's reductions have orders that depend on the number of rows and on the
+weights stay as they are, or a kernel multiplies (`models.kernels.few_rows_cpu`). XLA's reductions have orders that depend on the number of rows and on the
 program; `sum_in_order` has not.
 
 Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from models.attention import precision_of
 from models.config import ModelConfig
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
+from models.sharding import sizes_in_use
 
 FEW_ROWS = 64  # of inputs; more go through the ordinary product
 ADDED_AT_ONCE = 16  # parts of a sum
@@ -30,11 +31,24 @@ ADDED_AT_ONCE = 16  # parts of a sum
 def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
     """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's."""
     dtype = dtype or x.dtype
+    if (product := _kernel(x, weight_OI)) is not None:
+        return _by_rows(product, partial(_input_first, dtype=dtype), x, weight_OI)
 
     def turned(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
         return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
 
     return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
+
+
+def _kernel(x: jax.Array, *weights: jax.Array) -> Callable | None:
+    """Return a CPU's kernel for products of few rows, if it takes all of these."""
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
+        return None
+    from models.kernels import few_rows_cpu  # numba: half a second to import
+
+    one_device = math.prod(sizes_in_use().values()) == 1
+    takes = all(few_rows_cpu.takes(w.shape[1], x.dtype, w.dtype) for w in weights)
+    return few_rows_cpu.linear if one_device and takes else None
 
 
 def feed_forward(
@@ -44,7 +58,14 @@ def feed_forward(
     parts = LONG_ROW_FEED_FORWARD_PARTS
     if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
         return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
-    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
+    few = _turned_feed_forward if _kernel(x, gate_FD, down_DF) is None else _kernel_feed_forward
+    return _by_rows(few, _feed_forward, x, gate_FD, up_FD, down_DF)
+
+
+def _kernel_feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    return linear(jax.nn.silu(linear(x, gate_FD)) * linear(x, up_FD), down_DF)
 
 
 def _feed_forward(

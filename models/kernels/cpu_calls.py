@@ -145,6 +145,16 @@ def output(call, i, shape):  # type: ignore[no-untyped-def]
 
 
 @fast
+def input_address(call, i):  # type: ignore[no-untyped-def]
+    return _buffer(call, INPUTS, i)[DATA]
+
+
+@fast
+def output_address(call, i):  # type: ignore[no-untyped-def]
+    return _buffer(call, OUTPUTS, i)[DATA]
+
+
+@fast
 def is_query(call):  # type: ignore[no-untyped-def]
     """Return whether XLA queries the version, and answer: any version with these words."""
     if call[EXTENSION] == 0:

@@ -1,0 +1,238 @@
+"""Products of few rows with a matrix of weights, on CPUs: y[x, o] = Σ_i x[x, i] · w[o, i].
+
+XLA's CPU copies its right operand into panels, which costs as much as reading the weights: here they
+are read once, as they are. A sum has `LANES` parts, each in the order of i, which are then added in
+pairs: it depends on nothing but its terms, so a row rounds alike beside any others. Float32 only.
+
+A tile of rows and outputs stays in registers; its loop is LLVM code, since numba has no vectors.
+Shape suffixes: X rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from models.kernels import cpu_calls
+from models.kernels.cpu_sums import fast
+
+NAME = "reprise_few_rows"
+LANES = 8
+AT_ONCE = 2  # vectors of a row: a line of memory
+ROWS, OUTPUTS = 4, 3  # of a tile: twelve sums, in sixteen registers with their terms
+BLOCK = 48  # outputs of a part, whose weights stay in a cache of the core for all rows
+_task = cpu_calls.task_of(NAME)
+_VECTOR, _WORD = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
+_FMA = f"llvm.fmuladd.v{LANES}f32", ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+_FETCH = (
+    "llvm.prefetch.p0",
+    ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), *[ir.IntType(32)] * 3]),
+)
+
+
+def takes(num_inputs: int, *dtypes: Any) -> bool:
+    """Return whether the kernel takes these sizes."""
+    return num_inputs % (LANES * AT_ONCE) == 0 and all(dtype == jnp.float32 for dtype in dtypes)
+
+
+@jax.custom_vjp
+def linear(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """Return x · wᵀ, [..., I] to float32 [..., O]."""
+    register()
+    shape = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), len(weight_OI)), jnp.float32)
+    call = jax.ffi.ffi_call(NAME, shape, vmap_method="sequential")
+    return call(x.reshape(-1, x.shape[-1]), weight_OI).reshape(*x.shape[:-1], -1)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight_OI = kept
+    product = partial(jnp.einsum, precision="highest")
+    return product("...o,oi->...i", dy, weight_OI), product("...o,...i->oi", dy, x)
+
+
+linear.defvjp(lambda *inputs: (linear(*inputs), inputs), _backward)
+
+
+def _tile(rows: int, outputs: int, fetches: bool) -> Any:
+    """Return a function for numba that computes a tile; it gets addresses, and sizes in numbers.
+
+    With `fetches` it has the weights of the next tile brought from memory meanwhile.
+    """
+
+    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        x, w, y, num_inputs, num_outputs = arguments
+
+        def pointer(array: Any, row: int, width: Any, at: Any, kind: Any) -> Any:
+            number = builder.add(builder.mul(ir.Constant(_WORD, row), width), at)
+            address = builder.add(array, builder.mul(number, ir.Constant(_WORD, 4)))
+            return builder.inttoptr(address, kind.as_pointer())
+
+        before, loop = builder.block, builder.append_basic_block("inputs")
+        after = builder.append_basic_block("sums")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        i = builder.phi(_WORD)
+        i.add_incoming(ir.Constant(_WORD, 0), before)
+        sums = [[builder.phi(_VECTOR) for _ in range(outputs)] for _ in range(rows)]
+        totals = [list(of_row) for of_row in sums]
+        for step in range(AT_ONCE):
+            at = builder.add(i, ir.Constant(_WORD, LANES * step))
+            w_O = [
+                builder.load(pointer(w, o, num_inputs, at, _VECTOR), align=4)
+                for o in range(outputs)
+            ]
+            for r in range(rows):
+                x_r = builder.load(pointer(x, r, num_inputs, at, _VECTOR), align=4)
+                for o in range(outputs):
+                    totals[r][o] = _call(builder, _FMA, x_r, w_O[o], totals[r][o])
+        for o in range(outputs if fetches else 0):
+            line = pointer(w, o + outputs, num_inputs, i, ir.IntType(8))
+            _call(builder, _FETCH, line, *(ir.Constant(ir.IntType(32), n) for n in (0, 3, 1)))
+        for r in range(rows):
+            for o in range(outputs):
+                sums[r][o].add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), before)
+                sums[r][o].add_incoming(totals[r][o], loop)
+        following = builder.add(i, ir.Constant(_WORD, LANES * AT_ONCE))
+        i.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_unsigned("<", following, num_inputs), loop, after)
+        builder.position_at_end(after)
+        for n, total in enumerate(_totals(builder, [x for of_row in totals for x in of_row])):
+            r, o = divmod(n, outputs)
+            place = pointer(y, r, num_outputs, ir.Constant(_WORD, o), ir.FloatType())
+            builder.store(total, place, align=4)
+        return ir.Constant(_WORD, 0)
+
+    words = (types.int64,) * 5
+    return intrinsic(lambda _typing, x, w, y, i, o: (types.int64(*words), code))
+
+
+def _call(builder: Any, function: tuple[str, Any], *arguments: Any) -> Any:
+    name, kind = function
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _totals(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Return the sum of each vector's lanes, added in pairs; vectors are taken in fours."""
+    found = []
+    for first in range(0, len(vectors), 4):
+        some = vectors[first : first + 4]
+        level = some + [some[-1]] * (4 - len(some))
+        level = [_pairs(builder, *level[:2]), _pairs(builder, *level[2:])]
+        both = _pairs(builder, *level)
+        halves = [_shuffled(builder, both, both, range(n, n + 4)) for n in (0, 4)]
+        total = builder.fadd(*halves)
+        for n in range(len(some)):
+            found.append(builder.extract_element(total, ir.Constant(ir.IntType(32), n)))
+    return found
+
+
+def _pairs(builder: Any, a: Any, b: Any) -> Any:
+    """Add neighbours, as `vhaddps`: those of a and of b take turns by halves of the vectors."""
+    even = [0, 2, 8, 10, 4, 6, 12, 14]
+    return builder.fadd(
+        _shuffled(builder, a, b, even), _shuffled(builder, a, b, [n + 1 for n in even])
+    )
+
+
+def _shuffled(builder: Any, a: Any, b: Any, lanes: Any) -> Any:
+    kind = ir.VectorType(ir.IntType(32), len(lanes))
+    return builder.shuffle_vector(a, b, ir.Constant(kind, list(lanes)))
+
+
+_first_4, _first_3, _first_2, _first_1 = (_tile(rows, OUTPUTS, True) for rows in (4, 3, 2, 1))
+_tile_4, _tile_3, _tile_2, _tile_1 = (_tile(rows, OUTPUTS, False) for rows in (4, 3, 2, 1))
+_last_4, _last_3, _last_2, _last_1 = (_tile(rows, 1, False) for rows in (4, 3, 2, 1))
+
+
+@fast
+def _block(x, w, y, num_rows, num_inputs, num_outputs, first, end):  # type: ignore[no-untyped-def]
+    """Compute outputs first … end − 1 of all rows; x, w and y are addresses."""
+    o = first
+    while o < end:
+        outputs = OUTPUTS if o + OUTPUTS <= end else 1
+        w_o = w + 4 * o * num_inputs
+        for r in range(0, num_rows, ROWS):
+            x_r, y_r = x + 4 * r * num_inputs, y + 4 * (r * num_outputs + o)
+            _any(outputs, min(num_rows - r, ROWS), r == 0, x_r, w_o, y_r, num_inputs, num_outputs)
+        o += outputs
+
+
+@fast
+def _any(outputs, rows, is_first, x, w, y, num_inputs, num_outputs):  # type: ignore[no-untyped-def]
+    """Compute a tile of this size."""
+    if outputs == 1:
+        if rows == 4:
+            _last_4(x, w, y, num_inputs, num_outputs)
+        elif rows == 3:
+            _last_3(x, w, y, num_inputs, num_outputs)
+        elif rows == 2:
+            _last_2(x, w, y, num_inputs, num_outputs)
+        else:
+            _last_1(x, w, y, num_inputs, num_outputs)
+    elif is_first:
+        if rows == 4:
+            _first_4(x, w, y, num_inputs, num_outputs)
+        elif rows == 3:
+            _first_3(x, w, y, num_inputs, num_outputs)
+        elif rows == 2:
+            _first_2(x, w, y, num_inputs, num_outputs)
+        else:
+            _first_1(x, w, y, num_inputs, num_outputs)
+    elif rows == 4:
+        _tile_4(x, w, y, num_inputs, num_outputs)
+    elif rows == 3:
+        _tile_3(x, w, y, num_inputs, num_outputs)
+    elif rows == 2:
+        _tile_2(x, w, y, num_inputs, num_outputs)
+    else:
+        _tile_1(x, w, y, num_inputs, num_outputs)
+
+
+@fast
+def _run(call, part):  # type: ignore[no-untyped-def]
+    num_rows, num_inputs = cpu_calls.sizes(call, 0, 2)
+    num_outputs = cpu_calls.sizes(call, 1, 2)[0]
+    x, w = cpu_calls.input_address(call, 0), cpu_calls.input_address(call, 1)
+    y, first = cpu_calls.output_address(call, 0), part * BLOCK
+    end = min(first + BLOCK, num_outputs)
+    _block(x, w, y, num_rows, num_inputs, num_outputs, first, end)
+
+
+@fast
+def _begin(call):  # type: ignore[no-untyped-def]
+    num_rows, num_inputs = cpu_calls.sizes(call, 0, 2)
+    num_outputs = cpu_calls.sizes(call, 1, 2)[0]
+    num_parts = (num_outputs + BLOCK - 1) // BLOCK
+    return cpu_calls.begin(call, num_parts, num_rows * num_inputs * num_outputs, _task())
+
+
+def _functions(stamp):  # type: ignore[no-untyped-def]
+    """Return the task and the call; the stamp is for numba's cache."""
+
+    def task(address):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            cpu_calls.serve(address, _run)
+        return 0
+
+    def call(frame):  # type: ignore[no-untyped-def]
+        call = numba.carray(frame, 15, np.int64)
+        if not cpu_calls.is_query(call) and stamp >= 0:
+            cpu_calls.end(_begin(call), _task())
+        return 0
+
+    return task, call
+
+
+def register() -> None:
+    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    cpu_calls.register(NAME, __file__, _functions)
