@@ -1,8 +1,8 @@
 """The arithmetic of a decoder layer: products with weights, sums, rotary positions, loops.
 
-XLA's CPU product packs its right operand: with few rows these are turned to columns, so that the
-weights stay as they are, or a kernel multiplies (`models.kernels.few_rows_cpu`). XLA's reductions have orders that depend on the number of rows and on the
-program; `sum_in_order` has not.
+XLA's CPU product packs its right operand. Few rows go to a kernel (`models.kernels.few_rows_cpu`),
+or are turned to columns, so that the weights stay as they are. XLA's reductions have orders that
+depend on the number of rows and on the program; `sum_in_order` has not.
 
 Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
 F feature width, N terms.

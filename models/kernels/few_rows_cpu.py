@@ -1,8 +1,9 @@
 """Products of few rows with a matrix of weights, on CPUs: y[x, o] = Σ_i x[x, i] · w[o, i].
 
-XLA's CPU copies its right operand into panels, which costs as much as reading the weights: here they
-are read once, as they are. A sum has `LANES` parts, each in the order of i, which are then added in
-pairs: it depends on nothing but its terms, so a row rounds alike beside any others. Float32 only.
+XLA's CPU copies its right operand into panels, which costs as much as reading the weights: here
+they are read once, as they are. A sum has `LANES` parts, each in the order of i, which are then
+added in pairs: it depends on nothing but its terms, so a row rounds alike beside any others.
+Float32 only.
 
 A tile of rows and outputs stays in registers; its loop is LLVM code, since numba has no vectors.
 Shape suffixes: X rows, I inputs, O outputs.
