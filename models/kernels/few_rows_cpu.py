@@ -31,6 +31,7 @@ NAME = "reprise_few_rows"
 LANES = 8
 AT_ONCE = 2  # vectors of a row: a line of memory
 ROWS, OUTPUTS = 4, 3  # of a tile: twelve sums, in sixteen registers with their terms
+MAX_ROWS, MAX_CACHED_ROWS, CACHED_WEIGHTS = 8, 64, 2**18
 BLOCK = 48  # outputs of a part, whose weights stay in a cache of the core for all rows
 _task = cpu_calls.task_of(NAME)
 _VECTOR, _WORD = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
@@ -41,9 +42,15 @@ _FETCH = (
 )
 
 
-def takes(num_inputs: int, *dtypes: Any) -> bool:
-    """Return whether the kernel takes these sizes."""
-    return num_inputs % (LANES * AT_ONCE) == 0 and all(dtype == jnp.float32 for dtype in dtypes)
+def takes(num_rows: int, weight_OI: jax.Array, dtype: Any) -> bool:
+    """Return whether the kernel takes a product, and is faster than XLA's.
+
+    XLA's has been as fast or faster for more rows with weights that come from memory.
+    """
+    is_float = all(jnp.dtype(x) == jnp.float32 for x in (dtype, weight_OI.dtype))
+    has_whole_lines = weight_OI.shape[1] % (LANES * AT_ONCE) == 0
+    is_cached = weight_OI.size <= CACHED_WEIGHTS and num_rows <= MAX_CACHED_ROWS
+    return is_float and has_whole_lines and (num_rows <= MAX_ROWS or is_cached)
 
 
 @jax.custom_vjp
