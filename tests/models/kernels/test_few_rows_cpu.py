@@ -1,0 +1,73 @@
+"""Products of few rows on CPUs, against float64 and against themselves beside other rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.kernels import few_rows_cpu
+from models.kernels.few_rows_cpu import BLOCK, OUTPUTS, linear
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel of CPUs")
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 11, 16, 64])
+@pytest.mark.parametrize("num_outputs", [1, OUTPUTS, BLOCK + 2, 5 * BLOCK + 1])
+def test_products_are_those_of_float64(num_rows, num_outputs):
+    x_XI, weight_OI = numbers(num_rows, 48), numbers(num_outputs, 48, seed=1)
+    exact_XO = x_XI.astype(np.float64) @ weight_OI.astype(np.float64).T
+    size_XO = np.abs(x_XI).astype(np.float64) @ np.abs(weight_OI).astype(np.float64).T
+    error_XO = np.abs(np.asarray(linear(x_XI, weight_OI)) - exact_XO)
+    assert (error_XO <= 8 * np.finfo(np.float32).eps * size_XO).all()
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 4, 7, 16, 33])
+def test_a_row_has_the_same_bits_alone(num_rows):
+    x_XI, weight_OI = numbers(num_rows, 512), numbers(2 * BLOCK + 4, 512, seed=1)
+    together_XO = np.asarray(linear(x_XI, weight_OI))
+    for x in range(num_rows):
+        np.testing.assert_array_equal(together_XO[x], linear(x_XI[x], weight_OI))
+
+
+def test_several_cores_compute_what_one_does():
+    x_XI, weight_OI = numbers(4, 1024), numbers(1024, 1024, seed=1)
+    apart_XO = np.concatenate([linear(x_XI, rows) for rows in np.split(weight_OI, 64)], axis=1)
+    for _ in range(20):
+        np.testing.assert_array_equal(linear(x_XI, weight_OI), apart_XO)
+
+
+def test_gradients_and_vmap_are_those_of_a_product():
+    x_ZTI, weight_OI = numbers(2, 3, 32), numbers(5, 32, seed=1)
+
+    def loss(product):
+        return lambda x, w: jnp.sum(jnp.sin(product(x, w)))
+
+    def plain(x, w):
+        return jnp.einsum("...i,oi->...o", x, w, precision="highest")
+
+    for x in (x_ZTI, x_ZTI[0]):
+        ours, theirs = (jax.grad(loss(f), argnums=(0, 1))(x, weight_OI) for f in (linear, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, theirs)
+    mapped = jax.vmap(linear, in_axes=(0, None))(x_ZTI, weight_OI)
+    np.testing.assert_array_equal(mapped, linear(x_ZTI, weight_OI))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "dtypes", "is_taken"),
+    [
+        (8, (2048, 2048), ("float32", "float32"), True),
+        (9, (2048, 2048), ("float32", "float32"), False),  # XLA's is as fast
+        (64, (512, 512), ("float32", "float32"), True),
+        (65, (512, 512), ("float32", "float32"), False),
+        (1, (8, 24), ("float32", "float32"), False),  # half a line of inputs
+        (1, (8, 32), ("bfloat16", "float32"), False),
+        (1, (8, 32), ("float32", "bfloat16"), False),
+    ],
+)
+def test_products_that_the_kernel_takes(num_rows, shape, dtypes, is_taken):
+    weight_OI = jax.ShapeDtypeStruct(shape, jnp.dtype(dtypes[1]))
+    assert few_rows_cpu.takes(num_rows, weight_OI, jnp.dtype(dtypes[0])) == is_taken
