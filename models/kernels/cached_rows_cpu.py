@@ -16,7 +16,18 @@ import numba
 import numpy as np
 
 from models.kernels import cpu_calls
-from models.kernels.cpu_sums import AT_ONCE, BLOCK, dots, exponentials, fast, highest, mix
+from models.kernels.cpu_sums import (
+    AT_ONCE,
+    BLOCK,
+    all_dots,
+    dots,
+    exponentials,
+    fast,
+    highest,
+    mix,
+    mix_all,
+)
+from models.kernels.cpu_tiles import LANES
 
 NAME = "reprise_attend_cached_rows"
 _task = cpu_calls.task_of(NAME)
@@ -24,7 +35,7 @@ _task = cpu_calls.task_of(NAME)
 
 def takes(head_dim: int, *dtypes: jnp.dtype) -> bool:
     """Return whether the kernel takes these sizes."""
-    return head_dim % 4 == 0 and all(dtype == jnp.float32 for dtype in dtypes)
+    return head_dim % LANES == 0 and all(dtype == jnp.float32 for dtype in dtypes)
 
 
 def attend(
@@ -75,6 +86,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
     key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
     of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
     keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
+    q_Yh = np.empty((AT_ONCE * G, h), np.float32)
     score_YV = np.empty((AT_ONCE * G, S + X), np.float32)
     bits_V = np.empty(S + X, np.int32)
     power_V = bits_V.view(np.float32)
@@ -89,11 +101,11 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
             out_XHh[begin:end, k * G : (k + 1) * G] = 0
             continue
         length, num_queries = min(max(length_X[begin], 0), S), (end - begin) * G
+        for y in range(num_queries):
+            q_Yh[y] = q_XHh[begin + y // G, k * G + y % G]
         for first in range(0, length, BLOCK):
             last = min(first + BLOCK, length)
-            for y in range(num_queries):
-                q_h = q_XHh[begin + y // G, k * G + y % G]
-                dots(q_h, keys_BKhS[b, k], 0, first, last, score_YV[y])
+            all_dots(q_Yh[:num_queries], keys_BKhS[b, k], first, last, score_YV)
         for x in range(begin, end):
             for p in range(_path(parent_X, x, of_keys_2, key_path_X), of_keys_2[1]):
                 keyT_hX[:, p] = k_XKh[key_path_X[p], k]
@@ -107,8 +119,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
                 out_Yh[y] = 0
         for first in range(0, length, BLOCK):
             last = min(first + BLOCK, length)
-            for y in range(num_queries):
-                mix(score_YV[y], values_BKSh[b, k], 0, first, last, out_Yh[y])
+            mix_all(score_YV, values_BKSh[b, k], first, last, out_Yh[:num_queries])
         for x in range(begin, end):
             for p in range(_path(parent_X, x, of_values_2, value_path_X), of_values_2[1]):
                 value_Xh[p] = v_XKh[value_path_X[p], k]

@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from models.kernels import cpu_sums
+from models.kernels import cpu_sums, cpu_tiles
 from models.kernels.cpu_sums import fast
 
 EXTENSION, API, CONTEXT, INPUTS, NUM_OUTPUTS, OUTPUTS = 1, 2, 3, 9, 12, 14  # of a call
@@ -50,7 +50,7 @@ def register(name: str, file: str, functions: Callable[[int], tuple[Any, Any]]) 
 
 
 def _stamp(file: str) -> int:
-    files = (__file__, cpu_sums.__file__, file)
+    files = (__file__, cpu_sums.__file__, cpu_tiles.__file__, file)
     return zlib.crc32(b"".join(Path(f).read_bytes() for f in files))
 
 

@@ -6,12 +6,18 @@ alike in any batch. Shape suffixes: S positions, h head size, V positions that a
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
+
+from models.kernels.cpu_tiles import LANES as VECTOR_LANES
+from models.kernels.cpu_tiles import FLOAT, LINE, ZERO, Code, tile
 
 BLOCK = 256  # positions whose keys or values stay in a cache of the core
 AT_ONCE = 8  # tokens of a row
 LANES = 16  # of a sum
+FETCHED = 4 * 16  # positions between a line and the one that is brought from memory
 
 # Not cached: numba would not notice a change in another file. What XLA calls is (`cpu_calls`).
 fast = numba.njit(fastmath={"contract", "nsz", "nnan"}, nogil=True, error_model="numpy")
@@ -46,6 +52,121 @@ def mix(weight_V, b_Sh, first, begin, end, out_h):  # type: ignore[no-untyped-de
         b0, w0 = b_Sh[s], weight_V[s - first]
         for j in range(len(out_h)):
             out_h[j] = w0 * b0[j] + out_h[j]
+
+
+def _dots_tile(queries: int) -> Any:
+    """Return a function for numba: `dots` of some queries with a line of positions.
+
+    It gets the addresses of the queries, of the line in row 0 of b, and of the results, with the
+    lengths of their rows, and the terms of a sum. A line further on is brought from memory.
+    """
+
+    def write(code: Code, a: Any, h: Any, b: Any, width: Any, out: Any, out_width: Any) -> None:
+        starts = range(0, LINE, VECTOR_LANES)
+
+        def add(j: Any, totals: list) -> list:
+            row = code.builder.mul(j, width)
+            at_N = [code.builder.add(row, code.number(n)) for n in starts]
+            b_N = [code.load(code.place(b, 0, width, at)) for at in at_N]
+            for y in range(queries):
+                a_j = code.everywhere(code.load(code.place(a, y, h, j), FLOAT))
+                for n in range(len(b_N)):
+                    i = y * len(b_N) + n
+                    totals[i] = code.multiplied(a_j, b_N[n], totals[i])
+            coming = code.builder.add(row, code.number(FETCHED))
+            code.fetch(code.place(b, 0, width, coming))
+            return totals
+
+        totals = code.sums([ZERO] * (queries * len(starts)), h, 1, add)
+        for i, total in enumerate(totals):
+            y, n = divmod(i, len(starts))
+            code.store(total, code.place(out, y, out_width, code.number(starts[n])))
+
+    return tile(6, write)
+
+
+def _mix_tile(queries: int, vectors: int) -> Any:
+    """Return a function for numba: `mix` of some queries' weights, for so many vectors of a row.
+
+    It gets the addresses of the weights, of b and of the results, with the lengths of their rows,
+    and the number of positions.
+    """
+
+    def write(
+        code: Code, weight: Any, width: Any, b: Any, h: Any, out: Any, out_h: Any, count: Any
+    ) -> None:
+        starts = [code.number(VECTOR_LANES * n) for n in range(vectors)]
+        places = [code.place(out, y, out_h, n) for y in range(queries) for n in starts]
+
+        def add(s: Any, totals: list) -> list:
+            row = code.builder.mul(s, h)
+            b_N = [code.load(code.place(b, 0, h, code.builder.add(row, n))) for n in starts]
+            for y in range(queries):
+                w_s = code.everywhere(code.load(code.place(weight, y, width, s), FLOAT))
+                for n in range(vectors):
+                    i = y * vectors + n
+                    totals[i] = code.multiplied(w_s, b_N[n], totals[i])
+            return totals
+
+        totals = code.sums([code.load(place) for place in places], count, 1, add)
+        for total, place in zip(totals, places, strict=True):
+            code.store(total, place)
+
+    return tile(7, write)
+
+
+_dots_4, _dots_2, _dots_1 = (_dots_tile(queries) for queries in (4, 2, 1))
+_mix_2_4, _mix_1_4, _mix_2_1, _mix_1_1 = (_mix_tile(y, n) for n in (4, 1) for y in (2, 1))
+
+
+@fast
+def all_dots(a_Yh, bT_hS, first, end, out_YV):  # type: ignore[no-untyped-def]
+    """`dots` of several queries for s = first … end − 1, to the bit; results at V = s."""
+    (Y, h), S, V = a_Yh.shape, bT_hS.shape[1], out_YV.shape[1]
+    a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data
+    s = first
+    while s < end and s + LINE <= S:  # beyond the end too, if there is room
+        y = 0
+        while y < Y:
+            a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
+            if y + 4 <= Y:
+                _dots_4(a_y, h, b + 4 * s, S, out_y, V)
+                y += 4
+            elif y + 2 <= Y:
+                _dots_2(a_y, h, b + 4 * s, S, out_y, V)
+                y += 2
+            else:
+                _dots_1(a_y, h, b + 4 * s, S, out_y, V)
+                y += 1
+        s += LINE
+    for y in range(Y if s < end else 0):
+        dots(a_Yh[y], bT_hS, 0, s, end, out_YV[y])
+
+
+@fast
+def mix_all(weight_YV, b_Sh, first, end, out_Yh):  # type: ignore[no-untyped-def]
+    """`mix` of several queries for s = first … end − 1, to the bit; weights at V = s."""
+    (Y, h), V, count = out_Yh.shape, weight_YV.shape[1], end - first
+    b, weight, out = b_Sh.ctypes.data, weight_YV.ctypes.data, out_Yh.ctypes.data
+    y = 0
+    while y < Y:
+        w, b_s, j = weight + 4 * (y * V + first), b + 4 * first * h, 0
+        is_pair = y + 2 <= Y
+        while j < h:
+            out_j = out + 4 * (y * h + j)
+            if j + 4 * VECTOR_LANES <= h:
+                if is_pair:
+                    _mix_2_4(w, V, b_s + 4 * j, h, out_j, h, count)
+                else:
+                    _mix_1_4(w, V, b_s + 4 * j, h, out_j, h, count)
+                j += 4 * VECTOR_LANES
+            elif is_pair:
+                _mix_2_1(w, V, b_s + 4 * j, h, out_j, h, count)
+                j += VECTOR_LANES
+            else:
+                _mix_1_1(w, V, b_s + 4 * j, h, out_j, h, count)
+                j += VECTOR_LANES
+        y += 2 if is_pair else 1
 
 
 @fast

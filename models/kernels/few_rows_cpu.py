@@ -1,11 +1,10 @@
 """Products of few rows with a matrix of weights, on CPUs: y[x, o] = Σ_i x[x, i] · w[o, i].
 
 XLA's CPU copies its right operand into panels, which costs as much as reading the weights: here
-they are read once, as they are. A sum has `LANES` parts, each in the order of i, which are then
-added in pairs: it depends on nothing but its terms, so a row rounds alike beside any others.
+they are read once, as they are. A sum has eight parts (`LANES`), each in the order of i, which are
+then added in pairs: it depends on nothing but its terms, so a row rounds alike beside any others.
 Float32 only.
 
-A tile of rows and outputs stays in registers; its loop is LLVM code, since numba has no vectors.
 Shape suffixes: X rows, I inputs, O outputs.
 """
 
@@ -20,26 +19,16 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from models.kernels import cpu_calls
 from models.kernels.cpu_sums import fast
+from models.kernels.cpu_tiles import LANES, LINE, ZERO, Code, tile
 
 NAME = "reprise_few_rows"
-LANES = 8
-AT_ONCE = 2  # vectors of a row: a line of memory
 ROWS, OUTPUTS = 4, 3  # of a tile: twelve sums, in sixteen registers with their terms
 MAX_ROWS, MAX_CACHED_ROWS, CACHED_WEIGHTS = 8, 64, 2**18
 BLOCK = 48  # outputs of a part, whose weights stay in a cache of the core for all rows
 _task = cpu_calls.task_of(NAME)
-_VECTOR, _WORD = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
-_FMA = f"llvm.fmuladd.v{LANES}f32", ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-_FETCH = (
-    "llvm.prefetch.p0",
-    ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), *[ir.IntType(32)] * 3]),
-)
 
 
 def takes(num_rows: int, weight_OI: jax.Array, dtype: Any) -> bool:
@@ -48,7 +37,7 @@ def takes(num_rows: int, weight_OI: jax.Array, dtype: Any) -> bool:
     XLA's has been as fast or faster for more rows with weights that come from memory.
     """
     is_float = all(jnp.dtype(x) == jnp.float32 for x in (dtype, weight_OI.dtype))
-    has_whole_lines = weight_OI.shape[1] % (LANES * AT_ONCE) == 0
+    has_whole_lines = weight_OI.shape[1] % LINE == 0
     is_cached = weight_OI.size <= CACHED_WEIGHTS and num_rows <= MAX_CACHED_ROWS
     return is_float and has_whole_lines and (num_rows <= MAX_ROWS or is_cached)
 
@@ -71,90 +60,54 @@ def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Arr
 linear.defvjp(lambda *inputs: (linear(*inputs), inputs), _backward)
 
 
-def _tile(rows: int, outputs: int, fetches: bool) -> Any:
+def _tile(rows: int, outputs: int, num_fetched: int) -> Any:
     """Return a function for numba that computes a tile; it gets addresses, and sizes in numbers.
 
-    With `fetches` it has the weights of the next tile brought from memory meanwhile.
+    Meanwhile it has rows of weights from an address on, of the next tile, brought from memory.
     """
 
-    def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        x, w, y, num_inputs, num_outputs = arguments
+    def write(code: Code, x: Any, w: Any, y: Any, inputs: Any, width: Any, coming: Any) -> None:
+        def add(i: Any, totals: list) -> list:
+            for step in range(0, LINE, LANES):
+                at = code.builder.add(i, code.number(step))
+                w_O = [code.load(code.place(w, o, inputs, at)) for o in range(outputs)]
+                for r in range(rows):
+                    x_r = code.load(code.place(x, r, inputs, at))
+                    for o in range(outputs):
+                        n = r * outputs + o
+                        totals[n] = code.multiplied(x_r, w_O[o], totals[n])
+            for o in range(num_fetched):
+                code.fetch(code.place(coming, o, inputs, i))
+            return totals
 
-        def pointer(array: Any, row: int, width: Any, at: Any, kind: Any) -> Any:
-            number = builder.add(builder.mul(ir.Constant(_WORD, row), width), at)
-            address = builder.add(array, builder.mul(number, ir.Constant(_WORD, 4)))
-            return builder.inttoptr(address, kind.as_pointer())
-
-        before, loop = builder.block, builder.append_basic_block("inputs")
-        after = builder.append_basic_block("sums")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        i = builder.phi(_WORD)
-        i.add_incoming(ir.Constant(_WORD, 0), before)
-        sums = [[builder.phi(_VECTOR) for _ in range(outputs)] for _ in range(rows)]
-        totals = [list(of_row) for of_row in sums]
-        for step in range(AT_ONCE):
-            at = builder.add(i, ir.Constant(_WORD, LANES * step))
-            w_O = [
-                builder.load(pointer(w, o, num_inputs, at, _VECTOR), align=4)
-                for o in range(outputs)
-            ]
-            for r in range(rows):
-                x_r = builder.load(pointer(x, r, num_inputs, at, _VECTOR), align=4)
-                for o in range(outputs):
-                    totals[r][o] = _call(builder, _FMA, x_r, w_O[o], totals[r][o])
-        for o in range(outputs if fetches else 0):
-            line = pointer(w, o + outputs, num_inputs, i, ir.IntType(8))
-            _call(builder, _FETCH, line, *(ir.Constant(ir.IntType(32), n) for n in (0, 3, 1)))
-        for r in range(rows):
-            for o in range(outputs):
-                sums[r][o].add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), before)
-                sums[r][o].add_incoming(totals[r][o], loop)
-        following = builder.add(i, ir.Constant(_WORD, LANES * AT_ONCE))
-        i.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_unsigned("<", following, num_inputs), loop, after)
-        builder.position_at_end(after)
-        for n, total in enumerate(_totals(builder, [x for of_row in totals for x in of_row])):
+        totals = code.sums([ZERO] * (rows * outputs), inputs, LINE, add)
+        for n, total in enumerate(_totals(code, totals)):
             r, o = divmod(n, outputs)
-            place = pointer(y, r, num_outputs, ir.Constant(_WORD, o), ir.FloatType())
-            builder.store(total, place, align=4)
-        return ir.Constant(_WORD, 0)
+            code.store(total, code.place(y, r, width, code.number(o)))
 
-    words = (types.int64,) * 5
-    return intrinsic(lambda _typing, x, w, y, i, o: (types.int64(*words), code))
+    return tile(6, write)
 
 
-def _call(builder: Any, function: tuple[str, Any], *arguments: Any) -> Any:
-    name, kind = function
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-
-def _totals(builder: Any, vectors: list[Any]) -> list[Any]:
+def _totals(code: Code, vectors: list[Any]) -> list[Any]:
     """Return the sum of each vector's lanes, added in pairs; vectors are taken in fours."""
     found = []
     for first in range(0, len(vectors), 4):
         some = vectors[first : first + 4]
-        level = some + [some[-1]] * (4 - len(some))
-        level = [_pairs(builder, *level[:2]), _pairs(builder, *level[2:])]
-        both = _pairs(builder, *level)
-        halves = [_shuffled(builder, both, both, range(n, n + 4)) for n in (0, 4)]
-        total = builder.fadd(*halves)
-        for n in range(len(some)):
-            found.append(builder.extract_element(total, ir.Constant(ir.IntType(32), n)))
+        four = some + [some[-1]] * (4 - len(some))
+        both = _pairs(code, _pairs(code, *four[:2]), _pairs(code, *four[2:]))
+        low, high = (code.shuffled(both, both, range(n, n + 4)) for n in (0, 4))
+        total = code.builder.fadd(low, high)
+        index = [ir.Constant(ir.IntType(32), n) for n in range(len(some))]
+        found += [code.builder.extract_element(total, n) for n in index]
     return found
 
 
-def _pairs(builder: Any, a: Any, b: Any) -> Any:
-    """Add neighbours, as `vhaddps`: those of a and of b take turns by halves of the vectors."""
+def _pairs(code: Code, a: Any, b: Any) -> Any:
+    """Add neighbours: sums of a and of b take turns by halves of the vectors (`vhaddps`)."""
     even = [0, 2, 8, 10, 4, 6, 12, 14]
-    return builder.fadd(
-        _shuffled(builder, a, b, even), _shuffled(builder, a, b, [n + 1 for n in even])
+    return code.builder.fadd(
+        code.shuffled(a, b, even), code.shuffled(a, b, [n + 1 for n in even])
     )
-
-
-def _shuffled(builder: Any, a: Any, b: Any, lanes: Any) -> Any:
-    kind = ir.VectorType(ir.IntType(32), len(lanes))
-    return builder.shuffle_vector(a, b, ir.Constant(kind, list(lanes)))
 
 
 _first_4, _first_3, _first_2, _first_1 = (_tile(rows, OUTPUTS, True) for rows in (4, 3, 2, 1))
