@@ -42,13 +42,12 @@ def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
 
 def _kernel(x: jax.Array, *weights: jax.Array) -> Callable | None:
     """Return a CPU's kernel for products of few rows, if it takes all of these."""
-    num_rows = math.prod(x.shape[:-1])
-    if num_rows > FEW_ROWS:
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
         return None
     from models.kernels import few_rows_cpu  # numba: half a second to import
 
     one_device = math.prod(sizes_in_use().values()) == 1
-    takes = all(few_rows_cpu.takes(num_rows, weight, x.dtype) for weight in weights)
+    takes = all(few_rows_cpu.takes(w.shape[1], x.dtype, w.dtype) for w in weights)
     return few_rows_cpu.linear if one_device and takes else None
 
 

@@ -142,6 +142,9 @@ def _run(call, k):  # type: ignore[no-untyped-def]
     _attend(q, new[0], new[1], held[0], held[1], row, length, parent, k, out)
 
 
+_serve = cpu_calls.serving(_run)
+
+
 @fast
 def _begin(call):  # type: ignore[no-untyped-def]
     X, H, h = cpu_calls.sizes(call, 0, 3)
@@ -155,7 +158,7 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
 
     def task(address):  # type: ignore[no-untyped-def]
         if stamp >= 0:
-            cpu_calls.serve(address, _run)
+            _serve(address)
         return 0
 
     def call(frame):  # type: ignore[no-untyped-def]

@@ -184,16 +184,23 @@ def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
     return address
 
 
-@fast
-def serve(address, run):  # type: ignore[no-untyped-def]
-    """Run part after part until all are taken, and leave."""
-    shared = words(address, 5)
-    part = _add(address + 8 * TAKEN, 1)
-    while part < shared[PARTS]:
-        run(words(shared[CALL], 15), part)
-        _add(address + 8 * DONE, 1)
+def serving(run: Any) -> Any:
+    """Return a function for numba that runs part after part until all are taken, and leaves.
+
+    `run` gets a call and a part. As an argument numba would not cache it: it is a name here.
+    """
+
+    @fast
+    def serve(address):  # type: ignore[no-untyped-def]
+        shared = words(address, 5)
         part = _add(address + 8 * TAKEN, 1)
-    _leave(address)
+        while part < shared[PARTS]:
+            run(words(shared[CALL], 15), part)
+            _add(address + 8 * DONE, 1)
+            part = _add(address + 8 * TAKEN, 1)
+        _leave(address)
+
+    return serve
 
 
 @fast

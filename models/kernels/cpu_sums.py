@@ -11,8 +11,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from models.kernels.cpu_tiles import LANES as VECTOR_LANES
 from models.kernels.cpu_tiles import FLOAT, LINE, ZERO, Code, tile
+from models.kernels.cpu_tiles import LANES as VECTOR_LANES
 
 BLOCK = 256  # positions whose keys or values stay in a cache of the core
 AT_ONCE = 8  # tokens of a row
@@ -58,10 +58,12 @@ def _dots_tile(queries: int) -> Any:
     """Return a function for numba: `dots` of some queries with a line of positions.
 
     It gets the addresses of the queries, of the line in row 0 of b, and of the results, with the
-    lengths of their rows, and the terms of a sum. A line further on is brought from memory.
+    lengths of their rows; a line so many positions further on is brought from memory.
     """
 
-    def write(code: Code, a: Any, h: Any, b: Any, width: Any, out: Any, out_width: Any) -> None:
+    def write(
+        code: Code, a: Any, h: Any, b: Any, width: Any, out: Any, out_width: Any, fetched: Any
+    ) -> None:
         starts = range(0, LINE, VECTOR_LANES)
 
         def add(j: Any, totals: list) -> list:
@@ -73,8 +75,7 @@ def _dots_tile(queries: int) -> Any:
                 for n in range(len(b_N)):
                     i = y * len(b_N) + n
                     totals[i] = code.multiplied(a_j, b_N[n], totals[i])
-            coming = code.builder.add(row, code.number(FETCHED))
-            code.fetch(code.place(b, 0, width, coming))
+            code.fetch(code.place(b, 0, width, code.builder.add(row, fetched)))
             return totals
 
         totals = code.sums([ZERO] * (queries * len(starts)), h, 1, add)
@@ -82,7 +83,7 @@ def _dots_tile(queries: int) -> Any:
             y, n = divmod(i, len(starts))
             code.store(total, code.place(out, y, out_width, code.number(starts[n])))
 
-    return tile(6, write)
+    return tile(write)
 
 
 def _mix_tile(queries: int, vectors: int) -> Any:
@@ -112,7 +113,7 @@ def _mix_tile(queries: int, vectors: int) -> Any:
         for total, place in zip(totals, places, strict=True):
             code.store(total, place)
 
-    return tile(7, write)
+    return tile(write)
 
 
 _dots_4, _dots_2, _dots_1 = (_dots_tile(queries) for queries in (4, 2, 1))
@@ -130,13 +131,13 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV):  # type: ignore[no-untyped-def]
         while y < Y:
             a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
             if y + 4 <= Y:
-                _dots_4(a_y, h, b + 4 * s, S, out_y, V)
+                _dots_4(a_y, h, b + 4 * s, S, out_y, V, FETCHED)
                 y += 4
             elif y + 2 <= Y:
-                _dots_2(a_y, h, b + 4 * s, S, out_y, V)
+                _dots_2(a_y, h, b + 4 * s, S, out_y, V, FETCHED)
                 y += 2
             else:
-                _dots_1(a_y, h, b + 4 * s, S, out_y, V)
+                _dots_1(a_y, h, b + 4 * s, S, out_y, V, FETCHED)
                 y += 1
         s += LINE
     for y in range(Y if s < end else 0):

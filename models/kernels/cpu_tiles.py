@@ -93,12 +93,12 @@ class Code:
         return totals
 
 
-def tile(num_arguments: int, write: Callable[..., None]) -> Any:
-    """Return a function for numba of so many words, whose code `write(code, *words)` writes."""
-    words = (types.int64,) * num_arguments
+def tile(write: Callable[..., None]) -> Any:
+    """Return a function for numba of seven words, whose code `write(code, *words)` writes."""
+    words = (types.int64,) * 7
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         write(Code(builder), *arguments)
         return ir.Constant(WORD, 0)
 
-    return intrinsic(lambda _typing, *_words: (types.int64(*words), code))
+    return intrinsic(lambda _typing, a, b, c, d, e, f, g: (types.int64(*words), code))

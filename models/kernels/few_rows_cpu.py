@@ -26,20 +26,13 @@ from models.kernels.cpu_tiles import LANES, LINE, ZERO, Code, tile
 
 NAME = "reprise_few_rows"
 ROWS, OUTPUTS = 4, 3  # of a tile: twelve sums, in sixteen registers with their terms
-MAX_ROWS, MAX_CACHED_ROWS, CACHED_WEIGHTS = 8, 64, 2**18
 BLOCK = 48  # outputs of a part, whose weights stay in a cache of the core for all rows
 _task = cpu_calls.task_of(NAME)
 
 
-def takes(num_rows: int, weight_OI: jax.Array, dtype: Any) -> bool:
-    """Return whether the kernel takes a product, and is faster than XLA's.
-
-    XLA's has been as fast or faster for more rows with weights that come from memory.
-    """
-    is_float = all(jnp.dtype(x) == jnp.float32 for x in (dtype, weight_OI.dtype))
-    has_whole_lines = weight_OI.shape[1] % LINE == 0
-    is_cached = weight_OI.size <= CACHED_WEIGHTS and num_rows <= MAX_CACHED_ROWS
-    return is_float and has_whole_lines and (num_rows <= MAX_ROWS or is_cached)
+def takes(num_inputs: int, *dtypes: Any) -> bool:
+    """Return whether the kernel takes these sizes."""
+    return num_inputs % LINE == 0 and all(dtype == jnp.float32 for dtype in dtypes)
 
 
 @jax.custom_vjp
@@ -66,7 +59,9 @@ def _tile(rows: int, outputs: int, num_fetched: int) -> Any:
     Meanwhile it has rows of weights from an address on, of the next tile, brought from memory.
     """
 
-    def write(code: Code, x: Any, w: Any, y: Any, inputs: Any, width: Any, coming: Any) -> None:
+    def write(
+        code: Code, x: Any, w: Any, y: Any, inputs: Any, width: Any, coming: Any, _: Any
+    ) -> None:
         def add(i: Any, totals: list) -> list:
             for step in range(0, LINE, LANES):
                 at = code.builder.add(i, code.number(step))
@@ -85,7 +80,7 @@ def _tile(rows: int, outputs: int, num_fetched: int) -> Any:
             r, o = divmod(n, outputs)
             code.store(total, code.place(y, r, width, code.number(o)))
 
-    return tile(6, write)
+    return tile(write)
 
 
 def _totals(code: Code, vectors: list[Any]) -> list[Any]:
@@ -105,58 +100,65 @@ def _totals(code: Code, vectors: list[Any]) -> list[Any]:
 def _pairs(code: Code, a: Any, b: Any) -> Any:
     """Add neighbours: sums of a and of b take turns by halves of the vectors (`vhaddps`)."""
     even = [0, 2, 8, 10, 4, 6, 12, 14]
-    return code.builder.fadd(
-        code.shuffled(a, b, even), code.shuffled(a, b, [n + 1 for n in even])
-    )
+    return code.builder.fadd(code.shuffled(a, b, even), code.shuffled(a, b, [n + 1 for n in even]))
 
 
-_first_4, _first_3, _first_2, _first_1 = (_tile(rows, OUTPUTS, True) for rows in (4, 3, 2, 1))
-_tile_4, _tile_3, _tile_2, _tile_1 = (_tile(rows, OUTPUTS, False) for rows in (4, 3, 2, 1))
-_last_4, _last_3, _last_2, _last_1 = (_tile(rows, 1, False) for rows in (4, 3, 2, 1))
+_all_4, _all_3, _all_2, _all_1 = (_tile(rows, OUTPUTS, OUTPUTS) for rows in (4, 3, 2, 1))
+_one_4, _one_3, _one_2, _one_1 = (_tile(rows, OUTPUTS, 1) for rows in (4, 3, 2, 1))
+_last_4, _last_3, _last_2, _last_1 = (_tile(rows, 1, 0) for rows in (4, 3, 2, 1))
 
 
 @fast
-def _block(x, w, y, num_rows, num_inputs, num_outputs, first, end):  # type: ignore[no-untyped-def]
-    """Compute outputs first … end − 1 of all rows; x, w and y are addresses."""
+def _block(x, w, y, num_rows, inputs, width, first, end):  # type: ignore[no-untyped-def]
+    """Compute outputs first … end − 1 of all rows; x, w and y are addresses.
+
+    The next tile's weights are fetched by the first tile of rows, or if there are many, a row by
+    each, so that they come while others are computed.
+    """
     o = first
     while o < end:
         outputs = OUTPUTS if o + OUTPUTS <= end else 1
-        w_o = w + 4 * o * num_inputs
+        w_o = w + 4 * o * inputs
         for r in range(0, num_rows, ROWS):
-            x_r, y_r = x + 4 * r * num_inputs, y + 4 * (r * num_outputs + o)
-            _any(outputs, min(num_rows - r, ROWS), r == 0, x_r, w_o, y_r, num_inputs, num_outputs)
+            x_r, y_r = x + 4 * r * inputs, y + 4 * (r * width + o)
+            is_all = num_rows <= 2 * ROWS and r == 0
+            coming = w_o + 4 * OUTPUTS * inputs
+            if not is_all:
+                coming += 4 * min(r // ROWS, OUTPUTS - 1) * inputs
+            rows = min(num_rows - r, ROWS)
+            _any(outputs, rows, is_all, x_r, w_o, y_r, inputs, width, coming)
         o += outputs
 
 
 @fast
-def _any(outputs, rows, is_first, x, w, y, num_inputs, num_outputs):  # type: ignore[no-untyped-def]
+def _any(outputs, rows, is_all, x, w, y, inputs, width, c):  # type: ignore[no-untyped-def]
     """Compute a tile of this size."""
     if outputs == 1:
         if rows == 4:
-            _last_4(x, w, y, num_inputs, num_outputs)
+            _last_4(x, w, y, inputs, width, c, 0)
         elif rows == 3:
-            _last_3(x, w, y, num_inputs, num_outputs)
+            _last_3(x, w, y, inputs, width, c, 0)
         elif rows == 2:
-            _last_2(x, w, y, num_inputs, num_outputs)
+            _last_2(x, w, y, inputs, width, c, 0)
         else:
-            _last_1(x, w, y, num_inputs, num_outputs)
-    elif is_first:
+            _last_1(x, w, y, inputs, width, c, 0)
+    elif is_all:
         if rows == 4:
-            _first_4(x, w, y, num_inputs, num_outputs)
+            _all_4(x, w, y, inputs, width, c, 0)
         elif rows == 3:
-            _first_3(x, w, y, num_inputs, num_outputs)
+            _all_3(x, w, y, inputs, width, c, 0)
         elif rows == 2:
-            _first_2(x, w, y, num_inputs, num_outputs)
+            _all_2(x, w, y, inputs, width, c, 0)
         else:
-            _first_1(x, w, y, num_inputs, num_outputs)
+            _all_1(x, w, y, inputs, width, c, 0)
     elif rows == 4:
-        _tile_4(x, w, y, num_inputs, num_outputs)
+        _one_4(x, w, y, inputs, width, c, 0)
     elif rows == 3:
-        _tile_3(x, w, y, num_inputs, num_outputs)
+        _one_3(x, w, y, inputs, width, c, 0)
     elif rows == 2:
-        _tile_2(x, w, y, num_inputs, num_outputs)
+        _one_2(x, w, y, inputs, width, c, 0)
     else:
-        _tile_1(x, w, y, num_inputs, num_outputs)
+        _one_1(x, w, y, inputs, width, c, 0)
 
 
 @fast
@@ -167,6 +169,9 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     y, first = cpu_calls.output_address(call, 0), part * BLOCK
     end = min(first + BLOCK, num_outputs)
     _block(x, w, y, num_rows, num_inputs, num_outputs, first, end)
+
+
+_serve = cpu_calls.serving(_run)
 
 
 @fast
@@ -182,7 +187,7 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
 
     def task(address):  # type: ignore[no-untyped-def]
         if stamp >= 0:
-            cpu_calls.serve(address, _run)
+            _serve(address)
         return 0
 
     def call(frame):  # type: ignore[no-untyped-def]

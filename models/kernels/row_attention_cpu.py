@@ -276,6 +276,9 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     _backward(*rows, out, lse, dout, part // K, part % K, first, dk, dv)
 
 
+_serve = cpu_calls.serving(_run)
+
+
 @fast
 def _begin(call):  # type: ignore[no-untyped-def]
     B, T, H, h = cpu_calls.sizes(call, 0, 4)
@@ -288,7 +291,7 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
 
     def task(address):  # type: ignore[no-untyped-def]
         if stamp >= 0:
-            cpu_calls.serve(address, _run)
+            _serve(address)
         return 0
 
     def call(frame):  # type: ignore[no-untyped-def]

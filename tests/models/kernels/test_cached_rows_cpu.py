@@ -34,7 +34,7 @@ def one_by_one(q, k, v, keys, values, row_X, length_X, parent_X):
     return out
 
 
-@pytest.mark.parametrize("K, G, h, scale", [(1, 1, 4, 1.0), (2, 7, 12, 5.0), (3, 2, 64, 1.0)])
+@pytest.mark.parametrize("K, G, h, scale", [(1, 1, 8, 1.0), (2, 7, 40, 5.0), (3, 2, 64, 1.0)])
 def test_it_attends_to_all_before_a_token(K, G, h, scale):
     """Rows of any length, in any order, more tokens of a row than are taken at once; padding."""
     given = inputs(16, 3, 600, K, G, h, scale)
