@@ -40,7 +40,12 @@ from spec.sampling import step_key
 PLAIN = "plain"
 CONFIG = environment.ROOT / "configs" / "countdown_cpu.gin"
 QUESTIONS = environment.ROOT / "policies" / "countdown" / "few.jsonl"
-SECONDS = {"rollouts": "time/rollout", "steps": "step_time", "tail": "rollout/tail_s"}
+SECONDS = {
+    "rollouts": "time/rollout",
+    "steps": "step_time",
+    "tail": "rollout/tail_s",
+    "updates": "time/update",  # the same work: how the machine's speed drifted between two runs
+}
 LATER = (  # means over the steps after the first epoch
     *("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"),
     *("spec/reused_fraction", "ahead/kept_fraction"),
@@ -135,7 +140,7 @@ def against(rows: Sequence[Row], base: Sequence[Row], epoch_steps: int) -> dict[
         )
         for name, metric in SECONDS.items():
             found[f"{epoch}/{name}"] = None
-            if name == "steps" or "time/rollout" in own[0]:
+            if name in ("steps", "updates") or "time/rollout" in own[0]:
                 ratio = _total(plain, metric) / plain_tokens / (_total(own, metric) / tokens)
                 found[f"{epoch}/{name}"] = round(1 - 1 / ratio if name == "tail" else ratio, 3)
     for metric in LATER:

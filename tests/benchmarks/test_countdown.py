@@ -68,13 +68,14 @@ def test_plain_rounds_count_as_they_are_but_one_that_could_have_had_draft_tokens
 
 def test_runs_are_compared_by_epoch():
     names = ("time/rollout", "step_time", "rollout/tail_s", "completions/mean_length")
-    counts = {"completions/count": 32}
+    counts = {"completions/count": 32, "time/update": 2.0}
     plain = [dict(zip(names, (4.0, 6.0, 2.0, 100), strict=True)) | counts] * 8
     faster = plain[:4] + [dict(zip(names, (4.0, 8.0, 1.0, 200), strict=True)) | counts] * 4
     faster[-1] = faster[-1] | {"spec/tokens_per_round": 3.0, "eval/mean_reward": 0.75}
     found = countdown.against(faster, plain, 4)
     assert [found[f"first/{x}"] for x in ("rollouts", "steps", "tail")] == [1, 1, 0]
     assert [found[f"later/{x}"] for x in ("rollouts", "steps", "tail")] == [2, 1.5, 0.75]
+    assert (found["first/updates"], found["later/updates"]) == (1, 2), "a token's"
     assert found["spec/tokens_per_round"] == 3 and found["spec/accept_rate"] is None
     assert found["eval_reward"] == 0.75 and found["seconds"] == 8 * 4 + 6 * 4
     pipeline = [{k: x for k, x in row.items() if k != "time/rollout"} for row in faster]
@@ -86,7 +87,8 @@ def write_run(cell, response):
     """A run's folder with two questions a step, twice; steps have the length of `response`."""
     cell.folder.mkdir(parents=True)
     (cell.folder / "config.gin").write_text(dump(cell.config))
-    figures = dict.fromkeys(("time/rollout", "rollout/tail_s", "step_time", "entropy"), 1.0)
+    names = "time/rollout", "time/update", "rollout/tail_s", "step_time", "entropy"
+    figures = dict.fromkeys(names, 1.0)
     lengths = dict.fromkeys(("count", "mean_length", "max_length"), len(response))
     figures |= {f"completions/{name}": n for name, n in lengths.items()}
     with MetricsWriter(cell.folder, cell.config.metrics) as writer:
