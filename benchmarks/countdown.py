@@ -44,7 +44,7 @@ SECONDS = {
     "rollouts": "time/rollout",
     "steps": "step_time",
     "tail": "rollout/tail_s",
-    "updates": "time/update",  # the same work: how the machine's speed drifted between two runs
+    "updates": "time/update",  # of equal responses the same work: they show the machine's drift
 }
 LATER = (  # means over the steps after the first epoch
     *("spec/tokens_per_round", "spec/accept_rate", "spec/speculated_fraction"),

@@ -58,14 +58,9 @@ def feed_forward(
     parts = LONG_ROW_FEED_FORWARD_PARTS
     if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
         return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
-    few = _turned_feed_forward if _kernel(x, gate_FD, down_DF) is None else _kernel_feed_forward
-    return _by_rows(few, _feed_forward, x, gate_FD, up_FD, down_DF)
-
-
-def _kernel_feed_forward(
-    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
-) -> jax.Array:
-    return linear(jax.nn.silu(linear(x, gate_FD)) * linear(x, up_FD), down_DF)
+    if _kernel(x, gate_FD, down_DF) is not None:
+        return linear(_inner(x, gate_FD, up_FD), down_DF)
+    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
 
 
 def _feed_forward(
