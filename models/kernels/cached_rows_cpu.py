@@ -105,7 +105,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
             q_Yh[y] = q_XHh[begin + y // G, k * G + y % G]
         for first in range(0, length, BLOCK):
             last = min(first + BLOCK, length)
-            all_dots(q_Yh[:num_queries], keys_BKhS[b, k], first, last, score_YV)
+            all_dots(q_Yh[:num_queries], keys_BKhS[b, k], first, last, score_YV, first)
         for x in range(begin, end):
             for p in range(_path(parent_X, x, of_keys_2, key_path_X), of_keys_2[1]):
                 keyT_hX[:, p] = k_XKh[key_path_X[p], k]
@@ -117,9 +117,10 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
                     score_V[s] *= scale
                 total_Y[y] = exponentials(score_V, highest(score_V), bits_V, power_V)
                 out_Yh[y] = 0
+        weight, out = score_YV.ctypes.data, out_Yh.ctypes.data
         for first in range(0, length, BLOCK):
-            last = min(first + BLOCK, length)
-            mix_all(score_YV, values_BKSh[b, k], first, last, out_Yh[:num_queries])
+            value, count = values_BKSh[b, k, first:].ctypes.data, min(BLOCK, length - first)
+            mix_all(weight + 4 * first, S + X, 1, value, h, out, num_queries, count)
         for x in range(begin, end):
             for p in range(_path(parent_X, x, of_values_2, value_path_X), of_values_2[1]):
                 value_Xh[p] = v_XKh[value_path_X[p], k]

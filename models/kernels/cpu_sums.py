@@ -86,24 +86,24 @@ def _dots_tile(queries: int) -> Any:
     return tile(write)
 
 
-def _mix_tile(queries: int, vectors: int) -> Any:
-    """Return a function for numba: `mix` of some queries' weights, for so many vectors of a row.
+def _mix_tile(rows: int, vectors: int) -> Any:
+    """Return a function for numba: out[y] += Σ_s weight[y, s] · b[s] for vectors of some rows.
 
-    It gets the addresses of the weights, of b and of the results, with the lengths of their rows,
-    and the number of positions.
+    It gets the addresses of the weights, of b and of out, how far apart weights are by y and by s,
+    the length of a row of b and of out, and the number of terms.
     """
 
     def write(
-        code: Code, weight: Any, width: Any, b: Any, h: Any, out: Any, out_h: Any, count: Any
+        code: Code, weight: Any, by_y: Any, by_s: Any, b: Any, h: Any, out: Any, count: Any
     ) -> None:
         starts = [code.number(VECTOR_LANES * n) for n in range(vectors)]
-        places = [code.place(out, y, out_h, n) for y in range(queries) for n in starts]
+        places = [code.place(out, y, h, n) for y in range(rows) for n in starts]
 
         def add(s: Any, totals: list) -> list:
-            row = code.builder.mul(s, h)
+            row, at = code.builder.mul(s, h), code.builder.mul(s, by_s)
             b_N = [code.load(code.place(b, 0, h, code.builder.add(row, n))) for n in starts]
-            for y in range(queries):
-                w_s = code.everywhere(code.load(code.place(weight, y, width, s), FLOAT))
+            for y in range(rows):
+                w_s = code.everywhere(code.load(code.place(weight, y, by_y, at), FLOAT))
                 for n in range(vectors):
                     i = y * vectors + n
                     totals[i] = code.multiplied(w_s, b_N[n], totals[i])
@@ -121,12 +121,15 @@ _mix_2_4, _mix_1_4, _mix_2_1, _mix_1_1 = (_mix_tile(y, n) for n in (4, 1) for y 
 
 
 @fast
-def all_dots(a_Yh, bT_hS, first, end, out_YV):  # type: ignore[no-untyped-def]
-    """`dots` of several queries for s = first … end − 1, to the bit; results at V = s."""
+def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-def]
+    """`dots` of several queries for s = first … end − 1, to the bit; results from V = at on.
+
+    Up to a line more is overwritten.
+    """
     (Y, h), S, V = a_Yh.shape, bT_hS.shape[1], out_YV.shape[1]
-    a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data
+    a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data + 4 * (at - first)
     s = first
-    while s < end and s + LINE <= S:  # beyond the end too, if there is room
+    while s < end and s + LINE <= S:
         y = 0
         while y < Y:
             a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
@@ -141,31 +144,31 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV):  # type: ignore[no-untyped-def]
                 y += 1
         s += LINE
     for y in range(Y if s < end else 0):
-        dots(a_Yh[y], bT_hS, 0, s, end, out_YV[y])
+        dots(a_Yh[y], bT_hS, s, s, end, out_YV[y, at + s - first :])
 
 
 @fast
-def mix_all(weight_YV, b_Sh, first, end, out_Yh):  # type: ignore[no-untyped-def]
-    """`mix` of several queries for s = first … end − 1, to the bit; weights at V = s."""
-    (Y, h), V, count = out_Yh.shape, weight_YV.shape[1], end - first
-    b, weight, out = b_Sh.ctypes.data, weight_YV.ctypes.data, out_Yh.ctypes.data
+def mix_all(weight, by_y, by_s, b, h, out, num_rows, count):  # type: ignore[no-untyped-def]
+    """out[y] += Σ_s weight[y, s] · b[s], s in order, as `_mix_tile` does, for all vectors of rows.
+
+    `weight`, `b` and `out` are addresses.
+    """
     y = 0
-    while y < Y:
-        w, b_s, j = weight + 4 * (y * V + first), b + 4 * first * h, 0
-        is_pair = y + 2 <= Y
+    while y < num_rows:
+        w, is_pair, j = weight + 4 * y * by_y, y + 2 <= num_rows, 0
         while j < h:
-            out_j = out + 4 * (y * h + j)
+            b_j, out_j = b + 4 * j, out + 4 * (y * h + j)
             if j + 4 * VECTOR_LANES <= h:
                 if is_pair:
-                    _mix_2_4(w, V, b_s + 4 * j, h, out_j, h, count)
+                    _mix_2_4(w, by_y, by_s, b_j, h, out_j, count)
                 else:
-                    _mix_1_4(w, V, b_s + 4 * j, h, out_j, h, count)
+                    _mix_1_4(w, by_y, by_s, b_j, h, out_j, count)
                 j += 4 * VECTOR_LANES
-            elif is_pair:
-                _mix_2_1(w, V, b_s + 4 * j, h, out_j, h, count)
-                j += VECTOR_LANES
             else:
-                _mix_1_1(w, V, b_s + 4 * j, h, out_j, h, count)
+                if is_pair:
+                    _mix_2_1(w, by_y, by_s, b_j, h, out_j, count)
+                else:
+                    _mix_1_1(w, by_y, by_s, b_j, h, out_j, count)
                 j += VECTOR_LANES
         y += 2 if is_pair else 1
 

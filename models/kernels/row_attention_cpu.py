@@ -19,7 +19,8 @@ import numba
 import numpy as np
 
 from models.kernels import cpu_calls
-from models.kernels.cpu_sums import AT_ONCE, BLOCK, dots, exponentials, fast, highest, mix
+from models.kernels.cpu_sums import AT_ONCE, BLOCK, all_dots, exponentials, fast, highest, mix_all
+from models.kernels.cpu_tiles import LANES, LINE
 
 NAME = "reprise_attend_packed_rows"
 _task = cpu_calls.task_of(NAME)
@@ -29,8 +30,8 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
     """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
     if jnp.dtype(dtype) != jnp.float32:
         return f"expected float32, got {jnp.dtype(dtype).name}"
-    if q_shape[3] % 4:
-        return f"expected a head size that 4 divides, got {q_shape[3]}"
+    if q_shape[3] % LANES:
+        return f"expected a head size that {LANES} divides, got {q_shape[3]}"
     return None
 
 
@@ -101,57 +102,36 @@ def _block_end(ranges_T3, begin):  # type: ignore[no-untyped-def]
 
 @fast
 def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore[no-untyped-def]
-    """Fill in the products of a block's rows with the tokens that they see."""
-    G, (shared, shared_end, own) = a_TGh.shape[1], ranges_T3[begin]
-    num_shared = shared_end - shared
-    for first in range(shared, shared_end, BLOCK):
-        for y in range((end - begin) * G):
-            last = min(first + BLOCK, shared_end)
-            dots(a_TGh[begin + y // G, y % G], bT_hT, shared, first, last, out_YV[y])
-    for first in range(own, end, BLOCK):
-        for y in range((end - begin) * G):
-            last = min(first + BLOCK, begin + y // G + 1)
-            if first < last:
-                out_V = out_YV[y, num_shared:]
-                dots(a_TGh[begin + y // G, y % G], bT_hT, own, first, last, out_V)
+    """Fill in the products of a block's rows with the tokens that its last one sees."""
+    shared, shared_end, own = ranges_T3[begin]
+    a_Yh = a_TGh[begin:end].reshape(-1, a_TGh.shape[2])
+    all_dots(a_Yh, bT_hT, shared, shared_end, out_YV, 0)
+    all_dots(a_Yh, bT_hT, own, end, out_YV, shared_end - shared)
 
 
 @fast
 def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ignore[no-untyped-def]
-    """Add to a block's rows the tokens that they see, weighted."""
-    G, (shared, shared_end, own) = out_TGh.shape[1], ranges_T3[begin]
-    num_shared = shared_end - shared
+    """Add to a block's rows the tokens that its last one sees, weighted."""
+    (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], out_TGh.shape, weight_YV.shape[1]
+    weight, out, num_rows = weight_YV.ctypes.data, out_TGh[begin].ctypes.data, (end - begin) * G
     for first in range(shared, shared_end, BLOCK):
-        for y in range((end - begin) * G):
-            last = min(first + BLOCK, shared_end)
-            mix(weight_YV[y], b_Th, shared, first, last, out_TGh[begin + y // G, y % G])
+        b, count = b_Th[first].ctypes.data, min(BLOCK, shared_end - first)
+        mix_all(weight + 4 * (first - shared), V, 1, b, h, out, num_rows, count)
+    weight += 4 * (shared_end - shared)
     for first in range(own, end, BLOCK):
-        for y in range((end - begin) * G):
-            last = min(first + BLOCK, begin + y // G + 1)
-            if first < last:
-                weight_V, out_h = weight_YV[y, num_shared:], out_TGh[begin + y // G, y % G]
-                mix(weight_V, b_Th, own, first, last, out_h)
+        b, count = b_Th[first].ctypes.data, min(BLOCK, end - first)
+        mix_all(weight + 4 * (first - own), V, 1, b, h, out, num_rows, count)
 
 
 @fast
-def _spread(weight_YV, a_TGh, begin, num_queries, first, last, offset, out_Th):  # type: ignore[no-untyped-def]
-    """out[s] += Σ_y weight[y, s − first + offset] · a[y] for s of first … last; y in order."""
-    G, h = a_TGh.shape[1:]
-    for y in range(0, num_queries - num_queries % 4, 4):
-        a0, a1 = a_TGh[begin + y // G, y % G], a_TGh[begin + (y + 1) // G, (y + 1) % G]
-        a2, a3 = a_TGh[begin + (y + 2) // G, (y + 2) % G], a_TGh[begin + (y + 3) // G, (y + 3) % G]
-        w0, w1, w2, w3 = weight_YV[y], weight_YV[y + 1], weight_YV[y + 2], weight_YV[y + 3]
-        for s in range(first, last):
-            i, out_h = s - first + offset, out_Th[s]
-            x0, x1, x2, x3 = w0[i], w1[i], w2[i], w3[i]
-            for j in range(h):
-                out_h[j] = x3 * a3[j] + (x2 * a2[j] + (x1 * a1[j] + (x0 * a0[j] + out_h[j])))
-    for y in range(num_queries - num_queries % 4, num_queries):
-        a0, w0 = a_TGh[begin + y // G, y % G], weight_YV[y]
-        for s in range(first, last):
-            x0, out_h = w0[s - first + offset], out_Th[s]
-            for j in range(h):
-                out_h[j] = x0 * a0[j] + out_h[j]
+def _spread(weight_YV, a_TGh, ranges_T3, begin, end, out_Th):  # type: ignore[no-untyped-def]
+    """Add a block's rows to the tokens that its last one sees, weighted."""
+    (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], a_TGh.shape, weight_YV.shape[1]
+    weight, a, num_rows = weight_YV.ctypes.data, a_TGh[begin].ctypes.data, (end - begin) * G
+    out = out_Th.ctypes.data
+    mix_all(weight, 1, V, a, h, out + 4 * shared * h, shared_end - shared, num_rows)
+    weight += 4 * (shared_end - shared)
+    mix_all(weight, 1, V, a, h, out + 4 * own * h, end - own, num_rows)
 
 
 @fast
@@ -183,7 +163,7 @@ def _forward(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, b, k, out_BTHh, lse_B
     keyT_hT = np.ascontiguousarray(_head(k_BTKh, b, k, np.empty((T, h), np.float32)).T)
     v_Th = _head(v_BTKh, b, k, np.empty((T, h), np.float32))
     out_TGh = np.zeros((T, G, h), np.float32)
-    score_YV, bits_V = np.empty((AT_ONCE * G, T), np.float32), np.empty(T, np.int32)
+    score_YV, bits_V = np.empty((AT_ONCE * G, T + LINE), np.float32), np.empty(T, np.int32)
     power_V, total_Y = bits_V.view(np.float32), np.empty(AT_ONCE * G, np.float32)
     scale, end = np.float32(1 / np.sqrt(h)), 0
     while end < T:
@@ -198,6 +178,7 @@ def _forward(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, b, k, out_BTHh, lse_B
             top = highest(score_V)
             total_Y[y] = exponentials(score_V, top, bits_V, power_V)
             lse_BHT[b, k * G + y % G, t] = top + np.log(total_Y[y])
+            score_YV[y, len(score_V) : shared_end - shared + end - own] = 0
         _mix_of_block(score_YV, v_Th, ranges_T3, begin, end, out_TGh)
         for y in range((end - begin) * G):
             t, out_h = begin + y // G, out_TGh[begin + y // G, y % G]
@@ -222,7 +203,8 @@ def _backward(
     valueT_hT = np.ascontiguousarray(_head(v_BTKh, b, k, np.empty((T, h), np.float32)).T)
     dq_TGh, dk_Th = np.zeros((T, G, h), np.float32), np.zeros((T, h), np.float32)
     dv_Th = np.zeros((T, h), np.float32)
-    p_YV, ds_YV = np.empty((AT_ONCE * G, T), np.float32), np.empty((AT_ONCE * G, T), np.float32)
+    p_YV = np.empty((AT_ONCE * G, T + LINE), np.float32)
+    ds_YV = np.empty_like(p_YV)
     bits_V = np.empty(T, np.int32)
     power_V, scale, end = bits_V.view(np.float32), np.float32(1 / np.sqrt(h)), 0
     while end < T:
@@ -245,10 +227,8 @@ def _backward(
             p_YV[y, seen : num_shared + end - own] = 0
             ds_YV[y, seen : num_shared + end - own] = 0
         _mix_of_block(ds_YV, k_Th, ranges_T3, begin, end, dq_TGh)
-        _spread(ds_YV, q_TGh, begin, num_queries, shared, shared_end, 0, dk_Th)
-        _spread(ds_YV, q_TGh, begin, num_queries, own, end, num_shared, dk_Th)
-        _spread(p_YV, dout_TGh, begin, num_queries, shared, shared_end, 0, dv_Th)
-        _spread(p_YV, dout_TGh, begin, num_queries, own, end, num_shared, dv_Th)
+        _spread(ds_YV, q_TGh, ranges_T3, begin, end, dk_Th)
+        _spread(p_YV, dout_TGh, ranges_T3, begin, end, dv_Th)
     dk_BTKh[b, :, k], dv_BTKh[b, :, k] = dk_Th, dv_Th
     dq_BTHh[b, :, k * G : (k + 1) * G] = dq_TGh
 

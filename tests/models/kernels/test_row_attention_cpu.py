@@ -65,7 +65,7 @@ def gradients(attend, qkv, dout):
     return [np.where(is_real, x, 0) for x in (out, *grads)]
 
 
-@pytest.mark.parametrize("K, G, h", [(1, 1, 4), (2, 3, 12), (2, 2, 64)])
+@pytest.mark.parametrize("K, G, h", [(1, 1, 8), (2, 3, 24), (2, 2, 64)])
 def test_outputs_and_gradients(K, G, h):
     given = inputs(K, G, h)
     for got, want in zip(gradients(by_kernel, *given), gradients(under_mask, *given), strict=True):
