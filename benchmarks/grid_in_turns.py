@@ -41,11 +41,16 @@ class Run:
         self._freeze()
 
     def _freeze(self) -> None:
-        """Wait for the next step, and freeze. Raises RuntimeError if the run has failed."""
+        """Wait for the next step, and freeze."""
         if self._process.stdout.readline():
             os.killpg(self._process.pid, signal.SIGSTOP)
         elif status := self._process.wait():
-            raise RuntimeError(f"{self.cell.name} ended with {status}: see its log")
+            progress(f"{self.cell.name} ended with {status}: see its log")
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None before the run has ended."""
+        return self._process.returncode
 
     def step(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
@@ -54,7 +59,7 @@ class Run:
 
     def close(self) -> None:
         """End the run, unless it has ended."""
-        if self._process.poll() is None:
+        if self.status is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
@@ -100,12 +105,13 @@ def main(argv: Sequence[str]) -> int:
             runs.append(Run(cell, folder))
         for step in range(chosen[0].config.run.steps):
             for run in runs[:: -1 if step % 2 else 1]:
-                progress(f"step {step + 1}: {run.cell.name}")
-                run.step()
+                if run.status is None:  # the others go on if one fails
+                    progress(f"step {step + 1}: {run.cell.name}")
+                    run.step()
+        return int(any(run.status for run in runs))
     finally:
         for run in runs:
             run.close()
-    return 0
 
 
 if __name__ == "__main__":
