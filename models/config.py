@@ -12,6 +12,12 @@ import math
 from typing import Any, Literal
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
+LoraTarget = Literal["attention", "mlp", "head"]
+LORA_TARGETS: dict[LoraTarget, tuple[str, ...]] = {  # fields of `Layer`, or of `Params`
+    "attention": ("query_QD", "key_PD", "value_PD", "output_DQ"),
+    "mlp": ("gate_FD", "up_FD", "down_DF"),
+    "head": ("head_VD",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +31,39 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraShape:
+    """Low-rank adapters: W of the targets becomes W + (alpha / rank) · B · A."""
+
+    rank: int
+    alpha: float
+    targets: tuple[LoraTarget, ...]
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.targets) - set(LORA_TARGETS))
+        if self.rank < 1 or not 0 < self.alpha < math.inf or not self.targets or unknown:
+            raise ValueError(
+                "expected a LoRA rank of at least 1, a positive alpha and targets of "
+                f"{list(LORA_TARGETS)}, got rank={self.rank}, alpha={self.alpha} and "
+                f"targets={self.targets}"
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, field: str) -> bool:
+        """Return whether the weight of this field has an adapter."""
+        return any(field in LORA_TARGETS[target] for target in self.targets)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder-only transformer with grouped-query attention.
 
     `head_dim` need not be `d_model / num_heads`. The engine refuses sequences longer than
     `max_positions`. `eos_token_ids` end a response. `unused_ids` are ranges [start, stop) of ids
-    that no token has: padding of the embedding, or holes. Their logits are −∞.
+    that no token has: padding of the embedding, or holes. Their logits are −∞. With `lora`, weights
+    of its targets are `Adapted`.
     """
 
     architecture: Architecture
@@ -52,6 +85,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     unused_ids: tuple[tuple[int, int], ...] = ()
+    lora: LoraShape | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -126,6 +160,23 @@ class Params:
 
 
 @dataclasses.dataclass(frozen=True)
+class LowRank:
+    """The adapter of one weight: A of [rank, in], and B of [out, rank]."""
+
+    down_RI: Any
+    up_OR: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """W + scale · B · A: a frozen weight and its adapter; of a tied head, W is None here."""
+
+    weight_OI: Any
+    low: LowRank
+    scale: float = dataclasses.field(metadata={"static": True})  # no leaf of the tree
+
+
+@dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """Shape, logical axes and initial scale: a standard deviation, None for ones, 0 for zeros."""
 
@@ -162,12 +213,56 @@ def param_specs(config: ModelConfig) -> Params:
         query_norm_h=vector(h, None, None) if config.qk_norm else None,
         key_norm_h=vector(h, None, None) if config.qk_norm else None,
     )
-    return Params(
+    base = Params(
         embedding_VD=matrix(V, D, ("vocab", "embed"), 0.02),
         layers=(layer,) * config.num_layers,
         final_norm_D=vector(D, None, None),
         head_VD=None if config.tied_embeddings else matrix(V, D, ("vocab", "embed"), into),
     )
+    return base if config.lora is None else with_adapters(base, lora_specs(config), config.lora)
+
+
+def lora_specs(config: ModelConfig) -> Params:
+    """Return the tree of an adapter: `LowRank` of `ParamSpec` for targets, None for the others.
+
+    A starts as wide as PEFT's uniform numbers, whose variance is 1 / (3 · in); B starts at 0.
+    """
+    lora = config.lora
+    assert lora is not None
+    base = param_specs(dataclasses.replace(config, lora=None))
+
+    def one(field: str, spec: ParamSpec | None) -> LowRank | None:
+        if spec is None or not lora.adapts(field):
+            return None
+        (outputs, inputs), (out_axis, in_axis) = spec.shape, spec.axes
+        return LowRank(
+            ParamSpec((lora.rank, inputs), (None, in_axis), (3 * inputs) ** -0.5),
+            ParamSpec((outputs, lora.rank), (out_axis, None), 0.0),
+        )
+
+    def of(tree: Layer) -> Layer:
+        return Layer(**{name: one(name, spec) for name, spec in vars(tree).items()})
+
+    head = base.embedding_VD if base.head_VD is None else base.head_VD
+    return Params(None, tuple(of(layer) for layer in base.layers), None, one("head_VD", head))
+
+
+def trained_specs(config: ModelConfig) -> Params:
+    """Return the specs of the weights that training changes: the adapter's, if there is one."""
+    return param_specs(config) if config.lora is None else lora_specs(config)
+
+
+def with_adapters(base: Params, adapter: Params, lora: LoraShape) -> Params:
+    """Return the weights, or specs, of `base` with those of an adapter next to them."""
+
+    def one(weight: Any, low: LowRank | None) -> Any:
+        return weight if low is None else Adapted(weight, low, lora.scale)
+
+    def of(layer: Layer, low: Layer) -> Layer:
+        return Layer(**{name: one(x, getattr(low, name)) for name, x in vars(layer).items()})
+
+    layers = tuple(of(x, y) for x, y in zip(base.layers, adapter.layers, strict=True))
+    return dataclasses.replace(base, layers=layers, head_VD=one(base.head_VD, adapter.head_VD))
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -177,7 +272,8 @@ def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, tuple):
         return [leaf for part in tree for leaf in leaves(part)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, ParamSpec):
-        parts = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+        fields = [f.name for f in dataclasses.fields(tree) if not f.metadata.get("static")]
+        parts = [getattr(tree, name) for name in fields]
         return [leaf for part in parts for leaf in leaves(part)]
     return [tree]
 

@@ -183,6 +183,11 @@ def entries(config: ModelConfig) -> list[Entry]:
     return hf_files.entries_of(names, specs)
 
 
+def stored_name(field: str) -> str:
+    """Return the stored name of a field of `Layer`, below its layer, or of the head."""
+    return _HEAD if field == "head_VD" else _LAYER_NAMES[field]
+
+
 def layer_names(layer: Layer, prefix: str) -> Layer:
     """Return the stored names of a layer's weights, None for weights that it does not have."""
     names = {f: None if getattr(layer, f) is None else prefix + n for f, n in _LAYER_NAMES.items()}

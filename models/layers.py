@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import precision_of
-from models.config import ModelConfig
+from models.config import Adapted, ModelConfig
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from models.sharding import sizes_in_use
 
@@ -28,9 +28,16 @@ FEW_ROWS = 64  # of inputs; more go through the ordinary product
 ADDED_AT_ONCE = 16  # parts of a sum
 
 
-def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
-    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's."""
+def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> jax.Array:
+    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's.
+
+    An adapted weight adds scale · x · Aᵀ · Bᵀ.
+    """
     dtype = dtype or x.dtype
+    if isinstance(weight_OI, Adapted):
+        low = weight_OI.low
+        change = linear(weight_OI.scale * linear(x, low.down_RI), low.up_OR, dtype)
+        return linear(x, weight_OI.weight_OI, dtype) + change
     if (product := _kernel(x, weight_OI)) is not None:
         return _by_rows(product, partial(_input_first, dtype=dtype), x, weight_OI)
 
@@ -52,9 +59,14 @@ def _kernel(x: jax.Array, *weights: jax.Array) -> Callable | None:
 
 
 def feed_forward(
-    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+    x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any
 ) -> jax.Array:
-    """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features."""
+    """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features.
+
+    Adapted weights have no parts: frozen, they have no gradients that parts would save.
+    """
+    if any(isinstance(weight, Adapted) for weight in (gate_FD, up_FD, down_DF)):
+        return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
     if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
         return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
@@ -128,7 +140,7 @@ def _parts_bwd(parts: int, kept: tuple, dy: jax.Array) -> tuple:
 _feed_forward_in_parts.defvjp(_parts_fwd, _parts_bwd)
 
 
-def _inner(x: jax.Array, gate_GD: jax.Array, up_GD: jax.Array) -> jax.Array:
+def _inner(x: jax.Array, gate_GD: Any, up_GD: Any) -> jax.Array:
     return jax.nn.silu(linear(x, gate_GD)) * linear(x, up_GD)
 
 

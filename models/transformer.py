@@ -13,6 +13,7 @@ W feature width.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -32,9 +33,10 @@ from models.attention import (
     causal_mask,
     packed_mask,
 )
-from models.config import Layer, ModelConfig, Params, ParamSpec, param_specs
+from models.config import Adapted, Layer, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
 from models.layers import feed_forward, linear, mean_square, rope_turns, rotate
+from models.lora import dense
 from models.paged_cache import PagedCache
 from models.row_attention import attend_rows, is_faster
 from models.sharding import constrain
@@ -373,9 +375,18 @@ def without_unused(config: ModelConfig, logits_V: jax.Array) -> jax.Array:
     return jnp.where(is_unused_V, -jnp.inf, logits_V)
 
 
-def head_weight(params: Params) -> jax.Array:
-    """Return the weight of the output head, [V, D]."""
-    return params.embedding_VD if params.head_VD is None else params.head_VD
+def head_weight(params: Params) -> jax.Array | Adapted:
+    """Return the weight of the output head, [V, D], which may be adapted."""
+    head_VD = params.head_VD
+    if isinstance(head_VD, Adapted) and head_VD.weight_OI is None:
+        return dataclasses.replace(head_VD, weight_OI=params.embedding_VD)
+    return params.embedding_VD if head_VD is None else head_VD
+
+
+def plain_head_weight(params: Params) -> jax.Array:
+    """Return the weight of the output head with its adapter added, [V, D]."""
+    head_VD = head_weight(params)
+    return dense(head_VD) if isinstance(head_VD, Adapted) else head_VD
 
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:

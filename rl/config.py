@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from models.config import MeshConfig, ModelConfig
+from models.config import LoraShape, LoraTarget, MeshConfig, ModelConfig
 from rl.checkpoint.config import CheckpointConfig
 from rl.cluster.config import ClusterConfig
 from rl.data.tasks import TaskConfig
@@ -78,9 +78,27 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """The policy to start from: a Hugging Face folder with its tokenizer, or a GGUF file."""
+    """The policy to start from: a Hugging Face folder with its tokenizer, or a GGUF file.
+
+    With `lora_rank` above 0 its weights are frozen, and low-rank adapters of `lora_targets`
+    (attention, mlp, head) are trained: W + (lora_alpha / lora_rank) · B · A.
+    """
 
     directory: str = "policies/tiny"
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_targets: tuple[LoraTarget, ...] = ("attention", "mlp")
+
+    def __post_init__(self) -> None:
+        if self.lora_rank:
+            self.lora  # noqa: B018  # raises for values that do not fit
+
+    @property
+    def lora(self) -> LoraShape | None:
+        """The shape of the adapters; None if all weights are trained."""
+        if not self.lora_rank:
+            return None
+        return LoraShape(self.lora_rank, self.lora_alpha, self.lora_targets)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models.config import ModelConfig
 from rl import evaluation
 from rl.checkpoint.best import chosen_step
 from rl.config import TrainConfig
@@ -134,7 +135,8 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
             # a function that cannot be called is found before the weights are loaded
             pool = stack.enter_context(RewardPool(job.config.reward, tasks=tasks))
             mesh = engine_mesh(job.config, job.inputs.model, run_mesh(job.config))
-            params, source = _weights(job, mesh, show)
+            model, params, source = _weights(job, mesh, show)
+            job = dataclasses.replace(job, inputs=dataclasses.replace(job.inputs, model=model))
         except (ValueError, OSError, *errors) as error:
             show.message(f"error: {error}")
             return EXIT_USAGE
@@ -178,19 +180,24 @@ def _respond(
     return evaluation.respond(engine, weights, config, inputs, scorer, on_round)
 
 
-def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str, Any]]:
-    """Return the parameters, and a record of their source."""
+def _weights(
+    job: _Evaluation, mesh: Any, show: Progress
+) -> tuple[ModelConfig, Any, dict[str, Any]]:
+    """Return the policy's shape and parameters, and a record of their source."""
     import jax.numpy as jnp
 
     from models import hf
 
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
-        return params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
-    params, step, warnings = evaluation.load_checkpoint(job.run, job.inputs.model, mesh, job.step)
-    for warning in warnings:
+        source = {"policy": str(job.inputs.policy), "checkpoint_step": None}
+        return job.inputs.model, params, source
+    lora = job.config.policy.lora
+    loaded = evaluation.load_checkpoint(job.run, job.inputs, lora, mesh, job.step)
+    for warning in loaded.warnings:
         show.message(f"warning: {warning}")
-    return params, {"policy": str(job.run), "checkpoint_step": step}
+    source = {"policy": str(job.run), "checkpoint_step": loaded.step}
+    return loaded.model, loaded.params, source
 
 
 def table(result: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from models.config import ModelConfig
+from models.config import LoraShape, ModelConfig
 from models.hf_files import WeightsError
 from models.transformer import Params
 from rl.checkpoint.best import Best, BestRecord
@@ -249,23 +249,35 @@ def plus_minus(row: Mapping[str, Any], metric: str) -> str:
     return f"{mean:.3f} ± {(high - low) / 2:.3f}"
 
 
-def load_checkpoint(
-    run: Path, model: ModelConfig, mesh: Any = None, step: int | None = None
-) -> tuple[Any, int, tuple[str, ...]]:
-    """Return (parameters, step, warnings) of a run's newest whole checkpoint, or of `step`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """The policy of a checkpoint; an adapter is merged into its weights."""
 
-    Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
+    model: ModelConfig
+    params: Params
+    step: int
+    warnings: tuple[str, ...]
+
+
+def load_checkpoint(
+    run: Path, inputs: Inputs, lora: LoraShape | None, mesh: Any = None, step: int | None = None
+) -> Loaded:
+    """Return the policy of a run's newest whole checkpoint, or of `step`.
+
+    `inputs` are the policy that the run started from; with `lora` it has the frozen weights. Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
     than the run's.
     """
     import jax.numpy as jnp
 
+    from models.config import trained_specs
+    from models.lora import load_merged
     from models.sharding import param_shardings
-    from models.transformer import param_specs
     from rl.checkpoint.reader import restore
     from rl.learner.gradient_accumulation import all_finite
     from rl.learner.optimizer import SavedArrays
 
-    specs = param_specs(model)
+    model = dataclasses.replace(inputs.model, lora=lora)
+    specs = trained_specs(model)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = (
         jax.tree.map(lambda _: one_device, specs) if mesh is None else param_shardings(mesh, specs)
@@ -282,7 +294,10 @@ def load_checkpoint(
             f"the checkpoint of step {matches.step} in {run} has weights that are not finite: name "
             "an earlier one with --step"
         )
-    return matches.arrays.params, matches.step, matches.warnings
+    params = matches.arrays.params
+    if lora is not None:
+        model, params = load_merged(inputs.policy, model, params, mesh)
+    return Loaded(model, params, matches.step, matches.warnings)
 
 
 def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:

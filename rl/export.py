@@ -16,6 +16,7 @@ moved, unless named with --policy.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
     run_export.check_apart(target, inputs.policy, run)
     keep = list_steps(run / CHECKPOINTS)
     try:
-        params, result, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
+        loaded = evaluation.load_checkpoint(run, inputs, config.policy.lora, step=step)
     except (OSError, ValueError) as error:
         if gone := set(keep) - set(list_steps(run / CHECKPOINTS)):
             raise ValueError(
@@ -113,9 +114,10 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
                 "read: run the command again"
             ) from error
         raise
-    _warn(warnings)
-    run_export.write_checkpoint(config, inputs, params, (run, result), target, layout)
-    return f"{run}, step {result:,}"
+    _warn(loaded.warnings)
+    inputs = dataclasses.replace(inputs, model=loaded.model)
+    run_export.write_checkpoint(config, inputs, loaded.params, (run, loaded.step), target, layout)
+    return f"{run}, step {loaded.step:,}"
 
 
 def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout: Layout) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from models import hf
 from models import tokenizer as tokenizers
-from models.config import ModelConfig
+from models.config import LoraShape, ModelConfig
 from models.hf_files import shown
 from models.tokenizer import Tokenizer
 from rl import config_checks
@@ -108,7 +108,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
     Raises ValueError or FileNotFoundError with expected, got and how to fix.
     """
-    policy, model, tokenizer = open_policy(config.policy.directory, config.task)
+    policy, model, tokenizer = open_policy(config.policy.directory, config.task, config.policy.lora)
     config_checks.check_sections(config, model)
     config_checks.check_stops(config.sampling, model, tokenizer)
     if config.speculation.asks_model:
@@ -171,7 +171,7 @@ def _check_coupling(config: TrainConfig, num_examples: int) -> None:
 
 
 def open_policy(
-    directory: str, task: TaskConfig | None = None
+    directory: str, task: TaskConfig | None = None, lora: LoraShape | None = None
 ) -> tuple[Path, ModelConfig, Tokenizer]:
     """Return a policy's folder, shape and tokenizer; the shape names an end token.
 
@@ -189,6 +189,7 @@ def open_policy(
             "could end; set eos_token_id in config.json"
         )
     tokenizer = dataclasses.replace(tokenizer, eos_token_ids=model.eos_token_ids)
+    model = dataclasses.replace(model, lora=lora)
     if task is not None and task.date:
         tokenizer = dataclasses.replace(tokenizer, day=datetime.date.fromisoformat(task.date))
     if task is not None and task.chat_template:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from models.folder import Folder
-from models.transformer import Params, param_specs
+from models.config import trained_specs
+from models.transformer import Params
 from rl.checkpoint import reader
 from rl.checkpoint.best import BestRecord
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
@@ -214,7 +215,7 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
 def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
     """Return the shapes of the arrays of a run's checkpoints; opens no device."""
     spec, model = recipe(config, inputs.model), inputs.model
-    state = state_shapes(param_specs(model), make_optimizer(config.optimizer, spec.total_steps))
+    state = state_shapes(trained_specs(model), make_optimizer(config.optimizer, spec.total_steps))
     if config.algorithm.resolved.needs_critic:
         state = dataclasses.replace(state, critic=critic.shapes(spec))
     behind = state.params if config.sched.mode == "pipeline" else None

@@ -232,12 +232,18 @@ class _RunProcess:
         if not self.processes.is_first:
             return 0
         try:
+            inputs, text = self.inputs, f"the policy is in {folder / POLICY}"
+            if inputs.model.lora is not None:
+                base = config.policy.directory
+                peft_files.write(folder / ADAPTER, inputs.model, params, base)
+                model, params = lora.load_merged(inputs.policy, inputs.model, params)
+                inputs = dataclasses.replace(inputs, model=model)
+                text += f", its adapter for peft in {folder / ADAPTER}"
             source = folder, config.run.steps
-            run_export.write_checkpoint(config, self.inputs, params, source, folder / POLICY)
-            text = f"the policy is in {folder / POLICY}"
+            run_export.write_checkpoint(config, inputs, params, source, folder / POLICY)
             if config.speculation.learns:
                 target = folder / DRAFTER_MODEL
-                drafter = run_export.write_drafter(config, self.inputs, folder, target, params)
+                drafter = run_export.write_drafter(config, inputs, folder, target, params)
                 text += f", its drafter in {target}: {drafter.text}"
         except (OSError, ValueError) as error:
             return self._ended(f"the policy could not be written: {error}", show)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models import hf
+from models import hf, lora
 from models.config import ModelConfig
 from models.folder import Folder
 from models.layout import axis_ways
@@ -106,7 +106,7 @@ def build(
             *(drafting, show, watch),
         )
         longer = builder.compile(system, state)
-        state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
+        state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
         yield dataclasses.replace(system, longer=longer), state
 
 
@@ -285,7 +285,8 @@ class RunBuilder:
     def compile(self, system: System, state: TrainState) -> LongerBuckets | None:
         """Compile training, rollouts and evaluation; return the part that waits for a step."""
         weights, learner = system.weights(state.params), system.learner
-        training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
+        settings = {"recipe": learner.recipe, "base": learner.base}
+        training = trainer.lowered(state, learner.shape, **settings)
         system.rewards.wait_started()
         bounds = first_programs.rollout_reach(self.config, self.partition)
         longer = self.compile_rollouts(system, weights, bounds, training)
@@ -327,13 +328,18 @@ class RunBuilder:
 
 def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:
     """Load the policy, and shard the training state."""
-    spec = recipe(config, inputs.model)
-    _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
-    reference = _reference(params, spec) if config.algorithm.needs_reference else None
+    spec, model = recipe(config, inputs.model), inputs.model
+    dtype = jnp.float32 if model.lora is None else spec.trainer.dtype
+    _, params = hf.load_pretrained(inputs.policy, mesh, dtype=dtype)
     values = critic.init(params, spec) if config.algorithm.resolved.needs_critic else None
-    state = init_state(params, make_optimizer(config.optimizer, spec.total_steps))
+    reference, base, trained = None, None, params
+    if model.lora is not None:
+        base, trained = params, lora.init(model, jax.random.key(config.run.seed), mesh)
+    if config.algorithm.needs_reference:
+        reference = base or _reference(params, spec)
+    state = init_state(trained, make_optimizer(config.optimizer, spec.total_steps))
     shape = trainer.batch_shape(spec, config.longest_tokens)
-    learner = Learner(spec, shape, config.sampling, config.run.seed, reference)
+    learner = Learner(spec, shape, config.sampling, config.run.seed, reference, base)
     return learner, dataclasses.replace(state, critic=values)
 
 

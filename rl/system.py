@@ -83,15 +83,18 @@ class System:
 
         It is on the host if workers continue with it while an update consumes the trainer's.
         """
-        weights = rollout_weights(params, self.engine, self.partition)
+        weights = self._rollout_weights(params, self.engine)
         return on_host(weights) if isinstance(self.engine, AheadEngine) else weights
+
+    def _rollout_weights(self, trained: Params, engine: RolloutEngine) -> Params:
+        return rollout_weights(self.learner.policy(trained, engine.dtype), engine, self.partition)
 
     def evaluated(self, params: Params) -> Params:
         """Return the policy for evaluations, on the devices of an engine that only evaluates."""
         one = self.eval_engine
         if one is self.engine:
             return self.weights(params)
-        weights = rollout_weights(params, one, self.partition)
+        weights = self._rollout_weights(params, one)
         return one.do(lambda: one.engines[0].place(weights))
 
     def host_weights(self, params: Params) -> HostWeights:
@@ -99,7 +102,8 @@ class System:
         partition = self.partition
         if partition.processes.alone or not partition.is_central:
             return HostWeights(on_host(self.weights(params)))
-        rounded, keep = trainer.cast_params(params, self.engine.dtype), self.processes.is_first
+        dtype, keep = self.engine.dtype, self.processes.is_first
+        rounded = trainer.cast_params(self.learner.policy(params, dtype), dtype)
 
         def one(x: jax.Array) -> np.ndarray | None:
             copy = host_copy(x, keep=keep)

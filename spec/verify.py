@@ -150,7 +150,7 @@ def _draw(
     −∞. Logits are computed in parts of `LOGITS_AT_ONCE` a device at most, if the nodes divide.
     """
     undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
-    parts = _parts(len(undrawn.hidden_MD), len(transformer.head_weight(params)))
+    parts = _parts(len(undrawn.hidden_MD), config.vocab_size)
     if parts == 1:
         return _draw_part(config, params, undrawn, scheme)
     ways = ways_in_use("batch")  # each device has some of its nodes in every part

@@ -43,7 +43,8 @@ class Critic:
 
 def critic_specs(model: ModelConfig) -> Critic:
     """Return the tree of `ParamSpec`, like `models.transformer.param_specs`."""
-    trunk = dataclasses.replace(param_specs(model), head_VD=None)
+    plain = dataclasses.replace(model, lora=None)
+    trunk = dataclasses.replace(param_specs(plain), head_VD=None)
     head_D = ParamSpec((model.d_model,), (None,), 0.0)
     return Critic(trunk, head_D)  # type: ignore[arg-type]
 
@@ -104,7 +105,9 @@ def value_loss(
     return total, (jax.lax.stop_gradient(TokenStatistics(sums, {})), finite_B)
 
 
-def _loss(params: Critic, batch: MicroBatch, scalars: StepScalars, recipe: TrainSpec) -> Any:
+def _loss(
+    params: Critic, _: Any, batch: MicroBatch, scalars: StepScalars, recipe: TrainSpec
+) -> Any:
     values_EM = values(params, batch, recipe)
     return value_loss(values_EM, batch.inputs, scalars.num_tokens, recipe.critic.value_clip)
 

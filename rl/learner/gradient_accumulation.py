@@ -112,11 +112,12 @@ class StepScalars:
 class Network:
     """The static part of one trained network.
 
-    `loss` returns (loss, (statistics, finite_B)) of one micro-batch.
+    `loss` returns (loss, (statistics, finite_B)) of one micro-batch, for the trained weights and
+    the frozen ones beside them, if there are any.
     """
 
     specs: Callable[[ModelConfig], Any]
-    loss: Callable[[Any, MicroBatch, StepScalars, TrainSpec], Any]
+    loss: Callable[[Any, Any, MicroBatch, StepScalars, TrainSpec], Any]
     optimizer: Callable[[TrainSpec], OptimizerConfig]
     no_statistics: Callable[[TrainSpec], TokenStatistics]
 
@@ -208,6 +209,7 @@ def accumulate(
     accumulator: Accumulator,
     batch: MicroBatch,
     scalars: StepScalars,
+    frozen: Any = None,
     *,
     network: Network,
     recipe: TrainSpec,
@@ -215,11 +217,11 @@ def accumulate(
     """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
 
     def one(
-        params: Any, scalars: StepScalars, before: Accumulator, batch: MicroBatch
+        params: Any, scalars: StepScalars, frozen: Any, before: Accumulator, batch: MicroBatch
     ) -> tuple[Accumulator, Health]:
         def loss_of(params: Any, marks: Any) -> Any:
             params = adding(params, before.gradients, marks)
-            return network.loss(params, batch, scalars, recipe)
+            return network.loss(params, frozen, batch, scalars, recipe)
 
         marks = jax.tree.map(lambda _: jnp.float32(0), params)
         gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -229,7 +231,7 @@ def accumulate(
         health = replicated(Health(finite_B, finite))
         return Accumulator(network.constrain(recipe, sums), replicated(statistics)), health
 
-    total, health = _by_copy(one, (params, scalars), (accumulator,), (batch,))
+    total, health = _by_copy(one, (params, scalars, frozen), (accumulator,), (batch,))
     return total, replicated(health)
 
 
@@ -264,12 +266,17 @@ def all_finite(params: Any) -> jax.Array:
 
 
 def calls(
-    state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
+    state: State,
+    batch: MicroBatch,
+    scalars: StepScalars,
+    step: jax.Array,
+    frozen: Any = None,
+    **static: Any,
 ) -> list[Call]:
     """Return calls of the steps after `start` and of a save, perhaps of shapes, to be lowered."""
     total: Accumulator = empty_shapes(**static)
     every = [
-        Call(accumulate, (state.params, total, batch, scalars), static),
+        Call(accumulate, (state.params, total, batch, scalars, frozen), static),
         Call(apply, (state, total.gradients, np.bool_(False)), static),
         Call(inspect, (total, step), static),
         Call(all_finite, (state.params,), {}),
@@ -280,10 +287,15 @@ def calls(
 
 
 def run_once(
-    state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
+    state: State,
+    batch: MicroBatch,
+    scalars: StepScalars,
+    step: jax.Array,
+    frozen: Any = None,
+    **static: Any,
 ) -> State:
     """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
-    one, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
+    one, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, frozen, **static))
     summed = in_turn(join(one))
     in_turn(inspect(summed, step, **static))
     unchanged = in_turn(apply(state, summed.gradients, np.bool_(False), **static))

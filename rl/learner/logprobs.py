@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
+from models.config import Adapted, LowRank
 from models.layout import RULES, logits_axes
 from models.sharding import constrain, replicated, sizes_in_use, ways_in_use, ways_outside
 from models.transformer import Params
@@ -84,9 +85,13 @@ def at_responses(x_BT: jax.Array, batch: MicroBatch) -> jax.Array:
 def _head(params: Params, vocab_axis: str) -> Params:
     """Return the weights that compute logits, as a tied head, sharded by the axis of the logits."""
     embed_axis = None if vocab_axis == "logits" else "embed"
-    head_VD = params.embedding_VD if params.head_VD is None else params.head_VD
+    head_VD, adapter = transformer.head_weight(params), None
+    if isinstance(head_VD, Adapted):
+        low = head_VD.low
+        low = LowRank(low.down_RI, constrain(low.up_OR, vocab_axis, None))
+        head_VD, adapter = head_VD.weight_OI, Adapted(None, low, head_VD.scale)
     head_VD = constrain(head_VD, vocab_axis, embed_axis)
-    return dataclasses.replace(params, layers=(), embedding_VD=head_VD, head_VD=None)
+    return dataclasses.replace(params, layers=(), embedding_VD=head_VD, head_VD=adapter)
 
 
 def _map_chunks(

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from models.sharding import ways_in_use
-from models.transformer import Params, param_specs
+from models.config import trained_specs, with_adapters
+from models.transformer import Params
 from rl import packing
 from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
 from rl.learner.config import TrainSpec
@@ -53,7 +54,8 @@ OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
-    `sampling` is for responses without one; `reference` is the policy of the KL term.
+    `sampling` is for responses without one; `reference` is the policy of the KL term. `base` has
+    the frozen weights of a policy whose adapter alone is trained.
     """
 
     recipe: TrainSpec
@@ -61,16 +63,40 @@ class Learner:
     sampling: SamplingConfig
     seed: int = 0
     reference: Params | None = None
+    base: Params | None = None
+
+    def policy(self, trained: Params, dtype: Any = None) -> Params:
+        """Return the policy of these trained weights; `dtype` rounds an adapter."""
+        if self.base is not None and dtype is not None:
+            trained = cast_params(trained, dtype)
+        return _policy(trained, self.base, self.recipe)
 
 
-def _loss(params: Params, batch: MicroBatch, scalars: StepScalars, recipe: TrainSpec) -> Any:
+def _policy(trained: Params, base: Params | None, recipe: TrainSpec) -> Params:
+    lora = recipe.model.lora
+    return trained if base is None or lora is None else with_adapters(base, trained, lora)
+
+
+def _frozen(network: Network, base: Params | None) -> Params | None:
+    """Return the frozen weights beside a network's trained ones."""
+    return base if network is POLICY else None
+
+
+def _loss(
+    trained: Params,
+    base: Params | None,
+    batch: MicroBatch,
+    scalars: StepScalars,
+    recipe: TrainSpec,
+) -> Any:
+    params = _policy(trained, base, recipe)
     result_EM = logprobs.logprobs_and_entropy(params, batch, recipe)
     rest = batch.inputs, scalars.normaliser, scalars.unmoved
     return losses.loss(recipe.algorithm, *result_EM, *rest)
 
 
 POLICY = Network(
-    param_specs,
+    trained_specs,
     _loss,
     lambda recipe: recipe.optimizer,
     lambda recipe: losses.zero_statistics(recipe.algorithm),
@@ -105,52 +131,74 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
 
 
 def warm_up(
-    state: TrainState, shape: Shape, *, recipe: TrainSpec, on_compiled: OnCompiled = unwatched
+    state: TrainState,
+    shape: Shape,
+    *,
+    recipe: TrainSpec,
+    base: Params | None = None,
+    on_compiled: OnCompiled = unwatched,
 ) -> TrainState:
     """Compile every step, in threads, and run each on an empty batch; the state is donated."""
-    steps = lowered(state, shape, recipe=recipe)
+    steps = lowered(state, shape, recipe=recipe, base=base)
     compile_all(steps, len(steps), on_compiled)
-    return first_run(state, shape, recipe=recipe)
+    return first_run(state, shape, recipe=recipe, base=base)
 
 
-def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
+def lowered(
+    state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
+) -> list[Any]:
     """Return every step, lowered for the caller to compile; the largest come first."""
-    return [call.lower() for call in calls(state, shape, recipe=recipe)]
+    return [call.lower() for call in calls(state, shape, recipe=recipe, base=base)]
 
 
-def calls(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Call]:
+def calls(
+    state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
+) -> list[Call]:
     """Return each step's call on an empty batch, the largest first; the state may be of shapes."""
     plain, *rest = _nothing(state, shape, placed_shapes)
     every = []
     for network, trained in _networks(state):
-        every += gradient_accumulation.calls(trained, *rest, network=network, recipe=recipe)
+        frozen = _frozen(network, base)
+        every += gradient_accumulation.calls(trained, *rest, frozen, network=network, recipe=recipe)
     static = {"recipe": recipe}
-    for params in _scored(state.params, recipe, shapes_in):
+    for params in _scored(state.params, base, recipe, shapes_in):
         every.append(Call(logprobs.token_logprobs, (params, plain), static))
     if state.critic:
         every.append(Call(critic.token_values, (state.critic.params, plain), static))
     return every
 
 
-def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainState:
+def first_run(
+    state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
+) -> TrainState:
     """Run every compiled step on an empty batch; the state is donated, and returned unchanged."""
     plain, *rest = _nothing(state, shape)
-    for params in _scored(state.params, recipe, cast_params):
+    for params in _scored(state.params, base, recipe, cast_params):
         in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
     if state.critic:
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: its step is read by the others, and then donated
-        gradient_accumulation.run_once(trained, *rest, network=network, recipe=recipe)
+        gradient_accumulation.run_once(
+            trained, *rest, _frozen(network, base), network=network, recipe=recipe
+        )
         for network, trained in reversed(_networks(state))
     ]
     return _joined(unchanged[::-1])
 
 
-def _scored(params: Params, recipe: TrainSpec, cast: Callable[[Params, Any], Params]) -> list[Any]:
+def _scored(
+    trained: Params,
+    base: Params | None,
+    recipe: TrainSpec,
+    cast: Callable[[Params, Any], Params],
+) -> list[Any]:
     """Return the policies that score samples: before the updates, and the reference."""
-    policies = [params] if recipe.recomputes_old else []
-    if recipe.algorithm.needs_reference and not (policies and recipe.trainer.dtype == jnp.float32):
-        policies.append(cast(params, recipe.trainer.dtype))
+    policies = list[Any]()
+    if recipe.recomputes_old:
+        policies.append(_policy(trained, base, recipe))
+    has_same_form = policies and base is None and recipe.trainer.dtype == jnp.float32
+    if recipe.algorithm.needs_reference and not has_same_form:
+        policies.append(cast(trained, recipe.trainer.dtype) if base is None else base)
     return policies
 
 
@@ -221,7 +269,7 @@ def update(
     masks = {"mask_truncated": recipe.algorithm.mask_truncated}
     samples = micro_batches.select(trajectories, advantages, learner.sampling, **masks)
     leave = partial(on_pass, True)
-    samples = with_logprobs(state.params, samples, learner, leave)
+    samples = with_logprobs(learner.policy(state.params), samples, learner, leave)
     samples, critic_metrics = _with_critic_targets(state, samples, learner, leave)
     steps: list[tuple[_StepInputs, list[Report]]] = []
     applied = skipped = num_micro_batches = 0
@@ -230,7 +278,8 @@ def update(
         inputs = _StepInputs.of(part, learner, where, unmoved=not applied)
         num_micro_batches += len(inputs.packed)
         try:
-            state, reports = _optimizer_step(state, inputs, recipe, partial(on_pass, not applied))
+            leave = partial(on_pass, not applied)
+            state, reports = _optimizer_step(state, inputs, learner, leave)
         except NonFiniteUpdate as error:
             if recipe.trainer.on_nonfinite == "stop":
                 raise
@@ -358,16 +407,17 @@ class _StepInputs:
 
 
 def _optimizer_step(
-    state: TrainState, inputs: _StepInputs, recipe: TrainSpec, on_pass: Callable[[], None]
+    state: TrainState, inputs: _StepInputs, learner: Learner, on_pass: Callable[[], None]
 ) -> tuple[TrainState, list[Report]]:
     """Accumulate, fetch once, check all networks, apply; return the state, a report a network."""
-    networks = _networks(state)
+    recipe, networks = learner.recipe, _networks(state)
     totals = [start(network=network, recipe=recipe) for network, _ in networks]
     health: list[list[Health]] = [[] for _ in networks]
     for p in inputs.packed:
         batch = place(p.batch)
         for n, (network, trained) in enumerate(networks):
-            args = trained.params, totals[n], batch, inputs.scalars
+            frozen = _frozen(network, learner.base)
+            args = trained.params, totals[n], batch, inputs.scalars, frozen
             totals[n], healthy = in_turn(accumulate(*args, network=network, recipe=recipe))
             health[n].append(healthy)
         logprobs.keep_pace(health[-1], on_pass)

@@ -19,7 +19,7 @@ LEGS_FILE = "legs.jsonl"  # each start of the run: when, on what device, with wh
 WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_FOLDER, WANDB_FOLDER, REPORT_FOLDER = "tensorboard", "wandb", "report"
 CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # of the run's state; spilled responses
-POLICY, DRAFTER_MODEL = "policy", "drafter_model"  # exports of a finished run
+POLICY, DRAFTER_MODEL, ADAPTER = "policy", "drafter_model", "adapter"  # of a finished run
 DRAFTER = "drafter"  # the learned drafter's own checkpoints
 
 
@@ -32,7 +32,7 @@ OWN_NAMES = (
     *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, EVALUATION_FILE),
     *(ROUNDS_FILE, MOVES_FILE, SECONDS_FILE, TIMELINE_FILE, LEGS_FILE, WANDB_ID_FILE),
     *(WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER),
-    *(CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DRAFTER_MODEL),
+    *(CHECKPOINTS, ROLLOUTS, POLICY, ADAPTER, DRAFTER, DRAFTER_MODEL),
 )
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]

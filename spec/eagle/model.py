@@ -138,7 +138,7 @@ def frozen(
     call: Callable[..., jax.Array] = lambda make, *args: make(*args),
 ) -> SharedParams:
     """Return the parts shared with a policy; `call` wraps the calls that make new arrays."""
-    head_UD = policy.embedding_VD if policy.head_VD is None else policy.head_VD
+    head_UD = transformer.plain_head_weight(policy)
     if draft_ids_U is not None:
         head_UD = call(_rows, head_UD, draft_ids_U)
     return SharedParams(policy.embedding_VD, head_UD, draft_ids_U)
