@@ -42,6 +42,12 @@ def adapter_of(params: Params) -> Params:
     return jax.tree.map(lambda x: x.low if is_adapted(x) else None, params, is_leaf=is_adapted)
 
 
+def trained_part(params: Params) -> Params:
+    """Return the weights of a policy that training changes: its adapter, or all without one."""
+    has_adapter = any(map(is_adapted, jax.tree.leaves(params, is_leaf=is_adapted)))
+    return adapter_of(params) if has_adapter else params
+
+
 def merge(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
     """Return plain weights, and their config.
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from models import hf, kv_cache, paged_cache
-from models.config import ModelConfig, param_specs
+from models.config import ModelConfig, param_specs, trained_specs
 from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
 from rl.config import TrainConfig, drafter_shape
 from rl.engine import cache_ops
@@ -145,10 +145,18 @@ def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_c
     training = _training(config, model, _Shards(layout.mesh), dtype)
     worker, reach = _Shards(layout.worker_mesh), rollout_reach(config)
     rollouts = _rollouts(config, model, worker, dtype, reach, is_cpu=is_cpu)
-    if dtype == jnp.float32 and not layout.is_disjoint and _shares_weights(config, layout):
-        rollouts["rollout weights"] = 0  # rollouts read the master weights
+    if not layout.is_disjoint and _shares_weights(config, layout):
+        rollouts["rollout weights"] = _beside_training(model, worker, dtype)
     rollouts = {name: size * layout.workers_each for name, size in rollouts.items()}
     return {TRAINING: training, ROLLOUTS: rollouts}
+
+
+def _beside_training(model: ModelConfig, mesh: _Shards, dtype: Any) -> int:
+    """Return the bytes of rollout weights that are not those of training.
+
+    Rollouts read float32 master weights, and frozen ones.
+    """
+    return 0 if dtype == jnp.float32 else num_bytes(mesh.params(trained_specs(model), dtype))
 
 
 def _shares_weights(config: TrainConfig, layout: Layout) -> bool:
@@ -178,14 +186,17 @@ class _Shards:
 
 
 def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any) -> dict[str, int]:
-    specs, optimizer = param_specs(model), make_optimizer(config.optimizer, total_steps=1)
+    specs, optimizer = trained_specs(model), make_optimizer(config.optimizer, total_steps=1)
     params = mesh.params(specs, jnp.float32)
     held = {
         "master weights": num_bytes(params),
         "optimizer's state": num_bytes(jax.eval_shape(optimizer.init, params)),
     }
-    if config.algorithm.needs_reference:
-        held["reference policy"] = num_bytes(mesh.params(specs, dtype))
+    base = mesh.params(param_specs(dataclasses.replace(model, lora=None)), dtype)
+    if model.lora is not None:  # it is the reference too
+        held["frozen weights"] = num_bytes(base)
+    elif config.algorithm.needs_reference:
+        held["reference policy"] = num_bytes(base)
     if config.algorithm.resolved.needs_critic:
         values = mesh.params(critic.critic_specs(model), jnp.float32)
         held["critic and its optimizer's state"] = num_bytes(
@@ -215,8 +226,8 @@ def evaluation_bytes(
     dtype = config.trainer.dtype_on(is_cpu)
     reach = Reach(requests, config.max_any_prompt_tokens)
     arrays = _rollouts(config, model, mesh, dtype, reach, is_cpu=is_cpu, drafts=False)
-    if dtype == jnp.float32 and layout.mesh["fsdp"] == 1 and layout.mesh["tensor"] == tensor:
-        arrays["rollout weights"] = 0  # it reads the master weights
+    if layout.mesh["fsdp"] == 1 and layout.mesh["tensor"] == tensor:
+        arrays["rollout weights"] = _beside_training(model, mesh, dtype)
     return sum(arrays.values())
 
 

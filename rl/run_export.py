@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from models import hf, hf_files, tokenizer_files
+from models.config import trained_specs, with_adapters
 from models.folder import held
 from models.tokenizer import copy_files
-from models.transformer import Params, param_specs
+from models.transformer import Params
 from rl import model_card
 from rl.checkpoint import reader
 from rl.checkpoint.reader import NoWholeCheckpointError
@@ -175,13 +176,16 @@ def write_drafter(
             raise
         problems.append(str(error))
     if policy is None:
-        shared = dataclasses.replace(param_specs(inputs.model), layers=(), final_norm_D=None)
+        shared = dataclasses.replace(trained_specs(inputs.model), layers=(), final_norm_D=None)
         shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
         whole = SavedArrays(None, shared, (), drafter=state)  # type: ignore[arg-type]
         try:
             both = reader.restore(run / CHECKPOINTS, whole, subset=True)
             states.append((both.arrays.drafter, run / CHECKPOINTS, both.warnings))
             policy = both.arrays.params
+            if (lora := inputs.model.lora) is not None:
+                base = hf.load_pretrained(inputs.policy)[1]
+                policy = with_adapters(dataclasses.replace(base, layers=()), policy, lora)
         except NoWholeCheckpointError as error:
             problems.append(str(error))
             if (run / POLICY).is_dir():

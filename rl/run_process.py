@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.errors import JaxRuntimeError
 
+from models import lora, peft_files
 from models.hf_files import WeightsError
 from rl import memory, run_export, run_folder
 from rl.checkpoint.checkpointer import SaveError
@@ -41,7 +42,7 @@ from rl.runtime import devices, disk
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.parallel_compile import TooManyMappings, keep_programs
 from rl.runtime.progress import Progress, progress, say
-from rl.runtime.run_files import CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
+from rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
 from rl.setup import engine_mesh, run_mesh

@@ -336,7 +336,7 @@ def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Le
     if model.lora is not None:
         base, trained = params, lora.init(model, jax.random.key(config.run.seed), mesh)
     if config.algorithm.needs_reference:
-        reference = base or _reference(params, spec)
+        reference = _reference(params, spec) if base is None else base
     state = init_state(trained, make_optimizer(config.optimizer, spec.total_steps))
     shape = trainer.batch_shape(spec, config.longest_tokens)
     learner = Learner(spec, shape, config.sampling, config.run.seed, reference, base)

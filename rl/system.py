@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from models.lora import trained_part
 from models.sharding import put
 from models.transformer import Params
 from rl.cluster.processes import Processes
@@ -176,7 +177,7 @@ class HostWeights:
     shards: Any = None
 
     def put_as(self, params: Params) -> Params:
-        """Return the weights laid out on devices as `params` are."""
+        """Return the trained weights laid out on devices as `params` are."""
         if self.shards is None:
-            return jax.tree.map(lambda x, p: put(x, p.sharding), self.whole, params)
-        return from_shards(self.shards, params)
+            return jax.tree.map(lambda x, p: put(x, p.sharding), trained_part(self.whole), params)
+        return from_shards(trained_part(self.shards), params)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, transformer
-from models.config import MeshConfig, ModelConfig
+from models import hf, sharding, transformer
+from models.config import MeshConfig, ModelConfig, trained_specs
 from models.sharding import make_mesh
 from rl.config import TrainConfig, drafter_shape, recipe
 from rl.engine.engine import Engine
@@ -107,10 +107,18 @@ class RunPrograms:
     def state(self) -> TrainState:
         """The shapes of the training state."""
         optimizer = make_optimizer(self.config.optimizer, self.recipe.total_steps)
-        state = self._in_mesh(state_shapes, transformer.param_specs(self.model), optimizer)
+        state = self._in_mesh(state_shapes, trained_specs(self.model), optimizer)
         if self.config.algorithm.resolved.needs_critic:
             state = dataclasses.replace(state, critic=self._in_mesh(critic.shapes, self.recipe))
         return state
+
+    @property
+    def _base(self) -> Any:
+        """The shapes of frozen weights; None if all weights are trained."""
+        if self.model.lora is None:
+            return None
+        specs = transformer.param_specs(dataclasses.replace(self.model, lora=None))
+        return self._in_mesh(sharding.shapes, specs, self.recipe.trainer.dtype)
 
     @cached_property
     def held(self) -> Parts:
@@ -134,13 +142,13 @@ class RunPrograms:
         shape = self._in_mesh(trainer.batch_shape, self.recipe, self.config.longest_tokens)
         num_tokens, state = shape.rows * shape.length, self.state
         sizes = f"{shape.rows} rows of {shape.length} tokens"
-        weights_bytes = num_bytes(state.params)
-        held = dict.fromkeys(WHOLE_TRAINING, weights_bytes)
+        weights_bytes, base = num_bytes(state.params), self._base
+        held = dict.fromkeys(WHOLE_TRAINING, weights_bytes + num_bytes(base))
         held["apply"] = weights_bytes + num_bytes(state.opt_state)
         if state.critic is not None:
             held["token_values"] = num_bytes(state.critic.params)
         kinds = set[str]()
-        for call in self._in_mesh(trainer.calls, state, shape, recipe=self.recipe):
+        for call in self._in_mesh(trainer.calls, state, shape, recipe=self.recipe, base=base):
             name = call.step.__name__
             kind = f"{name} of the critic" if name in kinds else name
             kinds.add(name)
