@@ -98,6 +98,7 @@ def config_for(
         qk_norm=False,
         tied_embeddings=False,
         unused_ids=() if size else policy.unused_ids,
+        lora=None,
     )
     return EagleConfig(design, layer, layers, size)
 

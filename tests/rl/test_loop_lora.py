@@ -1,0 +1,100 @@
+"""Training of low-rank adapters in the loop: it learns, drafts and modes change no token, exports."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, texts
+from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
+
+from models import hf, lora, transformer
+from models.config import trained_specs
+from rl import memory
+from rl.config import TrainConfig
+from rl.evaluation import load_checkpoint
+from rl.gin.loader import load
+from rl.inputs import open_inputs
+from tests.support import tiny_run
+
+LORA = ("Policy.lora_rank=4", "Policy.lora_alpha=8.0", "Optimizer.learning_rate=0.03")
+ALL = ("Policy.lora_targets=('attention', 'mlp', 'head')",)
+SOME = (*LORA, *ALL, "Run.steps=5")
+
+
+@pytest.fixture(scope="module")
+def some(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("lora"), *SOME)
+
+
+def test_it_learns(tiny, tmp_path):
+    learn = "Run.steps=24", "Rollout.prompts_per_step=4", "Checkpoint.every_steps=0"
+    done = finish(tiny, tmp_path, *LORA, *learn)
+    rewards = [row["reward"] for row in done.rows]
+    # the share of digits is 0.63 at first. Seeded, so never a false alarm on one platform
+    assert np.mean(rewards[:4]) < 0.7 and np.mean(rewards[-4:]) > 0.85
+
+
+def test_the_state_is_the_adapter_s(tiny, some):
+    inputs = open_inputs(load(TrainConfig, [tiny], SOME))
+    sizes = [np.prod(spec.shape) for spec in jax.tree.leaves(trained_specs(inputs.model))]
+    assert sorted(x.size for x in some.leaves if x.ndim > 1) == sorted(3 * sizes)
+
+
+def test_the_sampler_s_policy_is_the_trainer_s(some):
+    for row in some.rows:
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [DRAFTS, LEARNED, WORKERS, (*WORKERS, "Sched.mode='ahead'")],
+    ids=["drafts", "learned", "workers", "ahead"],
+)
+def test_the_tokens_are_those_of_plain_rollouts(tiny, some, tmp_path, one_device, settings):
+    assert_same_run(finish(tiny, tmp_path, *SOME, *settings), some)
+
+
+def test_it_resumes_to_the_bit(tiny, some, tmp_path):
+    assert_resumes_to_the_bit(tiny, tmp_path, SOME, some)
+
+
+def test_a_pipeline_resumes_to_the_bit(tiny, tmp_path, one_device):
+    settings = (*LORA, *SETTINGS, *PIPELINE)
+    whole = finish(tiny, tmp_path / "whole", *settings)
+    assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
+
+
+def test_the_reference_is_the_frozen_policy(tiny, tmp_path):
+    done = finish(tiny, tmp_path, *SOME, "Algorithm.kl_coefficient=0.1")
+    assert done.rows[0]["kl"] == pytest.approx(0, abs=1e-6)  # B starts at 0
+    assert done.rows[-1]["kl"] > 1e-4
+
+
+def test_a_checkpoint_is_loaded_merged(tiny, some, tmp_path):
+    config = load(TrainConfig, [tiny], SOME)
+    inputs = open_inputs(config)
+    loaded = load_checkpoint(some.folder, inputs, config.policy.lora)
+    assert loaded.model.lora is None and loaded.step == 5
+    _, base = hf.load_pretrained(inputs.policy)
+    last = json.loads(some.samples.splitlines()[-1])
+    assert last["step"] == 5
+    tokens_BT = np.arange(8, dtype=np.int32)[None]
+    merged = transformer.logits(loaded.model, loaded.params, tokens_BT)
+    assert np.abs(merged - transformer.logits(loaded.model, base, tokens_BT)).max() > 1e-2
+    assert not any(map(lora.is_adapted, jax.tree.leaves(loaded.params, is_leaf=lora.is_adapted)))
+
+
+def test_memory_of_the_state_is_counted(tiny):
+    configs = [load(TrainConfig, [tiny], extra) for extra in ((), LORA)]
+    models = [open_inputs(config).model for config in configs]
+    one = memory.Layout(1, 1, False, {}, {}, 1)
+    plain, adapted = (
+        memory.held_arrays(config, model, one, is_cpu=True)[memory.TRAINING]
+        for config, model in zip(configs, models, strict=True)
+    )
+    specs = jax.tree.leaves(trained_specs(models[1]))
+    assert adapted["master weights"] == 4 * sum(int(np.prod(spec.shape)) for spec in specs)
+    assert adapted["frozen weights"] == plain["master weights"]
