@@ -58,9 +58,7 @@ def _kernel(x: jax.Array, *weights: jax.Array) -> Callable | None:
     return few_rows_cpu.linear if one_device and takes else None
 
 
-def feed_forward(
-    x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any
-) -> jax.Array:
+def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Array:
     """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features.
 
     Adapted weights have no parts: frozen, they have no gradients that parts would save.

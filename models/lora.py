@@ -1,4 +1,4 @@
-"""Low-rank adapters next to frozen weights: y = W x + (alpha / rank) · B (A x), by arXiv 2106.09685.
+"""Low-rank adapters next to frozen weights: W x + (alpha / rank) · B (A x), by arXiv 2106.09685.
 
 An adapter is a tree like `Params` whose leaves are `LowRank`, None for weights without one.
 `models.config.with_adapters` puts it next to a policy's weights, and every forward pass applies it

@@ -25,7 +25,7 @@ def write(
     lora = config.lora
     assert lora is not None
     tensors = dict[str, np.ndarray]()
-    for name, leaf in zip(_names(config), jax.tree.leaves(adapter), strict=True):
+    for name, leaf in zip(names(config), jax.tree.leaves(adapter), strict=True):
         host = np.ascontiguousarray(jax.device_get(leaf), dtype or leaf.dtype)
         tensors[name] = hf_files.finite(host, name)
     modules = sorted({name.split(".")[-3] for name in tensors})
@@ -47,7 +47,7 @@ def write(
         hf_files.write_json(folder / CONFIG, content)
 
 
-def _names(config: ModelConfig) -> Iterator[str]:
+def names(config: ModelConfig) -> Iterator[str]:
     """Yield the name of each tensor of an adapter, in the order of its leaves."""
     specs = lora_specs(config)
     pairs = [(f"model.layers.{i}.", vars(layer)) for i, layer in enumerate(specs.layers)]

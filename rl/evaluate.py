@@ -190,14 +190,12 @@ def _weights(
 
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
-        source = {"policy": str(job.inputs.policy), "checkpoint_step": None}
-        return job.inputs.model, params, source
+        return job.inputs.model, params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
     lora = job.config.policy.lora
     loaded = evaluation.load_checkpoint(job.run, job.inputs, lora, mesh, job.step)
     for warning in loaded.warnings:
         show.message(f"warning: {warning}")
-    source = {"policy": str(job.run), "checkpoint_step": loaded.step}
-    return loaded.model, loaded.params, source
+    return loaded.model, loaded.params, {"policy": str(job.run), "checkpoint_step": loaded.step}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -264,7 +264,8 @@ def load_checkpoint(
 ) -> Loaded:
     """Return the policy of a run's newest whole checkpoint, or of `step`.
 
-    `inputs` are the policy that the run started from; with `lora` it has the frozen weights. Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
+    `inputs` are the policy that the run started from; with `lora` it has the frozen weights.
+    Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
     than the run's.
     """
     import jax.numpy as jnp

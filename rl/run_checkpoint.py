@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from models.folder import Folder
 from models.config import trained_specs
+from models.folder import Folder
 from models.transformer import Params
 from rl.checkpoint import reader
 from rl.checkpoint.best import BestRecord

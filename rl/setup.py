@@ -285,8 +285,7 @@ class RunBuilder:
     def compile(self, system: System, state: TrainState) -> LongerBuckets | None:
         """Compile training, rollouts and evaluation; return the part that waits for a step."""
         weights, learner = system.weights(state.params), system.learner
-        settings = {"recipe": learner.recipe, "base": learner.base}
-        training = trainer.lowered(state, learner.shape, **settings)
+        training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
         system.rewards.wait_started()
         bounds = first_programs.rollout_reach(self.config, self.partition)
         longer = self.compile_rollouts(system, weights, bounds, training)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from models.sharding import ways_in_use
 from models.config import trained_specs, with_adapters
+from models.sharding import ways_in_use
 from models.transformer import Params
 from rl import packing
 from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
@@ -158,8 +158,9 @@ def calls(
     plain, *rest = _nothing(state, shape, placed_shapes)
     every = []
     for network, trained in _networks(state):
+        settings = {"network": network, "recipe": recipe}
         frozen = _frozen(network, base)
-        every += gradient_accumulation.calls(trained, *rest, frozen, network=network, recipe=recipe)
+        every += gradient_accumulation.calls(trained, *rest, frozen=frozen, **settings)
     static = {"recipe": recipe}
     for params in _scored(state.params, base, recipe, shapes_in):
         every.append(Call(logprobs.token_logprobs, (params, plain), static))
@@ -179,7 +180,7 @@ def first_run(
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: its step is read by the others, and then donated
         gradient_accumulation.run_once(
-            trained, *rest, _frozen(network, base), network=network, recipe=recipe
+            trained, *rest, frozen=_frozen(network, base), network=network, recipe=recipe
         )
         for network, trained in reversed(_networks(state))
     ]

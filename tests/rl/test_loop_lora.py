@@ -1,4 +1,4 @@
-"""Training of low-rank adapters in the loop: it learns, drafts and modes change no token, exports."""
+"""Low-rank adapters in the loop: training learns, and drafts and modes change no token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, texts
+from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish
 from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
 
 from models import hf, lora, transformer
@@ -17,7 +17,6 @@ from rl.config import TrainConfig
 from rl.evaluation import load_checkpoint
 from rl.gin.loader import load
 from rl.inputs import open_inputs
-from tests.support import tiny_run
 
 LORA = ("Policy.lora_rank=4", "Policy.lora_alpha=8.0", "Optimizer.learning_rate=0.03")
 ALL = ("Policy.lora_targets=('attention', 'mlp', 'head')",)
