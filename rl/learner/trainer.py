@@ -155,12 +155,11 @@ def calls(
     state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
 ) -> list[Call]:
     """Return each step's call on an empty batch, the largest first; the state may be of shapes."""
-    plain, *rest = _nothing(state, shape, placed_shapes)
+    plain, batch, scalars, step = _nothing(state, shape, placed_shapes)
     every = []
     for network, trained in _networks(state):
-        settings = {"network": network, "recipe": recipe}
-        frozen = _frozen(network, base)
-        every += gradient_accumulation.calls(trained, *rest, frozen=frozen, **settings)
+        given = trained, batch, scalars, step, _frozen(network, base)
+        every += gradient_accumulation.calls(*given, network=network, recipe=recipe)
     static = {"recipe": recipe}
     for params in _scored(state.params, base, recipe, shapes_in):
         every.append(Call(logprobs.token_logprobs, (params, plain), static))
@@ -173,14 +172,16 @@ def first_run(
     state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
 ) -> TrainState:
     """Run every compiled step on an empty batch; the state is donated, and returned unchanged."""
-    plain, *rest = _nothing(state, shape)
+    plain, batch, scalars, step = _nothing(state, shape)
     for params in _scored(state.params, base, recipe, cast_params):
         in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
     if state.critic:
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: its step is read by the others, and then donated
         gradient_accumulation.run_once(
-            trained, *rest, frozen=_frozen(network, base), network=network, recipe=recipe
+            *(trained, batch, scalars, step, _frozen(network, base)),
+            network=network,
+            recipe=recipe,
         )
         for network, trained in reversed(_networks(state))
     ]

@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish
+from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, stop_after, texts
 from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
 
 from models import hf, lora, transformer
@@ -30,7 +30,7 @@ def some(tiny, tmp_path_factory):
 
 def test_it_learns(tiny, tmp_path):
     learn = "Run.steps=24", "Rollout.prompts_per_step=4", "Checkpoint.every_steps=0"
-    done = finish(tiny, tmp_path, *LORA, *learn)
+    done = finish(tiny, tmp_path, *LORA, *ALL, *learn)
     rewards = [row["reward"] for row in done.rows]
     # the share of digits is 0.63 at first. Seeded, so never a false alarm on one platform
     assert np.mean(rewards[:4]) < 0.7 and np.mean(rewards[-4:]) > 0.85
@@ -63,7 +63,11 @@ def test_it_resumes_to_the_bit(tiny, some, tmp_path):
 def test_a_pipeline_resumes_to_the_bit(tiny, tmp_path, one_device):
     settings = (*LORA, *SETTINGS, *PIPELINE)
     whole = finish(tiny, tmp_path / "whole", *settings)
-    assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
+    stop_after(tiny, tmp_path / "cut", 4, *settings)
+    resumed = finish(tiny, tmp_path / "cut", *settings)
+    assert texts(resumed) == texts(whole)
+    for one, other in zip(resumed.leaves, whole.leaves, strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 def test_the_reference_is_the_frozen_policy(tiny, tmp_path):
@@ -82,14 +86,17 @@ def test_a_checkpoint_is_loaded_merged(tiny, some, tmp_path):
     assert last["step"] == 5
     tokens_BT = np.arange(8, dtype=np.int32)[None]
     merged = transformer.logits(loaded.model, loaded.params, tokens_BT)
-    assert np.abs(merged - transformer.logits(loaded.model, base, tokens_BT)).max() > 1e-2
+    plain = transformer.logits(loaded.model, base, tokens_BT)
+    is_used = np.isfinite(plain)
+    assert np.abs(np.asarray(merged - plain)[is_used]).max() > 1e-2
     assert not any(map(lora.is_adapted, jax.tree.leaves(loaded.params, is_leaf=lora.is_adapted)))
 
 
 def test_memory_of_the_state_is_counted(tiny):
     configs = [load(TrainConfig, [tiny], extra) for extra in ((), LORA)]
     models = [open_inputs(config).model for config in configs]
-    one = memory.Layout(1, 1, False, {}, {}, 1)
+    alone = {"data": 1, "fsdp": 1, "tensor": 1}
+    one = memory.Layout(1, 1, False, alone, alone, 1)
     plain, adapted = (
         memory.held_arrays(config, model, one, is_cpu=True)[memory.TRAINING]
         for config, model in zip(configs, models, strict=True)
