@@ -12,12 +12,6 @@ import math
 from typing import Any, Literal
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
-LoraTarget = Literal["attention", "mlp", "head"]
-LORA_TARGETS: dict[LoraTarget, tuple[str, ...]] = {  # fields of `Layer`, or of `Params`
-    "attention": ("query_QD", "key_PD", "value_PD", "output_DQ"),
-    "mlp": ("gate_FD", "up_FD", "down_DF"),
-    "head": ("head_VD",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +22,14 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+LoraTarget = Literal["attention", "mlp", "head"]
+LORA_TARGETS: dict[LoraTarget, tuple[str, ...]] = {  # fields of `Layer`, or of `Params`
+    "attention": ("query_QD", "key_PD", "value_PD", "output_DQ"),
+    "mlp": ("gate_FD", "up_FD", "down_DF"),
+    "head": ("head_VD",),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ if the run fits, 2 if not, as for `python -m rl.train --dry_run`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import sys
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         files = args.gin_file or [DEFAULT_CONFIG]
         config = load(TrainConfig, files, overrides)
         model = policy_shape(config.policy.directory, files)
+        model = dataclasses.replace(model, lora=config.policy.lora)
         check_sections(config, model)
         validate(config.reward)
         targets.prepare(target)

@@ -76,6 +76,13 @@ def test_the_reference_is_the_frozen_policy(tiny, tmp_path):
     assert done.rows[-1]["kl"] > 1e-4
 
 
+def test_a_critic_learns_beside_it(tiny, tmp_path):
+    ppo = "Algorithm.name='ppo'", "Critic.learning_rate=0.03", "Run.steps=8"
+    done = finish(tiny, tmp_path, *LORA, *ALL, *ppo)
+    losses = [row["critic/value_loss"] for row in done.rows]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+
+
 def test_a_checkpoint_is_loaded_merged(tiny, some, tmp_path):
     config = load(TrainConfig, [tiny], SOME)
     inputs = open_inputs(config)

@@ -51,6 +51,13 @@ def test_a_shipped_configuration_for_eight_devices_of_the_cpu():
     assert any(line.startswith("fits: ") for line in text)
 
 
+def test_frozen_weights_are_counted_beside_adapters(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(preflight, "_preflight", lambda config, model, *_: shapes.append(model))
+    preflight.main(["--target=cpu:1", "--gin.Policy.lora_rank=16"])
+    assert shapes[0].lora.rank == 16
+
+
 def errors(capsys, *flags):
     status = preflight.main(flags)
     err = capsys.readouterr().err
