@@ -69,6 +69,7 @@ class RowMemory:
     ) -> None:
         """Make room for requests that have entered, some of them with keys and values."""
         lengths = [len(p.request.prompt_ids) + p.num_tokens for p in requests if p.kv is None]
+        lengths += [kv.num_tokens for kv, _ in brought]
         lengths += table.known_tokens_B[table.busy_B].tolist()
         self.reserve(np.asarray(lengths) + 1)
 

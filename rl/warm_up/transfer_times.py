@@ -62,7 +62,6 @@ def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]
     engine = pool.engine
     memory, kv = open_memory(engine), _host_kv(engine, num_tokens)
     memory.reset(num_slots)
-    memory.reserve(np.array([num_tokens + 1]))
     memory.room_for((), [(kv, 0)], SlotTable(num_slots, 1))
 
     def copied() -> Cache:
