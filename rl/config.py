@@ -91,7 +91,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         if self.lora_rank:
-            self.lora  # noqa: B018  # raises for values that do not fit
+            _ = self.lora  # raises for values that do not fit
 
     @property
     def lora(self) -> LoraShape | None:

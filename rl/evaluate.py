@@ -87,7 +87,8 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
         raise ConfigError(f"--output: there is no folder {Path(args.output).absolute().parent}")
     if not config.eval.num_prompts:
         raise ConfigError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
-    policy, model, tokenizer = open_policy(args.policy or config.policy.directory, config.task)
+    directory, lora = args.policy or config.policy.directory, config.policy.lora
+    policy, model, tokenizer = open_policy(directory, config.task, None if args.policy else lora)
     check_lengths(config, model)
     check_layout(config, model)
     check_stops(config.eval.sampling(config.sampling), model, tokenizer)
@@ -191,8 +192,7 @@ def _weights(
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
         return job.inputs.model, params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
-    lora = job.config.policy.lora
-    loaded = evaluation.load_checkpoint(job.run, job.inputs, lora, mesh, job.step)
+    loaded = evaluation.load_checkpoint(job.run, job.inputs, mesh, job.step)
     for warning in loaded.warnings:
         show.message(f"warning: {warning}")
     return loaded.model, loaded.params, {"policy": str(job.run), "checkpoint_step": loaded.step}

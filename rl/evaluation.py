@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from models.config import LoraShape, ModelConfig
+from models.config import ModelConfig
 from models.hf_files import WeightsError
 from models.transformer import Params
 from rl.checkpoint.best import Best, BestRecord
@@ -259,12 +259,11 @@ class Loaded:
     warnings: tuple[str, ...]
 
 
-def load_checkpoint(
-    run: Path, inputs: Inputs, lora: LoraShape | None, mesh: Any = None, step: int | None = None
-) -> Loaded:
+def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | None = None) -> Loaded:
     """Return the policy of a run's newest whole checkpoint, or of `step`.
 
-    `inputs` are the policy that the run started from; with `lora` it has the frozen weights.
+    `inputs` are the policy that the run started from; if its shape has `lora`, it has the frozen
+    weights.
     Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
     than the run's.
     """
@@ -277,7 +276,7 @@ def load_checkpoint(
     from rl.learner.gradient_accumulation import all_finite
     from rl.learner.optimizer import SavedArrays
 
-    model = dataclasses.replace(inputs.model, lora=lora)
+    model = inputs.model
     specs = trained_specs(model)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = (
@@ -296,7 +295,7 @@ def load_checkpoint(
             "an earlier one with --step"
         )
     params = matches.arrays.params
-    if lora is not None:
+    if model.lora is not None:
         model, params = load_merged(inputs.policy, model, params, mesh)
     return Loaded(model, params, matches.step, matches.warnings)
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models import hf
+from models.config import LoraShape
 from rl import evaluation, model_card, run_export
 from rl.checkpoint import best
 from rl.checkpoint.folders import list_steps
@@ -98,7 +99,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
     step = best.chosen_step(run, wanted)
     config = load(TrainConfig, [run / CONFIG_FILE])
     try:
-        inputs = _open(moved_to or config.policy.directory, config.task)
+        inputs = _open(moved_to or config.policy.directory, config.task, config.policy.lora)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{error}; if the run's policy has moved, name it with --policy"
@@ -106,7 +107,7 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
     run_export.check_apart(target, inputs.policy, run)
     keep = list_steps(run / CHECKPOINTS)
     try:
-        loaded = evaluation.load_checkpoint(run, inputs, config.policy.lora, step=step)
+        loaded = evaluation.load_checkpoint(run, inputs, step=step)
     except (OSError, ValueError) as error:
         if gone := set(keep) - set(list_steps(run / CHECKPOINTS)):
             raise ValueError(
@@ -167,9 +168,9 @@ def _warn(warnings: Sequence[str]) -> None:
         say(f"warning: {warning}", sys.stderr)
 
 
-def _open(directory: str, task: TaskConfig | None = None) -> Inputs:
+def _open(directory: str, task: TaskConfig | None = None, lora: LoraShape | None = None) -> Inputs:
     """Return the policy of a folder, without any examples."""
-    return Inputs(*open_policy(directory, task), (), 0)
+    return Inputs(*open_policy(directory, task, lora), (), 0)
 
 
 def _positive(text: str) -> int:

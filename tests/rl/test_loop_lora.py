@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import pytest
 from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, stop_after, texts
 from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
+from safetensors.numpy import load_file
 
 from models import hf, lora, transformer
 from models.config import trained_specs
-from rl import memory
+from rl import memory, run_export
 from rl.config import TrainConfig
 from rl.evaluation import load_checkpoint
 from rl.gin.loader import load
@@ -83,14 +82,25 @@ def test_a_critic_learns_beside_it(tiny, tmp_path):
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
-def test_a_checkpoint_is_loaded_merged(tiny, some, tmp_path):
-    config = load(TrainConfig, [tiny], SOME)
+def test_a_drafter_s_folder_has_the_adapted_head(tiny, tmp_path, one_device):
+    settings = (*SOME, *LEARNED)
+    done = finish(tiny, tmp_path, *settings)
+    config = load(TrainConfig, [tiny], settings)
     inputs = open_inputs(config)
-    loaded = load_checkpoint(some.folder, inputs, config.policy.lora)
+    merged = load_checkpoint(done.folder, inputs).params
+    run_export.write_drafter(config, inputs, done.folder, tmp_path / "own")
+    run_export.write_drafter(config, inputs, done.folder, tmp_path / "of_merged", merged)
+    for file in sorted((tmp_path / "own").glob("*.safetensors")):
+        own, other = load_file(file), load_file(tmp_path / "of_merged" / file.name)
+        for name, weight in own.items():
+            np.testing.assert_array_equal(weight, other[name])
+
+
+def test_a_checkpoint_is_loaded_merged(tiny, some):
+    inputs = open_inputs(load(TrainConfig, [tiny], SOME))
+    loaded = load_checkpoint(some.folder, inputs)
     assert loaded.model.lora is None and loaded.step == 5
     _, base = hf.load_pretrained(inputs.policy)
-    last = json.loads(some.samples.splitlines()[-1])
-    assert last["step"] == 5
     tokens_BT = np.arange(8, dtype=np.int32)[None]
     merged = transformer.logits(loaded.model, loaded.params, tokens_BT)
     plain = transformer.logits(loaded.model, base, tokens_BT)
