@@ -305,10 +305,12 @@ def write_tensors(
     leaves: Sequence[Any],
     max_shard_bytes: int,
     dtype: Any = None,
+    whole: str = WEIGHTS,
 ) -> None:
     """Write files of at most `max_shard_bytes` (or of one tensor), with an index if several.
 
     Tensors are rounded to `dtype`; None keeps each one's own. Host memory holds one file at a time.
+    `whole` names a file that has all of them.
     """
     import jax
     import jax.numpy as jnp
@@ -323,7 +325,7 @@ def write_tensors(
         shards[-1].append(i)
     weight_map = {}
     for n, shard in enumerate(shards, start=1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
+        file = whole if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for i in shard:
             # contiguous: safetensors writes a view's memory as it is

@@ -47,6 +47,13 @@ def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> j
     return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
 
 
+def dense(x: Adapted) -> jax.Array:
+    """Return W + scale · B · A, added in float32 and rounded once to W's dtype."""
+    up_OR, down_RI = (part.astype(jnp.float32) for part in (x.low.up_OR, x.low.down_RI))
+    change_OI = x.scale * jnp.matmul(up_OR, down_RI, precision="highest")
+    return (x.weight_OI.astype(jnp.float32) + change_OI).astype(x.weight_OI.dtype)
+
+
 def _kernel(x: jax.Array, *weights: jax.Array) -> Callable | None:
     """Return a CPU's kernel for products of few rows, if it takes all of these."""
     if math.prod(x.shape[:-1]) > FEW_ROWS:

@@ -15,21 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models import hf
-from models.config import Adapted, LowRank, ModelConfig, Params, lora_specs, with_adapters
+from models import hf, transformer
+from models.config import Adapted, ModelConfig, Params, lora_specs, with_adapters
+from models.layers import dense
 from models.sharding import param_shardings, put
-
-for _weights in (LowRank, Adapted):
-    jax.tree_util.register_dataclass(_weights)
 
 
 def init(config: ModelConfig, key: jax.Array, mesh: Mesh | None = None) -> Params:
     """Return a float32 adapter that changes nothing: A is random, B is 0."""
     specs = lora_specs(config)
-    leaves, tree = jax.tree.flatten(specs)
-    keys = jax.random.split(key, len(leaves))
-    pairs = zip(leaves, keys, strict=True)
-    adapter = tree.unflatten([spec.scale * jax.random.normal(k, spec.shape) for spec, k in pairs])
+    adapter: Params = transformer.init_from(specs, key)
     return adapter if mesh is None else jax.tree.map(put, adapter, param_shardings(mesh, specs))
 
 
@@ -37,15 +32,12 @@ def is_adapted(x: Any) -> bool:
     return isinstance(x, Adapted)
 
 
-def adapter_of(params: Params) -> Params:
-    """Return the adapter that `with_adapters` put next to a policy's weights."""
-    return jax.tree.map(lambda x: x.low if is_adapted(x) else None, params, is_leaf=is_adapted)
-
-
 def trained_part(params: Params) -> Params:
     """Return the weights of a policy that training changes: its adapter, or all without one."""
-    has_adapter = any(map(is_adapted, jax.tree.leaves(params, is_leaf=is_adapted)))
-    return adapter_of(params) if has_adapter else params
+    adapter: Params = jax.tree.map(
+        lambda x: x.low if is_adapted(x) else None, params, is_leaf=is_adapted
+    )
+    return adapter if jax.tree.leaves(adapter) else params
 
 
 def merge(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
@@ -53,9 +45,8 @@ def merge(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
 
     An adapted head that was tied to the embedding becomes a weight of its own.
     """
-    if is_adapted(params.head_VD) and params.head_VD.weight_OI is None:
-        head = dataclasses.replace(params.head_VD, weight_OI=params.embedding_VD)
-        params = dataclasses.replace(params, head_VD=head)
+    if is_adapted(params.head_VD):
+        params = dataclasses.replace(params, head_VD=transformer.head_weight(params))
         config = dataclasses.replace(config, tied_embeddings=False)
     merged = jax.tree.map(lambda x: dense(x) if is_adapted(x) else x, params, is_leaf=is_adapted)
     return dataclasses.replace(config, lora=None), merged
@@ -68,10 +59,3 @@ def load_merged(
     assert config.lora is not None
     base = hf.load_pretrained(folder, mesh, dtype=jnp.float32)[1]
     return merge(config, with_adapters(base, adapter, config.lora))
-
-
-def dense(x: Adapted) -> jax.Array:
-    """Return W + scale · B · A, added in float32 and rounded once to W's dtype."""
-    up_OR, down_RI = (part.astype(jnp.float32) for part in (x.low.up_OR, x.low.down_RI))
-    change_OI = x.scale * jnp.matmul(up_OR, down_RI, precision="highest")
-    return (x.weight_OI.astype(jnp.float32) + change_OI).astype(x.weight_OI.dtype)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from models import hf, hf_files
 from models.config import ModelConfig, Params, lora_specs
@@ -15,20 +13,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-def write(
-    directory: Path, config: ModelConfig, adapter: Params, base: str, dtype: Any = None
-) -> None:
-    """Write an adapter of the policy named `base`; weights are rounded once to `dtype`."""
+def write(directory: Path, config: ModelConfig, adapter: Params, base: str) -> None:
+    """Write an adapter of the policy named `base`."""
     import jax
-    from safetensors.numpy import save_file
 
-    lora = config.lora
+    lora, leaves = config.lora, jax.tree.leaves(adapter)
     assert lora is not None
-    tensors = dict[str, np.ndarray]()
-    for name, leaf in zip(names(config), jax.tree.leaves(adapter), strict=True):
-        host = np.ascontiguousarray(jax.device_get(leaf), dtype or leaf.dtype)
-        tensors[name] = hf_files.finite(host, name)
-    modules = sorted({name.split(".")[-3] for name in tensors})
+    pairs = zip(names(config), leaves, strict=True)
+    entries = [hf_files.Entry(name, leaf.shape, ()) for name, leaf in pairs]
+    modules = sorted({name.split(".")[-3] for name in names(config)})
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -42,8 +35,7 @@ def write(
         "inference_mode": True,
     }
     with hf_files.replacing(directory) as folder:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)
+        hf_files.write_tensors(folder, entries, leaves, sys.maxsize, whole=WEIGHTS)
         hf_files.write_json(folder / CONFIG, content)
 
 

@@ -33,10 +33,9 @@ from models.attention import (
     causal_mask,
     packed_mask,
 )
-from models.config import Adapted, Layer, ModelConfig, Params, ParamSpec, param_specs
+from models.config import Adapted, Layer, LowRank, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
-from models.layers import feed_forward, linear, mean_square, rope_turns, rotate
-from models.lora import dense
+from models.layers import dense, feed_forward, linear, mean_square, rope_turns, rotate
 from models.paged_cache import PagedCache
 from models.row_attention import attend_rows, is_faster
 from models.sharding import constrain
@@ -44,7 +43,7 @@ from models.training import through_layers
 
 Cached = TypeVar("Cached", KVCache, PagedCache)
 
-for _weights in (Layer, Params):
+for _weights in (Layer, Params, LowRank, Adapted):
     jax.tree_util.register_dataclass(_weights)
 
 

@@ -6,32 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import CHAT, ODD, TINY
 
 from models import lora, transformer
 from models.config import (
     LORA_TARGETS,
+    Adapted,
     LoraShape,
-    ModelConfig,
+    LowRank,
     lora_specs,
     param_specs,
     trained_specs,
     with_adapters,
 )
+from models.layers import dense
 
-LLAMA = ModelConfig(
-    architecture="llama",
-    vocab_size=29,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=24,
-)
-QWEN2 = dataclasses.replace(LLAMA, architecture="qwen2", qkv_bias=True, tied_embeddings=True)
-QWEN3 = dataclasses.replace(LLAMA, architecture="qwen3", qk_norm=True)
 ALL = tuple(LORA_TARGETS)
-TOKENS_BT = np.random.default_rng(0).integers(0, 29, (2, 9)).astype(np.int32)
+TOKENS_BT = np.random.default_rng(0).integers(0, 15, (2, 9)).astype(np.int32)
 
 
 def adapted(config, rank=2, alpha=6.0, targets=ALL):
@@ -50,7 +41,7 @@ def policy(config, seed=0):
     return base, adapter, with_adapters(base, adapter, config.lora)
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda c: c.architecture)
+@pytest.mark.parametrize("config", [TINY, ODD, CHAT], ids=lambda c: c.architecture)
 @pytest.mark.parametrize("targets", [ALL, ("attention",), ("mlp",), ("head",)])
 def test_logits_are_those_of_merged_weights(config, targets):
     config = adapted(config, targets=targets)
@@ -65,23 +56,23 @@ def test_logits_are_those_of_merged_weights(config, targets):
 
 def test_one_weight_by_hand():
     weight_OI, up_OR, down_RI = np.eye(2, 3), np.array([[1.0], [2.0]]), np.array([[1.0, 0.0, -1.0]])
-    low = lora.LowRank(jnp.float32(down_RI), jnp.float32(up_OR))
-    one = lora.Adapted(jnp.float32(weight_OI), low, scale=3.0)
-    np.testing.assert_array_equal(lora.dense(one), [[4, 0, -3], [6, 1, -6]])
+    low = LowRank(jnp.float32(down_RI), jnp.float32(up_OR))
+    one = Adapted(jnp.float32(weight_OI), low, scale=3.0)
+    np.testing.assert_array_equal(dense(one), [[4, 0, -3], [6, 1, -6]])
 
 
 def test_a_new_adapter_changes_nothing_and_has_peft_s_width():
-    config = adapted(LLAMA, rank=8)
+    config = adapted(TINY, rank=32)
     base, _, _ = policy(config)
     adapter = lora.init(config, jax.random.key(0))
     params = with_adapters(base, adapter, config.lora)
-    plain = transformer.logits(LLAMA, base, TOKENS_BT)
+    plain = transformer.logits(TINY, base, TOKENS_BT)
     np.testing.assert_allclose(transformer.logits(config, params, TOKENS_BT), plain, atol=1e-6)
     down_RI = np.concatenate([np.ravel(layer.down_DF.down_RI) for layer in adapter.layers])
-    assert abs(down_RI.std() * (3 * LLAMA.d_ff) ** 0.5 - 1) < 0.15  # 384 numbers: four sigma
+    assert abs(down_RI.std() * (3 * TINY.d_ff) ** 0.5 - 1) < 0.15  # 512 numbers: four sigma
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=lambda c: c.architecture)
+@pytest.mark.parametrize("config", [TINY, ODD], ids=lambda c: c.architecture)
 def test_gradients_follow_from_those_of_the_merged_weights(config):
     config = adapted(config)
     base, adapter, params = policy(config)
@@ -97,8 +88,8 @@ def test_gradients_follow_from_those_of_the_merged_weights(config):
     by_weight = jax.grad(lambda p: loss(transformer.logits(merged_config, p, TOKENS_BT)))(merged)
     found = jax.grad(of_adapter)(adapter)
     for name in (*LORA_TARGETS["attention"], *LORA_TARGETS["mlp"]):
-        for layer, own, dense in zip(found.layers, adapter.layers, by_weight.layers, strict=True):
-            expect(getattr(layer, name), getattr(own, name), getattr(dense, name))
+        for layer, own, whole in zip(found.layers, adapter.layers, by_weight.layers, strict=True):
+            expect(getattr(layer, name), getattr(own, name), getattr(whole, name))
     expect(found.head_VD, adapter.head_VD, by_weight.head_VD)
 
 
@@ -110,14 +101,14 @@ def expect(found, low, dweight_OI, scale=3.0):
 
 
 def test_the_trained_weights_are_the_adapter():
-    config = adapted(QWEN2, targets=("attention", "head"))
+    config = adapted(ODD, targets=("attention", "head"))
     _, adapter, params = policy(config)
     jax.tree.map(np.testing.assert_array_equal, lora.trained_part(params), adapter)
     assert jax.tree.structure(trained_specs(config)) == jax.tree.structure(adapter)
     assert jax.tree.structure(param_specs(config)) == jax.tree.structure(params)
-    base = noise(param_specs(QWEN2), 0)
+    base = noise(param_specs(ODD), 0)
     assert lora.trained_part(base) is base
-    assert trained_specs(QWEN2) == param_specs(QWEN2)
+    assert trained_specs(ODD) == param_specs(ODD)
 
 
 @pytest.mark.parametrize(
