@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
     name_rate = 1e4 * len(names) / sum(part.num_names for part in parts)
     is_within = phrase_rate <= PHRASES_PER_1000 and name_rate <= NAMES_PER_10000
     print(
-        f"prose: {phrase_rate:.1f} phrases per 1,000 words (at most {PHRASES_PER_1000:.1f}), "
+        f"prose: {phrase_rate:.2f} phrases per 1,000 words (at most {PHRASES_PER_1000}), "
         f"{name_rate:.0f} names per 10,000 (at most {NAMES_PER_10000})"
     )
     return 0 if is_within else 1

@@ -255,7 +255,7 @@ def trained_specs(config: ModelConfig) -> Params:
 
 
 def with_adapters(base: Params, adapter: Params, lora: LoraShape) -> Params:
-    """Return the weights, or specs, of `base` with those of an adapter next to them."""
+    """Return the weights, or specs, of `base`, each with its adapter's next to it."""
 
     def one(weight: Any, low: LowRank | None) -> Any:
         return weight if low is None else Adapted(weight, low, lora.scale)

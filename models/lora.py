@@ -43,7 +43,7 @@ def trained_part(params: Params) -> Params:
 def merge(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
     """Return plain weights, and their config.
 
-    An adapted head that was tied to the embedding becomes a weight of its own.
+    An adapted head that was tied to the embedding becomes a weight itself.
     """
     if is_adapted(params.head_VD):
         params = dataclasses.replace(params, head_VD=transformer.head_weight(params))

@@ -197,9 +197,9 @@ def hidden_with_cache(
 ) -> tuple[jax.Array, Cached, Entries]:
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
-    Entries go to `start … start+N−1` of each row; node n then attends to all positions up to its
-    own. A row is not written if `start + N > S`; its hidden states are meaningless. With one node a
-    slot, `chunks` may be computed too; their entries, the last result, are not written.
+    Entries go to `start … start+N−1` of each row; node n then attends to all positions up to
+    itself. A row is not written if `start + N > S`; its hidden states are meaningless. With one
+    node a slot, `chunks` may be computed too; their entries, the last result, are not written.
     """
     B = len(start_B)
     tokens_XN, positions_XN = tokens_BN, positions_BN

@@ -152,7 +152,7 @@ def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_c
 
 
 def _beside_training(model: ModelConfig, mesh: _Shards, dtype: Any) -> int:
-    """Return the bytes of rollout weights that are not those of training.
+    """Return the bytes of rollout weights that training does not hold.
 
     Rollouts read float32 master weights, and frozen ones.
     """

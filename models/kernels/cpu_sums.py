@@ -24,25 +24,25 @@ fast = numba.njit(fastmath={"contract", "nsz", "nnan"}, nogil=True, error_model=
 
 
 @fast
-def dots(a_h, bT_hS, first, begin, end, out_V):  # type: ignore[no-untyped-def]
-    """out[s − first] = Σ_j a[j] · b[s, j] for s = begin … end − 1, j in order."""
-    out_V = out_V[begin - first : end - first]
+def dots(a_h, bT_hS, first, start, end, out_V):  # type: ignore[no-untyped-def]
+    """out[s − first] = Σ_j a[j] · b[s, j] for s = start … end − 1, j in order."""
+    out_V = out_V[start - first : end - first]
     for j in range(0, len(a_h), 4):
         a0, a1, a2, a3 = a_h[j], a_h[j + 1], a_h[j + 2], a_h[j + 3]
-        b0, b1 = bT_hS[j, begin:end], bT_hS[j + 1, begin:end]
-        b2, b3 = bT_hS[j + 2, begin:end], bT_hS[j + 3, begin:end]
+        b0, b1 = bT_hS[j, start:end], bT_hS[j + 1, start:end]
+        b2, b3 = bT_hS[j + 2, start:end], bT_hS[j + 3, start:end]
         if j == 0:
             out_V[:] = 0
-        for s in range(end - begin):
+        for s in range(end - start):
             total = a1 * b1[s] + (a0 * b0[s] + out_V[s])
             out_V[s] = a3 * b3[s] + (a2 * b2[s] + total)
 
 
 @fast
-def mix(weight_V, b_Sh, first, begin, end, out_h):  # type: ignore[no-untyped-def]
-    """out += Σ_s weight[s − first] · b[s] for s = begin … end − 1, in order."""
-    fours = end - (end - begin) % 4
-    for s in range(begin, fours, 4):
+def mix(weight_V, b_Sh, first, start, end, out_h):  # type: ignore[no-untyped-def]
+    """out += Σ_s weight[s − first] · b[s] for s = start … end − 1, in order."""
+    fours = end - (end - start) % 4
+    for s in range(start, fours, 4):
         w0, w1 = weight_V[s - first], weight_V[s - first + 1]
         w2, w3 = weight_V[s - first + 2], weight_V[s - first + 3]
         b0, b1, b2, b3 = b_Sh[s], b_Sh[s + 1], b_Sh[s + 2], b_Sh[s + 3]
@@ -208,8 +208,8 @@ def exponentials(score_V, top, bits_V, power_V):  # type: ignore[no-untyped-def]
     for s in range(len(score_V)):
         score_V[s] = score_V[s] * power_V[s]
     whole = len(score_V) - len(score_V) % LANES
-    for begin in range(0, whole, LANES):
-        lanes = score_V[begin : begin + LANES]
+    for start in range(0, whole, LANES):
+        lanes = score_V[start : start + LANES]
         for i in range(LANES):
             total[i] += lanes[i]
     for s in range(whole, len(score_V)):

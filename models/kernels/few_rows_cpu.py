@@ -2,7 +2,7 @@
 
 XLA's CPU copies its right operand into panels, which costs as much as reading the weights: here
 they are read once, as they are. A sum has eight parts (`LANES`), each in the order of i, which are
-then added in pairs: it depends on nothing but its terms, so a row rounds alike beside any others.
+then added in pairs: it depends on nothing but its terms, so a row rounds alike in any batch.
 Float32 only.
 
 Shape suffixes: X rows, I inputs, O outputs.

@@ -113,7 +113,7 @@ class Network:
     """The static part of one trained network.
 
     `loss` returns (loss, (statistics, finite_B)) of one micro-batch, for the trained weights and
-    the frozen ones beside them, if there are any.
+    the frozen ones, if there are any.
     """
 
     specs: Callable[[ModelConfig], Any]

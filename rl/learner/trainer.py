@@ -78,7 +78,7 @@ def _policy(trained: Params, base: Params | None, recipe: TrainSpec) -> Params:
 
 
 def _frozen(network: Network, base: Params | None) -> Params | None:
-    """Return the frozen weights beside a network's trained ones."""
+    """Return the frozen weights that a network's trained ones adapt."""
     return base if network is POLICY else None
 
 

@@ -3,7 +3,7 @@
     program = arguments + outputs − aliases + temporaries
     peak    = arrays that stay + max over programs of (program − its arguments that stay)
 
-An evaluation on training devices, while workers go on, takes turns with the programs there.
+An evaluation on training devices, while workers generate, takes turns with the programs there.
 
 A deep model may be compiled at two depths a < b instead, since figures are linear in the number of
 layers L (up to XLA's order of a program if memory is short):

@@ -216,7 +216,7 @@ def _library() -> _Library:
     latex2sympy2.Number = _sympy_number  # sympy's evaluates text
     latex2sympy2._Latex2Sympy.parse_number = lambda _, text: _sympy_number(text.replace(",", ""))
     grader.sympy_numeric_eq = functools.partial(_same_values, grader.sympy_numeric_eq)
-    # that of math_verify takes the product of letters t·a·c for the word cat
+    # math_verify's takes the product of letters t·a·c for the word cat
     grader.sympy_compare_symbols = _same_symbols
     without_units = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     return _Library(parse, verify, [LatexExtractionConfig(normalization_config=without_units)])
