@@ -2,7 +2,7 @@
 
 | part | what it measures | result |
 |---|---|---|
-| learns | default runs: reward on unseen questions, before and after | train_tiny.json |
+| learns | runs of --config: reward on unseen questions, before and after | train_tiny.json |
 | trained | a finished run (--run, --policy): its evaluations, curve, cost | train_smollm2.json |
 | evaluations | the share of a default run of 150 steps that its evaluations take | eval_cost.json |
 | start | seconds to the first reward: nothing compiled; then another folder | second_run.json |
@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
+from rl.config import TrainConfig
+from rl.gin.loader import load
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 from rl.run_folder import read_launches
 
-UNSEEN = {"num_prompts": 100, "samples": 8, "temperature": 1.0}  # of each task
+UNSEEN = {"temperature": 1.0}
 GREEDY = {"num_prompts": 256, "samples": 1, "temperature": 0.0}
 CURVE_STEPS = 5  # whose training rewards are averaged
 SAMPLES = 3  # shown of the first and of the last step
@@ -40,10 +42,10 @@ REWARD = "eval/mean_reward"
 Rows = Sequence[dict[str, Any]]
 
 
-def train(run: Path, *settings: str) -> list[dict[str, Any]]:
+def train(run: Path, *settings: str, flags: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Run `rl.train` to its end; return its rows of metrics."""
     settings = (f"Run.directory={str(run)!r}", *settings)
-    environment.call("rl.train", *(f"--gin.{x}" for x in settings))
+    environment.call("rl.train", *flags, *(f"--gin.{x}" for x in settings))
     return read_metrics(run)
 
 
@@ -59,16 +61,21 @@ def evaluate(settings: dict[str, Any], *policy: str) -> list[float]:
 
 def learns(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train with several seeds; `gain` is on questions that training does not draw."""
-    unseen = UNSEEN | {"num_prompts": arguments.questions}
-    before, runs = evaluate(unseen, "--policy", "policies/tiny")[0], []
+    unseen = UNSEEN | {"num_prompts": arguments.questions, "samples": arguments.samples}
+    config = load(TrainConfig, [str(arguments.config)])
+    policy, of_config = config.policy.directory, f"--gin_file={arguments.config}"
+    steps, runs = arguments.steps, list[dict[str, Any]]()
     for seed in range(arguments.seeds):
-        run = folder / f"seed{seed}"
-        steps = step_rows(train(run, f"Run.seed={seed}", f"Run.steps={arguments.steps}"))
-        after = evaluate(unseen, "--run", str(run))[0]
-        runs.append({"seed": seed, "steps": len(steps), "unseen_reward": after})
-        runs[-1] |= {"gain": round(after - before, 4), "step_time_s": median_step_s(steps)}
-    gains = [run["gain"] for run in runs]
-    return {"gain_min": min(gains), "unseen_reward_before": before, "runs": runs}
+        run, began_s = folder / f"seed{seed}", time.perf_counter()
+        rows = train(run, f"Run.seed={seed}", f"Run.steps={steps}", flags=[of_config])
+        seconds = round(time.perf_counter() - began_s)
+        before = evaluate(unseen, "--run", str(run), "--policy", policy)
+        after = evaluate(unseen, "--run", str(run))
+        gain, step_s = round(after[0] - before[0], 4), median_step_s(step_rows(rows))
+        runs.append({"seed": seed, "steps": steps, "before": before, "after": after, "gain": gain})
+        runs[-1] |= {"seconds": seconds, "step_time_s": step_s}
+        environment.progress(runs[-1])
+    return {"config": str(arguments.config), "gain_min": min(r["gain"] for r in runs), "runs": runs}
 
 
 def median_step_s(steps: Rows) -> float:
@@ -189,5 +196,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     flags: dict[str, Any] = {"run": Path, "policy": Path, "name": str}
-    flags |= {"seeds": 3, "steps": 150, "questions": 100}
+    flags |= {"config": Path("configs/tiny_cpu.gin"), "seeds": 3, "steps": 150}
+    flags |= {"questions": 100, "samples": 8}  # of each task
     environment.run(__doc__, dict.fromkeys(PARTS, measure), environment.TRAINING, **flags)
