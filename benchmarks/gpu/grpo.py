@@ -83,15 +83,15 @@ def grpo(size: str) -> Iterator[Row]:
             of_run = {"run": kind, "parameters": num_params(hf.shape(policy)), "group": group}
             num = len(rows) // EPOCHS
             for epoch in range(EPOCHS):
-                yield of_run | {"epoch": epoch + 1} | _figures(rows[epoch * num :][:num])
+                yield of_run | {"epoch": epoch + 1} | figures(rows[epoch * num :][:num])
 
 
-def _figures(rows: Sequence[Mapping[str, Any]]) -> Row:
-    found = {
-        name: float(f"{of_steps([row[key] for row in rows]):.4g}")
-        for name, (key, of_steps) in NAMED.items()
-        if key in rows[0]
-    }
+def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
+    found = {}
+    for name, (key, of_steps) in NAMED.items():
+        # a step has no rate of drafts once they are turned off
+        if values := [row[key] for row in rows if key in row]:
+            found[name] = float(f"{of_steps(values):.4g}")
     return {"steps": len(rows)} | found
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import rounds
 from benchmarks.environment import ROOT
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import parts
+from benchmarks.gpu import grpo, parts
 from benchmarks.gpu.parts import SIZES, accelerator, num_weights
 
 TINY = SIZES["tiny"]
@@ -47,6 +47,13 @@ def test_all_paths_of_attention_compute_the_same():
     assert {r["attention"] for r in rows} == {"pages", "rows"}
     assert all(r["difference_to_portable"] < 1e-5 for r in rows)
     assert not any(r["kernel"] for r in rows), "a CPU has none"
+
+
+def test_steps_without_drafts_have_no_rate():
+    drafting = {"time/rollout": 2.0, "reward": 0.5, "spec/accept_rate": 0.25}
+    rows = [drafting, {"time/rollout": 4.0, "reward": 1.0}]
+    wanted = {"steps": 2, "rollout_s": 3.0, "reward": 0.75, "accept_rate": 0.25}
+    assert grpo.figures(rows) == grpo.figures(rows[::-1]) == wanted
 
 
 def test_a_difference_is_seen():
