@@ -22,7 +22,8 @@ from rl.runtime.signals import Stopped, leave
 from rl.step import StepRecord
 from rl.system import System
 
-VARIANTS = ("as shipped",)
+ONE_ROW = "micro-batches of one row"  # the least padding, if a step has few tokens
+VARIANTS = ("as shipped", ONE_ROW)
 SLOTS = 64  # of the configurations
 Stepped = tuple[TrainState, RunPosition, StepRecord]
 
@@ -88,6 +89,8 @@ def settings(given: Given) -> list[str]:
         "Checkpoint.every_minutes": 0,
         "Metrics.tensorboard": False,
     }
+    if given.variant == ONE_ROW:
+        bindings["Trainer.micro_batch_tokens"] = 1
     if given.responses < SLOTS:
         bindings |= {"Engine.slots": given.responses, "Engine.min_slots": given.responses}
     return [f"--gin_file={given.config}", *(f"--gin.{k}={v!r}" for k, v in bindings.items())]

@@ -9,6 +9,8 @@ first tries its variants; the fastest counts, and the seconds of all are recorde
 
 `steps` are seconds of a step after two that warm up. A ratio is a peer's seconds over ours in one
 turn; the median counts. `rest` is neither responses nor updates: rewards and the loop around them.
+`--chosen FILE`, an earlier result of this policy, has the peers' fastest variants: they are not
+tried again.
 `learning` has, for each of `--seeds`, the seconds of steps until the mean reward on unseen
 questions has risen by `--gain`: every `--eval_every` steps the weights are saved and evaluated by
 our engine, the same for all, and these seconds do not count. `start_s` is before the first step:
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import statistics
 import sys
@@ -86,7 +89,11 @@ class Bench:
             else:
                 environment.progress(f"{name} is left out: give --{name}_python for it")
         self.variants: dict[str, str] = {}
-        self._started = 0
+        self._started, self._earlier = 0, dict[str, Any]()
+        if arguments.chosen is not None:
+            self._earlier = json.loads(arguments.chosen.read_text("utf-8"))
+            if self._earlier["policy"] != str(arguments.policy):
+                raise SystemExit(f"--chosen: expected a result of {arguments.policy}")
 
     def given(self, seed: int) -> dict[str, Any]:
         """Return the work of a seed, and write its questions."""
@@ -102,6 +109,15 @@ class Bench:
         given = self.given(seed) | {"variant": variant or self.variants.get(name, "")}
         scratch = self.folder / f"{name}_{self._started}"
         return System(name, self.pythons[name], given, scratch)
+
+    def chosen(self, name: str) -> dict[str, Any] | None:
+        """Return the choice that an earlier result made for a peer, if it is given."""
+        if name == OURS or not self._earlier:
+            return None
+        row = self._earlier["steps"]["systems"][name]
+        if row["variant"] is not None:
+            self.variants[name] = row["variant"]
+        return {key: row[key] for key in ("variant", "variants_s", "cannot", "versions")}
 
     def choose(self, name: str) -> dict[str, Any]:
         """Time a system's variants, remember the fastest, and say what does not run."""
@@ -140,7 +156,7 @@ def reason(error: RuntimeError) -> str:
 
 def steps(bench: Bench, turns: int) -> dict[str, Any]:
     """Return the row of step seconds: the systems that run, in turns."""
-    rows = {name: bench.choose(name) for name in bench.pythons}
+    rows = {name: bench.chosen(name) or bench.choose(name) for name in bench.pythons}
     with contextlib.ExitStack() as stack:
         systems = {
             name: stack.enter_context(contextlib.closing(bench.start(name, 0)))
@@ -279,6 +295,7 @@ if __name__ == "__main__":
         policy="policies/tiny",
         trl_python=Path,
         tunix_python=Path,
+        chosen=Path,
         turns=5,
         seeds=(0, 1, 2),
         gain=0.1,

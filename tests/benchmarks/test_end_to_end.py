@@ -1,5 +1,6 @@
 """The whole step beside others: its rewards, its figures, and our own system at a tiny size."""
 
+import argparse
 import json
 import sys
 
@@ -50,6 +51,21 @@ def test_ratios_are_taken_turn_by_turn():
     assert (figures["step_s"], figures["tokens_per_s"], figures["updates"]) == (2.0, 50.0, 4)
 
 
+def test_peers_keep_the_variants_that_an_earlier_result_chose(tmp_path):
+    tried = {"variants_s": {"a": 2.0, "b": 1.0}, "cannot": {}, "versions": {"trl": "1"}}
+    systems = {"trl": {"variant": "b", "step_s": 1.0} | tried}
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"policy": "policies/tiny", "steps": {"systems": systems}}))
+    sizes = dict.fromkeys(end_to_end.SIZES)
+    given = {"trl_python": "x", "tunix_python": None, "chosen": earlier} | sizes
+    bench = end_to_end.Bench(argparse.Namespace(policy="policies/tiny", **given), tmp_path)
+    assert bench.chosen("trl") == {"variant": "b"} | tried and bench.variants == {"trl": "b"}
+    assert bench.chosen(end_to_end.OURS) is None
+    given["policy"] = "downloads/smollm2"
+    with pytest.raises(SystemExit, match="expected a result of downloads/smollm2"):
+        end_to_end.Bench(argparse.Namespace(**given), tmp_path)
+
+
 def test_the_first_evaluation_at_the_target_counts():
     rewards = (0.4, 0.5, 0.45, 0.6)
     curve = [{"step": 5 * i, "s": 2.0 * i, "reward": r} for i, r in enumerate(rewards, start=1)]
@@ -75,7 +91,7 @@ def test_our_system_takes_steps_on_command_and_saves_what_loads(tmp_path, monkey
     }
     child = Child("reprise", [sys.executable, "-m", "benchmarks.baselines.reprise_grpo"], ROOT)
     try:
-        assert child.answer()["variants"] == ["as shipped"]
+        assert child.answer()["variants"] == ["as shipped", "micro-batches of one row"]
         assert child.ask(do="prepare", **given) == {}
         for _ in range(2):
             step = child.ask(do="step")
