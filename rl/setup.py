@@ -92,7 +92,7 @@ def build(
         )
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
-        learner, state = _learner(config, inputs, mesh)
+        learner, state = make_learner(config, inputs, mesh)
         engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
         rewards = builder.rewards()
         if partition.is_central:
@@ -325,7 +325,9 @@ class RunBuilder:
         self.show.compiling(what, done, total)
 
 
-def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:
+def make_learner(
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None
+) -> tuple[Learner, TrainState]:
     """Load the policy, and shard the training state."""
     spec, model = recipe(config, inputs.model), inputs.model
     dtype = jnp.float32 if model.lora is None else spec.trainer.dtype

@@ -17,6 +17,7 @@ import pytest
 from command_runs import call_main
 
 from docs import generate, prose
+from models import hf
 from rl import export, train
 from rl.metrics.eval_metrics import EvalResponse, set_metrics
 
@@ -104,6 +105,14 @@ def test_the_page_of_a_real_model_works_as_it_stands(tmp_path, printed):
     assert len((tmp_path / "unseen.jsonl").read_text().splitlines()) == 64
     (exported,) = [b.split()[3:] for b in blocks(text, "") if b.startswith("python -m rl.export")]
     assert export.command_line().parse_args(exported).step == "best"
+
+
+@pytest.mark.slow
+def test_the_page_of_the_python_api_works_as_it_stands(tmp_path, printed):
+    text = "\n".join(blocks(page("python_api.md"), "python"))
+    shown = printed(ROOT, exec, text.replace("runs/own", str(tmp_path)), {})
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["step 0", "step 1", "step 2"]
+    assert hf.load_pretrained(tmp_path / "policy")[0].architecture == "qwen3"
 
 
 def test_the_diffs_of_the_how_tos_apply_and_pass_their_checks(tmp_path):

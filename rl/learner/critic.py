@@ -85,7 +85,7 @@ def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
 
 def value_loss(
     values_BT: jax.Array, inputs: LossInputs, normaliser: jax.Array, clip: float
-) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
+) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array, None]]:
     """Σ clipped value loss / normaliser (tokens of the step), statistics, which rows are finite."""
     assert inputs.critic is not None, "a critic learns from targets"
     mask_BT = inputs.mask_BT
@@ -102,7 +102,7 @@ def value_loss(
     sums = {name: jnp.sum(jnp.where(mask_BT, x, 0.0)) for name, x in per_token.items()}
     total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * token_weights(mask_BT, normaliser, "token"))
     sums |= {"tokens": jnp.sum(mask_BT, dtype=jnp.float32), "loss": total}
-    return total, (jax.lax.stop_gradient(TokenStatistics(sums, {})), finite_B)
+    return total, (jax.lax.stop_gradient(TokenStatistics(sums, {})), finite_B, None)
 
 
 def _loss(

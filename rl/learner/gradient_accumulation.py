@@ -78,11 +78,13 @@ class Accumulator:
 class Health:
     """Flags: each sample's loss, and the gradient of the micro-batch as a whole, are finite.
 
-    With several copies of the weights both have a leading axis of copies.
+    `outputs` are a loss's values by sample. With several copies of the weights all have a leading
+    axis of copies.
     """
 
     loss_B: jax.Array
     gradient: jax.Array
+    outputs: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -112,8 +114,8 @@ class StepScalars:
 class Network:
     """The static part of one trained network.
 
-    `loss` returns (loss, (statistics, finite_B)) of one micro-batch, for the trained weights and
-    the frozen ones, if there are any.
+    `loss` returns (loss, (statistics, finite_B, outputs)) of one micro-batch, for the trained
+    weights and the frozen ones, if there are any.
     """
 
     specs: Callable[[ModelConfig], Any]
@@ -191,7 +193,7 @@ def joined(accumulator: Accumulator) -> Accumulator:
     return _by_copy(one, sums=(accumulator,))
 
 
-def _whole(tree: Any) -> Any:
+def whole(tree: Any) -> Any:
     """Return sums after `join`, which all copies have alike, without the axis of copies."""
     if ways_in_use("copies") == 1:
         return tree
@@ -225,10 +227,10 @@ def accumulate(
 
         marks = jax.tree.map(lambda _: jnp.float32(0), params)
         gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
-        (sums, not_finite), (statistics, finite_B) = gradients(params, marks)
+        (sums, not_finite), (statistics, finite_B, outputs) = gradients(params, marks)
         finite = sum(jax.tree.leaves(not_finite)) == 0
         statistics = losses.add_statistics(before.statistics, statistics)
-        health = replicated(Health(finite_B, finite))
+        health = replicated(Health(finite_B, finite, outputs))
         return Accumulator(network.constrain(recipe, sums), replicated(statistics)), health
 
     total, health = _by_copy(one, (params, scalars, frozen), (accumulator,), (batch,))
@@ -241,7 +243,7 @@ def inspect(
 ) -> Report:
     """Return the gradient's norm before clipping, the learning rate to come, and the statistics."""
     lr = learning_rate(network.optimizer(recipe), recipe.total_steps, step)
-    total = _whole(accumulator)
+    total = whole(accumulator)
     squares = [jnp.sum(g * g) for g in jax.tree.leaves(total.gradients)]
     return replicated(Report(jnp.sqrt(sum(squares)), lr, total.statistics))
 
@@ -252,7 +254,7 @@ def apply(
 ) -> State:
     """Take one optimizer step; with `commit` False return the state unchanged."""
     optimizer = make_optimizer(network.optimizer(recipe), recipe.total_steps)
-    changes, opt_state = optimizer.update(_whole(gradients), state.opt_state, state.params)
+    changes, opt_state = optimizer.update(whole(gradients), state.opt_state, state.params)
     params = network.constrain(recipe, optax.apply_updates(state.params, changes))
     stepped: dict[str, Any] = {"step": state.step + 1} if isinstance(state, TrainState) else {}
     after = dataclasses.replace(state, params=params, opt_state=opt_state, **stepped)

@@ -69,10 +69,10 @@ class Learner:
         """Return the policy of these trained weights; `dtype` rounds an adapter."""
         if self.base is not None and dtype is not None:
             trained = cast_params(trained, dtype)
-        return _policy(trained, self.base, self.recipe)
+        return policy_of(trained, self.base, self.recipe)
 
 
-def _policy(trained: Params, base: Params | None, recipe: TrainSpec) -> Params:
+def policy_of(trained: Params, base: Params | None, recipe: TrainSpec) -> Params:
     lora = recipe.model.lora
     return trained if base is None or lora is None else with_adapters(base, trained, lora)
 
@@ -89,10 +89,11 @@ def _loss(
     scalars: StepScalars,
     recipe: TrainSpec,
 ) -> Any:
-    params = _policy(trained, base, recipe)
+    params = policy_of(trained, base, recipe)
     result_EM = logprobs.logprobs_and_entropy(params, batch, recipe)
     rest = batch.inputs, scalars.normaliser, scalars.unmoved
-    return losses.loss(recipe.algorithm, *result_EM, *rest)
+    loss, (statistics, finite_B) = losses.loss(recipe.algorithm, *result_EM, *rest)
+    return loss, (statistics, finite_B, None)
 
 
 POLICY = Network(
@@ -197,7 +198,7 @@ def _scored(
     """Return the policies that score samples: before the updates, and the reference."""
     policies = list[Any]()
     if recipe.recomputes_old:
-        policies.append(_policy(trained, base, recipe))
+        policies.append(policy_of(trained, base, recipe))
     has_same_form = policies and base is None and recipe.trainer.dtype == jnp.float32
     if recipe.algorithm.needs_reference and not has_same_form:
         policies.append(cast(trained, recipe.trainer.dtype) if base is None else base)

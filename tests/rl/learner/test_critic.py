@@ -159,7 +159,7 @@ def test_value_loss_and_statistics_by_hand():
     )
     inputs = LossInputs(mask, jnp.zeros(2), *(jnp.zeros((2, 2)),) * 5, told)
     values = jnp.array([[1.2, 1.8], [1.0, jnp.nan]])  # clip 0.5: kept, cut, and moved away
-    total, (statistics, finite_B) = jax.jit(value_loss, static_argnums=3)(
+    total, (statistics, finite_B, _) = jax.jit(value_loss, static_argnums=3)(
         values, inputs, np.float32(3), 0.5
     )
     assert float(total) == pytest.approx((0.32 + 0.125 + 0.5) / 3, rel=1e-5)

@@ -1,0 +1,268 @@
+"""Training from Python: sample, forward_backward, optim_step, save_state.
+
+    from rl import api
+
+    policy = api.Policy("policies/tiny", "Policy.lora_rank=16", "Sampling.max_new_tokens=64")
+    for step in range(20):
+        data = []
+        for group in policy.sample(["What is 57 + 68?\\n"] * 8, n=8, seed=step):
+            rewards = [float(sample.text.endswith("125")) for sample in group]
+            mean = sum(rewards) / len(rewards)
+            data += [api.Datum.of(s, r - mean) for s, r in zip(group, rewards)]
+        policy.forward_backward(data, "importance_sampling")
+        policy.optim_step(api.Adam(learning_rate=1e-3))
+    policy.export("own-policy")
+
+A policy is one object, and a program may have several: a teacher and a student. Sampling uses the
+weights of the moment at which it is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.lora import cut_to, merge
+from models.lora import init as new_adapter
+from models.transformer import Params
+from rl import run_export, setup
+from rl.checkpoint import reader
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from rl.inputs import Inputs, open_policy
+from rl.learner import gradient_accumulation, logprobs, objectives
+from rl.learner.data import Datum, Output, by_datum, pack
+from rl.learner.gradient_accumulation import Accumulator, Health
+from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs, total_loss
+from rl.learner.optimizer import init_state, make_optimizer
+from rl.responses import WHOLE
+from rl.sampler import Rollouts, Sample, Sampler, on_mesh
+from rl.system import rollout_weights
+
+__all__ = ["LOSSES", "Adam", "Datum", "LossSettings", "Output", "Policy", "Sample", "Sampler"]
+PLAIN = 'Speculation.budget="off"'
+CustomLoss = Callable[[list[jax.Array]], jax.Array]  # of the log-probs of each datum
+
+
+class Policy:
+    """A policy's weights, adapter or all of them trained, its tokenizer, and its engine.
+
+    A prompt and a response together have at most `config.longest_tokens` (`Rollout` and
+    `Sampling`), and a datum as many. Programs compile at their first call.
+    """
+
+    def __init__(self, directory: str, *settings: str) -> None:
+        """Load a Hugging Face folder, or GGUF file.
+
+        `settings` are a configuration's, such as "Engine.slots=16", with its defaults, except that
+        nothing is drafted. Raises ConfigError, ValueError or FileNotFoundError.
+        """
+        named = f"Policy.directory={directory!r}"
+        config = load(TrainConfig, overrides=[PLAIN, named, *settings])
+        inputs = Inputs(*open_policy(directory, config.task, config.policy.lora), (), 0)
+        self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
+        self._mesh = setup.run_mesh(config)
+        self._total: Accumulator | None = None
+        self._now: Sampler | None = None  # until the next optimizer step
+        with on_mesh(self._mesh):
+            self._learner, self._state = setup.make_learner(config, inputs, self._mesh)
+            dtype = self._learner.recipe.trainer.dtype
+            self._rollouts = Rollouts(config, inputs, self._mesh, dtype)
+
+    def with_new_adapter(self, seed: int = 0, rank: int | None = None) -> Self:
+        """Return another policy with the same frozen weights and engine, and a fresh adapter.
+
+        A `rank` below the policy's leaves the rest of A and B at 0, which training does not move.
+        """
+        assert self.model.lora is not None, "all weights of this policy are trained"
+        twin = copy.copy(self)
+        twin._total = twin._now = None
+        with on_mesh(self._mesh):
+            recipe, key = self._learner.recipe, jax.random.key(seed)
+            optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
+            adapter = new_adapter(self.model, key, self._mesh)
+            if rank is not None:
+                adapter = cut_to(adapter, rank)
+            twin._state = init_state(adapter, optimizer)
+        return twin
+
+    @property
+    def version(self) -> int:
+        """The optimizer steps taken."""
+        return int(self._state.step)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a datum."""
+        return self._learner.shape.length
+
+    # -- sampling -------------------------------------------------------------------------
+
+    def sample(self, *given: Any, **options: Any) -> list[list[Sample]]:
+        """Return responses of the policy as it is now; arguments are those of `Sampler.sample`."""
+        if self._now is None:
+            self._now = self._sampler(self._state.params)
+        return self._now.sample(*given, **options)
+
+    def sampler(self) -> Sampler:
+        """Return a copy of the weights as they are now, which later steps do not change."""
+        with on_mesh(self._mesh):
+            return self._sampler(jax.tree.map(jnp.copy, self._state.params))
+
+    def _sampler(self, trained: Params) -> Sampler:
+        learner, engine = self._learner, self._rollouts.engine
+        with on_mesh(self._mesh):
+            whole = rollout_weights(learner.policy(trained, engine.dtype), engine, WHOLE)
+        return Sampler(self._rollouts, learner, whole, self.version)
+
+    # -- training -------------------------------------------------------------------------
+
+    def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+        with on_mesh(self._mesh):
+            learner, params = self._learner, self._learner.policy(self._state.params)
+            return target_logprobs(params, data, learner.shape, learner.recipe)
+
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        loss: str = "cross_entropy",
+        settings: LossSettings | None = None,
+    ) -> Output:
+        """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
+        _check_loss(loss)
+        found = self.forward(data)
+        return Output(total_loss(loss, data, found, settings or LossSettings()), found)
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str = "cross_entropy",
+        settings: LossSettings | None = None,
+    ) -> Output:
+        """Add the gradient of a loss (`objectives.LOSSES`) to those since the last `optim_step`.
+
+        Losses are sums over all places: divide weights or advantages for a mean. Raises ValueError
+        for data that do not fit, and for a loss or gradient that is not finite, after which all
+        gradients since the last `optim_step` are gone.
+        """
+        _check_loss(loss)
+        learner = self._learner
+        packed = pack(data, self.model, learner.shape)
+        static: dict[str, Any] = {"network": NETWORKS[loss], "recipe": learner.recipe}
+        with on_mesh(self._mesh):
+            total, self._total = self._total, None
+            total = total or gradient_accumulation.start(**static)
+            params, base, passes = self._state.params, learner.base, list[Health]()
+            for p in packed:
+                batch = logprobs.place(p.batch)
+                total, health = gradient_accumulation.accumulate(
+                    params, total, batch, settings or LossSettings(), base, **static
+                )
+                passes.append(health)
+            fetched = jax.device_get(passes)
+        _check_finite(packed, fetched)
+        self._total = total
+        losses = [h.outputs[1].reshape(-1)[p.places] for h, p in zip(fetched, packed, strict=True)]
+        logps = by_datum(data, packed, [h.outputs[0] for h in fetched])
+        return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss: CustomLoss) -> Output:
+        """Add the gradient of a function of the log-probs: float32 [T] of each datum, to a scalar.
+
+        Two passes: d loss / d θ = Σ_t (d loss / d log p_t) · d log p_t / d θ.
+        """
+        value, gradients = jax.value_and_grad(loss)([jnp.asarray(x) for x in self.forward(data)])
+        linear = [
+            dataclasses.replace(datum, weights=-np.asarray(gradient))
+            for datum, gradient in zip(data, gradients, strict=True)
+        ]
+        return dataclasses.replace(self.forward_backward(linear), loss=float(value))
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._total is not None
+
+    def optim_step(self, adam: Adam | None = None) -> float:
+        """Apply the gradients since the last one; return their norm before clipping.
+
+        Raises ValueError if there are none, or the norm is not finite: weights are as before then.
+        """
+        if self._total is None:
+            raise ValueError("expected gradients to apply, got none: call forward_backward before")
+        total, self._total, self._now = self._total, None, None
+        with on_mesh(self._mesh):
+            gradients = gradient_accumulation.join(total).gradients
+            recipe = self._learner.recipe
+            self._state, of_all = objectives.apply(
+                self._state, gradients, adam or Adam(), recipe=recipe
+            )
+        if not np.isfinite(norm := float(of_all)):
+            raise ValueError(f"the gradient is not finite (norm {norm}): nothing was applied")
+        return norm
+
+    # -- state ----------------------------------------------------------------------------
+
+    def save_state(self, folder: str | Path) -> None:
+        """Save weights and optimizer, by the number of optimizer steps. Raises OSError."""
+        settings = CheckpointConfig(asynchronous=False)
+        with Checkpointer(folder, settings) as checkpoints:
+            checkpoints.save(self.version, self._state)
+
+    def load_state(
+        self, folder: str | Path, step: int | None = None, *, with_optimizer: bool = True
+    ) -> None:
+        """Continue from a saved state, the newest by default; gradients are dropped.
+
+        Without its optimizer, Adam starts afresh. Raises NoWholeCheckpointError, or
+        StructureMismatchError for another policy or adapter.
+        """
+        with on_mesh(self._mesh):
+            state = reader.restore(folder, self._state, step).arrays
+            if not with_optimizer:
+                recipe = self._learner.recipe
+                optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
+                state = init_state(state.params, optimizer)
+            self._state = state
+        self._total = self._now = None
+
+    def export(self, folder: str | Path) -> None:
+        """Write the policy for `transformers`, with an adapter merged into its weights."""
+        target, inputs, params = (
+            Path(folder),
+            self._rollouts.inputs,
+            self._learner.policy(self._state.params),
+        )
+        run_export.check_target(target, force=True)
+        run_export.check_apart(target, inputs.policy)
+        if inputs.model.lora is not None:
+            model, params = merge(inputs.model, params)
+            inputs = dataclasses.replace(inputs, model=model)
+        run_export.write_policy(inputs, params, target, run_export.Layout())
+
+
+def _check_loss(loss: str) -> None:
+    if loss not in LOSSES:
+        raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
+
+
+def _check_finite(packed: Sequence[Any], passes: Sequence[Health]) -> None:
+    """Raise ValueError, naming the data at fault."""
+    for p, health in zip(packed, passes, strict=True):
+        bad = p.sample_indices[~health.loss_B.reshape(-1)[p.places]].tolist()
+        if bad or not np.all(health.gradient):
+            named = bad or p.sample_indices.tolist()
+            what = "loss" if bad else "gradient"
+            raise ValueError(
+                f"the {what} of data {named[:8]} is not finite: look at their log-probs and "
+                "advantages; gradients since the last optim_step are dropped"
+            )

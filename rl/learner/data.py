@@ -1,0 +1,195 @@
+"""The data of a loss: sequences of tokens with a target for each, packed into micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from models.config import ModelConfig
+from rl import packing
+from rl.learner import micro_batches
+from rl.learner.micro_batches import MicroBatch, Packed
+from rl.packing import Response, Shape
+from spec.config import SamplingConfig
+
+FLOATS = "weights", "logprobs", "advantages"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Datum:
+    """A sequence: `tokens` [T], the token to predict at each place, and the inputs of its loss.
+
+    float32 [T]: `weights` of the places (default 1), `logprobs` of the targets under the policy
+    that drew them, `advantages` (default 0). `sampling` is the distribution of the log-probs
+    (default: the policy's, at temperature 1).
+    """
+
+    tokens: Any
+    targets: Any
+    weights: Any = None
+    logprobs: Any = None
+    advantages: Any = None
+    sampling: SamplingConfig | None = None
+
+    @classmethod
+    def of(cls, sample: Any, advantage: float = 0.0) -> Self:
+        """Return a response, and its prompt, whose tokens have weight 0."""
+        before = len(sample.prompt_ids) - 1
+        ids = [*sample.prompt_ids, *sample.token_ids]
+
+        def after_prompt(values: Any) -> np.ndarray:
+            return np.concatenate([np.zeros(before), values]).astype(np.float32)
+
+        ones = np.ones(len(sample.token_ids))
+        floats = after_prompt(ones), after_prompt(sample.logprobs), after_prompt(advantage * ones)
+        return cls(ids[:-1], ids[1:], *floats, sampling=sample.sampling)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Output:
+    """The result of a pass: the sum of the loss, and each datum's log-probs, float32 [T]."""
+
+    loss: float
+    logprobs: list[np.ndarray]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DatumInputs:
+    """The inputs of the loss at the places of E data; [E, M], float32 and a bool mask."""
+
+    mask_EM: Any
+    weights_EM: Any
+    logprobs_EM: Any
+    advantages_EM: Any
+
+
+def _check(data: Sequence[Datum], model: ModelConfig, max_tokens: int) -> None:
+    """Raise ValueError for data that cannot be computed."""
+    if not data:
+        raise ValueError("expected at least one datum, got none")
+    for i, datum in enumerate(data):
+        _check_one(f"datum {i}", datum, model, max_tokens)
+
+
+def _check_one(name: str, datum: Datum, model: ModelConfig, max_tokens: int) -> None:
+    length = len(datum)
+    if not 1 <= length <= max_tokens:
+        raise ValueError(
+            f"{name}: expected 1 to {max_tokens} tokens, got {length}: open the policy with a "
+            "larger max_tokens"
+        )
+    for field in ("tokens", "targets"):
+        ids = np.asarray(getattr(datum, field))
+        if ids.shape != (length,) or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name}: expected {length} integers as {field}, got {ids.dtype} {ids.shape}"
+            )
+        if ids.min() < 0 or ids.max() >= model.vocab_size:
+            raise ValueError(
+                f"{name}: expected {field} of the policy's vocabulary, 0 to "
+                f"{model.vocab_size - 1}, got {ids.min() if ids.min() < 0 else ids.max()}"
+            )
+    for field in FLOATS:
+        values = getattr(datum, field)
+        if values is None:
+            continue
+        array = np.asarray(values, np.float32)
+        if array.shape != (length,) or not np.isfinite(array).all():
+            raise ValueError(f"{name}: expected {length} finite numbers as {field}")
+
+
+def pack(data: Sequence[Datum], model: ModelConfig, shape: Shape) -> list[Packed]:
+    """Return micro-batches of the data, each in one row. Raises ValueError if one does not fit."""
+    _check(data, model, shape.length)
+    responses = [_response(i, datum) for i, datum in enumerate(data)]
+    plans, copies = packing.plan(responses, shape.of_copy), shape.copies
+    parts = [plans[i : i + copies] for i in range(0, len(plans), copies)]
+    return [_packed(data, responses, part, shape) for part in parts]
+
+
+def _response(number: int, datum: Datum) -> Response:
+    """Return the datum as a response to its first token."""
+    tokens = np.asarray(datum.tokens, np.int32)
+    targets = np.asarray(datum.targets, np.int32)
+    return Response(f"datum {number}", number, tokens[:1], np.append(tokens[1:], targets[-1:]))
+
+
+def empty(shape: Shape) -> MicroBatch:
+    """Return a micro-batch without data."""
+    batch = micro_batches.empty(shape)
+
+    def floats_EM() -> np.ndarray:
+        return np.zeros((shape.samples, shape.length), np.float32)
+
+    mask_EM = np.zeros((shape.samples, shape.length), bool)
+    inputs: Any = DatumInputs(mask_EM, floats_EM(), floats_EM(), floats_EM())
+    return dataclasses.replace(batch, inputs=inputs)
+
+
+def _packed(
+    data: Sequence[Datum], responses: Sequence[Response], part: Sequence[Any], shape: Shape
+) -> Packed:
+    one = shape.of_copy
+    filled = [*part, *[[]] * (shape.copies - len(part))]
+    layouts = [packing.lay_out(responses, rows, one) for rows in filled]
+    batch = dataclasses.replace(
+        empty(shape),
+        tokens_BT=np.concatenate([layout.tokens_BT for layout in layouts]),
+        targets_BT=np.concatenate([layout.targets_BT for layout in layouts]),
+        packing=jax.tree.map(lambda *x: np.concatenate(x), *(x.packing for x in layouts)),
+    )
+    places, order = list[int](), list[int]()
+    for c, layout in enumerate(layouts):
+        first = c * one.rows * one.length
+        pairs = zip(layout.order.tolist(), layout.starts.tolist(), strict=True)
+        for e, (i, start) in enumerate(pairs, start=c * one.samples):
+            index = start + np.arange(len(data[i]))
+            batch.index_EM[e, : len(index)] = index
+            batch.targets_BT.reshape(-1)[first + index] = data[i].targets
+            batch.processing_BT.put(first + index, data[i].sampling or SamplingConfig())
+            _fill(batch.inputs, e, data[i])
+            places.append(e)
+            order.append(i)
+    used = sum(layout.used_positions for layout in layouts)
+    return Packed(batch, np.array(order), np.array(places), used)
+
+
+def _fill(inputs: Any, e: int, datum: Datum) -> None:
+    """Fill row e of the loss's inputs."""
+    for name, values in vars(inputs_of(datum)).items():
+        getattr(inputs, name)[e, : len(datum)] = values
+
+
+def inputs_of(datum: Datum) -> DatumInputs:
+    """Return the loss's inputs of one datum, [T]."""
+    ones, zeros = np.ones(len(datum), np.float32), np.zeros(len(datum), np.float32)
+
+    def values(given: Any, default: np.ndarray) -> np.ndarray:
+        return default if given is None else np.asarray(given, np.float32)
+
+    return DatumInputs(
+        mask_EM=ones > 0,
+        weights_EM=values(datum.weights, ones),
+        logprobs_EM=values(datum.logprobs, zeros),
+        advantages_EM=values(datum.advantages, zeros),
+    )
+
+
+def by_datum(
+    data: Sequence[Datum], packed: Sequence[Packed], values: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Return the values of each datum's places, of micro-batches' [E, M]."""
+    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(data)
+    for p, value_EM in zip(packed, values, strict=True):
+        value_EM = value_EM.reshape(-1, value_EM.shape[-1])
+        for e, i in zip(p.places, p.sample_indices, strict=True):
+            result[i] = value_EM[e, : len(data[i])]
+    return result

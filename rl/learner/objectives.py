@@ -1,0 +1,171 @@
+"""Losses by name, as sums over the places of all data, and their jitted steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.config import trained_specs
+from models.training import clipped_adamw
+from models.transformer import Params
+from rl.learner import logprobs, trainer
+from rl.learner.config import TrainSpec
+from rl.learner.data import Datum, DatumInputs, by_datum, inputs_of, pack
+from rl.learner.gradient_accumulation import Network, whole
+from rl.learner.losses import TokenStatistics
+from rl.learner.micro_batches import MicroBatch
+from rl.learner.optimizer import TrainState
+from rl.packing import Shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """Bounds of the ratio ρ = p / q in `ppo` and `cispo`, and β of `dro`."""
+
+    low: Any = 0.8
+    high: Any = 1.2
+    beta: Any = 0.05
+
+
+TokenLoss = Callable[[jax.Array, DatumInputs, LossSettings], jax.Array]
+
+
+def _cross_entropy(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    return -logp_EM
+
+
+def _importance_sampling(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    return -jnp.exp(logp_EM - x.logprobs_EM) * x.advantages_EM
+
+
+def _ppo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    ratio_EM = jnp.exp(logp_EM - x.logprobs_EM)
+    clipped_EM = jnp.clip(ratio_EM, settings.low, settings.high)
+    return -jnp.minimum(ratio_EM * x.advantages_EM, clipped_EM * x.advantages_EM)
+
+
+def _cispo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    ratio_EM = jnp.exp(jax.lax.stop_gradient(logp_EM) - x.logprobs_EM)
+    return -jnp.clip(ratio_EM, settings.low, settings.high) * x.advantages_EM * logp_EM
+
+
+def _dro(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    d_EM = logp_EM - x.logprobs_EM
+    return -(logp_EM * x.advantages_EM - 0.5 * settings.beta * d_EM * d_EM)
+
+
+# Per place, times its weight, with q the policy that drew the target:
+#   cross_entropy         −log p
+#   importance_sampling   −ρ·A, ρ = p / q
+#   ppo                   −min(ρ·A, clip(ρ, low, high)·A)                 arXiv 1707.06347
+#   cispo                 −clip(ρ, low, high)·A·log p, ρ a constant       arXiv 2506.13585
+#   dro                   −(A·log p − β/2 · (log ρ)²)                     arXiv 2405.19107
+LOSSES: Mapping[str, TokenLoss] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+}
+
+
+def _loss(
+    token_loss: TokenLoss,
+    trained: Any,
+    base: Any,
+    batch: MicroBatch,
+    settings: LossSettings,
+    recipe: TrainSpec,
+) -> Any:
+    params = trainer.policy_of(trained, base, recipe)
+    logp_EM, _ = logprobs.logprobs_and_entropy(params, batch, recipe)
+    inputs: Any = batch.inputs
+    logp_EM = jnp.where(inputs.mask_EM, logp_EM, 0.0)
+    loss_EM = jnp.where(inputs.mask_EM, token_loss(logp_EM, inputs, settings), 0.0)
+    loss_EM = loss_EM * inputs.weights_EM
+    finite_E = jnp.all(jnp.isfinite(loss_EM), axis=1)
+    outputs = jax.lax.stop_gradient((logp_EM, jnp.sum(loss_EM, axis=1)))
+    return jnp.sum(loss_EM), (TokenStatistics({}, {}), finite_E, outputs)
+
+
+NETWORKS = {
+    name: Network(
+        trained_specs,
+        partial(_loss, token_loss),
+        lambda recipe: recipe.optimizer,
+        lambda recipe: TokenStatistics({}, {}),
+    )
+    for name, token_loss in LOSSES.items()
+}
+
+
+def target_logprobs(
+    params: Params, data: Sequence[Datum], shape: Shape, recipe: TrainSpec
+) -> list[np.ndarray]:
+    """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+    packed = pack(data, recipe.model, shape)
+    passes = [
+        logprobs.token_logprobs(params, logprobs.place(p.batch), recipe=recipe)[0] for p in packed
+    ]
+    return by_datum(data, packed, jax.device_get(passes))
+
+
+def total_loss(
+    loss: str, data: Sequence[Datum], logps: Sequence[np.ndarray], settings: LossSettings
+) -> float:
+    """Return the sum of a loss at these log-probs."""
+    total = 0.0
+    for datum, logp_T in zip(data, logps, strict=True):
+        inputs = inputs_of(datum)
+        loss_T = LOSSES[loss](jnp.asarray(logp_T), inputs, settings) * inputs.weights_EM
+        total += float(jnp.sum(loss_T))
+    return total
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """AdamW of one step; a `max_grad_norm` of 0 does not clip."""
+
+    learning_rate: Any = 1e-4
+    b1: Any = 0.9
+    b2: Any = 0.95
+    eps: Any = 1e-12
+    weight_decay: Any = 0.0
+    max_grad_norm: Any = 0.0
+
+
+def optimizer(adam: Adam) -> optax.GradientTransformation:
+    """Return the optimizer of numbers, or of traced ones; its state has one structure for all."""
+    rates: dict[str, Any] = {"b1": adam.b1, "b2": adam.b2, "eps": adam.eps}
+    rates["weight_decay"] = adam.weight_decay
+    return clipped_adamw(lambda step: adam.learning_rate, **rates, max_grad_norm=None)
+
+
+@partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
+def apply(
+    state: TrainState, gradients: Any, adam: Adam, *, recipe: TrainSpec
+) -> tuple[TrainState, jax.Array]:
+    """Take an optimizer step unless the norm is not finite; return the state and the norm.
+
+    `gradients` are sums after `gradient_accumulation.join`.
+    """
+    gradients = whole(gradients)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+    is_finite = jnp.isfinite(norm)
+    is_clipped = (adam.max_grad_norm > 0) & (norm > adam.max_grad_norm)
+    factor = jnp.where(is_clipped, adam.max_grad_norm / norm, 1.0)
+    gradients = jax.tree.map(lambda g: factor * g, gradients)
+    changes, opt_state = optimizer(adam).update(gradients, state.opt_state, state.params)
+    network = NETWORKS["cross_entropy"]
+    params = network.constrain(recipe, optax.apply_updates(state.params, changes))
+    after = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state), norm
