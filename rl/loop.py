@@ -21,10 +21,11 @@ from rl.engine.stats import save_timeline
 from rl.engine.worker_record import WorkerLog
 from rl.evaluation import RunEvaluation
 from rl.inputs import Inputs
-from rl.learner import trainer
+from rl.learner import logprobs, trainer
 from rl.learner.optimizer import SavedArrays, TrainState
 from rl.learning_checks import LearningWatch
 from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, lost_rows, read_metrics
+from rl.packing import Shape
 from rl.rollouts import StepRollouts
 from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
 from rl.runtime.progress import Progress
@@ -73,6 +74,7 @@ def train(
             row = run.write(position, record, timings, clock())
             if position.step == run.position.step + 1:
                 _warn_of_stops(config.run, timings, show)
+                _warn_of_padding(system.learner.shape, record.metrics, show)
             saving = Timings(clock, partial(begins, position.step))
             run.save_if_due(position.step, record, saving)
             step_s = timings.total_s - timings.before_s + saving.total_s
@@ -236,6 +238,16 @@ def _warn_of_stops(run: RunConfig, timings: Timings, show: Progress) -> None:
             "a stop during one leaves the newest checkpoint as it is; set it to "
             f"{math.ceil(1.5 * update_s)} if this machine's scheduler waits as long (KillWait of "
             "SLURM, terminationGracePeriodSeconds of Kubernetes: often 30)"
+        )
+
+
+def _warn_of_padding(shape: Shape, row: Mapping[str, Any], show: Progress) -> None:
+    """Note that smaller micro-batches would have less padding, if half of them is."""
+    padding, ways = row.get("batch/padding", 0.0), logprobs.batch_ways()
+    if padding > 0.5 and shape.rows > ways:
+        show.message(
+            f"note: {padding:.0%} of the update's positions are padding; "
+            f"Trainer.micro_batch_tokens={shape.length * ways} has the least, in more passes"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,12 +18,14 @@ from loop_runs import (
 )
 from run_settings import DRAFTS
 
+from rl import loop
 from rl import setup as run_setup
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.learning_checks import NotLearning
 from rl.metrics.writer import read_metrics, read_samples
+from rl.packing import Shape
 from rl.runtime import devices
 from rl.runtime.signals import Stopped
 from tests.support import tiny_run
@@ -354,3 +357,14 @@ def test_eight_devices_give_the_rewards_of_one(tiny, never_stopped, tmp_path):
             if name == "batch/padding":  # rows come in multiples of the mesh's ways
                 continue
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+def test_much_padding_is_noted():
+    said = []
+    show, rows = SimpleNamespace(message=said.append), Shape(4, 64, 64)
+    loop._warn_of_padding(rows, {"batch/padding": 0.6}, show)
+    loop._warn_of_padding(rows, {"batch/padding": 0.4}, show)
+    loop._warn_of_padding(rows, {}, show)  # without an update
+    loop._warn_of_padding(Shape(1, 64, 16), {"batch/padding": 0.9}, show)  # it can't be less
+    (note,) = said
+    assert note.startswith("note: 60% of") and "Trainer.micro_batch_tokens=64 has" in note
