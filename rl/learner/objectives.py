@@ -17,7 +17,7 @@ from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner import logprobs, trainer
 from rl.learner.config import TrainSpec
-from rl.learner.data import Datum, DatumInputs, by_datum, inputs_of, pack
+from rl.learner.data import Datum, DatumInputs, by_datum, pack
 from rl.learner.gradient_accumulation import Network, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
@@ -116,18 +116,6 @@ def target_logprobs(
         logprobs.token_logprobs(params, logprobs.place(p.batch), recipe=recipe)[0] for p in packed
     ]
     return by_datum(data, packed, jax.device_get(passes))
-
-
-def total_loss(
-    loss: str, data: Sequence[Datum], logps: Sequence[np.ndarray], settings: LossSettings
-) -> float:
-    """Return the sum of a loss at these log-probs."""
-    total = 0.0
-    for datum, logp_T in zip(data, logps, strict=True):
-        inputs = inputs_of(datum)
-        loss_T = LOSSES[loss](jnp.asarray(logp_T), inputs, settings) * inputs.weights_EM
-        total += float(jnp.sum(loss_T))
-    return total
 
 
 @jax.tree_util.register_dataclass
