@@ -40,11 +40,13 @@ from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import Inputs, open_policy
 from rl.learner import gradient_accumulation, logprobs, objectives
-from rl.learner.data import Datum, Output, by_datum, pack
+from rl.learner.data import Datum, Output, pack
 from rl.learner.gradient_accumulation import Accumulator, Health
+from rl.learner.micro_batches import unpacked
 from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.responses import WHOLE
+from rl.runtime.devices import in_turn
 from rl.sampler import Rollouts, Sample, Sampler, on_mesh
 from rl.system import rollout_weights
 
@@ -148,16 +150,15 @@ class Policy:
             total = total or gradient_accumulation.start(**static)
             params, base, passes = self._state.params, learner.base, list[Health]()
             for p in packed:
-                batch = logprobs.place(p.batch)
-                total, health = gradient_accumulation.accumulate(
-                    params, total, batch, settings or LossSettings(), base, **static
-                )
+                given = params, total, logprobs.place(p.batch), settings or LossSettings(), base
+                total, health = in_turn(gradient_accumulation.accumulate(*given, **static))
                 passes.append(health)
+                logprobs.keep_pace(passes, logprobs.unwatched)
             fetched = jax.device_get(passes)
         _check_finite(packed, fetched)
         self._total = total
         losses = [h.outputs[1].reshape(-1)[p.places] for h, p in zip(fetched, packed, strict=True)]
-        logps = by_datum(data, packed, [h.outputs[0] for h in fetched])
+        logps = unpacked(packed, [h.outputs[0] for h in fetched], list(map(len, data)))
         return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: CustomLoss) -> Output:
@@ -181,11 +182,9 @@ class Policy:
             raise ValueError("expected gradients to apply, got none: call forward_backward before")
         total, self._total, self._now = self._total, None, None
         with on_mesh(self._mesh):
-            gradients = gradient_accumulation.join(total).gradients
-            recipe = self._learner.recipe
-            self._state, of_all = objectives.apply(
-                self._state, gradients, adam or Adam(), recipe=recipe
-            )
+            gradients = in_turn(gradient_accumulation.join(total)).gradients
+            given = self._state, gradients, adam or Adam()
+            self._state, of_all = in_turn(objectives.apply(*given, recipe=self._learner.recipe))
         if not np.isfinite(norm := float(of_all)):
             raise ValueError(f"the gradient is not finite (norm {norm}): nothing was applied")
         return norm
@@ -209,13 +208,10 @@ class Policy:
 
     def export(self, folder: str | Path) -> None:
         """Write the policy for `transformers`, with an adapter merged into its weights."""
-        target, inputs, params = (
-            Path(folder),
-            self._rollouts.inputs,
-            self._learner.policy(self._state.params),
-        )
+        target, inputs = Path(folder), self._rollouts.inputs
         run_export.check_target(target, force=True)
         run_export.check_apart(target, inputs.policy)
+        params = self._learner.policy(self._state.params)
         if inputs.model.lora is not None:
             model, params = merge(inputs.model, params)
             inputs = dataclasses.replace(inputs, model=model)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import jax
 import numpy as np
 
 from models.config import ModelConfig
-from rl import packing
 from rl.learner import micro_batches
 from rl.learner.micro_batches import MicroBatch, Packed
 from rl.packing import Response, Shape
@@ -83,8 +83,8 @@ def _check_one(name: str, datum: Datum, model: ModelConfig, max_tokens: int) -> 
     length = len(datum)
     if not 1 <= length <= max_tokens:
         raise ValueError(
-            f"{name}: expected 1 to {max_tokens} tokens, got {length}: open the policy with a "
-            "larger max_tokens"
+            f"{name}: expected 1 to {max_tokens} tokens, got {length}: raise "
+            "Rollout.max_prompt_tokens or Sampling.max_new_tokens"
         )
     for field in ("tokens", "targets"):
         ids = np.asarray(getattr(datum, field))
@@ -109,10 +109,16 @@ def _check_one(name: str, datum: Datum, model: ModelConfig, max_tokens: int) -> 
 def pack(data: Sequence[Datum], model: ModelConfig, shape: Shape) -> list[Packed]:
     """Return micro-batches of the data, each in one row. Raises ValueError if one does not fit."""
     _check(data, model, shape.length)
+
+    def fill(batch: MicroBatch, e: int, i: int, places: np.ndarray) -> None:
+        datum = data[i]
+        batch.targets_BT.reshape(-1)[places] = datum.targets
+        batch.processing_BT.put(places, datum.sampling or SamplingConfig())
+        for name, values in vars(_inputs_of(datum)).items():
+            getattr(batch.inputs, name)[e, : len(datum)] = values
+
     responses = [_response(i, datum) for i, datum in enumerate(data)]
-    plans, copies = packing.plan(responses, shape.of_copy), shape.copies
-    parts = [plans[i : i + copies] for i in range(0, len(plans), copies)]
-    return [_packed(data, responses, part, shape) for part in parts]
+    return micro_batches.pack(responses, shape, partial(_empty, shape), fill)
 
 
 def _response(number: int, datum: Datum) -> Response:
@@ -122,7 +128,7 @@ def _response(number: int, datum: Datum) -> Response:
     return Response(f"datum {number}", number, tokens[:1], np.append(tokens[1:], targets[-1:]))
 
 
-def empty(shape: Shape) -> MicroBatch:
+def _empty(shape: Shape) -> MicroBatch:
     """Return a micro-batch without data."""
     batch = micro_batches.empty(shape)
 
@@ -134,41 +140,7 @@ def empty(shape: Shape) -> MicroBatch:
     return dataclasses.replace(batch, inputs=inputs)
 
 
-def _packed(
-    data: Sequence[Datum], responses: Sequence[Response], part: Sequence[Any], shape: Shape
-) -> Packed:
-    one = shape.of_copy
-    filled = [*part, *[[]] * (shape.copies - len(part))]
-    layouts = [packing.lay_out(responses, rows, one) for rows in filled]
-    batch = dataclasses.replace(
-        empty(shape),
-        tokens_BT=np.concatenate([layout.tokens_BT for layout in layouts]),
-        targets_BT=np.concatenate([layout.targets_BT for layout in layouts]),
-        packing=jax.tree.map(lambda *x: np.concatenate(x), *(x.packing for x in layouts)),
-    )
-    places, order = list[int](), list[int]()
-    for c, layout in enumerate(layouts):
-        first = c * one.rows * one.length
-        pairs = zip(layout.order.tolist(), layout.starts.tolist(), strict=True)
-        for e, (i, start) in enumerate(pairs, start=c * one.samples):
-            index = start + np.arange(len(data[i]))
-            batch.index_EM[e, : len(index)] = index
-            batch.targets_BT.reshape(-1)[first + index] = data[i].targets
-            batch.processing_BT.put(first + index, data[i].sampling or SamplingConfig())
-            _fill(batch.inputs, e, data[i])
-            places.append(e)
-            order.append(i)
-    used = sum(layout.used_positions for layout in layouts)
-    return Packed(batch, np.array(order), np.array(places), used)
-
-
-def _fill(inputs: Any, e: int, datum: Datum) -> None:
-    """Fill row e of the loss's inputs."""
-    for name, values in vars(inputs_of(datum)).items():
-        getattr(inputs, name)[e, : len(datum)] = values
-
-
-def inputs_of(datum: Datum) -> DatumInputs:
+def _inputs_of(datum: Datum) -> DatumInputs:
     """Return the loss's inputs of one datum, [T]."""
     ones, zeros = np.ones(len(datum), np.float32), np.zeros(len(datum), np.float32)
 
@@ -181,15 +153,3 @@ def inputs_of(datum: Datum) -> DatumInputs:
         logprobs_EM=values(datum.logprobs, zeros),
         advantages_EM=values(datum.advantages, zeros),
     )
-
-
-def by_datum(
-    data: Sequence[Datum], packed: Sequence[Packed], values: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """Return the values of each datum's places, of micro-batches' [E, M]."""
-    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(data)
-    for p, value_EM in zip(packed, values, strict=True):
-        value_EM = value_EM.reshape(-1, value_EM.shape[-1])
-        for e, i in zip(p.places, p.sample_indices, strict=True):
-            result[i] = value_EM[e, : len(data[i])]
-    return result

@@ -22,7 +22,7 @@ from models.sharding import constrain, replicated, sizes_in_use, ways_in_use, wa
 from models.transformer import Params
 from rl.learner import micro_batches
 from rl.learner.config import TrainSpec
-from rl.learner.micro_batches import MicroBatch, TrainSample
+from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.packing import Shape
 from rl.runtime.devices import in_turn
 from spec.sampling import Processing, log_probs
@@ -185,14 +185,22 @@ def by_sample(
     on_pass: Callable[[], None],
 ) -> list[np.ndarray]:
     """Return `run`'s values for each sample's tokens, [num_tokens] each; one fetch."""
-    assert shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
     packed = micro_batches.micro_batches(samples, shape)
+    lengths = [sample.trajectory.num_tokens for sample in samples]
+    return fetched(run, packed, lengths, shape, on_pass)
+
+
+def fetched(
+    run: Callable[[MicroBatch], jax.Array],
+    packed: Sequence[Packed],
+    lengths: Sequence[int],
+    shape: Shape,
+    on_pass: Callable[[], None] = unwatched,
+) -> list[np.ndarray]:
+    """Return `run`'s values for each response of micro-batches; one fetch."""
+    assert shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
     passes: list[jax.Array] = []
     for p in packed:
         passes.append(in_turn(run(place(p.batch))))
         keep_pace(passes, on_pass)
-    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
-    for p, result_EM in zip(packed, jax.device_get(passes), strict=True):
-        for e, i in zip(p.places, p.sample_indices, strict=True):
-            result[i] = result_EM[e, : samples[i].trajectory.num_tokens]
-    return result
+    return micro_batches.unpacked(packed, jax.device_get(passes), lengths)

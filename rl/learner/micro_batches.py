@@ -6,7 +6,8 @@ Every response token is trained once, the end token included; padding never has 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -82,6 +83,9 @@ class Packed:
     used_positions: int
 
 
+Fill = Callable[[MicroBatch, int, int, np.ndarray], None]  # row e of the inputs, response i, places
+
+
 def select(
     trajectories: Sequence[Trajectory],
     advantages: np.ndarray,
@@ -127,9 +131,38 @@ def minibatch_indices(
 
 def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
     """Pack samples into few rows, rows into micro-batches; ValueError if one does not fit a row."""
-    responses, n = [sample.response for sample in samples], shape.copies
-    parts = packing.plan(responses, shape.of_copy)
-    return [_pack(samples, responses, parts[i : i + n], shape) for i in range(0, len(parts), n)]
+    with_critic = any(sample.critic_targets is not None for sample in samples)
+
+    def fill(batch: MicroBatch, e: int, i: int, places: np.ndarray) -> None:
+        _fill(batch, e, samples[i], places)
+
+    responses = [sample.response for sample in samples]
+    return pack(responses, shape, partial(empty, shape, with_critic=with_critic), fill)
+
+
+def pack(
+    responses: Sequence[Response], shape: Shape, blank: Callable[[], MicroBatch], fill: Fill
+) -> list[Packed]:
+    """Pack responses into the micro-batches that `blank` makes.
+
+    `fill` is called for row e of the loss's inputs with the number of its response, and the
+    flattened places that predict its tokens. Raises ValueError if one does not fit a row.
+    """
+    parts, n = packing.plan(responses, shape.of_copy), shape.copies
+    groups = [parts[i : i + n] for i in range(0, len(parts), n)]
+    return [_pack(responses, group, shape, blank(), fill) for group in groups]
+
+
+def unpacked(
+    packed: Sequence[Packed], values: Sequence[np.ndarray], lengths: Sequence[int]
+) -> list[np.ndarray]:
+    """Return each response's values, [length], of micro-batches' [E, M], split by copy or not."""
+    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(lengths)
+    for p, value_EM in zip(packed, values, strict=True):
+        value_EM = value_EM.reshape(-1, value_EM.shape[-1])
+        for e, i in zip(p.places, p.sample_indices, strict=True):
+            result[i] = value_EM[e, : lengths[i]]
+    return result
 
 
 def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
@@ -158,17 +191,17 @@ def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
 
 
 def _pack(
-    samples: Sequence[TrainSample],
     responses: Sequence[Response],
     parts: Sequence[Sequence[Row]],
     shape: Shape,
+    blank: MicroBatch,
+    fill: Fill,
 ) -> Packed:
     """Return the micro-batch of so many copies' rows, or of fewer."""
     part, over = shape.of_copy, shape.copies - len(parts)
     layouts = [packing.lay_out(responses, rows, part) for rows in [*parts, *[[]] * over]]
-    order = np.concatenate([layout.order for layout in layouts])
     batch = dataclasses.replace(
-        empty(shape, with_critic=samples[order[0]].critic_targets is not None),
+        blank,
         tokens_BT=np.concatenate([layout.tokens_BT for layout in layouts]),
         targets_BT=np.concatenate([layout.targets_BT for layout in layouts]),
         packing=jax.tree.map(lambda *x: np.concatenate(x), *(x.packing for x in layouts)),
@@ -177,20 +210,18 @@ def _pack(
     for c, layout in enumerate(layouts):
         pairs = zip(layout.order.tolist(), layout.starts.tolist(), strict=True)
         for e, (i, start) in enumerate(pairs, start=c * part.samples):
-            index = start + np.arange(samples[i].trajectory.num_tokens)
-            _fill(batch, e, samples[i], index, c * part.rows * part.length)
+            index = start + np.arange(len(responses[i].tokens))  # in the part of its copy
+            batch.index_EM[e, : len(index)] = index
+            fill(batch, e, i, c * part.rows * part.length + index)
             places.append(e)
+    order = np.concatenate([layout.order for layout in layouts])
     return Packed(batch, order, np.array(places), sum(x.used_positions for x in layouts))
 
 
-def _fill(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray, first: int) -> None:
-    """Fill row e of the loss's inputs; `index` are the positions that predict its tokens.
-
-    They are counted from position `first` of the micro-batch on.
-    """
-    t, n = sample.trajectory, len(index)
-    batch.index_EM[e, :n] = index
-    batch.processing_BT.put(first + index, sample.sampling)
+def _fill(batch: MicroBatch, e: int, sample: TrainSample, places: np.ndarray) -> None:
+    """Fill row e of the loss's inputs."""
+    t, n = sample.trajectory, len(places)
+    batch.processing_BT.put(places, sample.sampling)
     inputs = batch.inputs
     inputs.mask_BT[e, :n] = True
     inputs.advantages_B[e] = sample.advantage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner import logprobs, trainer
 from rl.learner.config import TrainSpec
-from rl.learner.data import Datum, DatumInputs, by_datum, pack
+from rl.learner.data import Datum, DatumInputs, pack
 from rl.learner.gradient_accumulation import Network, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
@@ -111,31 +112,24 @@ def target_logprobs(
     params: Params, data: Sequence[Datum], shape: Shape, recipe: TrainSpec
 ) -> list[np.ndarray]:
     """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
-    packed = pack(data, recipe.model, shape)
-    passes = [
-        logprobs.token_logprobs(params, logprobs.place(p.batch), recipe=recipe)[0] for p in packed
-    ]
-    return by_datum(data, packed, jax.device_get(passes))
+
+    def run(batch: MicroBatch) -> jax.Array:
+        return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
+
+    return logprobs.fetched(run, pack(data, recipe.model, shape), list(map(len, data)), shape)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adam:
-    """AdamW of one step; a `max_grad_norm` of 0 does not clip."""
+    """AdamW of one step, after clipping by the global norm (default: not at all)."""
 
     learning_rate: Any = 1e-4
     b1: Any = 0.9
     b2: Any = 0.95
     eps: Any = 1e-12
     weight_decay: Any = 0.0
-    max_grad_norm: Any = 0.0
-
-
-def optimizer(adam: Adam) -> optax.GradientTransformation:
-    """Return the optimizer of numbers, or of traced ones; its state has one structure for all."""
-    rates: dict[str, Any] = {"b1": adam.b1, "b2": adam.b2, "eps": adam.eps}
-    rates["weight_decay"] = adam.weight_decay
-    return clipped_adamw(lambda step: adam.learning_rate, **rates, max_grad_norm=None)
+    max_grad_norm: Any = math.inf
 
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
@@ -148,12 +142,10 @@ def apply(
     """
     gradients = whole(gradients)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
-    is_finite = jnp.isfinite(norm)
-    is_clipped = (adam.max_grad_norm > 0) & (norm > adam.max_grad_norm)
-    factor = jnp.where(is_clipped, adam.max_grad_norm / norm, 1.0)
-    gradients = jax.tree.map(lambda g: factor * g, gradients)
-    changes, opt_state = optimizer(adam).update(gradients, state.opt_state, state.params)
-    network = NETWORKS["cross_entropy"]
-    params = network.constrain(recipe, optax.apply_updates(state.params, changes))
+    is_finite, rates = jnp.isfinite(norm), dict(vars(adam))
+    rate = rates.pop("learning_rate")
+    optimizer = clipped_adamw(lambda step: rate, **rates)
+    changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    params = trainer.POLICY.constrain(recipe, optax.apply_updates(state.params, changes))
     after = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
     return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state), norm
