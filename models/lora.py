@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf, transformer
-from models.config import Adapted, ModelConfig, Params, lora_specs, with_adapters
+from models.config import Adapted, LowRank, ModelConfig, Params, lora_specs, with_adapters
 from models.layers import dense
 from models.sharding import param_shardings, put
 
@@ -26,6 +26,20 @@ def init(config: ModelConfig, key: jax.Array, mesh: Mesh | None = None) -> Param
     specs = lora_specs(config)
     adapter: Params = transformer.init_from(specs, key)
     return adapter if mesh is None else jax.tree.map(put, adapter, param_shardings(mesh, specs))
+
+
+def cut_to(adapter: Params, rank: int) -> Params:
+    """Return an adapter whose A and B are 0 beyond `rank`, and stay so in training.
+
+    The gradient of each is a product with the other.
+    """
+
+    def one(low: LowRank) -> LowRank:
+        kept_R = (jnp.arange(low.down_RI.shape[0]) < rank).astype(low.down_RI.dtype)
+        return LowRank(low.down_RI * kept_R[:, None], low.up_OR * kept_R)
+
+    cut: Params = jax.tree.map(one, adapter, is_leaf=lambda x: isinstance(x, LowRank))
+    return cut
 
 
 def is_adapted(x: Any) -> bool:

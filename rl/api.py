@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.lora import cut_to, merge
 from models.lora import init as new_adapter
-from models.lora import merge
 from models.transformer import Params
 from rl import run_export, setup
 from rl.checkpoint import reader
@@ -43,7 +43,7 @@ from rl.learner import gradient_accumulation, logprobs, objectives
 from rl.learner.data import Datum, Output, pack
 from rl.learner.gradient_accumulation import Accumulator, Health
 from rl.learner.micro_batches import unpacked
-from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs
+from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs, total_loss
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
@@ -80,15 +80,21 @@ class Policy:
             dtype = self._learner.recipe.trainer.dtype
             self._rollouts = Rollouts(config, inputs, self._mesh, dtype)
 
-    def with_new_adapter(self, seed: int = 0) -> Self:
-        """Return another policy with the same frozen weights and engine, and a fresh adapter."""
+    def with_new_adapter(self, seed: int = 0, rank: int | None = None) -> Self:
+        """Return another policy with the same frozen weights and engine, and a fresh adapter.
+
+        A `rank` below the policy's leaves the rest of A and B at 0, which training does not move.
+        """
         assert self.model.lora is not None, "all weights of this policy are trained"
         twin = copy.copy(self)
         twin._total = twin._now = None
         with on_mesh(self._mesh):
             recipe, key = self._learner.recipe, jax.random.key(seed)
             optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
-            twin._state = init_state(new_adapter(self.model, key, self._mesh), optimizer)
+            adapter = new_adapter(self.model, key, self._mesh)
+            if rank is not None:
+                adapter = cut_to(adapter, rank)
+            twin._state = init_state(adapter, optimizer)
         return twin
 
     @property
@@ -128,6 +134,17 @@ class Policy:
             learner, params = self._learner, self._learner.policy(self._state.params)
             return target_logprobs(params, data, learner.shape, learner.recipe)
 
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        loss: str = "cross_entropy",
+        settings: LossSettings | None = None,
+    ) -> Output:
+        """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
+        _check_loss(loss)
+        found = self.forward(data)
+        return Output(total_loss(loss, data, found, settings or LossSettings()), found)
+
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -140,8 +157,7 @@ class Policy:
         for data that do not fit, and for a loss or gradient that is not finite, after which all
         gradients since the last `optim_step` are gone.
         """
-        if loss not in LOSSES:
-            raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
+        _check_loss(loss)
         learner = self._learner
         packed = pack(data, self.model, learner.shape)
         static: dict[str, Any] = {"network": NETWORKS[loss], "recipe": learner.recipe}
@@ -173,6 +189,10 @@ class Policy:
         ]
         return dataclasses.replace(self.forward_backward(linear), loss=float(value))
 
+    @property
+    def has_gradients(self) -> bool:
+        return self._total is not None
+
     def optim_step(self, adam: Adam | None = None) -> float:
         """Apply the gradients since the last one; return their norm before clipping.
 
@@ -197,13 +217,21 @@ class Policy:
         with Checkpointer(folder, settings) as checkpoints:
             checkpoints.save(self.version, self._state)
 
-    def load_state(self, folder: str | Path, step: int | None = None) -> None:
+    def load_state(
+        self, folder: str | Path, step: int | None = None, *, with_optimizer: bool = True
+    ) -> None:
         """Continue from a saved state, the newest by default; gradients are dropped.
 
-        Raises NoWholeCheckpointError, or StructureMismatchError for another policy or adapter.
+        Without its optimizer, Adam starts afresh. Raises NoWholeCheckpointError, or
+        StructureMismatchError for another policy or adapter.
         """
         with on_mesh(self._mesh):
-            self._state = reader.restore(folder, self._state, step).arrays
+            state = reader.restore(folder, self._state, step).arrays
+            if not with_optimizer:
+                recipe = self._learner.recipe
+                optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
+                state = init_state(state.params, optimizer)
+            self._state = state
         self._total = self._now = None
 
     def export(self, folder: str | Path) -> None:
@@ -216,6 +244,11 @@ class Policy:
             model, params = merge(inputs.model, params)
             inputs = dataclasses.replace(inputs, model=model)
         run_export.write_policy(inputs, params, target, run_export.Layout())
+
+
+def _check_loss(loss: str) -> None:
+    if loss not in LOSSES:
+        raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
 
 
 def _check_finite(packed: Sequence[Any], passes: Sequence[Health]) -> None:

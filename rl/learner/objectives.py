@@ -18,7 +18,7 @@ from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner import logprobs, trainer
 from rl.learner.config import TrainSpec
-from rl.learner.data import Datum, DatumInputs, pack
+from rl.learner.data import Datum, DatumInputs, inputs_of, pack
 from rl.learner.gradient_accumulation import Network, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
@@ -117,6 +117,18 @@ def target_logprobs(
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
 
     return logprobs.fetched(run, pack(data, recipe.model, shape), list(map(len, data)), shape)
+
+
+def total_loss(
+    loss: str, data: Sequence[Datum], logps: Sequence[np.ndarray], settings: LossSettings
+) -> float:
+    """Return the sum of a loss at these log-probs."""
+    total = 0.0
+    for datum, logp_T in zip(data, logps, strict=True):
+        inputs = inputs_of(datum)
+        loss_T = LOSSES[loss](jnp.asarray(logp_T), inputs, settings) * inputs.weights_EM
+        total += float(jnp.sum(loss_T))
+    return total
 
 
 @jax.tree_util.register_dataclass
