@@ -19,13 +19,14 @@ CHUNK_BYTES = 2**16
 class Relay:
     """A context manager, during which jax can connect to `here`, a socket that only Linux has.
 
-    Connections outlive it. Process 0 is lost once it closes one, or sends nothing for `deadline_s`:
-    it answers each heartbeat.
+    Connections outlive it. Process 0 is lost once it closes one, or sends nothing for `deadline_s`
+    after `watch`: it answers each heartbeat. Until then this process may be busy with its imports,
+    and sends nothing itself.
     """
 
     def __init__(self, address: tuple[str, int], deadline_s: float) -> None:
         self._address, self._deadline_s = address, deadline_s
-        self._lost = threading.Event()
+        self._lost, self._watched = threading.Event(), threading.Event()
         self._clients = list[socket.socket]()  # as long as they are held they stay open
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("")  # no proxy is used for a name without a file, and Linux finds one
@@ -48,6 +49,7 @@ class Relay:
             self._lost.wait()
             lost()
 
+        self._watched.set()
         _start(wait)
 
     def _accept(self) -> None:
@@ -66,9 +68,19 @@ class Relay:
 
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(CHUNK_BYTES):
+            while data := self._received(source):
                 target.sendall(data)
         self._lost.set()
+
+    def _received(self, source: socket.socket) -> bytes:
+        """Return the next bytes, none at the end. Raises TimeoutError after a silence."""
+        while True:
+            watched = self._watched.is_set()
+            try:
+                return source.recv(CHUNK_BYTES)
+            except TimeoutError:
+                if watched:  # for all of this time
+                    raise
 
 
 def _start(target: Callable[..., object], *args: object) -> None:

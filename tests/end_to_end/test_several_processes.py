@@ -111,7 +111,9 @@ class Started:
         until_s = time.monotonic() + LIMIT_S
         while not happens():
             ended = [p.returncode for p in self.processes if p.poll() is not None]
-            assert not ended and time.monotonic() < until_s, self.wait()
+            if ended or time.monotonic() > until_s:
+                statuses, outputs = self.wait()
+                pytest.fail("\n".join([f"ended with {statuses}", *outputs]))
             time.sleep(0.02)
 
     def wait(self) -> tuple[list[int], list[str]]:

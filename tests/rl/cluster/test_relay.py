@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,6 +57,17 @@ def test_bytes_pass_and_a_closed_connection_is_a_loss(first: socket.socket) -> N
 def test_a_process_0_that_sends_nothing_is_lost(first: socket.socket) -> None:
     with Relay(first.getsockname(), 0.05) as relay, client_of(relay):
         assert loss_of(relay).wait(LIMIT_S)
+
+
+def test_silence_before_processes_have_met_is_no_loss(first: socket.socket) -> None:
+    deadline_s = 0.05
+    with Relay(first.getsockname(), deadline_s) as relay, client_of(relay) as client:
+        peer, _ = first.accept()
+        with peer:
+            time.sleep(3 * deadline_s)
+            client.sendall(b"late")
+            assert peer.recv(100) == b"late" and not relay._lost.is_set()
+            assert loss_of(relay).wait(LIMIT_S), "from then on it is"
 
 
 def test_a_process_0_that_does_not_listen_yet_is_not_lost(first: socket.socket) -> None:
