@@ -34,11 +34,16 @@ LORA_TARGETS: dict[LoraTarget, tuple[str, ...]] = {  # fields of `Layer`, or of 
 
 @dataclasses.dataclass(frozen=True)
 class LoraShape:
-    """Low-rank adapters: W of the targets becomes W + (alpha / rank) · B · A."""
+    """Low-rank adapters: W of the targets becomes W + (alpha / rank) · B · A.
+
+    A and B may be those of `places` adapters of one rank each, next to one another: a row of a
+    batch has one of them (`models.lora.for_rows`).
+    """
 
     rank: int
     alpha: float
     targets: tuple[LoraTarget, ...]
+    places: int = 1
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.targets) - set(LORA_TARGETS))
@@ -171,10 +176,14 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """W + scale · B · A: a frozen weight and its adapter; of a tied head, W is None here."""
+    """W + scale · B · A: a frozen weight and its adapter; of a tied head, W is None here.
+
+    `keeps_XR` are the ranks that each row of the input has of several adapters; None: all.
+    """
 
     weight_OI: Any
     low: LowRank
+    keeps_XR: Any = dataclasses.field(default=None, kw_only=True)
     scale: float = dataclasses.field(metadata={"static": True})  # no leaf of the tree
 
 
@@ -238,8 +247,8 @@ def lora_specs(config: ModelConfig) -> Params:
             return None
         (outputs, inputs), (out_axis, in_axis) = spec.shape, spec.axes
         return LowRank(
-            ParamSpec((lora.rank, inputs), (None, in_axis), (3 * inputs) ** -0.5),
-            ParamSpec((outputs, lora.rank), (out_axis, None), 0.0),
+            ParamSpec((lora.places * lora.rank, inputs), (None, in_axis), (3 * inputs) ** -0.5),
+            ParamSpec((outputs, lora.places * lora.rank), (out_axis, None), 0.0),
         )
 
     def of(tree: Layer) -> Layer:

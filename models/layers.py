@@ -31,12 +31,15 @@ ADDED_AT_ONCE = 16  # parts of a sum
 def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> jax.Array:
     """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's.
 
-    An adapted weight adds scale · x · Aᵀ · Bᵀ.
+    An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x.
     """
     dtype = dtype or x.dtype
     if isinstance(weight_OI, Adapted):
         low = weight_OI.low
-        change = linear(weight_OI.scale * linear(x, low.down_RI), low.up_OR, dtype)
+        inner = weight_OI.scale * linear(x, low.down_RI)
+        if (keeps_XR := weight_OI.keeps_XR) is not None:
+            inner *= keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
+        change = linear(inner, low.up_OR, dtype)
         return linear(x, weight_OI.weight_OI, dtype) + change
     if (product := _kernel(x, weight_OI)) is not None:
         return _by_rows(product, partial(_input_first, dtype=dtype), x, weight_OI)

@@ -8,6 +8,8 @@ An adapter is a tree like `Params` whose leaves are `LowRank`, None for weights 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf, transformer
-from models.config import Adapted, LowRank, ModelConfig, Params, lora_specs, with_adapters
+from models.config import (
+    LORA_TARGETS,
+    Adapted,
+    Layer,
+    LowRank,
+    ModelConfig,
+    Params,
+    lora_specs,
+    with_adapters,
+)
 from models.layers import dense
 from models.sharding import param_shardings, put
 
@@ -28,18 +39,69 @@ def init(config: ModelConfig, key: jax.Array, mesh: Mesh | None = None) -> Param
     return adapter if mesh is None else jax.tree.map(put, adapter, param_shardings(mesh, specs))
 
 
-def cut_to(adapter: Params, rank: int) -> Params:
+def cut_to(adapter: Params, rank: int, targets: Sequence[str] = ()) -> Params:
     """Return an adapter whose A and B are 0 beyond `rank`, and stay so in training.
 
-    The gradient of each is a product with the other.
+    The gradient of each is a product with the other. Weights of other parts than `targets`
+    (`LORA_TARGETS`), if there are any, keep no rank.
     """
+    kept = {field for target in targets or LORA_TARGETS for field in LORA_TARGETS[target]}
 
-    def one(low: LowRank) -> LowRank:
-        kept_R = (jnp.arange(low.down_RI.shape[0]) < rank).astype(low.down_RI.dtype)
+    def one(field: str, low: LowRank | None) -> LowRank | None:
+        if low is None:
+            return None
+        ranks = rank if field in kept else 0
+        kept_R = (jnp.arange(low.down_RI.shape[0]) < ranks).astype(low.down_RI.dtype)
         return LowRank(low.down_RI * kept_R[:, None], low.up_OR * kept_R)
 
-    cut: Params = jax.tree.map(one, adapter, is_leaf=lambda x: isinstance(x, LowRank))
-    return cut
+    def of(layer: Layer) -> Layer:
+        return Layer(**{name: one(name, low) for name, low in vars(layer).items()})
+
+    layers = tuple(map(of, adapter.layers))
+    return dataclasses.replace(adapter, layers=layers, head_VD=one("head_VD", adapter.head_VD))
+
+
+def with_places(config: ModelConfig, places: int) -> ModelConfig:
+    """Return a policy's config with room for so many adapters of its rank."""
+    assert config.lora is not None, "without adapters all weights are trained"
+    return dataclasses.replace(config, lora=dataclasses.replace(config.lora, places=places))
+
+
+def no_adapters(config: ModelConfig, dtype: Any) -> Params:
+    """Return the adapters of a config with places, which change nothing as yet."""
+    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), lora_specs(config))
+
+
+@partial(jax.jit, donate_argnames="places")
+def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
+    """Return the adapters of all places with this one in one of them."""
+
+    def one(all_of: LowRank, low: LowRank) -> LowRank:
+        at, dtype = place * low.down_RI.shape[0], all_of.down_RI.dtype
+        return LowRank(
+            jax.lax.dynamic_update_slice(all_of.down_RI, low.down_RI.astype(dtype), (at, 0)),
+            jax.lax.dynamic_update_slice(all_of.up_OR, low.up_OR.astype(dtype), (0, at)),
+        )
+
+    put_in: Params = jax.tree.map(one, places, adapter, is_leaf=lambda x: isinstance(x, LowRank))
+    return put_in
+
+
+def for_rows(config: ModelConfig, params: Params, place_X: jax.Array) -> Params:
+    """Return weights for a batch whose rows each have the adapter of one place, int32 [X].
+
+    The ranks of the others are multiplied by 0. With one place nothing changes.
+    """
+    if config.lora is None or config.lora.places == 1:
+        return params
+    ranks = jnp.arange(config.lora.places * config.lora.rank) // config.lora.rank
+    keeps_XR = place_X[:, None] == ranks
+
+    def one(x: Any) -> Any:
+        return dataclasses.replace(x, keeps_XR=keeps_XR) if is_adapted(x) else x
+
+    chosen: Params = jax.tree.map(one, params, is_leaf=is_adapted)
+    return chosen
 
 
 def is_adapted(x: Any) -> bool:

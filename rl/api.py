@@ -45,9 +45,11 @@ from rl.learner.gradient_accumulation import Accumulator, Health
 from rl.learner.micro_batches import unpacked
 from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs, total_loss
 from rl.learner.optimizer import init_state, make_optimizer
+from rl.learner.trainer import cast_params
 from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
 from rl.sampler import Rollouts, Sample, Sampler, on_mesh
+from rl.stream import Stream
 from rl.system import rollout_weights
 
 __all__ = ["LOSSES", "Adam", "Datum", "LossSettings", "Output", "Policy", "Sample", "Sampler"]
@@ -62,14 +64,15 @@ class Policy:
     `Sampling`), and a datum as many. Programs compile at their first call.
     """
 
-    def __init__(self, directory: str, *settings: str) -> None:
+    def __init__(self, directory: str, *settings: str, files: Sequence[str] = ()) -> None:
         """Load a Hugging Face folder, or GGUF file.
 
-        `settings` are a configuration's, such as "Engine.slots=16", with its defaults, except that
-        nothing is drafted. Raises ConfigError, ValueError or FileNotFoundError.
+        `settings` are a configuration's, such as "Engine.slots=16", and win over its `files`. By
+        default nothing is drafted. Raises ConfigError, ValueError or FileNotFoundError.
         """
         named = f"Policy.directory={directory!r}"
-        config = load(TrainConfig, overrides=[PLAIN, named, *settings])
+        given = [named, *settings] if files else [PLAIN, named, *settings]
+        config = load(TrainConfig, files, given)
         inputs = Inputs(*open_policy(directory, config.task, config.policy.lora), (), 0)
         self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
         self._mesh = setup.run_mesh(config)
@@ -80,10 +83,13 @@ class Policy:
             dtype = self._learner.recipe.trainer.dtype
             self._rollouts = Rollouts(config, inputs, self._mesh, dtype)
 
-    def with_new_adapter(self, seed: int = 0, rank: int | None = None) -> Self:
+    def with_new_adapter(
+        self, seed: int = 0, rank: int | None = None, targets: Sequence[str] = ()
+    ) -> Self:
         """Return another policy with the same frozen weights and engine, and a fresh adapter.
 
-        A `rank` below the policy's leaves the rest of A and B at 0, which training does not move.
+        A `rank` below the policy's leaves the rest of A and B at 0, which training does not move;
+        so are the ones of weights that are not among `targets`, if there are any.
         """
         assert self.model.lora is not None, "all weights of this policy are trained"
         twin = copy.copy(self)
@@ -93,7 +99,7 @@ class Policy:
             optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
             adapter = new_adapter(self.model, key, self._mesh)
             if rank is not None:
-                adapter = cut_to(adapter, rank)
+                adapter = cut_to(adapter, rank, targets)
             twin._state = init_state(adapter, optimizer)
         return twin
 
@@ -125,6 +131,13 @@ class Policy:
         with on_mesh(self._mesh):
             whole = rollout_weights(learner.policy(trained, engine.dtype), engine, WHOLE)
         return Sampler(self._rollouts, learner, whole, self.version)
+
+    def stream(self, places: int = 1) -> Stream:
+        """Return a rollout that takes requests of samplers, of so many adapters at a time."""
+        assert self._learner.base is not None, "all weights of this policy are trained"
+        with on_mesh(self._mesh):
+            base = cast_params(self._learner.base, self._rollouts.engine.dtype)
+        return Stream(self._rollouts, base, places)
 
     # -- training -------------------------------------------------------------------------
 

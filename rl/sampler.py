@@ -1,17 +1,19 @@
-"""Samples of given weights: whole batches of prompts, or requests that join as they come."""
+"""Samples of given weights, with the drafts that a configuration names."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from models.lora import trained_part
+from models.tokenizer import Tokenizer
 from models.transformer import Params
 from rl import setup
 from rl.config import TrainConfig
@@ -23,7 +25,7 @@ from rl.learner.objectives import target_logprobs
 from rl.learner.trainer import Learner
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation
-from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
+from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets, round_times
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.config import parse_budget
@@ -49,6 +51,15 @@ class Sample:
     is_truncated: bool
     sampling: SamplingConfig
     version: int
+
+    @classmethod
+    def of(
+        cls, t: Trajectory, tokenizer: Tokenizer, sampling: SamplingConfig, version: int
+    ) -> Self:
+        """Return a trajectory as its caller gets it."""
+        prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
+        text = tokenizer.decode(response)
+        return cls(prompt, response, t.logprobs, text, t.truncated, sampling, version)
 
 
 class Rollouts:
@@ -84,54 +95,6 @@ class Rollouts:
         buckets = list(round_buckets(engine, sampling, reach))
         compile_buckets.warm_up(engine, weights, sampling, reach)
         self.speculation.times = round_times.measure(engine, weights, sampling, buckets)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SampleRequest:
-    """`n` responses to a prompt; `seed` names their noise."""
-
-    prompt_ids: tuple[int, ...]
-    n: int
-    sampling: SamplingConfig
-    seed: str
-
-    def requests(self, number: int) -> list[Request]:
-        """Return the engine's requests; `number` is unlike those of others that run."""
-
-        def noise(i: int) -> int:
-            digest = hashlib.sha256(f"{self.seed}:{i}".encode()).digest()
-            return int.from_bytes(digest[:4], "little") % 2**31
-
-        def one(i: int) -> Request:
-            request_id = (number + i) * 2**31 + noise(i)
-            return Request(request_id, self.prompt_ids, number, i, sampling=self.sampling)
-
-        return [one(i) for i in range(self.n)]
-
-
-class _Running:
-    """The requests of a stream that have not ended, by the number of each."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._requests: dict[int, tuple[SampleRequest, list[Trajectory]]] = {}
-
-    def begin(self, requests: Sequence[SampleRequest]) -> list[PartialRequest]:
-        begun = list[PartialRequest]()
-        for request in requests:
-            self._requests[self._number] = request, []
-            begun += [PartialRequest(r) for r in request.requests(self._number)]
-            self._number += request.n
-        return begun
-
-    def end(self, t: Trajectory) -> tuple[SampleRequest, list[Trajectory]] | None:
-        """Return a request and its responses, in order, if this is the last of them."""
-        request, done = self._requests[t.group_id]
-        done.append(t)
-        if len(done) < request.n:
-            return None
-        del self._requests[t.group_id]
-        return request, sorted(done, key=lambda one: one.sample_index)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,52 +148,13 @@ class Sampler:
             remember(rollouts.cache, keys, done, scored=False)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:
-            groups[t.group_id].append(self._read(t, sampling))
+            groups[t.group_id].append(Sample.of(t, inputs.tokenizer, sampling, self.version))
         return groups
 
-    def _read(self, t: Trajectory, sampling: SamplingConfig) -> Sample:
-        """Return a trajectory as its caller gets it."""
-        prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
-        text = self._rollouts.inputs.tokenizer.decode(response)
-        return Sample(prompt, response, t.logprobs, text, t.truncated, sampling, self.version)
-
-    def stream(
-        self,
-        requests: Sequence[SampleRequest],
-        more: Callable[[], Sequence[SampleRequest]],
-        on_finish: Callable[[SampleRequest, list[Sample]], None],
-    ) -> None:
-        """Answer requests in one rollout, which the ones that `more` returns join as it runs.
-
-        `on_finish` is called with a request's responses. Tokens are a function of the weights and
-        the request. Raises ValueError if one cannot run: `check` it before.
-        """
-        rollouts, engine, running = self._rollouts, self._rollouts.engine, _Running()
-        config, inputs = rollouts.config, rollouts.inputs
-        settings = self._weights, config.sampling, step_key(0, 0), inputs.model.eos_token_ids
-        spec = RolloutSpec(*settings, self.version, words=inputs.tokenizer.token_bytes)
-        sizes: dict[str, Any] = {
-            "max_requests": engine.config.max_slots,
-            "max_tokens": config.longest_tokens,
-        }
-        with on_mesh(rollouts.mesh), engine.rollout(spec, **sizes):
-            engine.add(running.begin(requests))
-            while engine.has_work:
-                for trajectory in engine.step():
-                    assert isinstance(trajectory, Trajectory), "whole requests have no chunks"
-                    if (done := running.end(trajectory)) is not None:
-                        on_finish(done[0], [self._read(t, done[0].sampling) for t in done[1]])
-                engine.add(running.begin(more()))
-
-    def check(self, request: SampleRequest) -> None:
-        """Raise ValueError for a request that cannot run in a `stream`."""
-        config, tokens = self._rollouts.config, len(request.prompt_ids)
-        check_requests(self._rollouts.inputs.model, request.requests(0), config.sampling)
-        if tokens + request.sampling.max_new_tokens > config.longest_tokens:
-            raise ValueError(
-                f"expected at most {config.longest_tokens} tokens of prompt and response, got "
-                f"{tokens} and {request.sampling.max_new_tokens}"
-            )
+    @property
+    def adapter(self) -> Params:
+        """The adapter of these weights."""
+        return trained_part(self._weights)
 
     def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
         """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""

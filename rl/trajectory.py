@@ -51,6 +51,7 @@ class Request:
     cached: CachedResponse | None = None
     sampling: SamplingConfig | None = None
     begun: tuple[int, ...] = ()  # tokens drawn with the same noise and older weights
+    adapter: int = 0  # its place among the rollout's is `adapter` modulo their number
 
     def limit(self, sampling: SamplingConfig) -> int:
         """Return the maximum length of its response, in a rollout of this sampling."""

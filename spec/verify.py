@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import transformer
+from models import lora, transformer
 from models.attention import Chunks, Trees
 from models.config import ModelConfig
 from models.kv_cache import Entries, Pending
@@ -35,6 +35,7 @@ class Slots:
 
     `length` counts live cache positions, waiting entries included, `emitted` the response tokens,
     up to `limit`. `keys` are the requests' noise keys. Slots that are not `active` emit nothing.
+    `adapter` is the place of a request's adapter among the policy's (`models.lora.for_rows`).
     """
 
     last_token: jax.Array
@@ -42,6 +43,7 @@ class Slots:
     emitted: jax.Array
     limit: jax.Array
     active: jax.Array
+    adapter: jax.Array
     keys: jax.Array
     processing: sampling.Processing
 
@@ -109,8 +111,9 @@ def verify(
     positions_M = of_slots.length + depth_M
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     length_B = jnp.where(room_B > 0, slots.length, 0)  # rows at rest need not be read
+    of_rows = lora.for_rows(config, params, _adapters(of_slots.adapter, slots, nodes.chunks))
     hidden_XD, entries = transformer.hidden_of_nodes(
-        config, params, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
+        config, of_rows, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
     )
     tokens_M, logprobs_M, reused_M = _draw(
         config, params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
@@ -179,6 +182,7 @@ def _draw_part(
     config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     hidden_MD, nodes, of_slots, depth_M = undrawn
+    params = lora.for_rows(config, params, of_slots.adapter)
     logits_MV = constrain(transformer.head(config, params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
     temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
@@ -216,8 +220,9 @@ def decode(
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
     nodes = slots.last_token[:, None], slots.length[:, None], start_B
+    of_rows = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))
     hidden_B1D, cache, entries = transformer.hidden_with_cache(
-        config, params, cache, *nodes, chunks
+        config, of_rows, cache, *nodes, chunks
     )
     hidden_BD = hidden_B1D[:, 0]
     of_chunks = None if chunks is None else entries.take(np.s_[:], cache.values[0].dtype)
@@ -228,6 +233,14 @@ def decode(
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
     return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, reused_B, of_chunks)
+
+
+def _adapters(adapter_M: jax.Array, slots: Slots, chunks: Chunks | None) -> jax.Array:
+    """Return the adapters of a round's nodes, then of the tokens of its chunks."""
+    if chunks is None:
+        return adapter_M
+    of_chunks_X = jnp.take(slots.adapter, chunks.slot_X, mode="clip")
+    return jnp.concatenate([adapter_M, of_chunks_X])
 
 
 def _last_of_slots(
@@ -335,8 +348,9 @@ def chunks_alone(
     """
     chunks = Chunks.of_table(chunks_TX, are_apart=True)
     none_M, tokens_X = jnp.zeros(0, jnp.int32), chunks.tokens_TC.reshape(-1)
+    of_rows = lora.for_rows(config, params, _adapters(none_M, slots, chunks))
     hidden_XD, entries = transformer.hidden_of_nodes(
-        config, params, cache, none_M, none_M, slots.length, None, chunks
+        config, of_rows, cache, none_M, none_M, slots.length, None, chunks
     )
     entries = entries.take(np.s_[:], cache.values[0].dtype)
     of_slots = jax.tree.map(lambda x: jnp.take(x, chunks.slot_X, axis=0, mode="clip"), slots)

@@ -62,17 +62,18 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         },
         "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
         "preflight": {"engine", "gin", "learner", "rewards", "speculation", "warm_up"},
+        "server": set(),
     },
 }
 # Of rl's own files every room may import the records. The files of a run may import any room, and
-# are imported by one another, by `preflight` and by commands, which nothing imports.
+# are imported by one another, by `preflight`, `server` and commands, which nothing imports.
 RECORDS = {"trajectory", "packing"}
 RUN = {
     *("config", "config_checks", "inputs", "eval_sets", "evaluation", "loop", "run_process"),
     *("run_folder", "run_checkpoint", "run_export", "model_card", "system", "step", "rollouts"),
     *("pipeline", "collected", "responses", "setup", "first_programs", "memory", "drafter_run"),
     *("drafting_run", "ray_run", "launch", "ray_trainers", "disk_plan", "learning_checks"),
-    *("dry_run", "unused_settings", "api", "sampler"),
+    *("dry_run", "unused_settings", "api", "sampler", "stream"),
 }
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
 CODE = (*MAY_IMPORT, "benchmarks", "policies", "tests")
@@ -188,7 +189,8 @@ def may_enter(relative: str, imported: str) -> bool:
         return False  # a new room needs a line in the table
     own, other = (parts[0] if parts[0] in table else "" for parts in (here, there))
     if package == "rl" and not other:
-        is_run = there[0] in RUN and (own == "preflight" or (not own and here[0] not in RECORDS))
+        above = own in ("preflight", "server")
+        is_run = there[0] in RUN and (above or (not own and here[0] not in RECORDS))
         return there[0] in RECORDS or here == there or is_run
     if package == "rl" and not own:
         return here[0] not in RECORDS or other == "runtime"

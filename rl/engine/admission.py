@@ -50,7 +50,7 @@ class WaitingQueue:
         """Queue requests for a chunk of tokens each, or new ones for all of theirs."""
         queue = self.new if is_new else self.partial
         for p in requests:
-            number, prompt, _ = self._known.of(p.request.prompt_ids)
+            number, prompt, _ = self._known.of(p.request)
             if prompt is not p.request.prompt_ids:  # equal prompts are one object: hashed once
                 request = dataclasses.replace(p.request, prompt_ids=prompt)
                 p = dataclasses.replace(p, request=request)
@@ -78,7 +78,7 @@ class WaitingQueue:
         queue = self.partial or self.new
         taken = [queue.popleft() for _ in range(count)]
         for p in taken if queue is self.new else ():
-            number, *_ = self._known.of(p.request.prompt_ids)
+            number, *_ = self._known.of(p.request)
             self._prompts[number] -= 1
             if not self._prompts[number]:
                 del self._prompts[number]
@@ -108,6 +108,19 @@ def assign(
     taken = set(rows)
     others = (row for row in free if row not in taken)
     return [next(others) if row is None else row for row in rows]
+
+
+def assign_continued(waiting: Sequence[PartialRequest], table: SlotTable) -> list[int]:
+    """Return a free row for each waiting request: the one that holds the most of its prompt.
+
+    If none holds any, it is the one whose last request is the oldest.
+    """
+    free = sorted(table.free_rows(), key=lambda r: int(table.entered_B[r]))
+    rows = list[int]()
+    for p in waiting:
+        common_R = table.reusable_tokens(p.request, free) if p.kv is None else np.zeros(len(free))
+        rows.append(free.pop(int(np.argmax(common_R))))
+    return rows
 
 
 def fills(
@@ -200,9 +213,13 @@ def assign_pages(
     room, common = _room(table, pages, fetch_tokens, busy), _Common(pages, table, busy)
     free = sorted(table.free_rows(), key=lambda r: (table.prompts[r] in wanted_later, r))
     for p in waiting[: len(free)]:
-        number = table.known_prompts.of(p.request.prompt_ids).number
+        number = table.known_prompts.of(p.request).number
         needed = pages.pages_for(needed_by(p, table, fetch_tokens))
-        holders = [r for r in free if table.prompts[r] == number and p.kv is None]
+        holders = list[int]()
+        if p.kv is None:
+            common_R = table.reusable_tokens(p.request, free)
+            most = int(common_R.max(initial=0))
+            holders = [r for r, n in zip(free, common_R, strict=True) if n == most > 0]
         first = {pages.part_of(r): r for r in reversed(free) if r not in holders}  # by part
         left = {
             row: room[pages.part_of(row)] - needed + common.num_pages(p, number, row)
@@ -243,17 +260,19 @@ class _Common:
         full = prompt_tokens // self._pages.page_tokens
         if p.kv is not None:
             return full if key in self._held else 0
-        if self._table.prompts[row] == number:  # it keeps those that the row has
-            return int(self._used_P[self._pages.pages_of(row, prompt_tokens)].sum())
+        if kept := self._kept(p, row):
+            return int(self._used_P[self._pages.pages_of(row, kept)].sum())
         return full if key in self._wanted else 0
 
     def add(self, p: PartialRequest, number: int, row: int) -> None:
         """Note that it gets this row."""
-        key = self._pages.part_of(row), number
-        keeps = p.kv is None and self._table.prompts[row] == number
+        key, kept = (self._pages.part_of(row), number), self._kept(p, row)
         self._wanted.add(key)
-        if p.kv is not None or keeps:
+        if p.kv is not None or kept == len(p.request.prompt_ids) - 1 > 0:
             self._held.add(key)
-        if keeps:
-            pages = self._pages.pages_of(row, len(p.request.prompt_ids) - 1)
-            self._used_P[pages] = True
+        if kept:
+            self._used_P[self._pages.pages_of(row, kept)] = True
+
+    def _kept(self, p: PartialRequest, row: int) -> int:
+        """Return how many tokens of its prompt it finds in this row."""
+        return 0 if p.kv is not None else int(self._table.reusable_tokens(p.request, [row])[0])

@@ -25,7 +25,7 @@ from spec.verify import Slots
 STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
 PAGES_AT_ONCE = 16  # that one call copies, reads or writes
 # Columns of the integer table that becomes the device's slots.
-COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
+COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k", "adapter")
 
 
 @jax.jit

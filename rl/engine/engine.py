@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
+from models.transformer import Params
 from rl.engine import admission
 from rl.engine.admission import WaitingQueue
 from rl.engine.cached_prefixes import CachedPrefixes
@@ -148,7 +149,12 @@ class Engine(ModelRunner):
             args = spec.rule, endings, self.stats.cached, num_slots, max_tokens
             cached = CachedPrefixes(*args, in_chunks=self._verifies_in_chunks(spec, num_slots))
         # a fetch may write one beyond
-        table = SlotTable(num_slots, max_tokens + 1, endings, cached)
+        lora = self.model.lora
+        table = SlotTable(
+            *(num_slots, max_tokens + 1, endings, cached),
+            keeps_responses=spec.keeps_responses,
+            num_adapters=1 if lora is None else lora.places,
+        )
         self._waiting = WaitingQueue(table.known_prompts)
         delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
         with self.mesh_context(), delivery as self._delivery:
@@ -163,6 +169,11 @@ class Engine(ModelRunner):
     def add(self, requests: Sequence[PartialRequest]) -> None:
         """Queue requests, each for at most its `max_tokens` more tokens."""
         self._waiting.add(requests)
+
+    def use(self, params: Params) -> None:
+        """Take other weights, in which running requests have equal ones."""
+        self._spec = dataclasses.replace(self._spec, params=params)
+        self._rounds.params = params
 
     @property
     def has_work(self) -> bool:

@@ -81,8 +81,7 @@ class PageMemory:
         self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
         needed_B = admission.needed_B(table, fetch_tokens)
         for row in table.free_rows():
-            holds = table.prompts[row] is not None
-            self._release(row, int(table.prompt_tokens_B[row]) - 1 if holds else 0)
+            self._release(row, int(table.kept_tokens_B[row]))
         rows = oldest = table.oldest_first()
         if self._pages.held_B[oldest].all():  # no row waits for a prompt
             short_B = self._short_B(needed_B)
@@ -97,7 +96,7 @@ class PageMemory:
                     continue
                 newest = next(r for r in reversed(oldest) if self._leaves(r, row, part, leaving))
                 self._release(newest)
-                table.prompts[newest] = None
+                table.forget(newest)
                 leaving.append(newest)
                 if newest == row:
                     break
@@ -150,7 +149,7 @@ class PageMemory:
         if row < 0 or (is_last and not last_resort):
             return False
         self._release(row)
-        table.prompts[row] = None
+        table.forget(row)
         return True
 
     # -- reserve, share, release -------------------------------------------------------
@@ -201,6 +200,15 @@ class PageMemory:
     def begin(self, row: int, kept_tokens: int) -> None:
         """Note that a request enters a row; its first `kept_tokens` positions stay."""
         self._release(row, kept_tokens)
+
+    def unshared(self, row: int, num_tokens: int) -> int:
+        """Return how many of a row's first tokens can stay if later ones are written.
+
+        A page that has others' tokens too is not written.
+        """
+        full, rest = divmod(num_tokens, self._pages.page_tokens)
+        is_shared = rest and self._pages.users_P[self._pages.pages_BN[row, full]] > 1
+        return num_tokens - rest if is_shared else num_tokens
 
     def parts(self, num_rows: int) -> Sequence[int]:
         """Return each row's part of the mesh."""

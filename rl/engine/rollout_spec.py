@@ -69,7 +69,8 @@ class RolloutSpec:
     budget; without a budget all draft tokens are verified. `rule` decides how much of cached
     responses is kept (None: none); requests may have early tokens. `times`, measured seconds of
     rounds, choose between verifying these in chunks (None: always) or as nodes. `sink` receives
-    responses with hidden states.
+    responses with hidden states. With `keeps_responses` a prompt may continue an earlier request's
+    tokens in its row, as the turns of a dialogue do.
     """
 
     params: Params
@@ -82,6 +83,7 @@ class RolloutSpec:
     sink: HiddenStateSink | None = None
     words: TokenBytes | None = None
     begun: bool = False
+    keeps_responses: bool = False
     times: RoundTimes | None = None
 
     @functools.cached_property

@@ -55,10 +55,10 @@ class Rounds:
         speculator: Speculator,
         stats: EngineStats,
     ) -> None:
-        self._runner, self._rows, self._spec = runner, rows, spec
+        self._runner, self._rows = runner, rows
         self._speculator, self._stats = speculator, stats
         self._stop_E, self._scheme = runner.put(spec.stop_ids), spec.sampling.scheme
-        self._key = runner.put(spec.key)
+        self._key, self.params = runner.put(spec.key), spec.params
         self.called_s = self.fetched_s = 0.0  # of the last call
         self._busy = False  # whether the device has a call that is not yet fetched
         self.cached_in_chunks = 0  # cached tokens that the last call's chunks decided on
@@ -104,7 +104,7 @@ class Rounds:
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
         runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, result, entries = verify_round(
-            self._spec.params,
+            self.params,
             *state,
             slots,
             runner.argument(nodes_5M),
@@ -124,7 +124,7 @@ class Rounds:
         chunks_TX, sizes = rows.next_chunks(), (len(table), rows.num_positions)
         runner.record.note("a prompt round", sizes, table, chunks_TX)
         *state, result, entries = decode_beside_chunks(
-            self._spec.params,
+            self.params,
             *state,
             slots,
             self._stop_E,
@@ -187,7 +187,7 @@ class Rounds:
         runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
         tables = runner.argument(chunks_TX), runner.argument(inputs_2X)
         options = runner.prompt_options(self._scheme)
-        return partial(chunks_alone, self._spec.params, rows.cache, slots, *tables, **options)
+        return partial(chunks_alone, self.params, rows.cache, slots, *tables, **options)
 
     def _undecided(self, live_B: np.ndarray) -> bool:
         """Return True if others than these rows have become live with a cached response."""
@@ -211,7 +211,7 @@ class Rounds:
             sizes = B, self._rows.num_positions, rounds - beside_prompts, limits.stop_after
             self._runner.record.note("plain rounds", sizes, table)
             *state, result_3RB = decode_rounds(
-                self._spec.params,
+                self.params,
                 *self._rows.for_round(),
                 slots,
                 self._stop_E,
@@ -249,7 +249,7 @@ class Rounds:
         sizes = B, decision.num_nodes, rows.num_positions
         self._runner.record.note("rounds that draft", sizes, table, *numbers)
         *state, draft_cache, result = draft_rounds(
-            self._spec.params,
+            self.params,
             *rows.for_round(),
             slots,
             self._stop_E,

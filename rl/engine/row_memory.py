@@ -50,7 +50,9 @@ class RowMemory:
         """Return a free row for each of the first waiting requests, for as many as can run."""
         free = table.free_rows()
         waiting = waiting[: len(free)]
-        new = [table.known_prompts.of(p.request.prompt_ids).number for p in waiting if p.kv is None]
+        if table.keeps_responses:
+            return admission.assign_continued(waiting, table)
+        new = [table.known_prompts.of(p.request).number for p in waiting if p.kv is None]
         rows = admission.assign(new, free, table.prompts, wanted_later)
         left, assigned = iter(sorted(set(free).difference(rows))), iter(rows)
         return [next(assigned if p.kv is None else left) for p in waiting]
@@ -83,6 +85,10 @@ class RowMemory:
 
     def begin(self, row: int, kept_tokens: int) -> None:
         """Note that a request enters a row; its first `kept_tokens` positions stay."""
+
+    def unshared(self, row: int, num_tokens: int) -> int:
+        """Return how many of a row's first tokens can stay if later ones are written."""
+        return num_tokens
 
     def parts(self, num_rows: int) -> Sequence[int]:
         """Return each row's part of the devices: copies between parts cost no more."""

@@ -133,12 +133,13 @@ class SlotCache:
         """Put requests into free rows, and write the keys and values that come with them."""
         table, memory = self.table, self._memory
         brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
-        if brought:
+        if brought or table.keeps_responses:
             self._settled()  # pending entries do not belong in pages that they share
         for p, row in zip(requests, rows, strict=True):
-            prompt = p.request.prompt_ids
-            holds = table.prompts[row] == table.known_prompts.of(prompt).number and p.kv is None
-            held_tokens = len(prompt) - 1 if holds else 0
+            held_tokens = 0
+            if p.kv is None:
+                [held_tokens] = table.reusable_tokens(p.request, [row]).tolist()
+                held_tokens = memory.unshared(row, held_tokens)
             memory.begin(row, held_tokens)
             table.enter(row, p, held_tokens if p.kv is None else None)
         memory.room_for(requests, brought, table)
@@ -302,7 +303,8 @@ class SlotCache:
         They stay while one lacks something: fewer sizes of rounds have chunks.
         """
         config, table = self._runner.config, self.table
-        while config.slot_bucket(num_requests) < len(table) and not table.lacking():
+        shrinks = not table.keeps_responses  # free rows are what a dialogue continues
+        while shrinks and config.slot_bucket(num_requests) < len(table) and not table.lacking():
             half = config.slot_bucket(-(-len(table) // 2))
             rows = self._memory.kept_rows(table, table.most_useful(wanted_later), half)
             if rows is None:

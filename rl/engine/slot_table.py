@@ -21,6 +21,7 @@ from rl.trajectory import (
     PartialRequest,
     Prefix,
     Prompt,
+    Request,
     Trajectory,
     of_prefix,
 )
@@ -38,21 +39,22 @@ class KnownPrompt(NamedTuple):
 
 
 class Prompts:
-    """The prompts of a rollout, numbered in order of appearance.
+    """The prompts of a rollout, numbered in order of appearance; each adapter has its own.
 
     Comparing, hashing or copying thousands of tokens takes longer than a round: each is identified
     by its first object.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Prompt, KnownPrompt] = {}
-        self._by_id: dict[int, KnownPrompt] = {}
+        self._known: dict[tuple[Prompt, int], KnownPrompt] = {}
+        self._by_id: dict[tuple[int, int], KnownPrompt] = {}
 
-    def of(self, prompt: Prompt) -> KnownPrompt:
-        known = self._by_id.get(id(prompt)) or self._known.get(prompt)
+    def of(self, request: Request) -> KnownPrompt:
+        prompt, adapter = request.prompt_ids, request.adapter
+        known = self._by_id.get((id(prompt), adapter)) or self._known.get((prompt, adapter))
         if known is None:
             known = KnownPrompt(len(self._known), prompt, np.array(prompt, np.int32))
-            self._known[prompt] = self._by_id[id(prompt)] = known
+            self._known[prompt, adapter] = self._by_id[id(prompt), adapter] = known
         return known
 
 
@@ -69,14 +71,21 @@ class SlotTable:
         max_tokens: int,
         endings: Endings | None = None,
         cached: CachedPrefixes | None = None,
+        *,
+        keeps_responses: bool = False,
+        num_adapters: int = 1,
     ) -> None:
         B, L = num_slots, max_tokens
+        self.num_adapters = num_adapters
+        self.keeps_responses = keeps_responses  # in free rows, for prompts that continue them
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
         self.started: list[PartialRequest | None] = [None] * B  # a row's request as it entered
         self.known_prompts = Prompts()
         self.prompts: list[int | None] = [None] * B  # whose whole cache a row holds
         self.prompt_B = np.zeros(B, np.int64)  # the prompt of its request, or of the last one
+        self.adapter_B = np.zeros(B, np.int64)  # of its request, or of the last one
+        self.kept_tokens_B = np.zeros(B, np.int32)  # that a free row's cache holds
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
@@ -166,7 +175,8 @@ class SlotTable:
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
         self.started[row], self.prompts[row] = partial, None
-        known = self.known_prompts.of(request.prompt_ids)
+        known = self.known_prompts.of(request)
+        self.adapter_B[row], self.kept_tokens_B[row] = request.adapter, 0
         self.prompt_B[row], self.tokens_BL[row, :n] = known.number, known.tokens
         if prefix is not None:
             end = n + len(prefix.response_ids)
@@ -259,7 +269,35 @@ class SlotTable:
         """Free the row, which keeps its entries; return its request and response so far."""
         left = self.so_far(row, policy_version)
         self.started[row], self.busy_B[row] = None, False
+        if self.prompts[row] is not None:
+            keeps = self.keeps_responses and not self.missing_tokens_B[row]
+            end_B = self.total_tokens_B if keeps else self.prompt_tokens_B
+            self.kept_tokens_B[row] = end_B[row] - 1
         return left
+
+    def forget(self, row: int) -> None:
+        """Note that a row's cache holds nothing any more."""
+        self.prompts[row], self.kept_tokens_B[row] = None, 0
+
+    def reusable_tokens(self, request: Request, rows: Sequence[int]) -> np.ndarray:
+        """Return how many of its prompt's first tokens a request finds in each free row; int [R].
+
+        The last token is never one: it is the root of the request's first round. With
+        `keeps_responses` a prompt may continue a row's tokens. One that shares less than half of
+        them leaves them to a better one.
+        """
+        number, _, tokens_T = self.known_prompts.of(request)
+        if not self.keeps_responses:
+            holds_R = np.array([self.prompts[row] == number for row in rows], bool)
+            return np.where(holds_R, len(tokens_T) - 1, 0)
+        rows_R, tokens_T = np.asarray(rows, int), tokens_T[:-1]
+        kept_R = np.where(self.adapter_B[rows_R] == request.adapter, self.kept_tokens_B[rows_R], 0)
+        shared_R = np.minimum(kept_R, len(tokens_T))
+        most = int(shared_R.max(initial=0))
+        differs_RT = self.tokens_BL[rows_R, :most] != tokens_T[:most]
+        differs_RT |= np.arange(most) >= shared_R[:, None]
+        common_R = np.argmax(np.pad(differs_RT, ((0, 0), (0, 1)), constant_values=True), axis=1)
+        return np.where(2 * common_R >= kept_R, common_R, 0)
 
     def so_far(self, row: int, policy_version: int) -> PartialRequest:
         """Return a busy row's request and response so far."""
@@ -338,6 +376,7 @@ class SlotTable:
             self.live_B,
             np.where(self.busy_B, noise_names(self.request_ids_B), 0),
             np.where(self.busy_B, self.processing_B3[:, 1], 0),
+            self.adapter_B % self.num_adapters,
         )
         return np.stack(columns, axis=1).astype(np.int32)
 

@@ -1,0 +1,54 @@
+"""`reprise COMMAND …`: the programs of this package under one name, as `python -m rl.COMMAND` is.
+
+reprise train --gin_file=configs/tiny_cpu.gin
+reprise serve --policy policies/tiny
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rl import __version__
+from rl.runtime.exit_codes import EXIT_USAGE
+from rl.runtime.signals import leave
+
+COMMANDS = {
+    "train": "train a policy on verifiable tasks",
+    "evaluate": "mean reward and pass@k of a policy",
+    "report": "pages and pictures of runs",
+    "serve": "train and sample over HTTP, with the client `tinker`",
+    "ablate": "runs of a grid of settings",
+    "export": "a policy as a Hugging Face folder",
+    "preflight": "does a configuration fit into the memory of its devices?",
+    "simulate": "schedules of a rollout on many devices",
+    "train_drafter": "an EAGLE drafter for a policy",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; return its exit code."""
+    name, *rest = argv or ["--help"]
+    if name == "--version":
+        print(f"reprise {__version__}")
+        return 0
+    if name in ("-h", "--help"):
+        print(__doc__)
+        for command, text in COMMANDS.items():
+            print(f"  {command:14} {text}")
+        return 0
+    if name not in COMMANDS:
+        print(f"error: expected one of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
+        return EXIT_USAGE
+    module = f"rl.{name}" + (".__main__" if name == "preflight" else "")
+    status: int = importlib.import_module(module).main(rest)
+    return status
+
+
+def run() -> None:
+    leave(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

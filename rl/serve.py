@@ -1,0 +1,122 @@
+"""`python -m rl.serve`: train and sample a policy over HTTP, with the client `tinker` of PyPI.
+
+    python -m rl.serve --policy policies/tiny
+    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python your_loop.py
+
+Clients train low-rank adapters of the policy (`Policy.lora_rank` at most, by default 32) and sample
+from them. Checkpoints and records are in --folder: a server that starts again has them. Settings
+are a configuration's: sizes of prompts, responses and batches, and the mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.config import TrainConfig
+from rl.gin.command_line import config_parser, parse_command_line
+from rl.gin.loader import ConfigError
+from rl.runtime import devices
+from rl.runtime.exit_codes import EXIT_USAGE
+from rl.runtime.progress import say
+from rl.runtime.signals import leave
+
+KEY = "REPRISE_API_KEY"
+RANK = "Policy.lora_rank=32"
+TARGETS = "Policy.lora_targets=('attention', 'mlp', 'head')"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check, load, serve until a signal; return the exit code."""
+    parser = config_parser("rl.serve", __doc__)
+    parser.add_argument("--policy", required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--name", help="the model's name for clients (default: --policy as given)")
+    parser.add_argument(
+        "--tokenizer", help="the folder or name that clients load it from (default: --policy)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
+    parser.add_argument("--folder", default="runs/server", help="default: runs/server")
+    parser.add_argument(
+        "--adapters", type=int, default=2, help="how many share rounds of samples (default: 2)"
+    )
+    args, overrides = parse_command_line(parser, argv, TrainConfig)
+    try:
+        _check(args)
+        app = _open(args, overrides)
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        say(f"error: {error}", sys.stderr)
+        return EXIT_USAGE
+    if warning := devices.warning():
+        say(f"warning: {warning}", sys.stderr)
+    return _serve(app, args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that cannot be, before anything is loaded."""
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port: expected 0 to 65535, got {args.port}")
+    if not 1 <= args.adapters <= 64:
+        raise ValueError(f"--adapters: expected 1 to 64, got {args.adapters}")
+    if not _is_loopback(args.host) and not os.environ.get(KEY):
+        raise ValueError(
+            f"--host={args.host}: others could reach the server: set {KEY} in its environment, "
+            "and the same key as TINKER_API_KEY (it starts with 'tml-') at its clients"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
+    """Load the policy and return the application that serves it."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+        from google import protobuf  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'reprise-rl[serve]'") from error
+    from rl.api import Policy
+    from rl.server.app import make_app
+    from rl.server.records import Records
+    from rl.server.service import Served
+
+    settings = RANK, TARGETS, *overrides
+    policy = Policy(args.policy, *settings, files=args.gin_file)
+    if policy.model.lora is None:
+        raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")
+    tokenizer = args.tokenizer or str(Path(args.policy).absolute())
+    served = Served(policy, args.name or args.policy, tokenizer, args.adapters)
+    return make_app(served, Records(Path(args.folder)), os.environ.get(KEY))
+
+
+def _serve(app: Any, args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; the operation that runs is finished."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=1, ws="none"
+    )
+    server = uvicorn.Server(config)
+    try:
+        sock = config.bind_socket()
+    except SystemExit:  # it has logged why
+        return EXIT_USAGE
+    host, port = sock.getsockname()[:2]
+    say(f"serving {args.name or args.policy} at http://{host}:{port}; checkpoints in {args.folder}")
+    say(f"clients: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-…")
+    server.run(sockets=[sock])
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""The fields of JSON bodies, checked, and what they and protocol-buffer bodies stand for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rl.api import Adam, Datum, LossSettings, Output, Sample
+from rl.server import wire
+from spec.config import SamplingConfig
+
+T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+INPUTS = {"target_tokens", "weights", "logprobs", "advantages"}
+BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
+MAX_SAMPLES = 1024
+_REQUIRED: Any = object()
+
+
+def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> T:
+    """Return a field of a JSON object. Raises ValueError if it has another type."""
+    value = body.get(name, default)
+    if value is _REQUIRED:
+        raise ValueError(f"expected the field {name!r}")
+    if value is None and default is None:
+        return value  # type: ignore[return-value]
+    if kind is float and type(value) is int:
+        value = float(value)
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if type(value) is not kind or not is_finite:
+        raise ValueError(f"{name}: expected {kind.__name__}, got {value!r:.100}")
+    return value
+
+
+def number(body: Mapping[str, Any], name: str, default: Any = _REQUIRED, most: int = 2**62) -> int:
+    """Return an integer from 0 to `most`. Raises ValueError."""
+    value = field(body, name, int, default)
+    if value is not None and not 0 <= value <= most:
+        raise ValueError(f"{name}: expected 0 to {most}, got {value}")
+    return value
+
+
+def name_of(text: str) -> str:
+    """Return the name of a checkpoint. Raises ValueError."""
+    if not NAME.fullmatch(text):
+        raise ValueError(
+            f"expected a name of letters, digits, '.', '_' and '-' (at most 128), got {text!r:.150}"
+        )
+    return text
+
+
+# -- sampling ------------------------------------------------------------------------------
+
+
+def prompt_ids(prompt: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens of a prompt of text chunks. Raises ValueError."""
+    ids = list[int]()
+    for chunk in field(prompt, "chunks", list):
+        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+            raise ValueError("expected chunks of text: this policy reads neither images nor sound")
+        ids += _ids(field(chunk, "tokens", list), "tokens")
+    return tuple(ids)
+
+
+def sampling_of(
+    params: Mapping[str, Any], prompt_tokens: int, longest_tokens: int
+) -> SamplingConfig:
+    """Return how responses are drawn. Raises ValueError."""
+    room = longest_tokens - prompt_tokens
+    if room < 1:
+        raise ValueError(
+            f"expected a prompt of fewer than {longest_tokens} tokens, got {prompt_tokens}"
+        )
+    most = number(params, "max_tokens", None)
+    stop, top_k = params.get("stop"), field(params, "top_k", int, -1)
+    strings, ids = tuple[str, ...](), tuple[int, ...]()
+    if isinstance(stop, str):
+        strings = (stop,)
+    elif isinstance(stop, list) and stop and all(type(x) is int for x in stop):
+        ids = tuple(_ids(stop, "stop"))
+    elif isinstance(stop, list) and stop and all(type(x) is str for x in stop):
+        strings = tuple(stop)
+    elif stop is not None:
+        raise ValueError(
+            f"stop: expected a string, strings or token ids, got {stop!r:.100}; a response always "
+            "ends with an end token of the policy"
+        )
+    return SamplingConfig(
+        field(params, "temperature", float, 1.0),
+        0 if top_k == -1 else top_k,
+        field(params, "top_p", float, 1.0),
+        room if most is None else most,
+        stop_ids=ids,
+        stop=strings,
+    )
+
+
+def _ids(values: Sequence[Any], name: str) -> list[int]:
+    if any(type(x) is not int or not 0 <= x < 2**31 for x in values):
+        raise ValueError(f"{name}: expected token ids")
+    return list(values)
+
+
+def sampled(samples: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> bytes:
+    """Return responses as a message."""
+    response = wire.make("SampleResponse")
+    for sample in samples:
+        response.sequences.add(
+            stop_reason=wire.LENGTH if sample.is_truncated else wire.STOP,
+            tokens=wire.int32_bytes(sample.token_ids),
+            logprobs=wire.float32_bytes(sample.logprobs),
+        )
+    if prompt_logprobs is not None:  # the first token has none
+        response.prompt_logprobs = wire.float32_bytes([math.nan, *prompt_logprobs])
+    data: bytes = response.SerializeToString()
+    return data
+
+
+# -- training ------------------------------------------------------------------------------
+
+
+def datum_of(message: Any) -> Datum:
+    """Return a message's datum. Raises ValueError."""
+    parts = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise ValueError("expected chunks of text: this policy reads neither images nor sound")
+        parts.append(wire.int32s(chunk.encoded_text.tokens))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    inputs = {name: wire.array(tensor) for name, tensor in message.loss_fn_inputs.items()}
+    if unknown := sorted(inputs.keys() - INPUTS):
+        raise ValueError(
+            f"loss_fn_inputs: expected {', '.join(sorted(INPUTS))}, got {unknown[0]!r:.100}"
+        )
+    if "target_tokens" not in inputs:
+        raise ValueError("loss_fn_inputs: expected target_tokens")
+    targets = inputs.pop("target_tokens")
+    if targets.ndim != 1:
+        raise ValueError(f"target_tokens: expected one for each token, got shape {targets.shape}")
+    return Datum(tokens, targets, **{name: inputs.get(name) for name in INPUTS - {"target_tokens"}})
+
+
+def loss_settings(message: Any) -> LossSettings:
+    """Return the settings of a loss. Raises ValueError for unknown ones."""
+    values = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        values[name] = value.text or value.number
+    if unknown := sorted(values.keys() - BOUNDS.keys()):
+        raise ValueError(f"loss_fn_config: expected {', '.join(BOUNDS)}, got {unknown[0]!r:.100}")
+    if any(not isinstance(x, float) or not math.isfinite(x) for x in values.values()):
+        raise ValueError("loss_fn_config: expected finite numbers")
+    return LossSettings(**{BOUNDS[name]: x for name, x in values.items()})
+
+
+def trained(output: Output) -> bytes:
+    """Return a pass's result as a message."""
+    record = wire.make("ArrayRecord", num_datums=len(output.logprobs))
+    record.fields["logprobs"].CopyFrom(wire.batched(output.logprobs))
+    message = wire.make("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord")
+    message.loss_fn_outputs.append(record)
+    message.metrics["loss:sum"] = output.loss
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def adam_of(body: Mapping[str, Any]) -> Adam:
+    """Return the settings of an optimizer step. Raises ValueError."""
+    if body.get("optimizer_params") is not None:
+        raise ValueError("expected adam_params: this server has AdamW alone")
+    given = field(body, "adam_params", dict)
+    clip = field(given, "grad_clip_norm", float, 0.0)
+    rate, b1, b2, eps, decay = (
+        field(given, name, float, default)
+        for name, default in (
+            *(("learning_rate", 1e-4), ("beta1", 0.9), ("beta2", 0.95)),
+            *(("eps", 1e-12), ("weight_decay", 0.0)),
+        )
+    )
+    if rate < 0 or eps < 0 or decay < 0 or not (0 <= b1 < 1 and 0 <= b2 < 1):
+        raise ValueError("adam_params: expected rates of at least 0 and betas below 1")
+    return Adam(rate, b1, b2, eps, decay, clip if clip > 0 else math.inf)

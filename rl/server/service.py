@@ -1,0 +1,527 @@
+"""Sessions, models, samplers and checkpoints of one policy, and the operations on them.
+
+Everything here runs in the event loop, but for the operations that `rl.server.worker` calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from rl.api import Datum, Policy
+from rl.sampler import Sample, Sampler
+from rl.server import bodies
+from rl.server.answers import Answers
+from rl.server.bodies import field, number
+from rl.server.records import KINDS, SAMPLER, TRAINING, CheckpointPath, Record, Records
+from rl.server.worker import Result, Worker
+from rl.stream import SampleRequest
+
+MAX_MODELS = 16  # adapters in training, with their optimizer states
+MAX_SAMPLERS = 16  # adapters that stay in memory to sample from
+MAX_AHEAD = 4096  # operations of a model whose predecessors have not come
+MAX_WAITING = 8192  # results to come
+IDLE_S = 3600.0  # after which a session without a heartbeat gives up its models
+NO_NAME = "unnamed-"  # a checkpoint of samplers that its client has not named
+
+
+class Gone(Exception):
+    """The session has ended."""
+
+
+class NotFound(Exception):
+    """There is no such thing here."""
+
+
+class Busy(Exception):
+    """There are too many requests already."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Served:
+    """The policy of a server, its name and its tokenizer's for clients; adapters of one round."""
+
+    policy: Policy
+    name: str
+    tokenizer: str
+    adapters: int = 2
+
+
+@dataclasses.dataclass(eq=False)
+class Model:
+    """A model in training: its adapter once it is made, and operations by their numbers."""
+
+    run: str
+    session: str
+    policy: Policy | None = None
+    next_number: int = 1
+    ahead: dict[int, Callable[[], None]] = dataclasses.field(default_factory=dict)
+
+
+class Service:
+    """The state of a server; `now_s` is the time, for expiry and idle sessions."""
+
+    def __init__(
+        self,
+        served: Served,
+        records: Records,
+        worker: Worker,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        assert served.policy.model.lora is not None
+        self.policy, self.name, self.tokenizer = served.policy, served.name, served.tokenizer
+        self.records, self.answers = records, Answers()
+        self._worker, self._now_s = worker, now_s
+        self.models: dict[str, Model] = {}
+        self._heartbeats: dict[str, float] = {}
+        self._samplers: dict[str, Sampler] = {}  # by checkpoint, "" without an adapter; worker's
+
+    # -- sessions --------------------------------------------------------------------------
+
+    def create_session(self, body: Mapping[str, Any]) -> Record:
+        session = f"{len(self.records.sessions):06d}-{int(self._now_s() * 1e3):x}"
+        record = {"user_metadata": field(body, "user_metadata", dict, None), "finished": False}
+        self.records.put("sessions", session, record | {"created_s": self._now_s()})
+        self._heartbeats[session] = self._now_s()
+        return {"session_id": session}
+
+    def heartbeat(self, body: Mapping[str, Any]) -> Record:
+        session = field(body, "session_id", str)
+        self._live(session)
+        return {}
+
+    def finish(self, session: str) -> None:
+        """End a session: its models are gone, its checkpoints stay."""
+        if session not in self.records.sessions:
+            raise NotFound(f"found no session {session!r:.100}")
+        self.records.change("sessions", session, finished=True)
+        self._drop_models(session)
+
+    def _live(self, session: str) -> Record:
+        """Note a sign of life of a session. Raises Gone, or NotFound."""
+        record = self.records.sessions.get(session)
+        if record is None:
+            raise NotFound(f"found no session {session!r:.100}")
+        if record["finished"]:
+            raise Gone(f"session {session} has finished")
+        self._heartbeats[session] = self._now_s()
+        return record
+
+    def _drop_models(self, session: str) -> None:
+        for run in [m.run for m in self.models.values() if m.session == session]:
+            del self.models[run]
+
+    # -- models ----------------------------------------------------------------------------
+
+    def create_model(self, body: Mapping[str, Any]) -> Record:
+        """Queue a new adapter with the rank and seed of the request."""
+        self._check_base(field(body, "base_model", str))
+        lora = field(body, "lora_config", dict)
+        rank, seed = number(lora, "rank", 32), number(lora, "seed", 0, 2**63)
+        most = self._rank
+        if not 1 <= rank <= most:
+            raise ValueError(
+                f"lora_config: expected a rank of 1 to {most}, got {rank}: start the server with "
+                f"--gin.Policy.lora_rank={rank} for more"
+            )
+        kept = [t for t, on in _targets(lora).items() if on]
+        if not kept:
+            raise ValueError("lora_config: expected a part to train, got none")
+        run, answer = self._new_run(body, rank, kept)
+        if answer is None:
+            return {"request_id": f"{run}:create"}
+
+        def make() -> Result:
+            policy = self.policy.with_new_adapter(seed % 2**31, rank, kept)
+            return self._made(run, policy)
+
+        self._worker.do(make, answer)
+        return {"request_id": f"{run}:create"}
+
+    def create_from(self, body: Mapping[str, Any]) -> Record:
+        """Queue a model that continues from a checkpoint."""
+        path = self._training_path(body)
+        of = self.records.runs[self.records.checkpoints[path]["run"]]
+        run, answer = self._new_run(body, of["rank"], of["targets"])
+        if answer is not None:
+            folder, with_optimizer = self.records.folder_of(path), field(body, "optimizer", bool)
+
+            def make() -> Result:
+                policy = self.policy.with_new_adapter(0)
+                policy.load_state(folder, with_optimizer=with_optimizer)
+                return self._made(run, policy) | {"path": path}
+
+            self._worker.do(make, answer)
+        return {"request_id": f"{run}:create"}
+
+    def _new_run(
+        self, body: Mapping[str, Any], rank: int, targets: list[str]
+    ) -> tuple[str, Callable[[Result], None] | None]:
+        """Return a model's id, and what gets its answer; None if it was requested before."""
+        session = field(body, "session_id", str)
+        self._live(session)
+        run = f"{session}:train:{number(body, 'model_seq_id')}"
+        if f"{run}:create" in self.answers:
+            return run, None
+        if run in self.records.runs:
+            raise ValueError(f"{run} was made before the server started: load a checkpoint of it")
+        self._drop_idle()
+        if len(self.models) >= MAX_MODELS:
+            raise ValueError(f"expected at most {MAX_MODELS} models in training: finish a session")
+        self.models[run] = Model(run, session)
+        metadata = field(body, "user_metadata", dict, None) or {}
+        record = {"session": session, "rank": rank, "targets": targets, "last_s": self._now_s()}
+        texts = {str(k): str(v) for k, v in metadata.items()}
+        self.records.put("runs", run, record | {"user_metadata": texts})
+        return run, self._open(f"{run}:create")
+
+    def _made(self, run: str, policy: Policy) -> Record:
+        """Take a new model's policy; in the worker's thread, before any operation on it."""
+        if (model := self.models.get(run)) is not None:
+            model.policy = policy
+        return {"model_id": run}
+
+    def _drop_idle(self) -> None:
+        limit_s = self._now_s() - IDLE_S
+        for session in {model.session for model in self.models.values()}:
+            if self._heartbeats.get(session, 0.0) < limit_s:
+                self._drop_models(session)
+
+    def get_info(self, body: Mapping[str, Any]) -> Record:
+        run = field(body, "model_id", str)
+        self._model(run)
+        data = {"arch": "reprise", "model_name": self.name, "tokenizer_id": self.tokenizer}
+        rank = self.records.runs[run]["rank"]
+        info = {"model_id": run, "model_data": data, "is_lora": True, "lora_rank": rank}
+        return info | {"model_name": self.name}
+
+    def _model(self, run: str) -> Model:
+        if run not in self.models:
+            raise NotFound(
+                f"found no model {run!r:.100} in training: it has finished, was idle, or the "
+                "server was started again; continue from a checkpoint"
+            )
+        return self.models[run]
+
+    @property
+    def _rank(self) -> int:
+        assert self.policy.model.lora is not None
+        return self.policy.model.lora.rank
+
+    def _check_base(self, base: str) -> None:
+        if base != self.name:
+            raise ValueError(f"expected the model {self.name!r}, got {base!r:.100}")
+
+    # -- operations on a model -------------------------------------------------------------
+
+    def train(self, data: bytes) -> Record:
+        """Queue a forward or a forward and backward pass of a protocol-buffer body."""
+        from rl.server import wire
+
+        message = wire.parse("ForwardBackwardRequest", data)
+
+        def run(policy: Policy) -> Result:
+            data = [bodies.datum_of(x) for x in message.data]
+            settings, loss = bodies.loss_settings(message), message.loss_fn
+            if message.forward_only:
+                return bodies.trained(policy.evaluate(data, loss, settings))
+            return bodies.trained(policy.forward_backward(data, loss, settings))
+
+        return self._in_turn(message.model_id, message.seq_id, run)
+
+    def optim_step(self, body: Mapping[str, Any]) -> Record:
+        def run(policy: Policy) -> Result:
+            return {"metrics": {"grad_norm": policy.optim_step(bodies.adam_of(body))}}
+
+        return self._of_model(body, run)
+
+    def load(self, body: Mapping[str, Any]) -> Record:
+        """Queue loading of a checkpoint: into a model, or into a new one."""
+        if body.get("model_id") is None:
+            return self.create_from(body)
+        path, with_optimizer = self._training_path(body), field(body, "optimizer", bool)
+        folder = self.records.folder_of(path)
+
+        def run(policy: Policy) -> Result:
+            policy.load_state(folder, with_optimizer=with_optimizer)
+            return {"path": path}
+
+        return self._of_model(body, run)
+
+    def save(self, body: Mapping[str, Any]) -> Record:
+        """Queue a checkpoint to continue from."""
+        at = self._checkpoint(body, TRAINING, field(body, "path", str))
+        return self._of_model(body, partial(self._save, body, at))
+
+    def save_sampler(self, body: Mapping[str, Any]) -> Record:
+        """Queue a checkpoint to sample from; without a name it opens a sampling session."""
+        if (name := field(body, "path", str, None)) is not None:
+            at = self._checkpoint(body, SAMPLER, name)
+            return self._of_model(body, partial(self._save, body, at))
+        at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
+        model = self._model(at.run)
+        session = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
+
+        def run(policy: Policy) -> Result:
+            sampler = policy.sampler()
+            self._save(body, at, policy)
+            self._keep(str(at), sampler)
+            return {"sampling_session_id": session}
+
+        self.records.put("samplers", session, {"session": model.session, "path": str(at)})
+        return self._of_model(body, run)
+
+    def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
+        return CheckpointPath(field(body, "model_id", str), kind, bodies.name_of(name))
+
+    def _save(self, body: Mapping[str, Any], at: CheckpointPath, policy: Policy) -> Result:
+        """Write a checkpoint; in the worker's thread, which alone changes checkpoints' folders."""
+        path, ttl_s = str(at), number(body, "ttl_seconds", None)
+        metadata = field(body, "user_metadata", dict, None) or {}
+        if path in self.records.checkpoints and not field(body, "overwrite", bool, False):
+            raise ValueError(f"{path} exists: choose another name, or overwrite=True")
+        number_of = f"{len(self.records.runs):06d}-{time.time_ns():x}"
+        folder = self.records.folder / "checkpoints" / number_of
+        policy.save_state(folder)
+        before = self.records.checkpoints.get(path)
+        now_s = self._now_s()
+        record = {
+            **{"path": path, "run": at.run, "kind": at.kind, "name": at.name},
+            **{"folder": number_of, "time_s": now_s, "public": False},
+            "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
+            "expires_s": None if ttl_s is None else now_s + ttl_s,
+            "user_metadata": {str(k): str(v) for k, v in metadata.items()},
+        }
+        self.records.put("checkpoints", path, record)
+        if before is not None:
+            shutil.rmtree(folder.parent / before["folder"], ignore_errors=True)
+        self._samplers.pop(path, None)
+        return {"path": path}
+
+    def _training_path(self, body: Mapping[str, Any]) -> str:
+        at = CheckpointPath.parse(field(body, "path", str))
+        if at.kind != TRAINING:
+            raise ValueError(f"expected a checkpoint of training, got {at}")
+        self.records.folder_of(str(at))
+        return str(at)
+
+    def _of_model(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
+        return self._in_turn(field(body, "model_id", str), number(body, "seq_id"), run)
+
+    def _in_turn(self, run: str, seq: int, operation: Callable[[Policy], Result]) -> Record:
+        """Queue an operation on a model after the ones with lower numbers."""
+        model, request_id = self._model(run), f"{run}:{seq}"
+        if request_id in self.answers:
+            return {"request_id": request_id}
+        if not model.next_number <= seq < model.next_number + MAX_AHEAD:
+            raise ValueError(f"expected seq_id {model.next_number} or a later one, got {seq}")
+        on_result = self._open(request_id)
+
+        def do() -> Result:
+            if model.policy is None:
+                raise ValueError(f"{run} was not made")
+            return operation(model.policy)
+
+        model.ahead[seq] = lambda: self._worker.do(do, on_result)
+        while model.next_number in model.ahead:
+            model.ahead.pop(model.next_number)()
+            model.next_number += 1
+        self.records.runs[run]["last_s"] = self._now_s()
+        return {"request_id": request_id}
+
+    def _open(self, request_id: str) -> Callable[[Result], None]:
+        """Open an answer; returns what sets it."""
+        if self.answers.num_waiting >= MAX_WAITING:
+            raise Busy("too many requests wait")
+        self.answers.open(request_id)
+        return partial(self.answers.set, request_id)
+
+    # -- samples ---------------------------------------------------------------------------
+
+    def create_sampler(self, body: Mapping[str, Any]) -> Record:
+        session = field(body, "session_id", str)
+        self._live(session)
+        path = field(body, "model_path", str, None)
+        if path is not None:
+            self.records.folder_of(str(CheckpointPath.parse(path)))
+        elif (base := field(body, "base_model", str, None)) is not None:
+            self._check_base(base)
+        else:
+            raise ValueError("expected base_model or model_path")
+        key = f"{session}:sample:{number(body, 'sampling_session_seq_id')}"
+        self.records.put("samplers", key, {"session": session, "path": path})
+        return {"sampling_session_id": key}
+
+    def sampler(self, key: str) -> Record:
+        record = self._sampler_record(key)
+        return {"sampler_id": key, "base_model": self.name, "model_path": record["path"]}
+
+    def _sampler_record(self, key: str) -> Record:
+        if key not in self.records.samplers:
+            raise NotFound(f"found no sampler {key!r:.100}")
+        return self.records.samplers[key]
+
+    def sample(self, body: Mapping[str, Any]) -> Record:
+        """Queue a request for samples."""
+        key, seq = field(body, "sampling_session_id", str), number(body, "seq_id")
+        path, request_id = self._sampler_record(key)["path"], f"{key}:{seq}"
+        n = number(body, "num_samples", 1, bodies.MAX_SAMPLES)
+        ids = [f"{request_id}:{i}" for i in range(n)]
+        answer = {"request_id": request_id, "sample_sequence_ids": ids}
+        if request_id in self.answers:
+            return answer
+        wants_prompt = field(body, "prompt_logprobs", bool, False)
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if number(body, name, 0):
+                raise ValueError(f"{name}: this server returns log-probs of drawn tokens alone")
+        params, prompt = (field(body, name, dict) for name in ("sampling_params", "prompt"))
+        seed = number(params, "seed", None)
+        tokens, longest = bodies.prompt_ids(prompt), self.policy.config.longest_tokens
+        drawn = SampleRequest, tokens, n, bodies.sampling_of(params, len(tokens), longest)
+        name_of_noise = request_id if seed is None else f"seed {seed}"
+
+        def request() -> SampleRequest:
+            _, *given = drawn
+            return SampleRequest(self._loaded(path), *given, name_of_noise)
+
+        def finish(samples: list[Sample]) -> Result:
+            of_prompt = None
+            if wants_prompt:
+                datum = Datum(tokens[:-1], tokens[1:])
+                of_prompt = self._loaded(path).forward([datum])[0] if len(tokens) > 1 else []
+            return bodies.sampled(samples, of_prompt)
+
+        self._worker.sample(request, finish, self._open(request_id))
+        return answer
+
+    def _loaded(self, path: str | None) -> Sampler:
+        """Return a checkpoint's weights, or the policy's without an adapter; worker's thread."""
+        key = path or ""
+        if (sampler := self._samplers.get(key)) is None:
+            policy = self.policy.with_new_adapter(0)  # which changes nothing
+            if path is not None:
+                policy.load_state(self.records.folder_of(path), with_optimizer=False)
+            sampler = policy.sampler()
+        self._keep(key, sampler)
+        return sampler
+
+    def _keep(self, key: str, sampler: Sampler) -> None:
+        """Keep a sampler as the newest; the one that was used the longest ago goes."""
+        self._samplers.pop(key, None)
+        self._samplers[key] = sampler
+        while len(self._samplers) > MAX_SAMPLERS:
+            del self._samplers[next(iter(self._samplers))]
+
+    # -- listings --------------------------------------------------------------------------
+
+    def capabilities(self) -> Record:
+        longest = self.policy.config.longest_tokens
+        model = {"model_name": self.name, "max_context_length": longest}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+    def runs(self, limit: int, offset: int) -> Record:
+        names = list(reversed(self.records.runs))
+        cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
+        runs = [self.run(name) for name in names[offset : offset + limit]]
+        return {"training_runs": runs, "cursor": cursor}
+
+    def run(self, run: str) -> Record:
+        if run not in self.records.runs:
+            raise NotFound(f"found no training run {run!r:.100}")
+        record, own = self.records.runs[run], self.records.checkpoints_of(run)
+
+        def last(kind: str) -> Record | None:
+            found = [c for c in own if c["kind"] == kind]
+            return checkpoint(found[-1]) if found else None
+
+        return {
+            **{"training_run_id": run, "base_model": self.name, "model_owner": "local"},
+            **{"is_lora": True, "lora_rank": record["rank"]},
+            "last_request_time": iso(record["last_s"]),
+            **{"last_checkpoint": last(TRAINING), "last_sampler_checkpoint": last(SAMPLER)},
+            "user_metadata": record["user_metadata"],
+        }
+
+    def checkpoints(self, run: str | None, limit: int, offset: int) -> Record:
+        self._expire()
+        if run is None:
+            found = sorted(self.records.checkpoints.values(), key=lambda c: -c["time_s"])
+        else:
+            self.run(run)
+            found = self.records.checkpoints_of(run)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        shown = [checkpoint(c) for c in found[offset : offset + limit]]
+        return {"checkpoints": shown, "cursor": cursor if run is None else None}
+
+    def change_checkpoint(self, run: str, checkpoint_id: str, **fields: Any) -> None:
+        """Change a checkpoint's record."""
+        self.records.change("checkpoints", self._known(run, checkpoint_id), **fields)
+
+    def expire_after(self, run: str, checkpoint_id: str, ttl_s: int | None) -> None:
+        expires_s = None if ttl_s is None else self._now_s() + ttl_s
+        self.change_checkpoint(run, checkpoint_id, expires_s=expires_s)
+
+    def delete_checkpoint(self, run: str, checkpoint_id: str) -> None:
+        self.records.drop_checkpoint(self._known(run, checkpoint_id))
+
+    def weights_info(self, body: Mapping[str, Any]) -> Record:
+        path = field(body, "tinker_path", str)
+        at = CheckpointPath.parse(path)
+        self._known(at.run, f"{at.kind}/{at.name}")
+        record = self.records.runs[at.run]
+        parts = {f"train_{short}": t in record["targets"] for short, t in SHORT.items()}
+        return {"base_model": self.name, "is_lora": True, "lora_rank": record["rank"], **parts}
+
+    def _known(self, run: str, checkpoint_id: str) -> str:
+        """Return the path of a checkpoint. Raises NotFound."""
+        self._expire()
+        path = f"tinker://{run}/{checkpoint_id}"
+        if path not in self.records.checkpoints:
+            raise NotFound(f"found no checkpoint {path!r:.200}")
+        return path
+
+    def _expire(self) -> None:
+        """Delete the checkpoints whose time is up."""
+        now_s = self._now_s()
+        for path, c in list(self.records.checkpoints.items()):
+            if c["expires_s"] is not None and c["expires_s"] < now_s:
+                self.records.drop_checkpoint(path)
+
+    def sessions(self, limit: int, offset: int) -> Record:
+        return {"sessions": list(reversed(self.records.sessions))[offset : offset + limit]}
+
+    def session(self, session: str) -> Record:
+        if session not in self.records.sessions:
+            raise NotFound(f"found no session {session!r:.100}")
+        runs = [run for run, r in self.records.runs.items() if r["session"] == session]
+        samplers = [key for key, r in self.records.samplers.items() if r["session"] == session]
+        return {"training_run_ids": runs, "sampler_ids": samplers}
+
+
+SHORT = {"attn": "attention", "mlp": "mlp", "unembed": "head"}
+
+
+def _targets(lora: Mapping[str, Any]) -> dict[str, bool]:
+    """Return which parts of the policy a request trains."""
+    return {target: field(lora, f"train_{short}", bool, True) for short, target in SHORT.items()}
+
+
+def checkpoint(record: Record) -> Record:
+    """Return a checkpoint as clients see it."""
+    expires_s = record["expires_s"]
+    return {
+        **{"checkpoint_id": f"{record['kind']}/{record['name']}"},
+        **{"checkpoint_type": KINDS[record["kind"]], "time": iso(record["time_s"])},
+        **{"tinker_path": record["path"], "size_bytes": record["bytes"]},
+        **{"public": record["public"], "user_metadata": record["user_metadata"]},
+        "expires_at": None if expires_s is None else iso(expires_s),
+    }
+
+
+def iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat()

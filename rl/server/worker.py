@@ -1,0 +1,117 @@
+"""The thread that computes: training operations in order, and rounds of samples between them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rl.runtime.progress import say
+from rl.sampler import Sample
+from rl.stream import SampleRequest, Stream
+
+Result = bytes | dict[str, Any]  # a message, or a JSON object
+OnResult = Callable[[Result], None]
+
+
+class Worker:
+    """Runs operations and samples of a stream; results are delivered in the event loop."""
+
+    def __init__(self, stream: Stream, loop: asyncio.AbstractEventLoop) -> None:
+        self._stream, self._loop = stream, loop
+        self._jobs = collections.deque[Callable[[], None]]()
+        self._sampling: dict[object, OnResult] = {}  # requests in the stream
+        self._changed, self._is_closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._thread.start()
+
+    def do(self, operation: Callable[[], Result], on_result: OnResult) -> None:
+        """Queue an operation, whose error is its result too."""
+
+        def job() -> None:
+            try:
+                result = operation()
+            except Exception as error:
+                result = _failure(error)
+            self._deliver(on_result, result)
+
+        self._put(job)
+
+    def sample(
+        self,
+        request: Callable[[], SampleRequest],
+        finish: Callable[[list[Sample]], Result],
+        on_result: OnResult,
+    ) -> None:
+        """Queue a request for samples, of which `finish` makes the result."""
+        key = object()
+
+        def done(samples: list[Sample]) -> None:
+            del self._sampling[key]
+            try:
+                result = finish(samples)
+            except Exception as error:
+                result = _failure(error)
+            self._deliver(on_result, result)
+
+        def job() -> None:
+            try:
+                self._stream.add(request(), done)
+            except Exception as error:
+                self._deliver(on_result, _failure(error))
+            else:
+                self._sampling[key] = on_result
+
+        self._put(job)
+
+    def close(self) -> None:
+        """Stop after the operation that runs."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _put(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                if self._is_closed:
+                    break
+                jobs = [self._jobs.popleft()] if self._jobs else []
+            for job in jobs:
+                job()
+            if self._stream.has_work:
+                self._step()
+        self._stream.close()
+
+    def _has_work(self) -> bool:
+        return bool(self._jobs) or self._stream.has_work or self._is_closed
+
+    def _step(self) -> None:
+        try:
+            self._stream.step()
+        except Exception as error:
+            result = _failure(error)
+            for on_result in self._sampling.values():
+                self._deliver(on_result, result)
+            self._sampling.clear()
+
+    def _deliver(self, on_result: OnResult, result: Result) -> None:
+        self._loop.call_soon_threadsafe(on_result, result)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """Return what a client gets of an error: its text if the client caused it, else its kind."""
+    if isinstance(error, ValueError):
+        return {"error": str(error), "category": "user"}
+    say("".join(traceback.format_exception(error)), sys.stderr)
+    return {"error": f"{type(error).__name__} in the server: see its log", "category": "server"}

@@ -1,0 +1,204 @@
+"""Samples without end: requests of several adapters share the rounds of one rollout as they come.
+
+An adapter has a place among those of the engine's policy (`models.lora.for_rows`) while it has
+requests; a place goes to another one once it has none. A prompt that continues an earlier request
+of the same adapter, as the turn of a dialogue does, computes its new tokens alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from models import lora
+from models.config import with_adapters
+from models.transformer import Params
+from rl import setup
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.sampler import Rollouts, Sample, Sampler, on_mesh
+from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
+from spec.config import SamplingConfig
+from spec.sampling import step_key
+
+OnFinish = Callable[[list[Sample]], None]
+RENEWED_AFTER = 10_000  # requests, once none runs: what a rollout knows of its prompts goes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SampleRequest:
+    """`n` responses to a prompt of a sampler's weights; `seed` names their noise."""
+
+    sampler: Sampler
+    prompt_ids: tuple[int, ...]
+    n: int
+    sampling: SamplingConfig
+    seed: str
+
+    def requests(self, number: int, adapter: int) -> list[Request]:
+        """Return the engine's requests; `number` is unlike those of others that run."""
+
+        def noise(i: int) -> int:
+            digest = hashlib.sha256(f"{self.seed}:{i}".encode()).digest()
+            return int.from_bytes(digest[:4], "little") % 2**31
+
+        def one(i: int) -> Request:
+            names = (number + i) * 2**31 + noise(i), self.prompt_ids, number, i
+            return Request(*names, sampling=self.sampling, adapter=adapter)
+
+        return [one(i) for i in range(self.n)]
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    request: SampleRequest
+    place: int
+    on_finish: OnFinish
+    done: list[Trajectory] = dataclasses.field(default_factory=list)
+
+
+class _Places:
+    """Which sampler has each place, under a number that no other has had, and how many requests."""
+
+    def __init__(self, count: int) -> None:
+        self.samplers: list[Sampler | None] = [None] * count
+        self.numbers = list(range(count))
+        self.busy = [0] * count
+        self._used = list(range(count))  # places, the longest unused first
+
+    def of(self, sampler: Sampler) -> tuple[int | None, bool]:
+        """Return the place of a sampler, and whether its adapter is to be put there; None: wait."""
+        is_new = sampler not in self.samplers
+        if is_new:
+            free = [place for place in self._used if not self.busy[place]]
+            if not free:
+                return None, False
+            place = free[0]
+            self.samplers[place] = sampler
+            self.numbers[place] += len(self.numbers)
+        place = self.samplers.index(sampler)
+        self._used.remove(place)
+        self._used.append(place)
+        return place, is_new
+
+
+class Stream:
+    """A rollout to which requests are added at any time; all calls are made in one thread.
+
+    Tokens are a function of a request and of its sampler's weights.
+    """
+
+    def __init__(self, rollouts: Rollouts, base: Params, places: int) -> None:
+        config, model = rollouts.config, lora.with_places(rollouts.inputs.model, places)
+        mesh = setup.engine_mesh(config, model, rollouts.mesh)
+        self._rollouts, self._base, self._places = rollouts, base, _Places(places)
+        self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
+        self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
+        self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
+        self._running: dict[int, _Running] = {}
+        self._number = 0
+        self._rollout: contextlib.ExitStack | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """The tokens of prompts computed since the rollout was opened."""
+        return self._engine.stats.prefilled_tokens
+
+    def add(self, request: SampleRequest, on_finish: OnFinish) -> None:
+        """Queue a request; `on_finish` is called with its responses, in a `step`.
+
+        Raises ValueError for one that cannot run.
+        """
+        config, tokens = self._rollouts.config, len(request.prompt_ids)
+        check_requests(self._engine.model, request.requests(0, 0), config.sampling)
+        if tokens + request.sampling.max_new_tokens > config.longest_tokens:
+            raise ValueError(
+                f"expected at most {config.longest_tokens} tokens of prompt and response, got "
+                f"{tokens} and {request.sampling.max_new_tokens}: lower max_tokens, or raise "
+                "Rollout.max_prompt_tokens and Sampling.max_new_tokens of the server"
+            )
+        self._waiting.append((request, on_finish))
+
+    def step(self) -> None:
+        """Run the rounds of one fetch; if they fail, all requests are gone."""
+        with on_mesh(self._rollouts.mesh):
+            if self._number > RENEWED_AFTER and not self._running:
+                self.close()
+            if self._rollout is None:
+                self._open()
+            try:
+                self._begin()
+                for t in self._engine.step():
+                    assert isinstance(t, Trajectory), "whole requests have no chunks"
+                    self._end(t)
+            except BaseException:
+                self._waiting.clear()
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the rollout; the next step opens another one."""
+        rollout, self._rollout = self._rollout, None
+        self._running, self._number = {}, 0
+        self._places.busy = [0] * len(self._places.busy)
+        if rollout is not None:
+            rollout.close()
+
+    def _open(self) -> None:
+        config, inputs = self._rollouts.config, self._rollouts.inputs
+        settings = self._params(), config.sampling, step_key(0, 0), inputs.model.eos_token_ids
+        spec = RolloutSpec(*settings, words=inputs.tokenizer.token_bytes, keeps_responses=True)
+        sizes: dict[str, Any] = {
+            "max_requests": self._engine.config.max_slots,
+            "max_tokens": config.longest_tokens,
+        }
+        self._rollout = contextlib.ExitStack()
+        self._rollout.enter_context(self._engine.rollout(spec, **sizes))
+
+    def _params(self) -> Params:
+        assert self._engine.model.lora is not None
+        params = with_adapters(self._base, self._adapters, self._engine.model.lora)
+        return self._engine.place(params, self._engine.model)
+
+    def _begin(self) -> None:
+        """Let the waiting requests join, in order, up to the first one that has no place."""
+        while self._waiting:
+            request, on_finish = self._waiting[0]
+            place, is_new = self._places.of(request.sampler)
+            if place is None:
+                return
+            self._waiting.popleft()
+            if is_new:
+                adapter, at = request.sampler.adapter, jnp.int32(place)
+                self._adapters = lora.put_adapter(self._adapters, adapter, at)
+                self._engine.use(self._params())
+            self._running[self._number] = _Running(request, place, on_finish)
+            self._places.busy[place] += 1
+            requests = request.requests(self._number, self._places.numbers[place])
+            self._engine.add([PartialRequest(r) for r in requests])
+            self._number += request.n
+
+    def _end(self, t: Trajectory) -> None:
+        """Note a response; hand over the responses of its request if this is the last one."""
+        running = self._running[t.group_id]
+        running.done.append(t)
+        request = running.request
+        if len(running.done) < request.n:
+            return
+        del self._running[t.group_id]
+        self._places.busy[running.place] -= 1
+        running.done.sort(key=lambda one: one.sample_index)
+        tokenizer, version = self._rollouts.inputs.tokenizer, request.sampler.version
+        running.on_finish(
+            [Sample.of(t, tokenizer, request.sampling, version) for t in running.done]
+        )

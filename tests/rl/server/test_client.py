@@ -1,0 +1,233 @@
+"""The released client of Tinker, unmodified, drives a server of the tiny policy."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import tinker
+from served import KEY, NAME, serve
+from tinker import types
+
+from rl import api
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from spec.config import SamplingConfig
+
+SETTINGS = (
+    *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
+    *("Rollout.max_prompt_tokens=16", "Sampling.max_new_tokens=16", "Engine.slots=8"),
+    *("Engine.min_slots=8", "Engine.min_positions=32", "Trainer.micro_batch_tokens=128"),
+)
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny):
+    return api.Policy(load(TrainConfig, [tiny]).policy.directory, *SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def address(policy, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", KEY)
+        patch.setenv("TINKER_TELEMETRY", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with serve(policy, tmp_path_factory.mktemp("server")) as address:
+            yield address
+
+
+@pytest.fixture(scope="module")
+def service(address):
+    return tinker.ServiceClient(base_url=address)
+
+
+@pytest.fixture(scope="module")
+def training(service):
+    return service.create_lora_training_client(base_model=NAME, rank=4, seed=3)
+
+
+def datum(ids, **inputs):
+    arrays = {"target_tokens": np.array(ids[1:], np.int64)}
+    arrays |= {name: np.asarray(x, np.float32) for name, x in inputs.items()}
+    tensors = {name: types.TensorData.from_numpy(x) for name, x in arrays.items()}
+    prompt = types.ModelInput.from_ints(ids[:-1])
+    return types.Datum(model_input=prompt, loss_fn_inputs=tensors)
+
+
+def logprobs(result):
+    return [np.array(x["logprobs"].tolist()) for x in result.loss_fn_outputs]
+
+
+def sampled(response):
+    return [sequence.tokens for sequence in response.sequences]
+
+
+def test_capabilities_name_the_policy(service, policy):
+    [model] = service.get_server_capabilities().supported_models
+    assert model.model_name == NAME
+    assert model.max_context_length == policy.config.longest_tokens == 32
+
+
+def test_a_model_is_trained_as_one_of_the_api(service, policy):
+    """Losses, norms and log-probs after two steps are the ones of `rl.api` with the same data."""
+    model = service.create_lora_training_client(base_model=NAME, rank=2, seed=5)
+    own = policy.with_new_adapter(5, 2)
+    ids = [1, 5, 2, 7, 3]
+    floats = {"logprobs": [-2.0, -3.0, -1.5, -2.5], "advantages": [1.0, -0.5, 0.25, 2.0]}
+    cases = [
+        ("cross_entropy", {"weights": [0.0, 1.0, 1.0, 2.0]}, {}),
+        ("importance_sampling", floats, {}),
+        ("ppo", floats, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    ]
+    for loss, inputs, config in cases:
+        result = model.forward_backward([datum(ids, **inputs)], loss, loss_fn_config=config)
+        step = model.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
+        arrays = {k: np.array(x, np.float32) for k, x in inputs.items()}
+        settings = api.LossSettings(0.9, 1.1) if config else api.LossSettings()
+        wanted = own.forward_backward([api.Datum(ids[:-1], ids[1:], **arrays)], loss, settings)
+        norm = own.optim_step(api.Adam(1e-2, max_grad_norm=1.0))
+        assert result.result().metrics["loss:sum"] == pytest.approx(wanted.loss, rel=1e-6)
+        np.testing.assert_array_equal(logprobs(result.result())[0], wanted.logprobs[0])
+        assert step.result().metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    info = model.get_info()
+    assert info.lora_rank == 2 and info.model_data.model_name == NAME
+
+
+def test_a_custom_loss_takes_two_passes(training):
+    torch = pytest.importorskip("torch")
+
+    def loss(data, of_data):
+        return sum(x.sum() for x in of_data) * 0.5, {"own:mean": 1.0}
+
+    result = training.forward_backward_custom([datum([1, 2, 3])], loss).result()
+    assert torch is not None and result.metrics["own:mean"] == 1.0
+
+
+def test_samples_are_functions_of_weights_prompt_and_seed(service, policy):
+    client = service.create_sampling_client(base_model=NAME)
+    params = types.SamplingParams(max_tokens=9, seed=7, temperature=1.0)
+    prompts = [types.ModelInput.from_ints(ids) for ids in PROMPTS]
+    futures = [client.sample(p, num_samples=3, sampling_params=params) for p in prompts]
+    together = [sampled(f.result()) for f in futures]
+    alone = [sampled(client.sample(p, 3, params).result()) for p in prompts]
+    assert together == alone and len({str(x) for x in together[0]}) == 3
+    other = types.SamplingParams(max_tokens=9, seed=8)
+    assert sampled(client.sample(prompts[0], 3, other).result()) != together[0]
+    one = client.sample(prompts[0], 1, params).result().sequences[0]
+    assert one.stop_reason in ("stop", "length") and len(one.logprobs) == len(one.tokens)
+    scored = client.compute_logprobs(types.ModelInput.from_ints([1, 2, 3, *one.tokens])).result()
+    assert scored[0] is None and len(scored) == 3 + len(one.tokens)
+
+
+def test_samples_use_the_weights_of_the_moment(training):
+    prompt, params = (
+        types.ModelInput.from_ints(PROMPTS[0]),
+        types.SamplingParams(max_tokens=12, seed=1),
+    )
+    before = training.save_weights_and_get_sampling_client()
+    first = sampled(before.sample(prompt, 4, params).result())
+    for _ in range(3):
+        training.forward_backward([datum([1, 2, 3, 4, 9, 9, 9, 9])], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.1))
+    after = training.save_weights_and_get_sampling_client()
+    later = after.sample(prompt, 4, params)
+    again = before.sample(prompt, 4, params)
+    assert sampled(later.result()) != first and sampled(again.result()) == first
+
+
+def test_checkpoints_continue_to_the_bit_and_are_listed(service, training):
+    saved = training.save_state("one").result().path
+    assert saved.startswith("tinker://") and saved.endswith("/weights/one")
+    steps = [training.forward_backward([datum([1, 2, 3, 4])], "cross_entropy")]
+    training.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    steps.append(training.forward_backward([datum([1, 2, 3, 4])], "cross_entropy"))
+    other = service.create_training_client_from_state_with_optimizer(saved)
+    again = [other.forward_backward([datum([1, 2, 3, 4])], "cross_entropy")]
+    other.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    again.append(other.forward_backward([datum([1, 2, 3, 4])], "cross_entropy"))
+    for a, b in zip(steps, again, strict=True):
+        np.testing.assert_array_equal(logprobs(a.result())[0], logprobs(b.result())[0])
+    with pytest.raises(tinker.TinkerError, match="exists: choose another name"):
+        training.save_state("one").result()
+    training.save_state("one", overwrite=True).result()
+    rest = service.create_rest_client()
+    run = saved.removeprefix("tinker://").partition("/")[0]
+    listed = rest.list_checkpoints(run).result().checkpoints
+    assert "weights/one" in [c.checkpoint_id for c in listed]
+    rest.set_checkpoint_ttl_from_tinker_path(saved, 3600).result()
+    rest.publish_checkpoint_from_tinker_path(saved).result()
+    [one] = [c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == saved]
+    assert one.public and one.expires_at is not None and one.size_bytes > 0
+    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 4
+    rest.delete_checkpoint_from_tinker_path(saved).result()
+    assert saved not in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
+    assert rest.get_training_run(run).result().base_model == NAME
+    assert len(rest.list_training_runs().result().training_runs) >= 2
+
+
+def test_named_sampler_weights_are_loaded(service, training):
+    path = training.save_weights_for_sampler("named").result().path
+    prompt, params = (
+        types.ModelInput.from_ints(PROMPTS[1]),
+        types.SamplingParams(max_tokens=8, seed=2),
+    )
+    by_path = service.create_sampling_client(model_path=path)
+    now = training.save_weights_and_get_sampling_client()
+    assert sampled(by_path.sample(prompt, 2, params).result()) == sampled(
+        now.sample(prompt, 2, params).result()
+    )
+
+
+def test_errors_of_the_caller_are_sentences(service, training):
+    with pytest.raises(Exception, match="expected a rank of 1 to 4, got 64"):
+        service.create_lora_training_client(base_model=NAME, rank=64)
+    with pytest.raises(Exception, match="expected the model 'reprise/tiny', got 'other'"):
+        service.create_lora_training_client(base_model="other", rank=4)
+    with pytest.raises(Exception, match="expected a loss of cross_entropy"):
+        training.forward_backward([datum([1, 2, 3])], "gspo").result()
+    with pytest.raises(Exception, match="expected 1 to 32 tokens, got 39"):
+        training.forward_backward(
+            [datum(list(range(1, 10)) * 4 + [1] * 4)], "cross_entropy"
+        ).result()
+    client = service.create_sampling_client(base_model=NAME)
+    long = types.ModelInput.from_ints([1] * 40)
+    with pytest.raises(Exception, match="expected a prompt of fewer than 32 tokens"):
+        client.sample(long, 1, types.SamplingParams(max_tokens=4)).result()
+    # the client goes on
+    assert training.forward([datum([1, 2, 3])], "cross_entropy").result().loss_fn_outputs
+
+
+def test_many_requests_of_several_adapters_share_rounds(service, training):
+    """Each has the tokens that it has alone."""
+    other = service.create_lora_training_client(base_model=NAME, rank=4, seed=9)
+    other.forward_backward([datum([1, 2, 3, 4, 8, 8, 8])], "cross_entropy")
+    other.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    clients = [x.save_weights_and_get_sampling_client() for x in (training, other)]
+    clients.append(service.create_sampling_client(base_model=NAME))
+    params = [types.SamplingParams(max_tokens=4 + i, seed=i) for i in range(8)]
+    prompt = types.ModelInput.from_ints(PROMPTS[0])
+
+    async def ask():
+        return await asyncio.gather(
+            *(c.sample_async(prompt, 2, p) for p in params for c in clients)
+        )
+
+    together = [sampled(x) for x in asyncio.run(ask())]
+    alone = [sampled(c.sample(prompt, 2, p).result()) for p in params for c in clients]
+    assert together == alone
+    assert len({str(together[i::3]) for i in range(3)}) == 3
+
+
+def test_the_config_of_samples_is_the_one_requested(service, policy):
+    """Tokens are the ones of `Policy.sample` with the same noise."""
+    from rl.stream import SampleRequest
+
+    client = service.create_sampling_client(base_model=NAME)
+    greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
+    got = sampled(client.sample(types.ModelInput.from_ints(PROMPTS[0]), 1, greedy).result())
+    sampling = SamplingConfig(0.0, max_new_tokens=6)
+    [[wanted]] = policy.with_new_adapter().sample([PROMPTS[0]], 1, sampling)
+    assert got == [wanted.token_ids]
+    assert SampleRequest is not None

@@ -1,0 +1,32 @@
+"""`reprise COMMAND`: names lead to the programs, and a wrong one to their list."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import rl
+from rl import command
+from rl.runtime.exit_codes import EXIT_USAGE
+
+
+def test_version_and_help(capsys):
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"reprise {rl.__version__}\n"
+    assert command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in command.COMMANDS)
+
+
+def test_a_wrong_name_shows_the_others(capsys):
+    assert command.main(["trian"]) == EXIT_USAGE
+    assert "train, evaluate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_each_command_is_a_program(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([name, "--help"])
+    assert ended.value.code == 0 and f"rl.{name}" in capsys.readouterr().out
+    assert importlib.util.find_spec(f"rl.{name}") is not None

@@ -1,0 +1,140 @@
+"""A rollout without end: adapters share rounds, dialogues continue their rows, nothing differs."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from rl import api
+from rl.config import TrainConfig
+from rl.gin.loader import load
+from rl.stream import SampleRequest, Stream
+from spec.config import SamplingConfig
+
+SIZES = (
+    *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
+    *("Rollout.max_prompt_tokens=64", "Sampling.max_new_tokens=16", "Engine.slots=8"),
+    *("Engine.min_slots=8", "Engine.min_positions=96", "Trainer.micro_batch_tokens=128"),
+    *("Engine.prefill_rows=2", "Engine.prefill_chunk_tokens=8"),
+)
+CACHES = {"rows": "Engine.cache='rows'", "pages": "Engine.cache='pages'"}
+
+
+@pytest.fixture(scope="module", params=CACHES)
+def policy(tiny, request):
+    directory = load(TrainConfig, [tiny]).policy.directory
+    pages = ("Engine.page_tokens=8",) if request.param == "pages" else ()
+    return api.Policy(directory, *SIZES, CACHES[request.param], *pages)
+
+
+@pytest.fixture(scope="module")
+def stream(policy):
+    """A stream of two places, which all tests share: programs compile once."""
+    stream = policy.stream(2)
+    yield stream
+    stream.close()
+
+
+def moved(policy, seed):
+    """A sampler whose adapter is far from the others."""
+    twin = policy.with_new_adapter(seed)
+    noise = np.random.default_rng(seed)
+    with jax.default_device(None):
+        params = jax.tree.map(
+            lambda x: x + 0.3 * noise.normal(size=x.shape).astype(np.float32), twin._state.params
+        )
+    twin._state = api.init_state(params, api.make_optimizer(twin._learner.recipe.optimizer, 1))
+    return twin.sampler()
+
+
+def run(stream: Stream, *requests: SampleRequest, late=()):
+    """Return the tokens of each request's responses; a late one joins after each of some steps."""
+    found, late = {}, list(late)
+    requests = list(requests)
+    for request in requests:
+        stream.add(request, lambda samples, seed=request.seed: found.update({seed: samples}))
+    while stream.has_work or late:
+        stream.step()
+        if late:
+            request = late.pop(0)
+            requests.append(request)
+            stream.add(request, lambda samples, seed=request.seed: found.update({seed: samples}))
+    return [[sample.token_ids for sample in found[request.seed]] for request in requests]
+
+
+def test_requests_are_functions_of_themselves(policy, stream):
+    """Alone, together, of several adapters, or joining later."""
+    samplers = [policy.sampler(), moved(policy, 1), moved(policy, 2)]
+    samplings = [SamplingConfig(max_new_tokens=9), SamplingConfig(0.5, max_new_tokens=12)]
+    requests = [
+        SampleRequest(samplers[i % 3], (1, 2, 3, 4 + i % 2), 3, samplings[i % 2], f"{i}")
+        for i in range(9)
+    ]
+    together = run(stream, *requests)
+    alone = [run(stream, request)[0] for request in requests]
+    assert together == alone
+    assert run(stream, *requests[:4], late=requests[4:]) == alone
+    assert len({str(tokens) for tokens in alone}) == 9 and all(len(x) == 3 for x in alone)
+
+
+def test_an_adapters_tokens_are_those_of_its_merged_weights(policy, stream, tmp_path):
+    """Of a rollout of one adapter, and of `Policy.sample`, greedily."""
+    sampler, prompt = moved(policy, 3), (5, 6, 7)
+    greedy = SamplingConfig(0.0, max_new_tokens=12)
+    [[got]] = run(stream, SampleRequest(sampler, prompt, 1, greedy, "greedy"))
+    [[wanted]] = sampler.sample([prompt], 1, greedy)
+    assert got == wanted.token_ids
+    [[plain]] = run(stream, SampleRequest(policy.sampler(), prompt, 1, greedy, "plain"))
+    assert plain != got
+
+
+def test_a_dialogue_computes_its_new_tokens_alone(policy):
+    """Eight dialogues of several turns, with one and with two adapters, against no row kept."""
+    stream, fresh = policy.stream(2), policy.stream(2)
+    samplers = [policy.sampler(), moved(policy, 4)]
+    sampling, rng = SamplingConfig(max_new_tokens=4), np.random.default_rng(0)
+    dialogues = [(1 + i, 2, 3) for i in range(8)]
+    new_tokens = computed = 0
+    for turn in range(8):
+        requests = [
+            SampleRequest(samplers[i % 2], ids, 1, sampling, f"{turn}.{i}")
+            for i, ids in enumerate(dialogues)
+        ]
+        before = stream.prefilled_tokens
+        answers = run(stream, *requests)
+        computed += stream.prefilled_tokens - before
+        fresh.close()
+        assert run(fresh, *requests) == answers
+        # the row holds all but the last token, and the request's first round computes the last
+        new_tokens += sum(len(ids) - 1 for ids in dialogues) if not turn else 8 * 3
+        answers_now = [tuple(tokens) for [tokens] in answers]
+        says = rng.integers(1, 10, (8, 3))
+        dialogues = [
+            (*ids, *answer, *map(int, said))
+            for ids, answer, said in zip(dialogues, answers_now, says, strict=True)
+        ]
+    assert computed <= 1.1 * new_tokens
+    fresh.close()
+    stream.close()
+
+
+def test_a_request_that_cannot_run_is_refused(policy, stream):
+    long = SampleRequest(policy.sampler(), (1,) * 70, 1, SamplingConfig(max_new_tokens=16), "")
+    with pytest.raises(ValueError, match="expected at most 80 tokens of prompt and response"):
+        stream.add(long, print)
+    assert not stream.has_work
+
+
+def test_after_a_failure_the_stream_starts_again(policy, monkeypatch):
+    stream, sampling = policy.stream(1), SamplingConfig(max_new_tokens=4)
+    request = SampleRequest(policy.sampler(), (1, 2, 3), 1, sampling, "a")
+    wanted = run(stream, request)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream._engine, "step", lambda: 1 / 0)
+        stream.add(request, print)
+        with pytest.raises(ZeroDivisionError):
+            stream.step()
+    assert not stream.has_work
+    assert run(stream, request) == wanted
+    stream.close()
