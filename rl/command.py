@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from rl import __version__
+import rl
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.signals import leave
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; return its exit code."""
     name, *rest = argv or ["--help"]
     if name == "--version":
-        print(f"reprise {__version__}")
+        print(f"reprise {rl.__version__}")
         return 0
     if name in ("-h", "--help"):
         print(__doc__)

@@ -96,30 +96,6 @@ def test_drafts_change_no_token(tiny, policy, budget):
     assert drafting._rollouts.engine.stats.timeline
 
 
-def test_requests_of_a_stream_are_functions_of_themselves(policy):
-    from rl.sampler import SampleRequest
-
-    sampler, prompts = policy.sampler(), [tuple(policy.tokenizer.encode_prompt(p)) for p in PROMPTS]
-    samplings = [SamplingConfig(max_new_tokens=9), SamplingConfig(0.5, max_new_tokens=12)]
-    requests = [SampleRequest(prompts[i % 2], 3, samplings[i // 2], f"{i}") for i in range(4)]
-    late, found = [requests[2:3], requests[3:]], {}
-
-    def more():
-        return late.pop(0) if late else []
-
-    sampler.stream(requests[:2], more, lambda one, samples: found.update({one.seed: samples}))
-    assert sorted(found) == ["0", "1", "2", "3"] and not late
-    alone = {}
-    for request in requests:
-        sampler.stream([request], more, lambda one, samples: alone.update({one.seed: samples}))
-        samples = alone[request.seed]
-        assert tokens([samples]) == tokens([found[request.seed]])
-        assert len(samples) == 3 and samples[0].sampling == request.sampling
-    assert len({str(tokens([samples])) for samples in found.values()}) == 4
-    with pytest.raises(ValueError, match="expected at most 20 tokens of prompt and response"):
-        sampler.check(SampleRequest((1,) * 12, 1, samplings[0], ""))
-
-
 def test_a_drafter_of_the_caller_changes_no_token(policy):
     from spec.retrieval.suffix_drafter import NgramDrafter
 

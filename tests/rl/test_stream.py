@@ -14,8 +14,8 @@ from spec.config import SamplingConfig
 
 SIZES = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
-    *("Rollout.max_prompt_tokens=64", "Sampling.max_new_tokens=16", "Engine.slots=8"),
-    *("Engine.min_slots=8", "Engine.min_positions=96", "Trainer.micro_batch_tokens=128"),
+    *("Rollout.max_prompt_tokens=44", "Sampling.max_new_tokens=16", "Engine.slots=8"),
+    *("Engine.min_slots=8", "Engine.min_positions=64", "Trainer.micro_batch_tokens=128"),
     *("Engine.prefill_rows=2", "Engine.prefill_chunk_tokens=8"),
 )
 CACHES = {"rows": "Engine.cache='rows'", "pages": "Engine.cache='pages'"}
@@ -120,8 +120,8 @@ def test_a_dialogue_computes_its_new_tokens_alone(policy):
 
 
 def test_a_request_that_cannot_run_is_refused(policy, stream):
-    long = SampleRequest(policy.sampler(), (1,) * 70, 1, SamplingConfig(max_new_tokens=16), "")
-    with pytest.raises(ValueError, match="expected at most 80 tokens of prompt and response"):
+    long = SampleRequest(policy.sampler(), (1,) * 46, 1, SamplingConfig(max_new_tokens=16), "")
+    with pytest.raises(ValueError, match="expected at most 60 tokens of prompt and response"):
         stream.add(long, print)
     assert not stream.has_work
 

@@ -126,7 +126,7 @@ def test_prompts_are_those_of_the_requests_that_wait():
     waiting = WaitingQueue(prompts)
     waiting.add(order, is_new=True)
     while len(waiting):
-        assert set(waiting.prompts) == {prompts.of(p.request.prompt_ids)[0] for p in order}
+        assert set(waiting.prompts) == {prompts.of(p.request)[0] for p in order}
         first = waiting.first(3)
         assert waiting.take(len(first)) == first
         assert [p.request for p in first] == [p.request for p in order[:3]]

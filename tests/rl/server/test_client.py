@@ -45,7 +45,7 @@ def service(address):
 
 @pytest.fixture(scope="module")
 def training(service):
-    return service.create_lora_training_client(base_model=NAME, rank=4, seed=3)
+    return service.create_lora_training_client(base_model=NAME, rank=4, seed=3).result()
 
 
 def datum(ids, **inputs):
@@ -72,7 +72,7 @@ def test_capabilities_name_the_policy(service, policy):
 
 def test_a_model_is_trained_as_one_of_the_api(service, policy):
     """Losses, norms and log-probs after two steps are the ones of `rl.api` with the same data."""
-    model = service.create_lora_training_client(base_model=NAME, rank=2, seed=5)
+    model = service.create_lora_training_client(base_model=NAME, rank=2, seed=5).result()
     own = policy.with_new_adapter(5, 2)
     ids = [1, 5, 2, 7, 3]
     floats = {"logprobs": [-2.0, -3.0, -1.5, -2.5], "advantages": [1.0, -0.5, 0.25, 2.0]}
@@ -106,7 +106,7 @@ def test_a_custom_loss_takes_two_passes(training):
 
 
 def test_samples_are_functions_of_weights_prompt_and_seed(service, policy):
-    client = service.create_sampling_client(base_model=NAME)
+    client = service.create_sampling_client(base_model=NAME).result()
     params = types.SamplingParams(max_tokens=9, seed=7, temperature=1.0)
     prompts = [types.ModelInput.from_ints(ids) for ids in PROMPTS]
     futures = [client.sample(p, num_samples=3, sampling_params=params) for p in prompts]
@@ -126,24 +126,24 @@ def test_samples_use_the_weights_of_the_moment(training):
         types.ModelInput.from_ints(PROMPTS[0]),
         types.SamplingParams(max_tokens=12, seed=1),
     )
-    before = training.save_weights_and_get_sampling_client()
+    before = training.save_weights_and_get_sampling_client().result()
     first = sampled(before.sample(prompt, 4, params).result())
     for _ in range(3):
         training.forward_backward([datum([1, 2, 3, 4, 9, 9, 9, 9])], "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=0.1))
-    after = training.save_weights_and_get_sampling_client()
+    after = training.save_weights_and_get_sampling_client().result()
     later = after.sample(prompt, 4, params)
     again = before.sample(prompt, 4, params)
     assert sampled(later.result()) != first and sampled(again.result()) == first
 
 
-def test_checkpoints_continue_to_the_bit_and_are_listed(service, training):
+def test_checkpoints_continue_to_the_bit_and_are_listed(address, service, training):
     saved = training.save_state("one").result().path
     assert saved.startswith("tinker://") and saved.endswith("/weights/one")
     steps = [training.forward_backward([datum([1, 2, 3, 4])], "cross_entropy")]
     training.optim_step(types.AdamParams(learning_rate=0.05)).result()
     steps.append(training.forward_backward([datum([1, 2, 3, 4])], "cross_entropy"))
-    other = service.create_training_client_from_state_with_optimizer(saved)
+    other = service.create_training_client_from_state_with_optimizer(saved).result()
     again = [other.forward_backward([datum([1, 2, 3, 4])], "cross_entropy")]
     other.optim_step(types.AdamParams(learning_rate=0.05)).result()
     again.append(other.forward_backward([datum([1, 2, 3, 4])], "cross_entropy"))
@@ -152,7 +152,7 @@ def test_checkpoints_continue_to_the_bit_and_are_listed(service, training):
     with pytest.raises(tinker.TinkerError, match="exists: choose another name"):
         training.save_state("one").result()
     training.save_state("one", overwrite=True).result()
-    rest = service.create_rest_client()
+    rest = tinker.RestClient(base_url=address)
     run = saved.removeprefix("tinker://").partition("/")[0]
     listed = rest.list_checkpoints(run).result().checkpoints
     assert "weights/one" in [c.checkpoint_id for c in listed]
@@ -173,25 +173,24 @@ def test_named_sampler_weights_are_loaded(service, training):
         types.ModelInput.from_ints(PROMPTS[1]),
         types.SamplingParams(max_tokens=8, seed=2),
     )
-    by_path = service.create_sampling_client(model_path=path)
-    now = training.save_weights_and_get_sampling_client()
+    by_path = service.create_sampling_client(model_path=path).result()
+    now = training.save_weights_and_get_sampling_client().result()
     assert sampled(by_path.sample(prompt, 2, params).result()) == sampled(
         now.sample(prompt, 2, params).result()
     )
 
 
-def test_errors_of_the_caller_are_sentences(service, training):
+def test_errors_of_the_caller_are_sentences(service, training, policy):
     with pytest.raises(Exception, match="expected a rank of 1 to 4, got 64"):
-        service.create_lora_training_client(base_model=NAME, rank=64)
+        service.create_lora_training_client(base_model=NAME, rank=64).result()
     with pytest.raises(Exception, match="expected the model 'reprise/tiny', got 'other'"):
-        service.create_lora_training_client(base_model="other", rank=4)
+        service.create_lora_training_client(base_model="other", rank=4).result()
     with pytest.raises(Exception, match="expected a loss of cross_entropy"):
         training.forward_backward([datum([1, 2, 3])], "gspo").result()
-    with pytest.raises(Exception, match="expected 1 to 32 tokens, got 39"):
-        training.forward_backward(
-            [datum(list(range(1, 10)) * 4 + [1] * 4)], "cross_entropy"
-        ).result()
-    client = service.create_sampling_client(base_model=NAME)
+    too_long = [1] * (policy.max_tokens + 2)
+    with pytest.raises(Exception, match=f"expected 1 to {policy.max_tokens} tokens, got"):
+        training.forward_backward([datum(too_long)], "cross_entropy").result()
+    client = service.create_sampling_client(base_model=NAME).result()
     long = types.ModelInput.from_ints([1] * 40)
     with pytest.raises(Exception, match="expected a prompt of fewer than 32 tokens"):
         client.sample(long, 1, types.SamplingParams(max_tokens=4)).result()
@@ -201,11 +200,11 @@ def test_errors_of_the_caller_are_sentences(service, training):
 
 def test_many_requests_of_several_adapters_share_rounds(service, training):
     """Each has the tokens that it has alone."""
-    other = service.create_lora_training_client(base_model=NAME, rank=4, seed=9)
+    other = service.create_lora_training_client(base_model=NAME, rank=4, seed=9).result()
     other.forward_backward([datum([1, 2, 3, 4, 8, 8, 8])], "cross_entropy")
     other.optim_step(types.AdamParams(learning_rate=0.1)).result()
-    clients = [x.save_weights_and_get_sampling_client() for x in (training, other)]
-    clients.append(service.create_sampling_client(base_model=NAME))
+    clients = [x.save_weights_and_get_sampling_client().result() for x in (training, other)]
+    clients.append(service.create_sampling_client(base_model=NAME).result())
     params = [types.SamplingParams(max_tokens=4 + i, seed=i) for i in range(8)]
     prompt = types.ModelInput.from_ints(PROMPTS[0])
 
@@ -220,14 +219,11 @@ def test_many_requests_of_several_adapters_share_rounds(service, training):
     assert len({str(together[i::3]) for i in range(3)}) == 3
 
 
-def test_the_config_of_samples_is_the_one_requested(service, policy):
-    """Tokens are the ones of `Policy.sample` with the same noise."""
-    from rl.stream import SampleRequest
-
-    client = service.create_sampling_client(base_model=NAME)
+def test_samples_are_those_of_the_api(service, policy):
+    """Greedy tokens are the ones of `Policy.sample`."""
+    client = service.create_sampling_client(base_model=NAME).result()
     greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
     got = sampled(client.sample(types.ModelInput.from_ints(PROMPTS[0]), 1, greedy).result())
     sampling = SamplingConfig(0.0, max_new_tokens=6)
     [[wanted]] = policy.with_new_adapter().sample([PROMPTS[0]], 1, sampling)
     assert got == [wanted.token_ids]
-    assert SampleRequest is not None

@@ -124,7 +124,7 @@ def test_bodies_and_paths_have_bounds(address, monkeypatch):
     monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
     assert call(address, "create_session", b" " * 1001)[0] == 413
     for path in ("training_runs/..%2F..%2Fx", "training_runs/x/checkpoints/weights/../../y"):
-        assert call(address, path, method="GET")[0] == 404
+        assert call(address, path, method="GET")[0] in (404, 405)
     assert call(address, "training_runs?limit=-1", method="GET")[0] == 400
     assert call(address, "training_runs/x/checkpoints/weights/y", method="DELETE")[0] == 404
 
