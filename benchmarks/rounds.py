@@ -60,6 +60,7 @@ def busy(num_slots: int, live: int) -> Slots:
         emitted=one_B * 0,
         limit=one_B * 10**6,
         active=one_B > 0,
+        adapter=one_B * 0,
         keys=sampling.request_keys(sampling.step_key(0, 0), jnp.arange(num_slots)),
         processing=sampling.Processing(one_B * 1.0, one_B * 0, one_B * 1.0),
     )

@@ -36,8 +36,8 @@ LORA_TARGETS: dict[LoraTarget, tuple[str, ...]] = {  # fields of `Layer`, or of 
 class LoraShape:
     """Low-rank adapters: W of the targets becomes W + (alpha / rank) · B · A.
 
-    A and B may be those of `places` adapters of one rank each, next to one another: a row of a
-    batch has one of them (`models.lora.for_rows`).
+    A and B may hold `places` adapters of this rank next to one another; each row of a batch has
+    one of them (`models.lora.for_rows`).
     """
 
     rank: int

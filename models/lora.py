@@ -45,19 +45,20 @@ def cut_to(adapter: Params, rank: int, targets: Sequence[str] = ()) -> Params:
     The gradient of each is a product with the other. Weights of other parts than `targets`
     (`LORA_TARGETS`), if there are any, keep no rank.
     """
-    kept = {field for target in targets or LORA_TARGETS for field in LORA_TARGETS[target]}
+    chosen = targets or tuple(LORA_TARGETS)
+    trained = {f for target, fields in LORA_TARGETS.items() if target in chosen for f in fields}
 
     def one(field: str, low: LowRank | None) -> LowRank | None:
         if low is None:
             return None
-        ranks = rank if field in kept else 0
-        kept_R = (jnp.arange(low.down_RI.shape[0]) < ranks).astype(low.down_RI.dtype)
-        return LowRank(low.down_RI * kept_R[:, None], low.up_OR * kept_R)
+        ranks = rank if field in trained else 0
+        mask_R = (jnp.arange(low.down_RI.shape[0]) < ranks).astype(low.down_RI.dtype)
+        return LowRank(low.down_RI * mask_R[:, None], low.up_OR * mask_R)
 
-    def of(layer: Layer) -> Layer:
+    def cut(layer: Layer) -> Layer:
         return Layer(**{name: one(name, low) for name, low in vars(layer).items()})
 
-    layers = tuple(map(of, adapter.layers))
+    layers = tuple(map(cut, adapter.layers))
     return dataclasses.replace(adapter, layers=layers, head_VD=one("head_VD", adapter.head_VD))
 
 
@@ -76,11 +77,11 @@ def no_adapters(config: ModelConfig, dtype: Any) -> Params:
 def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
     """Return the adapters of all places with this one in one of them."""
 
-    def one(all_of: LowRank, low: LowRank) -> LowRank:
-        at, dtype = place * low.down_RI.shape[0], all_of.down_RI.dtype
+    def one(wide: LowRank, low: LowRank) -> LowRank:
+        at, dtype = place * low.down_RI.shape[0], wide.down_RI.dtype
         return LowRank(
-            jax.lax.dynamic_update_slice(all_of.down_RI, low.down_RI.astype(dtype), (at, 0)),
-            jax.lax.dynamic_update_slice(all_of.up_OR, low.up_OR.astype(dtype), (0, at)),
+            jax.lax.dynamic_update_slice(wide.down_RI, low.down_RI.astype(dtype), (at, 0)),
+            jax.lax.dynamic_update_slice(wide.up_OR, low.up_OR.astype(dtype), (0, at)),
         )
 
     put_in: Params = jax.tree.map(one, places, adapter, is_leaf=lambda x: isinstance(x, LowRank))

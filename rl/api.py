@@ -71,8 +71,8 @@ class Policy:
         default nothing is drafted. Raises ConfigError, ValueError or FileNotFoundError.
         """
         named = f"Policy.directory={directory!r}"
-        given = [named, *settings] if files else [PLAIN, named, *settings]
-        config = load(TrainConfig, files, given)
+        overrides = [named, *settings] if files else [PLAIN, named, *settings]
+        config = load(TrainConfig, files, overrides)
         inputs = Inputs(*open_policy(directory, config.task, config.policy.lora), (), 0)
         self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
         self._mesh = setup.run_mesh(config)
@@ -155,8 +155,8 @@ class Policy:
     ) -> Output:
         """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
         _check_loss(loss)
-        found = self.forward(data)
-        return Output(total_loss(loss, data, found, settings or LossSettings()), found)
+        logps = self.forward(data)
+        return Output(total_loss(loss, data, logps, settings or LossSettings()), logps)
 
     def forward_backward(
         self,

@@ -53,7 +53,7 @@ class Sample:
     version: int
 
     @classmethod
-    def of(
+    def from_trajectory(
         cls, t: Trajectory, tokenizer: Tokenizer, sampling: SamplingConfig, version: int
     ) -> Self:
         """Return a trajectory as its caller gets it."""
@@ -148,7 +148,9 @@ class Sampler:
             remember(rollouts.cache, keys, done, scored=False)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:
-            groups[t.group_id].append(Sample.of(t, inputs.tokenizer, sampling, self.version))
+            groups[t.group_id].append(
+                Sample.from_trajectory(t, inputs.tokenizer, sampling, self.version)
+            )
         return groups
 
     @property

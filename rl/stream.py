@@ -1,6 +1,6 @@
 """Samples without end: requests of several adapters share the rounds of one rollout as they come.
 
-An adapter has a place among those of the engine's policy (`models.lora.for_rows`) while it has
+An adapter has a place in the engine's policy (`models.lora.for_rows`) while it has
 requests; a place goes to another one once it has none. A prompt that continues an earlier request
 of the same adapter, as the turn of a dialogue does, computes its new tokens alone.
 """
@@ -28,7 +28,7 @@ from spec.config import SamplingConfig
 from spec.sampling import step_key
 
 OnFinish = Callable[[list[Sample]], None]
-RENEWED_AFTER = 10_000  # requests, once none runs: what a rollout knows of its prompts goes
+RENEWED_AFTER = 10_000  # requests, once none runs: the table of its prompts is dropped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class SampleRequest:
     seed: str
 
     def requests(self, number: int, adapter: int) -> list[Request]:
-        """Return the engine's requests; `number` is unlike those of others that run."""
+        """Return the engine's requests; no other that runs has `number`."""
 
         def noise(i: int) -> int:
             digest = hashlib.sha256(f"{self.seed}:{i}".encode()).digest()
@@ -72,7 +72,7 @@ class _Places:
         self.busy = [0] * count
         self._used = list(range(count))  # places, the longest unused first
 
-    def of(self, sampler: Sampler) -> tuple[int | None, bool]:
+    def claim(self, sampler: Sampler) -> tuple[int | None, bool]:
         """Return the place of a sampler, and whether its adapter is to be put there; None: wait."""
         is_new = sampler not in self.samplers
         if is_new:
@@ -174,7 +174,7 @@ class Stream:
         """Let the waiting requests join, in order, up to the first one that has no place."""
         while self._waiting:
             request, on_finish = self._waiting[0]
-            place, is_new = self._places.of(request.sampler)
+            place, is_new = self._places.claim(request.sampler)
             if place is None:
                 return
             self._waiting.popleft()
@@ -200,5 +200,5 @@ class Stream:
         running.done.sort(key=lambda one: one.sample_index)
         tokenizer, version = self._rollouts.inputs.tokenizer, request.sampler.version
         running.on_finish(
-            [Sample.of(t, tokenizer, request.sampling, version) for t in running.done]
+            [Sample.from_trajectory(t, tokenizer, request.sampling, version) for t in running.done]
         )

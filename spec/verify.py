@@ -111,9 +111,9 @@ def verify(
     positions_M = of_slots.length + depth_M
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     length_B = jnp.where(room_B > 0, slots.length, 0)  # rows at rest need not be read
-    of_rows = lora.for_rows(config, params, _adapters(of_slots.adapter, slots, nodes.chunks))
+    adapted = lora.for_rows(config, params, _adapters(of_slots.adapter, slots, nodes.chunks))
     hidden_XD, entries = transformer.hidden_of_nodes(
-        config, of_rows, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
+        config, adapted, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
     )
     tokens_M, logprobs_M, reused_M = _draw(
         config, params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
@@ -220,9 +220,9 @@ def decode(
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
     nodes = slots.last_token[:, None], slots.length[:, None], start_B
-    of_rows = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))
+    adapted = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))
     hidden_B1D, cache, entries = transformer.hidden_with_cache(
-        config, of_rows, cache, *nodes, chunks
+        config, adapted, cache, *nodes, chunks
     )
     hidden_BD = hidden_B1D[:, 0]
     of_chunks = None if chunks is None else entries.take(np.s_[:], cache.values[0].dtype)
@@ -239,8 +239,8 @@ def _adapters(adapter_M: jax.Array, slots: Slots, chunks: Chunks | None) -> jax.
     """Return the adapters of a round's nodes, then of the tokens of its chunks."""
     if chunks is None:
         return adapter_M
-    of_chunks_X = jnp.take(slots.adapter, chunks.slot_X, mode="clip")
-    return jnp.concatenate([adapter_M, of_chunks_X])
+    chunks_X = jnp.take(slots.adapter, chunks.slot_X, mode="clip")
+    return jnp.concatenate([adapter_M, chunks_X])
 
 
 def _last_of_slots(
@@ -348,9 +348,9 @@ def chunks_alone(
     """
     chunks = Chunks.of_table(chunks_TX, are_apart=True)
     none_M, tokens_X = jnp.zeros(0, jnp.int32), chunks.tokens_TC.reshape(-1)
-    of_rows = lora.for_rows(config, params, _adapters(none_M, slots, chunks))
+    adapted = lora.for_rows(config, params, _adapters(none_M, slots, chunks))
     hidden_XD, entries = transformer.hidden_of_nodes(
-        config, of_rows, cache, none_M, none_M, slots.length, None, chunks
+        config, adapted, cache, none_M, none_M, slots.length, None, chunks
     )
     entries = entries.take(np.s_[:], cache.values[0].dtype)
     of_slots = jax.tree.map(lambda x: jnp.take(x, chunks.slot_X, axis=0, mode="clip"), slots)

@@ -4,10 +4,10 @@ Pure host logic. A row keeps the keys and values of its prompt after its request
 another prompt overwrites them, so later siblings can copy from any row that holds theirs. A group's
 prompt is thus computed once as long as its requests are admitted in order.
 
-With a budget of positions a row needs its tokens plus the most that the next fetch can add, up to
+With a budget of positions a row needs its tokens plus the best that the next fetch can add, up to
 its request's limit, and all tokens of a cached response that it verifies in chunks:
 
-    needed = min(tokens + most that a fetch adds, most tokens of the request)
+    needed = min(tokens + best that a fetch adds, best tokens of the request)
 
 Schedulers that reserve whole chunks never let the sum exceed the budget. If none reserves, requests
 wait until they fit, and the newest rows are preempted once the others have grown.
@@ -69,9 +69,9 @@ class WaitingQueue:
         left = [p for p in self.partial if p.request.request_id not in request_ids]
         self.partial = collections.deque(left)
 
-    def first(self, most: int) -> list[PartialRequest]:
-        """Return the next requests, at most `most`."""
-        return list(itertools.islice(self.partial or self.new, most))
+    def first(self, best: int) -> list[PartialRequest]:
+        """Return the next requests, at best `best`."""
+        return list(itertools.islice(self.partial or self.new, best))
 
     def take(self, count: int) -> list[PartialRequest]:
         """Take the first `count` that `first` returns."""
@@ -111,15 +111,15 @@ def assign(
 
 
 def assign_continued(waiting: Sequence[PartialRequest], table: SlotTable) -> list[int]:
-    """Return a free row for each waiting request: the one that holds the most of its prompt.
+    """Return a free row for each waiting request: the one that holds the best of its prompt.
 
     If none holds any, it is the one whose last request is the oldest.
     """
     free = sorted(table.free_rows(), key=lambda r: int(table.entered_B[r]))
     rows = list[int]()
     for p in waiting:
-        common_R = table.reusable_tokens(p.request, free) if p.kv is None else np.zeros(len(free))
-        rows.append(free.pop(int(np.argmax(common_R))))
+        reusable_R = table.reusable_tokens(p.request, free) if p.kv is None else np.zeros(len(free))
+        rows.append(free.pop(int(np.argmax(reusable_R))))
     return rows
 
 
@@ -217,9 +217,9 @@ def assign_pages(
         needed = pages.pages_for(needed_by(p, table, fetch_tokens))
         holders = list[int]()
         if p.kv is None:
-            common_R = table.reusable_tokens(p.request, free)
-            most = int(common_R.max(initial=0))
-            holders = [r for r, n in zip(free, common_R, strict=True) if n == most > 0]
+            reusable_R = table.reusable_tokens(p.request, free)
+            best = int(reusable_R.max(initial=0))
+            holders = [r for r, n in zip(free, reusable_R, strict=True) if n == best > 0]
         first = {pages.part_of(r): r for r in reversed(free) if r not in holders}  # by part
         left = {
             row: room[pages.part_of(row)] - needed + common.num_pages(p, number, row)
@@ -260,19 +260,19 @@ class _Common:
         full = prompt_tokens // self._pages.page_tokens
         if p.kv is not None:
             return full if key in self._held else 0
-        if kept := self._kept(p, row):
-            return int(self._used_P[self._pages.pages_of(row, kept)].sum())
+        if reused := self._reused(p, row):
+            return int(self._used_P[self._pages.pages_of(row, reused)].sum())
         return full if key in self._wanted else 0
 
     def add(self, p: PartialRequest, number: int, row: int) -> None:
         """Note that it gets this row."""
-        key, kept = (self._pages.part_of(row), number), self._kept(p, row)
+        key, reused = (self._pages.part_of(row), number), self._reused(p, row)
         self._wanted.add(key)
-        if p.kv is not None or kept == len(p.request.prompt_ids) - 1 > 0:
+        if p.kv is not None or reused == len(p.request.prompt_ids) - 1 > 0:
             self._held.add(key)
-        if kept:
-            self._used_P[self._pages.pages_of(row, kept)] = True
+        if reused:
+            self._used_P[self._pages.pages_of(row, reused)] = True
 
-    def _kept(self, p: PartialRequest, row: int) -> int:
+    def _reused(self, p: PartialRequest, row: int) -> int:
         """Return how many tokens of its prompt it finds in this row."""
         return 0 if p.kv is not None else int(self._table.reusable_tokens(p.request, [row])[0])

@@ -171,7 +171,7 @@ class Engine(ModelRunner):
         self._waiting.add(requests)
 
     def use(self, params: Params) -> None:
-        """Take other weights, in which running requests have equal ones."""
+        """Replace the weights; running requests must have equal ones."""
         self._spec = dataclasses.replace(self._spec, params=params)
         self._rounds.params = params
 

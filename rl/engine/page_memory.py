@@ -81,7 +81,7 @@ class PageMemory:
         self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
         needed_B = admission.needed_B(table, fetch_tokens)
         for row in table.free_rows():
-            self._release(row, int(table.kept_tokens_B[row]))
+            self._release(row, int(table.retained_tokens_B[row]))
         rows = oldest = table.oldest_first()
         if self._pages.held_B[oldest].all():  # no row waits for a prompt
             short_B = self._short_B(needed_B)

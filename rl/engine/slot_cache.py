@@ -303,7 +303,7 @@ class SlotCache:
         They stay while one lacks something: fewer sizes of rounds have chunks.
         """
         config, table = self._runner.config, self.table
-        shrinks = not table.keeps_responses  # free rows are what a dialogue continues
+        shrinks = not table.keeps_responses  # a dialogue continues free rows
         while shrinks and config.slot_bucket(num_requests) < len(table) and not table.lacking():
             half = config.slot_bucket(-(-len(table) // 2))
             rows = self._memory.kept_rows(table, table.most_useful(wanted_later), half)

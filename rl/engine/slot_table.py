@@ -39,7 +39,7 @@ class KnownPrompt(NamedTuple):
 
 
 class Prompts:
-    """The prompts of a rollout, numbered in order of appearance; each adapter has its own.
+    """The prompts of a rollout, numbered in order of appearance, one for each adapter.
 
     Comparing, hashing or copying thousands of tokens takes longer than a round: each is identified
     by its first object.
@@ -85,7 +85,7 @@ class SlotTable:
         self.prompts: list[int | None] = [None] * B  # whose whole cache a row holds
         self.prompt_B = np.zeros(B, np.int64)  # the prompt of its request, or of the last one
         self.adapter_B = np.zeros(B, np.int64)  # of its request, or of the last one
-        self.kept_tokens_B = np.zeros(B, np.int32)  # that a free row's cache holds
+        self.retained_tokens_B = np.zeros(B, np.int32)  # that a free row's cache holds
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
@@ -156,7 +156,7 @@ class SlotTable:
     def lacking(self) -> dict[int, int]:
         """Return the rows that lack something, in order of admission, and their prompts."""
         (rows,) = np.nonzero(self.busy_B & (self.missing_tokens_B > 0))
-        rows = rows[np.argsort(self.entered_B[rows])]  # in most rounds there are none
+        rows = rows[np.argsort(self.entered_B[rows])]  # in width rounds there are none
         return dict(zip(rows.tolist(), self.prompt_B[rows].tolist(), strict=True))
 
     def filled(self, row: int, num_tokens: int) -> int:
@@ -176,7 +176,7 @@ class SlotTable:
         n = end = len(request.prompt_ids)
         self.started[row], self.prompts[row] = partial, None
         known = self.known_prompts.of(request)
-        self.adapter_B[row], self.kept_tokens_B[row] = request.adapter, 0
+        self.adapter_B[row], self.retained_tokens_B[row] = request.adapter, 0
         self.prompt_B[row], self.tokens_BL[row, :n] = known.number, known.tokens
         if prefix is not None:
             end = n + len(prefix.response_ids)
@@ -272,12 +272,12 @@ class SlotTable:
         if self.prompts[row] is not None:
             keeps = self.keeps_responses and not self.missing_tokens_B[row]
             end_B = self.total_tokens_B if keeps else self.prompt_tokens_B
-            self.kept_tokens_B[row] = end_B[row] - 1
+            self.retained_tokens_B[row] = end_B[row] - 1
         return left
 
     def forget(self, row: int) -> None:
         """Note that a row's cache holds nothing any more."""
-        self.prompts[row], self.kept_tokens_B[row] = None, 0
+        self.prompts[row], self.retained_tokens_B[row] = None, 0
 
     def reusable_tokens(self, request: Request, rows: Sequence[int]) -> np.ndarray:
         """Return how many of its prompt's first tokens a request finds in each free row; int [R].
@@ -291,13 +291,15 @@ class SlotTable:
             holds_R = np.array([self.prompts[row] == number for row in rows], bool)
             return np.where(holds_R, len(tokens_T) - 1, 0)
         rows_R, tokens_T = np.asarray(rows, int), tokens_T[:-1]
-        kept_R = np.where(self.adapter_B[rows_R] == request.adapter, self.kept_tokens_B[rows_R], 0)
-        shared_R = np.minimum(kept_R, len(tokens_T))
-        most = int(shared_R.max(initial=0))
-        differs_RT = self.tokens_BL[rows_R, :most] != tokens_T[:most]
-        differs_RT |= np.arange(most) >= shared_R[:, None]
+        retained_R = np.where(
+            self.adapter_B[rows_R] == request.adapter, self.retained_tokens_B[rows_R], 0
+        )
+        shared_R = np.minimum(retained_R, len(tokens_T))
+        width = int(shared_R.max(initial=0))
+        differs_RT = self.tokens_BL[rows_R, :width] != tokens_T[:width]
+        differs_RT |= np.arange(width) >= shared_R[:, None]
         common_R = np.argmax(np.pad(differs_RT, ((0, 0), (0, 1)), constant_values=True), axis=1)
-        return np.where(2 * common_R >= kept_R, common_R, 0)
+        return np.where(2 * common_R >= retained_R, common_R, 0)
 
     def so_far(self, row: int, policy_version: int) -> PartialRequest:
         """Return a busy row's request and response so far."""

@@ -18,7 +18,7 @@ from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner import logprobs, trainer
 from rl.learner.config import TrainSpec
-from rl.learner.data import Datum, DatumInputs, inputs_of, pack
+from rl.learner.data import Datum, DatumInputs, loss_inputs, pack
 from rl.learner.gradient_accumulation import Network, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
@@ -125,7 +125,7 @@ def total_loss(
     """Return the sum of a loss at these log-probs."""
     total = 0.0
     for datum, logp_T in zip(data, logps, strict=True):
-        inputs = inputs_of(datum)
+        inputs = loss_inputs(datum)
         loss_T = LOSSES[loss](jnp.asarray(logp_T), inputs, settings) * inputs.weights_EM
         total += float(jnp.sum(loss_T))
     return total

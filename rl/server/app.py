@@ -21,12 +21,12 @@ from rl.runtime.progress import say
 from rl.server import wire
 from rl.server.bodies import field, number
 from rl.server.records import Records
-from rl.server.service import Busy, Gone, NotFound, Served, Service
+from rl.server.service import Busy, Gone, Served, Service, Unknown
 from rl.server.worker import Worker
 
 MAX_BODY_BYTES = 2**26
 LONG_POLL_S = 25.0
-STATUSES: dict[type[Exception], int] = {NotFound: 404, Gone: 410, Busy: 429, ValueError: 400}
+STATUSES: dict[type[Exception], int] = {Unknown: 404, Gone: 410, Busy: 429, ValueError: 400}
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False}  # the parts of a call come in order
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -49,8 +49,8 @@ def make_app(served: Served, records: Records, api_key: str | None = None) -> St
     def guarded(handler: Callable[[Service, Request], Awaitable[Response]]) -> Handler:
         @functools.wraps(handler)
         async def guard(request: Request) -> Response:
-            given = request.headers.get("x-api-key", "").encode()
-            if api_key is not None and not hmac.compare_digest(given, api_key.encode()):
+            key = request.headers.get("x-api-key", "").encode()
+            if api_key is not None and not hmac.compare_digest(key, api_key.encode()):
                 return _error(401, "expected the server's key in TINKER_API_KEY")
             try:
                 return await handler(service[0], request)

@@ -1,4 +1,4 @@
-"""The fields of JSON bodies, checked, and what they and protocol-buffer bodies stand for."""
+"""Checked fields of JSON bodies; the data, settings and results of protocol-buffer bodies."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQ
     return value
 
 
-def number(body: Mapping[str, Any], name: str, default: Any = _REQUIRED, most: int = 2**62) -> int:
-    """Return an integer from 0 to `most`. Raises ValueError."""
+def number(body: Mapping[str, Any], name: str, default: Any = _REQUIRED, high: int = 2**62) -> int:
+    """Return an integer from 0 to `high`. Raises ValueError."""
     value = field(body, name, int, default)
-    if value is not None and not 0 <= value <= most:
-        raise ValueError(f"{name}: expected 0 to {most}, got {value}")
+    if value is not None and not 0 <= value <= high:
+        raise ValueError(f"{name}: expected 0 to {high}, got {value}")
     return value
 
 
-def name_of(text: str) -> str:
+def check_name(text: str) -> str:
     """Return the name of a checkpoint. Raises ValueError."""
     if not NAME.fullmatch(text):
         raise ValueError(
@@ -66,16 +66,16 @@ def prompt_ids(prompt: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def sampling_of(
-    params: Mapping[str, Any], prompt_tokens: int, longest_tokens: int
+def parse_sampling(
+    params: Mapping[str, Any], prompt_tokens: int, max_tokens: int
 ) -> SamplingConfig:
     """Return how responses are drawn. Raises ValueError."""
-    room = longest_tokens - prompt_tokens
+    room = max_tokens - prompt_tokens
     if room < 1:
         raise ValueError(
-            f"expected a prompt of fewer than {longest_tokens} tokens, got {prompt_tokens}"
+            f"expected a prompt of fewer than {max_tokens} tokens, got {prompt_tokens}"
         )
-    most = number(params, "max_tokens", None)
+    wanted = number(params, "max_tokens", None)
     stop, top_k = params.get("stop"), field(params, "top_k", int, -1)
     strings, ids = tuple[str, ...](), tuple[int, ...]()
     if isinstance(stop, str):
@@ -93,7 +93,7 @@ def sampling_of(
         field(params, "temperature", float, 1.0),
         0 if top_k == -1 else top_k,
         field(params, "top_p", float, 1.0),
-        room if most is None else most,
+        room if wanted is None else wanted,
         stop_ids=ids,
         stop=strings,
     )
@@ -123,7 +123,7 @@ def sampled(samples: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> by
 # -- training ------------------------------------------------------------------------------
 
 
-def datum_of(message: Any) -> Datum:
+def parse_datum(message: Any) -> Datum:
     """Return a message's datum. Raises ValueError."""
     parts = []
     for chunk in message.model_input:
@@ -141,7 +141,8 @@ def datum_of(message: Any) -> Datum:
     targets = inputs.pop("target_tokens")
     if targets.ndim != 1:
         raise ValueError(f"target_tokens: expected one for each token, got shape {targets.shape}")
-    return Datum(tokens, targets, **{name: inputs.get(name) for name in INPUTS - {"target_tokens"}})
+    weights, logprobs, advantages = map(inputs.get, ("weights", "logprobs", "advantages"))
+    return Datum(tokens, targets, weights, logprobs, advantages)
 
 
 def loss_settings(message: Any) -> LossSettings:
@@ -167,14 +168,14 @@ def trained(output: Output) -> bytes:
     return data
 
 
-def adam_of(body: Mapping[str, Any]) -> Adam:
+def parse_adam(body: Mapping[str, Any]) -> Adam:
     """Return the settings of an optimizer step. Raises ValueError."""
     if body.get("optimizer_params") is not None:
         raise ValueError("expected adam_params: this server has AdamW alone")
-    given = field(body, "adam_params", dict)
-    clip = field(given, "grad_clip_norm", float, 0.0)
+    params = field(body, "adam_params", dict)
+    clip = field(params, "grad_clip_norm", float, 0.0)
     rate, b1, b2, eps, decay = (
-        field(given, name, float, default)
+        field(params, name, float, default)
         for name, default in (
             *(("learning_rate", 1e-4), ("beta1", 0.9), ("beta2", 0.95)),
             *(("eps", 1e-12), ("weight_decay", 0.0)),

@@ -78,17 +78,17 @@ class Records:
 
     def drop_checkpoint(self, path: str) -> None:
         """Delete a checkpoint with its folder."""
-        folder = self.folder_of(path)
+        folder = self.checkpoint_folder(path)
         self._write({"table": "checkpoints", "key": path, "record": None})
         shutil.rmtree(folder, ignore_errors=True)
 
-    def folder_of(self, path: str) -> Path:
+    def checkpoint_folder(self, path: str) -> Path:
         """Return the folder of a checkpoint. Raises ValueError if there is none."""
         if path not in self.checkpoints:
             raise ValueError(f"found no checkpoint {path!r:.200}")
         return self.folder / "checkpoints" / self.checkpoints[path]["folder"]
 
-    def checkpoints_of(self, run: str) -> list[Record]:
+    def run_checkpoints(self, run: str) -> list[Record]:
         return [r for r in self.checkpoints.values() if r["run"] == run]
 
     def _write(self, change: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rl.api import Datum, Policy
 from rl.sampler import Sample, Sampler
 from rl.server import bodies
@@ -34,7 +36,7 @@ class Gone(Exception):
     """The session has ended."""
 
 
-class NotFound(Exception):
+class Unknown(Exception):
     """There is no such thing here."""
 
 
@@ -98,15 +100,15 @@ class Service:
     def finish(self, session: str) -> None:
         """End a session: its models are gone, its checkpoints stay."""
         if session not in self.records.sessions:
-            raise NotFound(f"found no session {session!r:.100}")
+            raise Unknown(f"found no session {session!r:.100}")
         self.records.change("sessions", session, finished=True)
         self._drop_models(session)
 
     def _live(self, session: str) -> Record:
-        """Note a sign of life of a session. Raises Gone, or NotFound."""
+        """Record a heartbeat of a session. Raises Gone, or Unknown."""
         record = self.records.sessions.get(session)
         if record is None:
-            raise NotFound(f"found no session {session!r:.100}")
+            raise Unknown(f"found no session {session!r:.100}")
         if record["finished"]:
             raise Gone(f"session {session} has finished")
         self._heartbeats[session] = self._now_s()
@@ -123,22 +125,22 @@ class Service:
         self._check_base(field(body, "base_model", str))
         lora = field(body, "lora_config", dict)
         rank, seed = number(lora, "rank", 32), number(lora, "seed", 0, 2**63)
-        most = self._rank
-        if not 1 <= rank <= most:
+        max_rank = self._rank
+        if not 1 <= rank <= max_rank:
             raise ValueError(
-                f"lora_config: expected a rank of 1 to {most}, got {rank}: start the server with "
-                f"--gin.Policy.lora_rank={rank} for more"
+                f"lora_config: expected a rank of 1 to {max_rank}, got {rank}: start the server "
+                f"with --gin.Policy.lora_rank={rank} for more"
             )
-        kept = [t for t, on in _targets(lora).items() if on]
-        if not kept:
+        targets = [t for t, on in _targets(lora).items() if on]
+        if not targets:
             raise ValueError("lora_config: expected a part to train, got none")
-        run, answer = self._new_run(body, rank, kept)
+        run, answer = self._new_run(body, rank, targets)
         if answer is None:
             return {"request_id": f"{run}:create"}
 
         def make() -> Result:
-            policy = self.policy.with_new_adapter(seed % 2**31, rank, kept)
-            return self._made(run, policy)
+            policy = self.policy.with_new_adapter(seed % 2**31, rank, targets)
+            return self._finish_model(run, policy)
 
         self._worker.do(make, answer)
         return {"request_id": f"{run}:create"}
@@ -146,15 +148,16 @@ class Service:
     def create_from(self, body: Mapping[str, Any]) -> Record:
         """Queue a model that continues from a checkpoint."""
         path = self._training_path(body)
-        of = self.records.runs[self.records.checkpoints[path]["run"]]
-        run, answer = self._new_run(body, of["rank"], of["targets"])
+        source = self.records.runs[self.records.checkpoints[path]["run"]]
+        run, answer = self._new_run(body, source["rank"], source["targets"])
         if answer is not None:
-            folder, with_optimizer = self.records.folder_of(path), field(body, "optimizer", bool)
+            folder = self.records.checkpoint_folder(path)
+            with_optimizer = field(body, "optimizer", bool)
 
             def make() -> Result:
                 policy = self.policy.with_new_adapter(0)
                 policy.load_state(folder, with_optimizer=with_optimizer)
-                return self._made(run, policy) | {"path": path}
+                return self._finish_model(run, policy) | {"path": path}
 
             self._worker.do(make, answer)
         return {"request_id": f"{run}:create"}
@@ -180,7 +183,7 @@ class Service:
         self.records.put("runs", run, record | {"user_metadata": texts})
         return run, self._open(f"{run}:create")
 
-    def _made(self, run: str, policy: Policy) -> Record:
+    def _finish_model(self, run: str, policy: Policy) -> Record:
         """Take a new model's policy; in the worker's thread, before any operation on it."""
         if (model := self.models.get(run)) is not None:
             model.policy = policy
@@ -202,7 +205,7 @@ class Service:
 
     def _model(self, run: str) -> Model:
         if run not in self.models:
-            raise NotFound(
+            raise Unknown(
                 f"found no model {run!r:.100} in training: it has finished, was idle, or the "
                 "server was started again; continue from a checkpoint"
             )
@@ -226,7 +229,7 @@ class Service:
         message = wire.parse("ForwardBackwardRequest", data)
 
         def run(policy: Policy) -> Result:
-            data = [bodies.datum_of(x) for x in message.data]
+            data = [bodies.parse_datum(x) for x in message.data]
             settings, loss = bodies.loss_settings(message), message.loss_fn
             if message.forward_only:
                 return bodies.trained(policy.evaluate(data, loss, settings))
@@ -236,33 +239,33 @@ class Service:
 
     def optim_step(self, body: Mapping[str, Any]) -> Record:
         def run(policy: Policy) -> Result:
-            return {"metrics": {"grad_norm": policy.optim_step(bodies.adam_of(body))}}
+            return {"metrics": {"grad_norm": policy.optim_step(bodies.parse_adam(body))}}
 
-        return self._of_model(body, run)
+        return self._queue(body, run)
 
     def load(self, body: Mapping[str, Any]) -> Record:
         """Queue loading of a checkpoint: into a model, or into a new one."""
         if body.get("model_id") is None:
             return self.create_from(body)
         path, with_optimizer = self._training_path(body), field(body, "optimizer", bool)
-        folder = self.records.folder_of(path)
+        folder = self.records.checkpoint_folder(path)
 
         def run(policy: Policy) -> Result:
             policy.load_state(folder, with_optimizer=with_optimizer)
             return {"path": path}
 
-        return self._of_model(body, run)
+        return self._queue(body, run)
 
     def save(self, body: Mapping[str, Any]) -> Record:
         """Queue a checkpoint to continue from."""
         at = self._checkpoint(body, TRAINING, field(body, "path", str))
-        return self._of_model(body, partial(self._save, body, at))
+        return self._queue(body, partial(self._save, body, at))
 
     def save_sampler(self, body: Mapping[str, Any]) -> Record:
         """Queue a checkpoint to sample from; without a name it opens a sampling session."""
         if (name := field(body, "path", str, None)) is not None:
             at = self._checkpoint(body, SAMPLER, name)
-            return self._of_model(body, partial(self._save, body, at))
+            return self._queue(body, partial(self._save, body, at))
         at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
         model = self._model(at.run)
         session = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
@@ -274,10 +277,10 @@ class Service:
             return {"sampling_session_id": session}
 
         self.records.put("samplers", session, {"session": model.session, "path": str(at)})
-        return self._of_model(body, run)
+        return self._queue(body, run)
 
     def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
-        return CheckpointPath(field(body, "model_id", str), kind, bodies.name_of(name))
+        return CheckpointPath(field(body, "model_id", str), kind, bodies.check_name(name))
 
     def _save(self, body: Mapping[str, Any], at: CheckpointPath, policy: Policy) -> Result:
         """Write a checkpoint; in the worker's thread, which alone changes checkpoints' folders."""
@@ -285,14 +288,14 @@ class Service:
         metadata = field(body, "user_metadata", dict, None) or {}
         if path in self.records.checkpoints and not field(body, "overwrite", bool, False):
             raise ValueError(f"{path} exists: choose another name, or overwrite=True")
-        number_of = f"{len(self.records.runs):06d}-{time.time_ns():x}"
-        folder = self.records.folder / "checkpoints" / number_of
+        folder_name = f"{len(self.records.runs):06d}-{time.time_ns():x}"
+        folder = self.records.folder / "checkpoints" / folder_name
         policy.save_state(folder)
         before = self.records.checkpoints.get(path)
         now_s = self._now_s()
         record = {
             **{"path": path, "run": at.run, "kind": at.kind, "name": at.name},
-            **{"folder": number_of, "time_s": now_s, "public": False},
+            **{"folder": folder_name, "time_s": now_s, "public": False},
             "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
             "expires_s": None if ttl_s is None else now_s + ttl_s,
             "user_metadata": {str(k): str(v) for k, v in metadata.items()},
@@ -307,10 +310,10 @@ class Service:
         at = CheckpointPath.parse(field(body, "path", str))
         if at.kind != TRAINING:
             raise ValueError(f"expected a checkpoint of training, got {at}")
-        self.records.folder_of(str(at))
+        self.records.checkpoint_folder(str(at))
         return str(at)
 
-    def _of_model(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
+    def _queue(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
         return self._in_turn(field(body, "model_id", str), number(body, "seq_id"), run)
 
     def _in_turn(self, run: str, seq: int, operation: Callable[[Policy], Result]) -> Record:
@@ -348,7 +351,7 @@ class Service:
         self._live(session)
         path = field(body, "model_path", str, None)
         if path is not None:
-            self.records.folder_of(str(CheckpointPath.parse(path)))
+            self.records.checkpoint_folder(str(CheckpointPath.parse(path)))
         elif (base := field(body, "base_model", str, None)) is not None:
             self._check_base(base)
         else:
@@ -363,7 +366,7 @@ class Service:
 
     def _sampler_record(self, key: str) -> Record:
         if key not in self.records.samplers:
-            raise NotFound(f"found no sampler {key!r:.100}")
+            raise Unknown(f"found no sampler {key!r:.100}")
         return self.records.samplers[key]
 
     def sample(self, body: Mapping[str, Any]) -> Record:
@@ -381,20 +384,20 @@ class Service:
                 raise ValueError(f"{name}: this server returns log-probs of drawn tokens alone")
         params, prompt = (field(body, name, dict) for name in ("sampling_params", "prompt"))
         seed = number(params, "seed", None)
-        tokens, longest = bodies.prompt_ids(prompt), self.policy.config.longest_tokens
-        drawn = SampleRequest, tokens, n, bodies.sampling_of(params, len(tokens), longest)
-        name_of_noise = request_id if seed is None else f"seed {seed}"
+        tokens, limit = bodies.prompt_ids(prompt), self.policy.config.longest_tokens
+        sampling = bodies.parse_sampling(params, len(tokens), limit)
+        noise = request_id if seed is None else f"seed {seed}"
 
         def request() -> SampleRequest:
-            _, *given = drawn
-            return SampleRequest(self._loaded(path), *given, name_of_noise)
+            return SampleRequest(self._loaded(path), tokens, n, sampling, noise)
 
         def finish(samples: list[Sample]) -> Result:
-            of_prompt = None
+            prompt_logps = None
             if wants_prompt:
-                datum = Datum(tokens[:-1], tokens[1:])
-                of_prompt = self._loaded(path).forward([datum])[0] if len(tokens) > 1 else []
-            return bodies.sampled(samples, of_prompt)
+                prompt_logps = np.zeros(0, np.float32)
+                if len(tokens) > 1:
+                    [prompt_logps] = self._loaded(path).forward([Datum(tokens[:-1], tokens[1:])])
+            return bodies.sampled(samples, prompt_logps)
 
         self._worker.sample(request, finish, self._open(request_id))
         return answer
@@ -405,7 +408,7 @@ class Service:
         if (sampler := self._samplers.get(key)) is None:
             policy = self.policy.with_new_adapter(0)  # which changes nothing
             if path is not None:
-                policy.load_state(self.records.folder_of(path), with_optimizer=False)
+                policy.load_state(self.records.checkpoint_folder(path), with_optimizer=False)
             sampler = policy.sampler()
         self._keep(key, sampler)
         return sampler
@@ -420,8 +423,8 @@ class Service:
     # -- listings --------------------------------------------------------------------------
 
     def capabilities(self) -> Record:
-        longest = self.policy.config.longest_tokens
-        model = {"model_name": self.name, "max_context_length": longest}
+        limit = self.policy.config.longest_tokens
+        model = {"model_name": self.name, "max_context_length": limit}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     def runs(self, limit: int, offset: int) -> Record:
@@ -432,12 +435,12 @@ class Service:
 
     def run(self, run: str) -> Record:
         if run not in self.records.runs:
-            raise NotFound(f"found no training run {run!r:.100}")
-        record, own = self.records.runs[run], self.records.checkpoints_of(run)
+            raise Unknown(f"found no training run {run!r:.100}")
+        record, own = self.records.runs[run], self.records.run_checkpoints(run)
 
         def last(kind: str) -> Record | None:
-            found = [c for c in own if c["kind"] == kind]
-            return checkpoint(found[-1]) if found else None
+            matches = [c for c in own if c["kind"] == kind]
+            return checkpoint(matches[-1]) if matches else None
 
         return {
             **{"training_run_id": run, "base_model": self.name, "model_owner": "local"},
@@ -450,12 +453,12 @@ class Service:
     def checkpoints(self, run: str | None, limit: int, offset: int) -> Record:
         self._expire()
         if run is None:
-            found = sorted(self.records.checkpoints.values(), key=lambda c: -c["time_s"])
+            records = sorted(self.records.checkpoints.values(), key=lambda c: -c["time_s"])
         else:
             self.run(run)
-            found = self.records.checkpoints_of(run)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        shown = [checkpoint(c) for c in found[offset : offset + limit]]
+            records = self.records.run_checkpoints(run)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
+        shown = [checkpoint(c) for c in records[offset : offset + limit]]
         return {"checkpoints": shown, "cursor": cursor if run is None else None}
 
     def change_checkpoint(self, run: str, checkpoint_id: str, **fields: Any) -> None:
@@ -478,11 +481,11 @@ class Service:
         return {"base_model": self.name, "is_lora": True, "lora_rank": record["rank"], **parts}
 
     def _known(self, run: str, checkpoint_id: str) -> str:
-        """Return the path of a checkpoint. Raises NotFound."""
+        """Return the path of a checkpoint. Raises Unknown."""
         self._expire()
         path = f"tinker://{run}/{checkpoint_id}"
         if path not in self.records.checkpoints:
-            raise NotFound(f"found no checkpoint {path!r:.200}")
+            raise Unknown(f"found no checkpoint {path!r:.200}")
         return path
 
     def _expire(self) -> None:
@@ -497,7 +500,7 @@ class Service:
 
     def session(self, session: str) -> Record:
         if session not in self.records.sessions:
-            raise NotFound(f"found no session {session!r:.100}")
+            raise Unknown(f"found no session {session!r:.100}")
         runs = [run for run, r in self.records.runs.items() if r["session"] == session]
         samplers = [key for key, r in self.records.samplers.items() if r["session"] == session]
         return {"training_run_ids": runs, "sampler_ids": samplers}

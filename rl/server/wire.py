@@ -31,7 +31,7 @@ MESSAGES: Mapping[str, str] = {
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes",
 }
 FLOAT32, INT64 = 1, 2
-DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 STOP, LENGTH = 0, 1  # stop_reason
 
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -62,7 +62,7 @@ def _add_field(message: Any, number: int, name: str, kind: str) -> None:
         added.type = getattr(_Field, f"TYPE_{base.upper()}")
 
 
-_POOL = descriptor_pool.DescriptorPool()  # apart from that of the client, which tests import
+_POOL = descriptor_pool.DescriptorPool()  # not the client's pool: tests import both
 _POOL.AddSerializedFile(_file().SerializeToString())
 _CLASSES = {
     name: message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))

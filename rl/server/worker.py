@@ -47,7 +47,7 @@ class Worker:
         finish: Callable[[list[Sample]], Result],
         on_result: OnResult,
     ) -> None:
-        """Queue a request for samples, of which `finish` makes the result."""
+        """Queue a request for samples; `finish` makes the result of them."""
         key = object()
 
         def done(samples: list[Sample]) -> None:
@@ -110,7 +110,7 @@ class Worker:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    """Return what a client gets of an error: its text if the client caused it, else its kind."""
+    """Return a client's view of an error: its text if the client caused it, else its kind."""
     if isinstance(error, ValueError):
         return {"error": str(error), "category": "user"}
     say("".join(traceback.format_exception(error)), sys.stderr)

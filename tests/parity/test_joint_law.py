@@ -124,6 +124,7 @@ def start_slots(key, first_id):
         emitted=fill * 0,
         limit=fill * LENGTH,
         active=fill > 0,
+        adapter=fill * 0,
         keys=sampling.request_keys(key, first_id + jnp.arange(B)),
         processing=sampling.Processing(fill * jnp.float32(TEMPERATURE), fill * TOP_K, fill * 1.0),
     )

@@ -29,7 +29,7 @@ def undrawn():
     )
     cuts = np.arange(M, dtype=np.int32) % 5, np.linspace(0.4, 1.0, M, dtype=np.float32)
     temperatures = np.where(np.arange(M) % 7 == 6, 0, np.linspace(0.5, 1.5, M)).astype(np.float32)
-    numbers = np.zeros((5, M), np.int32)
+    numbers = np.zeros((6, M), np.int32)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(1)))(np.arange(M))
     slots = verify.Slots(*numbers, keys, Processing(temperatures, *cuts))
     hidden_MD = 3 * rng.standard_normal((M, MODEL.d_model)).astype(np.float32)

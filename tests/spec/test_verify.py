@@ -72,6 +72,7 @@ def make_slots(B, **columns):
         "emitted": np.full(B, 2, np.int32),
         "limit": np.full(B, 5, np.int32),
         "active": np.ones(B, bool),
+        "adapter": np.zeros(B, np.int32),
         "keys": jax.random.split(jax.random.key(0), B),
         "processing": Processing.filled(SamplingConfig(), (B,)),
     }
