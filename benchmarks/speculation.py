@@ -5,8 +5,8 @@ and with history; the same with a policy after `--late_steps` GRPO steps, whose 
 is from ten steps before; replayed drafts of set acceptance (synthetic). Plain and
 speculative phases take turns; ratios are medians of pairs. Seconds are measured here;
 figures with `projected_` in front price the recorded rounds of phases whose budget
-decided by an accelerator's roofline (`roofline.py`): they are not measured. `--part worst` has the batches
-whose drafts are hardly ever right alone, ten minutes of the thirty.
+decided by an accelerator's roofline (`roofline.py`): they are not measured. `--part worst`
+has the batches alone whose drafts are hardly ever right.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> list[dict[str, Any]]:
         # short phases need more turns: the least of noisy medians would say too little
         row = compare(open_bench(w, config), "replay", repeats * max(1, 32 // batch))
         kept = ("ratio", "ratio_quartiles", "ratios", "tokens_compared", "differing_tokens")
-        kept += ("rounds", "rounds_with_guesses", "drafting_share", "spec/host_share")
+        kept += ("rounds", "rounds_with_guesses", "drafting_share")
         rows.append({"batch": batch} | {k: row[k] for k in kept})
     return rows
 
