@@ -5,7 +5,8 @@ and with history; the same with a policy after `--late_steps` GRPO steps, whose 
 is from ten steps before; replayed drafts of set acceptance (synthetic). Plain and
 speculative phases take turns; ratios are medians of pairs. Seconds are measured here;
 figures with `projected_` in front price the recorded rounds of phases whose budget
-decided by an accelerator's roofline (`roofline.py`): they are not measured.
+decided by an accelerator's roofline (`roofline.py`): they are not measured. `--part worst`
+has the batches alone whose drafts are hardly ever right.
 """
 
 from __future__ import annotations
@@ -200,6 +201,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> list[dict[str, Any]]:
         # short phases need more turns: the least of noisy medians would say too little
         row = compare(open_bench(w, config), "replay", repeats * max(1, 32 // batch))
         kept = ("ratio", "ratio_quartiles", "ratios", "tokens_compared", "differing_tokens")
+        kept += ("rounds", "rounds_with_guesses", "drafting_share")
         rows.append({"batch": batch} | {k: row[k] for k in kept})
     return rows
 
@@ -224,6 +226,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     worst = worst_batch(arguments.batches, arguments.repeats)
     environment.progress("worst batch", worst)
+    if arguments.part == "worst":
+        ratio = min(row["ratio"] for row in worst)
+        return {"worst_batch_ratio": ratio, "worst_batch_rows": worst}
 
     def add(key: str, bench: Bench, drafter: str) -> None:
         rows[key] = compare(bench, drafter, arguments.repeats)
@@ -268,5 +273,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     sizes = {"repeats": 11, "prompts": 16, "group_size": 8, "slots": 64, "late_steps": 40}
     environment.run(
-        __doc__, measure, (*environment.JAX, "numba"), batches=(1, 4, 16, 64, 256), **sizes
+        __doc__,
+        measure,
+        (*environment.JAX, "numba"),
+        choices={"part": ("all", "worst")},
+        part="all",
+        batches=(1, 4, 16, 64, 256),
+        **sizes,
     )

@@ -14,8 +14,8 @@ tried again.
 `learning` has, for each of `--seeds`, the seconds of steps until the mean reward on unseen
 questions has risen by `--gain`: every `--eval_every` steps the weights are saved and evaluated by
 our engine, the same for all, and these seconds do not count. `start_s` is before the first step:
-loading, and of ours the compilation, which the others' first steps have. `--seeds` without values
-leaves it out.
+loading, and of ours the compilation, which the others' first steps have. `learning_ratios` are the
+peers' seconds over ours, least to most. `--seeds` without values leaves it out.
 """
 
 from __future__ import annotations
@@ -262,6 +262,30 @@ def learning(bench: Bench, judge: Judge, seed: int, arguments: Any, target: floa
         return [run.row(seed) for run in runs]
 
 
+def learning_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return each peer's seconds to the target over ours, seed by seed.
+
+    `steps` are seconds of steps alone, with the peers' compilation; `all` has `start_s` too, with
+    ours. A system that did not reach the target in its steps has no ratio in that seed.
+    """
+    found: dict[str, Any] = {}
+    ours = {row["seed"]: row for row in rows if row["system"] == OURS and row["seconds"]}
+    for peer in dict.fromkeys(row["system"] for row in rows if row["system"] != OURS):
+        pairs = [
+            (row, ours[row["seed"]])
+            for row in rows
+            if row["system"] == peer and row["seconds"] and row["seed"] in ours
+        ]
+        of = {
+            "steps": [p["seconds"] / o["seconds"] for p, o in pairs],
+            "all": [
+                (p["start_s"] + p["seconds"]) / (o["start_s"] + o["seconds"]) for p, o in pairs
+            ],
+        }
+        found[peer] = {name: [round(x, 2) for x in sorted(ratios)] for name, ratios in of.items()}
+    return found
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments, Path(folder))
@@ -279,6 +303,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         result |= {"base_reward": round(base, 4), "target_reward": target, "learning": list[Any]()}
         for seed in arguments.seeds:
             result["learning"] += learning(bench, judge, seed, arguments, target)
+            result["learning_ratios"] = learning_ratios(result["learning"])
             write(result)
     return result
 

@@ -74,6 +74,21 @@ def test_the_first_evaluation_at_the_target_counts():
     assert end_to_end.reached(curve, 0.7)["seconds"] is None
 
 
+def test_seconds_to_the_target_are_compared_seed_by_seed():
+    rows = [
+        {"seed": seed, "system": system, "start_s": start_s, "seconds": seconds}
+        for seed, system, start_s, seconds in (
+            *((0, "reprise", 6.0, 10.0), (0, "trl", 2.0, 30.0), (0, "tunix", 2.0, None)),
+            *((1, "reprise", 6.0, 4.0), (1, "trl", 0.0, 20.0), (1, "tunix", 0.0, 8.0)),
+            *((2, "reprise", 6.0, None), (2, "trl", 0.0, 20.0)),
+        )
+    ]
+    assert end_to_end.learning_ratios(rows) == {
+        "trl": {"steps": [3.0, 5.0], "all": [2.0, 2.0]},
+        "tunix": {"steps": [2.0], "all": [0.8]},
+    }
+
+
 @pytest.mark.slow
 def test_our_system_takes_steps_on_command_and_saves_what_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "TRAIN", 16)
