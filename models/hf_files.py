@@ -166,18 +166,26 @@ def headers(folder: Path) -> dict[str, Stored]:
     """Return every tensor of a folder by name, unread; FileNotFoundError, ValueError."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
-        with _open(path) as file:
-            names = file.keys()
-            if len(names) > MAX_TENSORS:
-                raise ValueError(f"{path}: expected at most {MAX_TENSORS:,} tensors: export again")
-            _refuse_repeated_names(path)
-            for name in names:
-                if name in stored:
-                    raise ValueError(
-                        f"{folder}: {escaped(name)} is in {stored[name].path.name} and {path.name}"
-                    )
-                view = file.get_slice(name)
-                stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+        for name, tensor in headers_of(path).items():
+            if name in stored:
+                raise ValueError(
+                    f"{folder}: {escaped(name)} is in {stored[name].path.name} and {path.name}"
+                )
+            stored[name] = tensor
+    return stored
+
+
+def headers_of(path: Path) -> dict[str, Stored]:
+    """Return every tensor of a file by name, unread; FileNotFoundError, ValueError."""
+    stored: dict[str, Stored] = {}
+    with _open(path) as file:
+        names = file.keys()
+        if len(names) > MAX_TENSORS:
+            raise ValueError(f"{path}: expected at most {MAX_TENSORS:,} tensors: export again")
+        _refuse_repeated_names(path)
+        for name in names:
+            view = file.get_slice(name)
+            stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
     return stored
 
 

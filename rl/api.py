@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models import peft_files
 from models.lora import cut_to, merge
 from models.lora import init as new_adapter
 from models.transformer import Params
@@ -101,6 +102,18 @@ class Policy:
             if rank is not None:
                 adapter = cut_to(adapter, rank, targets)
             twin._state = init_state(adapter, optimizer)
+        return twin
+
+    def with_adapter(self, folder: str | Path) -> Self:
+        """Return another policy, with the adapter of a folder for `peft` and a fresh optimizer.
+
+        Raises FileNotFoundError, or ValueError for an adapter of another shape.
+        """
+        twin = self.with_new_adapter()
+        with on_mesh(self._mesh):
+            adapter = peft_files.read(Path(folder), self.model, self._mesh)
+            recipe = self._learner.recipe
+            twin._state = init_state(adapter, make_optimizer(recipe.optimizer, recipe.total_steps))
         return twin
 
     @property
@@ -246,6 +259,11 @@ class Policy:
                 state = init_state(state.params, optimizer)
             self._state = state
         self._total = self._now = None
+
+    def export_adapter(self, folder: str | Path) -> None:
+        """Write the adapter for `peft`, and for `with_adapter`."""
+        base = str(self._rollouts.inputs.policy)
+        peft_files.write(Path(folder), self.model, jax.device_get(self._state.params), base)
 
     def export(self, folder: str | Path) -> None:
         """Write the policy for `transformers`, with an adapter merged into its weights."""

@@ -290,7 +290,10 @@ class Service:
             raise ValueError(f"{path} exists: choose another name, or overwrite=True")
         folder_name = f"{len(self.records.runs):06d}-{time.time_ns():x}"
         folder = self.records.folder / "checkpoints" / folder_name
-        policy.save_state(folder)
+        if at.kind == SAMPLER:
+            policy.export_adapter(folder)
+        else:
+            policy.save_state(folder)
         before = self.records.checkpoints.get(path)
         now_s = self._now_s()
         record = {
@@ -406,12 +409,22 @@ class Service:
         """Return a checkpoint's weights, or the policy's without an adapter; worker's thread."""
         key = path or ""
         if (sampler := self._samplers.get(key)) is None:
-            policy = self.policy.with_new_adapter(0)  # which changes nothing
-            if path is not None:
-                policy.load_state(self.records.checkpoint_folder(path), with_optimizer=False)
+            if path is None:
+                policy = self.policy.with_new_adapter()  # which changes nothing
+            else:
+                policy = self._adapted(path)
             sampler = policy.sampler()
         self._keep(key, sampler)
         return sampler
+
+    def _adapted(self, path: str) -> Policy:
+        """Return the policy of a checkpoint."""
+        folder = self.records.checkpoint_folder(path)
+        if self.records.checkpoints[path]["kind"] == SAMPLER:
+            return self.policy.with_adapter(folder)
+        policy = self.policy.with_new_adapter()
+        policy.load_state(folder, with_optimizer=False)
+        return policy
 
     def _keep(self, key: str, sampler: Sampler) -> None:
         """Keep a sampler as the newest; the one that was used the longest ago goes."""

@@ -315,6 +315,35 @@ def test_adapters_of_one_policy_share_its_weights_alone(tiny):
         np.testing.assert_array_equal(x, y)
 
 
+def test_an_adapters_folder_gives_the_adapter_back(tiny, tmp_path):
+    first = open_policy(tiny, ONE, *LORA)
+    second = first.with_new_adapter(seed=1)
+    train(second, 2)
+    second.export_adapter(tmp_path / "adapter")
+    back = first.with_adapter(tmp_path / "adapter")
+    saved, read = (jax.tree.leaves(p._state.params) for p in (second, back))
+    for x, y in zip(saved, read, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert back.version == 0
+    other = open_policy(tiny, ONE, "Policy.lora_rank=2", *LORA[1:])
+    with pytest.raises(ValueError, match=r"expected r=2 and lora_alpha=32.0, got 4 and 32.0"):
+        other.with_adapter(tmp_path / "adapter")
+    part = open_policy(tiny, ONE, LORA[0], "Policy.lora_targets=('mlp',)")
+    with pytest.raises(ValueError, match="surplus"):
+        part.with_adapter(tmp_path / "adapter")
+
+
+def test_a_lower_rank_and_fewer_parts_stay_as_they_are(tiny):
+    """The rest of A and B is 0 before and after training."""
+    policy = open_policy(tiny, ONE, *LORA)
+    low = policy.with_new_adapter(1, 2, ["mlp"])
+    train(low, 2)
+    for layer in low._state.params.layers:
+        assert not np.any(layer.query_QD.down_RI) and not np.any(layer.query_QD.up_OR)
+        assert np.any(layer.gate_FD.up_OR[:, :2]) and not np.any(layer.gate_FD.up_OR[:, 2:])
+        assert np.any(layer.gate_FD.down_RI[:2]) and not np.any(layer.gate_FD.down_RI[2:])
+
+
 def test_later_steps_compile_nothing(tiny):
     policy = open_policy(tiny)
 
