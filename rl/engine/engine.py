@@ -302,10 +302,9 @@ class Engine(ModelRunner):
         decision = plain(len(table))
         draws = self._rows.draws_next(waits=len(self._waiting) > 0)
         if not draws:
-            prompts_B = table.busy_B & (table.missing_tokens_B > 0) & ~table.verifies_B
-            drafts, decision = self._speculator.decide(
-                live, len(table), self._rows.num_positions, table.cached, int(prompts_B.sum())
-            )
+            sizes = len(table), self._rows.num_positions
+            missing = table.num_prompts_missing
+            drafts, decision = self._speculator.decide(live, *sizes, table.cached, missing)
         drafted_s = self.clock()
         limits = Limits(self._stop_after(), self._fetch_tokens)
         prompt_tokens = self.stats.prefilled_tokens

@@ -141,13 +141,16 @@ class Rounds:
             assert entries is not None
             self._stats.prefilled_tokens += self._rows.write_chunks(entries, chunks_TX)
 
-    def compute_prompts(self, max_rounds: int) -> list[jax.Array]:
+    def compute_prompts(self, max_rounds: int, *, until_drafts: bool = False) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; return results to wait for.
 
         Rows join once they lack nothing; one with a cached response is decided on first.
+        `until_drafts` ends once so few prompts are missing that drafts may be wanted.
         """
         result, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
         while len(result) < max_rounds and rows.ready(draws=False) and not self._undecided(live_B):
+            if until_drafts and not self._drafts_wait():
+                break
             result.append(self.prompt_round())
             rows.copy_prompts()
         return result
@@ -189,6 +192,11 @@ class Rounds:
         options = runner.prompt_options(self._scheme)
         return partial(chunks_alone, self.params, rows.cache, slots, *tables, **options)
 
+    def _drafts_wait(self) -> bool:
+        """Return whether a drafter waits until most rows have their prompt."""
+        drafts = self._speculator.drafter is not None
+        return drafts and self._table.num_prompts_missing > int(self._table.live_B.sum())
+
     def _undecided(self, live_B: np.ndarray) -> bool:
         """Return True if others than these rows have become live with a cached response."""
         table = self._table
@@ -200,22 +208,29 @@ class Rounds:
         table = self._table
         B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
+        waits = self._drafts_wait()
+        if waits:
+            max_rounds = self._runner.config.rounds_per_fetch
         rounds = min(max_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
         max_B = np.where(table.busy_B, table.cached_tokens_B + np.minimum(left_B, rounds), 0)
         self._rows.reserve(max_B)
         live_B = table.live_B
-        result = self.compute_prompts(rounds)
-        if rounds > (beside_prompts := len(result)) and not self._undecided(live_B):
+        result = self.compute_prompts(rounds, until_drafts=waits)
+        beside_prompts = len(result)
+        left = rounds - beside_prompts
+        if waits:  # drafts may be wanted next
+            left = int(not beside_prompts)
+        if left and not self._undecided(live_B):
             slots = self._device_slots()
-            sizes = B, self._rows.num_positions, rounds - beside_prompts, limits.stop_after
+            sizes = B, self._rows.num_positions, left, limits.stop_after
             self._runner.record.note("plain rounds", sizes, table)
             *state, result_3RB = decode_rounds(
                 self.params,
                 *self._rows.for_round(),
                 slots,
                 self._stop_E,
-                np.int32(rounds - beside_prompts),
+                np.int32(left),
                 np.int32(limits.stop_after),
                 **self._runner.decode_options(self._scheme),
             )

@@ -142,6 +142,11 @@ class SlotTable:
         return self.busy_B & (unsure_B > 0) & (self.missing_tokens_B == unsure_B)
 
     @property
+    def num_prompts_missing(self) -> int:
+        """Return how many rows lack tokens of their prompt."""
+        return int((self.busy_B & (self.missing_tokens_B > 0) & ~self.verifies_B).sum())
+
+    @property
     def emitted_B(self) -> np.ndarray:
         return self.total_tokens_B - self.prompt_tokens_B
 

@@ -55,7 +55,7 @@ class Speculator:
         """
         sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
         if num_missing:
-            few = num_missing <= len(live)
+            few = num_missing <= len(live)  # else `Rounds` computes prompts until they are few
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
