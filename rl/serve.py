@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,7 +115,10 @@ def _serve(app: Any, args: argparse.Namespace) -> int:
     host, port = sock.getsockname()[:2]
     say(f"serving {args.name or args.policy} at http://{host}:{port}; checkpoints in {args.folder}")
     say(f"clients: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-…")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn raises it again once it has stopped
     server.run(sockets=[sock])
+    say("stopped: checkpoints stay; models in training do not")
     return 0
 
 

@@ -1,0 +1,98 @@
+"""The page of the server, as a stranger follows it: its command, its code, a kill, a new start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from processes import child_environment
+from served import KEY, call
+
+from rl import serve
+from rl.runtime.exit_codes import EXIT_USAGE
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+SIZES = ("--gin.Policy.lora_rank=16", "--gin.Engine.slots=8", "--gin.Engine.min_slots=8")
+AFTERWARDS = """
+again = service.create_training_client_from_state_with_optimizer(PATH).result()
+print(again.get_info().lora_rank)
+"""
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start the page's command; yields the process and its address."""
+    command = [sys.executable, "-m", "rl.serve", "--policy", "policies/tiny", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--folder", str(folder), *SIZES],
+        cwd=ROOT,
+        env=child_environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        match = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert match, line
+        yield process, match[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(code: str, address: str) -> str:
+    names = {"TINKER_BASE_URL": address, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | names | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    with started(tmp_path / "server") as (process, address):
+        *_, metrics, path = run(code, address).splitlines()
+        assert "grad_norm" in metrics
+        assert re.fullmatch(r"tinker://\S+/weights/first", path)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with started(tmp_path / "server") as (process, address):
+        first, *_ = code.partition("model = ")
+        assert run(first + AFTERWARDS.replace("PATH", repr(path)), address).strip() == "16"
+        assert call(address, "sessions", method="GET")[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
+        (["--adapters", "0"], "--adapters: expected 1 to 64, got 0"),
+        (["--host", "0.0.0.0"], "others could reach the server: set REPRISE_API_KEY"),
+        (["--gin.Policy.lora_rank=0"], "expected at least 1: clients train adapters"),
+        (["--policy", "nowhere"], "expected a local Hugging Face folder, got 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(arguments, error, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv(serve.KEY, raising=False)
+    given = ["--policy", str(ROOT / "policies" / "tiny"), "--folder", str(tmp_path / "server")]
+    assert serve.main([*given, *arguments]) == EXIT_USAGE
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "server").exists()
