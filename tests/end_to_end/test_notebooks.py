@@ -21,12 +21,15 @@ from rl.metrics.writer import MetricsConfig, MetricsWriter
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PLOTS = dict.fromkeys(("ahead", "drafter", "reuse", "schedulers", "speculation"), 3)
-PLOTS |= {"countdown": 5}
+PLOTS |= {"countdown": 5, "custom_loop": 1}
 SMALLER = {
     "countdown.ipynb": "from pathlib import Path\nFOLDER, PICTURE = Path('grid'), 'grid.png'",
     "ahead.ipynb": "STEPS, MORE = 3, ['Rollout.prompts_per_step=2', 'Rollout.group_size=4', "
     "'Sampling.max_new_tokens=24', 'Engine.slots=4', 'Engine.min_slots=4', 'Engine.max_nodes=4', "
     "'Engine.min_positions=192', 'Speculation.budget=\"off\"', 'Trainer.minibatches=1']",
+    "custom_loop.ipynb": "FOLDER, STEPS, NUMBERS, GAMES, TURNS = 'policies/tiny', 5, 2, 4, 2\n"
+    "SETTINGS = [*SETTINGS, "
+    "'Sampling.max_new_tokens=24', 'Engine.slots=8', 'Engine.min_slots=8']",
     "speculation.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS, NODES = 4, 4, 32, 4, 2",
     "reuse.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS = 4, 4, 32, 4",
     "schedulers.ipynb": "GROUPS, SHARES, SEEDS, MORE = 40, (0.0, 0.9), (0,), "
