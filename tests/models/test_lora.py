@@ -54,6 +54,31 @@ def test_logits_are_those_of_merged_weights(config, targets):
     assert np.abs(np.asarray(found - plain)).max() > 0.1  # the adapter matters
 
 
+@pytest.mark.parametrize("config", [TINY, ODD, CHAT], ids=lambda c: c.architecture)
+def test_each_row_has_the_adapter_of_its_place(config):
+    """Logits of a batch whose rows have different adapters, one of them none, are each's alone."""
+    config = adapted(config)
+    base, first, _ = policy(config)
+    second = noise(lora_specs(config), 7)
+    wide = lora.with_places(config, 4)
+    places = lora.no_adapters(wide, jnp.float32)
+    for place, adapter in ((1, first), (3, second)):
+        places = lora.put_adapter(places, adapter, jnp.int32(place))
+    params, tokens_BT = with_adapters(base, places, wide.lora), np.tile(TOKENS_BT[:1], (4, 1))
+    chosen = [3, 2, 1, 3]
+    found = transformer.logits(wide, lora.for_rows(wide, params, jnp.array(chosen)), tokens_BT)
+    alone = {
+        1: with_adapters(base, first, config.lora),
+        3: with_adapters(base, second, config.lora),
+    }
+    plain = dataclasses.replace(config, lora=None)
+    for row, place in enumerate(chosen):
+        own = (config, alone[place]) if place in alone else (plain, base)
+        wanted = transformer.logits(*own, TOKENS_BT[:1])[0]
+        np.testing.assert_allclose(found[row], wanted, atol=2e-4)
+    assert lora.for_rows(config, params, jnp.array(chosen)) is params
+
+
 def test_one_weight_by_hand():
     weight_OI, up_OR, down_RI = np.eye(2, 3), np.array([[1.0], [2.0]]), np.array([[1.0, 0.0, -1.0]])
     low = LowRank(jnp.float32(down_RI), jnp.float32(up_OR))
