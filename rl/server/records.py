@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,12 @@ class CheckpointPath:
 class Records:
     """Tables of records by id: `sessions`, `samplers`, `runs`, and `checkpoints` by path.
 
-    Only paths of the table lead to a folder, so that no text of a client names another one.
+    Only paths of the table lead to a folder, so that no text of a client names another one. Any
+    thread may call.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._lock = folder, threading.Lock()
         self.sessions: dict[str, Record] = {}
         self.samplers: dict[str, Record] = {}
         self.runs: dict[str, Record] = {}
@@ -92,16 +94,16 @@ class Records:
         return [r for r in self.checkpoints.values() if r["run"] == run]
 
     def _write(self, change: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(change).encode() + b"\n")
-        self._file.flush()
-        self._apply(change)
+        with self._lock:
+            self._file.write(json.dumps(change).encode() + b"\n")
+            self._file.flush()
+            self._apply(change)
 
     def _apply(self, change: Mapping[str, Any]) -> None:
-        table, key, record = getattr(self, change["table"]), change["key"], change["record"]
-        if record is None:
-            table.pop(key, None)
-        else:
-            table[key] = record
+        """Put a new table in place of the old one, which another thread may read."""
+        name, key, record = change["table"], change["key"], change["record"]
+        table = {k: v for k, v in getattr(self, name).items() if k != key or record is not None}
+        setattr(self, name, table if record is None else table | {key: record})
 
     def _read(self, path: Path) -> int:
         """Apply the changes of a file; return the bytes of its whole lines."""

@@ -98,11 +98,13 @@ class Service:
         return {}
 
     def finish(self, session: str) -> None:
-        """End a session: its models are gone, its checkpoints stay."""
+        """End a session: its models are gone, and its checkpoints without a name."""
         if session not in self.records.sessions:
             raise Unknown(f"found no session {session!r:.100}")
         self.records.change("sessions", session, finished=True)
         self._drop_models(session)
+        for run in [run for run, r in self.records.runs.items() if r["session"] == session]:
+            self._drop_unnamed(run, 0)
 
     def _live(self, session: str) -> Record:
         """Record a heartbeat of a session. Raises Gone, or Unknown."""
@@ -307,7 +309,14 @@ class Service:
         if before is not None:
             shutil.rmtree(folder.parent / before["folder"], ignore_errors=True)
         self._samplers.pop(path, None)
+        self._drop_unnamed(at.run, MAX_SAMPLERS)
         return {"path": path}
+
+    def _drop_unnamed(self, run: str, num_left: int) -> None:
+        """Delete a run's checkpoints without a name but for the newest."""
+        unnamed = [c for c in self.records.run_checkpoints(run) if c["name"].startswith(NO_NAME)]
+        for record in unnamed[: max(0, len(unnamed) - num_left)]:
+            self.records.drop_checkpoint(record["path"])
 
     def _training_path(self, body: Mapping[str, Any]) -> str:
         at = CheckpointPath.parse(field(body, "path", str))
