@@ -19,9 +19,9 @@ from starlette.routing import Route
 
 from rl.runtime.progress import say
 from rl.server import wire
-from rl.server.bodies import field, number
+from rl.server.bodies import Unknown, field, number
 from rl.server.records import Records
-from rl.server.service import Busy, Gone, Served, Service, Unknown
+from rl.server.service import Busy, Gone, Served, Service
 from rl.server.worker import Worker
 
 MAX_BODY_BYTES = 2**26
@@ -178,42 +178,46 @@ def _page(request: Request) -> tuple[int, int]:
 
 
 async def _runs(service: Service, request: Request) -> Response:
-    return JSONResponse(service.runs(*_page(request)))
+    return JSONResponse(service.listings.runs(*_page(request)))
 
 
 async def _run(service: Service, request: Request) -> Response:
-    return JSONResponse(service.run(request.path_params["run"]))
+    return JSONResponse(service.listings.run(request.path_params["run"]))
 
 
 async def _checkpoints(service: Service, request: Request) -> Response:
     run = request.path_params.get("run")
-    return JSONResponse(service.checkpoints(run, *_page(request)))
+    return JSONResponse(service.listings.checkpoints(run, *_page(request)))
 
 
 async def _delete(service: Service, request: Request) -> Response:
-    service.delete_checkpoint(request.path_params["run"], request.path_params["checkpoint"])
+    service.listings.delete_checkpoint(
+        request.path_params["run"], request.path_params["checkpoint"]
+    )
     return JSONResponse({})
 
 
 async def _publish(service: Service, request: Request) -> Response:
     """Note whether a checkpoint is public: every client of this server can read all of them."""
     names = request.path_params["run"], request.path_params["checkpoint"]
-    service.change_checkpoint(*names, public=request.method == "POST")
+    service.listings.change_checkpoint(*names, public=request.method == "POST")
     return JSONResponse({})
 
 
 async def _ttl(service: Service, request: Request) -> Response:
     ttl_s = number(await _json(request), "ttl_seconds", None)
-    service.expire_after(request.path_params["run"], request.path_params["checkpoint"], ttl_s)
+    service.listings.expire_after(
+        request.path_params["run"], request.path_params["checkpoint"], ttl_s
+    )
     return JSONResponse({})
 
 
 async def _sessions(service: Service, request: Request) -> Response:
-    return JSONResponse(service.sessions(*_page(request)))
+    return JSONResponse(service.listings.sessions(*_page(request)))
 
 
 async def _session(service: Service, request: Request) -> Response:
-    return JSONResponse(service.session(request.path_params["session"]))
+    return JSONResponse(service.listings.session(request.path_params["session"]))
 
 
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
@@ -237,7 +241,7 @@ _ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("GET", "samplers/{sampler}", _sampler),
     ("POST", "asample", _posted(Service.sample)),
     ("POST", "retrieve_future", _retrieve),
-    ("POST", "weights_info", _posted(Service.weights_info)),
+    ("POST", "weights_info", _posted(lambda service, body: service.listings.weights_info(body))),
     ("GET", "training_runs", _runs),
     ("GET", "training_runs/{run}", _run),
     ("GET", "training_runs/{run}/checkpoints", _checkpoints),

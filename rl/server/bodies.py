@@ -18,7 +18,12 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 INPUTS = {"target_tokens", "weights", "logprobs", "advantages"}
 BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
 MAX_SAMPLES = 1024
+SHORT = {"attn": "attention", "mlp": "mlp", "unembed": "head"}  # parts of a policy, by short names
 _REQUIRED: Any = object()
+
+
+class Unknown(Exception):
+    """There is no such thing here."""
 
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> T:
