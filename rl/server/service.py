@@ -246,25 +246,23 @@ class Service:
         """Queue loading of a checkpoint: into a model, or into a new one."""
         if body.get("model_id") is None:
             return self.create_from(body)
-        path, with_optimizer = self._training_path(body), field(body, "optimizer", bool)
-        folder = self.records.checkpoint_folder(path)
 
         def run(policy: Policy) -> Result:
-            policy.load_state(folder, with_optimizer=with_optimizer)
+            path = self._training_path(body)
+            folder = self.records.checkpoint_folder(path)
+            policy.load_state(folder, with_optimizer=field(body, "optimizer", bool))
             return {"path": path}
 
         return self._queue(body, run)
 
     def save(self, body: Mapping[str, Any]) -> Record:
         """Queue a checkpoint to continue from."""
-        at = self._checkpoint(body, TRAINING, field(body, "path", str))
-        return self._queue(body, partial(self._save, body, at))
+        return self._queue(body, partial(self._save_as, body, TRAINING))
 
     def save_sampler(self, body: Mapping[str, Any]) -> Record:
         """Queue a checkpoint to sample from; without a name it opens a sampling session."""
-        if (name := field(body, "path", str, None)) is not None:
-            at = self._checkpoint(body, SAMPLER, name)
-            return self._queue(body, partial(self._save, body, at))
+        if body.get("path") is not None:
+            return self._queue(body, partial(self._save_as, body, SAMPLER))
         at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
         model = self._model(at.run)
         session = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
@@ -280,6 +278,10 @@ class Service:
 
     def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
         return CheckpointPath(field(body, "model_id", str), kind, bodies.check_name(name))
+
+    def _save_as(self, body: Mapping[str, Any], kind: str, policy: Policy) -> Result:
+        at = self._checkpoint(body, kind, field(body, "path", str))
+        return self._save(body, at, policy)
 
     def _save(self, body: Mapping[str, Any], at: CheckpointPath, policy: Policy) -> Result:
         """Write a checkpoint; in the worker's thread, which alone changes checkpoints' folders."""
@@ -323,6 +325,10 @@ class Service:
         return str(at)
 
     def _queue(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
+        """Queue an operation, which checks the other fields of its body in its turn.
+
+        A client goes on with the next number after a 400: the rest would wait for this one.
+        """
         return self._in_turn(field(body, "model_id", str), number(body, "seq_id"), run)
 
     def _in_turn(self, run: str, seq: int, operation: Callable[[Policy], Result]) -> Record:

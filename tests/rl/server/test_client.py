@@ -198,6 +198,19 @@ def test_errors_of_the_caller_are_sentences(service, training, policy):
     assert training.forward([datum([1, 2, 3])], "cross_entropy").result().loss_fn_outputs
 
 
+def test_an_operation_that_fails_keeps_its_turn(training):
+    """The ones after it run."""
+    with pytest.raises(tinker.TinkerError, match="expected a name of letters"):
+        training.save_state("a name").result()
+    with pytest.raises(tinker.TinkerError, match="expected a name of letters"):
+        training.save_weights_for_sampler("a/b").result()
+    with pytest.raises(tinker.TinkerError, match="found no checkpoint"):
+        training.load_state("tinker://none/weights/x").result()
+    with pytest.raises(tinker.TinkerError, match="expected rates of at least 0"):
+        training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+    assert training.forward([datum([1, 2, 3])], "cross_entropy").result(timeout=60)
+
+
 def test_many_requests_of_several_adapters_share_rounds(service, training):
     """Each has the tokens that it has alone."""
     other = service.create_lora_training_client(base_model=NAME, rank=4, seed=9).result()
