@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import rl
 from rl.runtime.exit_codes import EXIT_USAGE
+from rl.runtime.progress import say
 from rl.runtime.signals import leave
 
 COMMANDS = {
@@ -31,15 +32,15 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; return its exit code."""
     name, *rest = argv or ["--help"]
     if name == "--version":
-        print(f"reprise {rl.__version__}")
+        say(f"reprise {rl.__version__}")
         return 0
     if name in ("-h", "--help"):
-        print(__doc__)
+        say(__doc__ or "")
         for command, text in COMMANDS.items():
-            print(f"  {command:14} {text}")
+            say(f"  {command:14} {text}")
         return 0
     if name not in COMMANDS:
-        print(f"error: expected one of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
+        say(f"error: expected one of {', '.join(COMMANDS)}, got {name!r}", sys.stderr)
         return EXIT_USAGE
     module = f"rl.{name}" + (".__main__" if name == "preflight" else "")
     status: int = importlib.import_module(module).main(rest)
