@@ -11,7 +11,7 @@ from rl.server.records import KINDS, SAMPLER, TRAINING, CheckpointPath, Record, 
 
 
 class Listings:
-    """What clients see of a server's records; `name` is its model's, `now_s` returns the time."""
+    """A server's records as clients see them; `name` is its model's, `now_s` returns the time."""
 
     def __init__(self, records: Records, name: str, now_s: Callable[[], float]) -> None:
         self.records, self.name, self._now_s = records, name, now_s
