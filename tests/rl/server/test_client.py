@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from tinker import types
 from rl import api
 from rl.config import TrainConfig
 from rl.gin.loader import load
+from rl.rollout import generate
+from rl.trajectory import Request
 from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 SETTINGS = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
@@ -232,11 +236,15 @@ def test_many_requests_of_several_adapters_share_rounds(service, training):
     assert len({str(together[i::3]) for i in range(3)}) == 3
 
 
-def test_samples_are_those_of_the_api(service, policy):
-    """Greedy tokens are the ones of `Policy.sample`."""
-    client = service.create_sampling_client(base_model=NAME).result()
-    greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
-    got = sampled(client.sample(types.ModelInput.from_ints(PROMPTS[0]), 1, greedy).result())
-    sampling = SamplingConfig(0.0, max_new_tokens=6)
-    [[wanted]] = policy.with_new_adapter().sample([PROMPTS[0]], 1, sampling)
-    assert got == [wanted.token_ids]
+def test_samples_are_those_of_generate(service, policy):
+    """With the noise that a request's seed names, of the policy without an adapter."""
+    client, ids = service.create_sampling_client(base_model=NAME).result(), tuple(PROMPTS[0])
+    params = types.SamplingParams(max_tokens=9, seed=7)
+    got = sampled(client.sample(types.ModelInput.from_ints(list(ids)), 3, params).result())
+    digests = [hashlib.sha256(f"seed 7:{i}".encode()).digest() for i in range(3)]
+    noise = [int.from_bytes(digest[:4], "little") % 2**31 for digest in digests]
+    requests = [Request(name, ids, 0, i) for i, name in enumerate(noise)]
+    weights = policy._learner.policy(policy.with_new_adapter()._state.params)
+    sampling = SamplingConfig(max_new_tokens=9)
+    wanted = generate(policy.model, weights, requests, sampling, key=step_key(0, 0))
+    assert got == [t.response_ids.tolist() for t in wanted]
