@@ -21,6 +21,7 @@ from rl.server.service import Served
 
 NAME = "reprise/tiny"
 KEY = "tml-test"
+LIMIT_S = 600.0
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def serve(policy: Policy, folder: Path, key: str | None = None) -> Iterator[str]
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(LIMIT_S)  # until the operation that runs has ended
         assert not thread.is_alive(), "the server goes on"
 
 
@@ -53,8 +54,17 @@ def call(
     headers = {"X-API-Key": key, "Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/api/v1/{path}", data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
+
+
+def retrieve(address: str, request_id: str) -> Any:
+    """Return the JSON of a result, once it is ready."""
+    while True:
+        status, answer = call(address, "retrieve_future", {"request_id": request_id})
+        if status != 408:
+            assert status == 200, answer
+            return json.loads(answer)

@@ -212,7 +212,7 @@ def test_an_operation_that_fails_keeps_its_turn(training):
         training.load_state("tinker://none/weights/x").result()
     with pytest.raises(tinker.TinkerError, match="expected rates of at least 0"):
         training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
-    assert training.forward([datum([1, 2, 3])], "cross_entropy").result(timeout=60)
+    assert training.forward([datum([1, 2, 3])], "cross_entropy").result(timeout=600)
 
 
 def test_many_requests_of_several_adapters_share_rounds(service, training):

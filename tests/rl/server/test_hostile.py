@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from served import KEY, NAME, call, serve
+from served import KEY, NAME, call, retrieve, serve
 
 from rl import api
 from rl.config import TrainConfig
@@ -104,7 +104,7 @@ def test_two_thousand_wrong_bodies(address, folder):
     lora = {"rank": 4, "seed": 1}
     made = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": lora}
     request_id = json.loads(call(address, "create_model", made)[1])["request_id"]
-    run = json.loads(call(address, "retrieve_future", {"request_id": request_id})[1])["model_id"]
+    run = retrieve(address, request_id)["model_id"]
     known = {"session_id": session, "model_id": run, "base_model": NAME}
     statuses = set()
     for _ in range(NUM_BODIES):

@@ -77,7 +77,7 @@ def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
         assert run(first + AFTERWARDS.replace("PATH", repr(path)), address).strip() == "16"
         assert call(address, "sessions", method="GET")[0] == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
 
 
 @pytest.mark.parametrize(
