@@ -25,6 +25,7 @@ from rl.gin.loader import ConfigError
 from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
+from rl.runtime.run_files import resolve_path
 from rl.runtime.signals import leave
 
 KEY = "REPRISE_API_KEY"
@@ -95,7 +96,7 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     policy = Policy(args.policy, *settings, files=args.gin_file)
     if policy.model.lora is None:
         raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")
-    tokenizer = args.tokenizer or str(Path(args.policy).absolute())
+    tokenizer = args.tokenizer or str(resolve_path(args.policy).absolute())
     served = Served(policy, args.name or args.policy, tokenizer, args.adapters)
     return make_app(served, Records(Path(args.folder)), os.environ.get(KEY))
 

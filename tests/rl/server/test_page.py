@@ -80,6 +80,16 @@ def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
         assert process.wait(600) == 0
 
 
+def test_clients_get_a_tokenizer_that_exists_from_any_folder(tmp_path, monkeypatch):
+    """`--policy policies/tiny` is found below the project from elsewhere too."""
+    served = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rl.server.app.make_app", lambda *given: served.append(given[0]))
+    monkeypatch.setattr(serve, "_serve", lambda app, args: 0)
+    assert serve.main(["--policy", "policies/tiny", "--folder", str(tmp_path / "server")]) == 0
+    assert (Path(served[0].tokenizer) / "tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
