@@ -28,7 +28,7 @@ from spec.config import SamplingConfig
 from spec.sampling import step_key
 
 OnFinish = Callable[[list[Sample]], None]
-RENEWED_AFTER = 10_000  # requests, once none runs: the table of its prompts is dropped
+RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,11 +132,11 @@ class Stream:
     def step(self) -> None:
         """Run the rounds of one fetch; if they fail, all requests are gone."""
         with on_mesh(self._rollouts.mesh):
-            if self._number > RENEWED_AFTER and not self._running:
-                self.close()
-            if self._rollout is None:
-                self._open()
             try:
+                if self._number >= RENEWED_AFTER and not self._running:
+                    self.close()
+                if self._rollout is None:
+                    self._open()
                 self._begin()
                 for t in self._engine.step():
                     assert isinstance(t, Trajectory), "whole requests have no chunks"
@@ -144,6 +144,7 @@ class Stream:
             except BaseException:
                 self._waiting.clear()
                 self.close()
+                self._engine.free()  # the step may have consumed the cache
                 raise
 
     def close(self) -> None:
@@ -162,8 +163,9 @@ class Stream:
             "max_requests": self._engine.config.max_slots,
             "max_tokens": config.longest_tokens,
         }
-        self._rollout = contextlib.ExitStack()
-        self._rollout.enter_context(self._engine.rollout(spec, **sizes))
+        rollout = contextlib.ExitStack()
+        rollout.enter_context(self._engine.rollout(spec, **sizes))
+        self._rollout = rollout
 
     def _params(self) -> Params:
         assert self._engine.model.lora is not None
@@ -171,8 +173,11 @@ class Stream:
         return self._engine.place(params, self._engine.model)
 
     def _begin(self) -> None:
-        """Let the waiting requests join, in order, up to the first one that has no place."""
-        while self._waiting:
+        """Let the waiting requests join, in order, up to the first one that has no place.
+
+        None joins a rollout that is to be renewed.
+        """
+        while self._waiting and self._number < RENEWED_AFTER:
             request, on_finish = self._waiting[0]
             place, is_new = self._places.claim(request.sampler)
             if place is None:

@@ -126,15 +126,41 @@ def test_a_request_that_cannot_run_is_refused(policy, stream):
     assert not stream.has_work
 
 
-def test_after_a_failure_the_stream_starts_again(policy, monkeypatch):
+@pytest.mark.parametrize("fails", ["step", "rollout"])
+def test_after_a_failure_the_stream_starts_again(policy, monkeypatch, fails):
+    """A step that fails has consumed the cache; a rollout may not open at all."""
     stream, sampling = policy.stream(1), SamplingConfig(max_new_tokens=4)
     request = SampleRequest(policy.sampler(), (1, 2, 3), 1, sampling, "a")
     wanted = run(stream, request)
+    if fails == "rollout":
+        stream.close()
+
+    def fail(*_, **__):
+        for x in jax.tree.leaves(stream._engine._rows._memory.cache):
+            x.delete()
+        raise ZeroDivisionError
+
     with monkeypatch.context() as patch:
-        patch.setattr(stream._engine, "step", lambda: 1 / 0)
+        patch.setattr(stream._engine, fails, fail)
         stream.add(request, print)
         with pytest.raises(ZeroDivisionError):
             stream.step()
     assert not stream.has_work
     assert run(stream, request) == wanted
     stream.close()
+
+
+def test_a_stream_that_is_never_idle_is_renewed(policy, stream, monkeypatch):
+    """Later requests wait until the ones that run have ended; no token differs."""
+    monkeypatch.setattr("rl.stream.RENEWED_AFTER", 4)
+    opened = []
+    rollout = stream._engine.rollout
+    monkeypatch.setattr(
+        stream._engine, "rollout", lambda *a, **k: opened.append(1) or rollout(*a, **k)
+    )
+    sampler, sampling = policy.sampler(), SamplingConfig(max_new_tokens=6)
+    requests = [SampleRequest(sampler, (1, 2, 3 + i), 1, sampling, f"{i}") for i in range(12)]
+    stream.close()
+    found = run(stream, *requests)
+    assert len(opened) >= 2
+    assert found == [run(stream, request)[0] for request in requests]
