@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from rl.api import Datum, Policy
 from rl.sampler import Sample, Sampler
-from rl.server import bodies
+from rl.server import bodies, wire
 from rl.server.answers import Answers
 from rl.server.bodies import SHORT, Unknown, field, number
 from rl.server.listings import Listings
@@ -84,14 +85,12 @@ class Service:
 
     def create_session(self, body: Mapping[str, Any]) -> Record:
         session = f"{len(self.records.sessions):06d}-{int(self._now_s() * 1e3):x}"
-        record = {"user_metadata": field(body, "user_metadata", dict, None), "finished": False}
-        self.records.put("sessions", session, record | {"created_s": self._now_s()})
+        self.records.put("sessions", session, {"finished": False})
         self._heartbeats[session] = self._now_s()
         return {"session_id": session}
 
     def heartbeat(self, body: Mapping[str, Any]) -> Record:
-        session = field(body, "session_id", str)
-        self._live(session)
+        self._live(field(body, "session_id", str))
         return {}
 
     def finish(self, session: str) -> None:
@@ -103,7 +102,7 @@ class Service:
         for run in [run for run, r in self.records.runs.items() if r["session"] == session]:
             self._drop_unnamed(run, 0)
 
-    def _live(self, session: str) -> Record:
+    def _live(self, session: str) -> None:
         """Record a heartbeat of a session. Raises Gone, or Unknown."""
         record = self.records.sessions.get(session)
         if record is None:
@@ -111,7 +110,6 @@ class Service:
         if record["finished"]:
             raise Gone(f"session {session} has finished")
         self._heartbeats[session] = self._now_s()
-        return record
 
     def _drop_models(self, session: str) -> None:
         for run in [m.run for m in self.models.values() if m.session == session]:
@@ -124,69 +122,66 @@ class Service:
         self._check_base(field(body, "base_model", str))
         lora = field(body, "lora_config", dict)
         rank, seed = number(lora, "rank", 32), number(lora, "seed", 0, 2**63)
-        max_rank = self._rank
-        if not 1 <= rank <= max_rank:
+        assert self.policy.model.lora is not None
+        if not 1 <= rank <= (max_rank := self.policy.model.lora.rank):
             raise ValueError(
                 f"lora_config: expected a rank of 1 to {max_rank}, got {rank}: start the server "
                 f"with --gin.Policy.lora_rank={rank} for more"
             )
-        targets = [t for t, on in _targets(lora).items() if on]
+        targets = [t for short, t in SHORT.items() if field(lora, f"train_{short}", bool, True)]
         if not targets:
             raise ValueError("lora_config: expected a part to train, got none")
-        run, answer = self._new_run(body, rank, targets)
-        if answer is None:
-            return {"request_id": f"{run}:create"}
 
-        def make() -> Result:
-            policy = self.policy.with_new_adapter(seed % 2**31, rank, targets)
-            return self._finish_model(run, policy)
+        def make() -> Policy:
+            return self.policy.with_new_adapter(seed % 2**31, rank, targets)
 
-        self._worker.do(make, answer)
-        return {"request_id": f"{run}:create"}
+        return self._make_model(body, rank, targets, make)
 
     def create_from(self, body: Mapping[str, Any]) -> Record:
         """Queue a model that continues from a checkpoint."""
-        path = self._training_path(body)
+        path, with_optimizer = self._training_path(body), field(body, "optimizer", bool)
         source = self.records.runs[self.records.checkpoints[path]["run"]]
-        run, answer = self._new_run(body, source["rank"], source["targets"])
-        if answer is not None:
-            folder = self.records.checkpoint_folder(path)
-            with_optimizer = field(body, "optimizer", bool)
+        folder = self.records.checkpoint_folder(path)
 
-            def make() -> Result:
-                policy = self.policy.with_new_adapter(0)
-                policy.load_state(folder, with_optimizer=with_optimizer)
-                return self._finish_model(run, policy) | {"path": path}
+        def make() -> Policy:
+            policy = self.policy.with_new_adapter()
+            policy.load_state(folder, with_optimizer=with_optimizer)
+            return policy
 
-            self._worker.do(make, answer)
-        return {"request_id": f"{run}:create"}
+        return self._make_model(body, source["rank"], source["targets"], make)
 
-    def _new_run(
-        self, body: Mapping[str, Any], rank: int, targets: list[str]
-    ) -> tuple[str, Callable[[Result], None] | None]:
-        """Return a model's id, and what gets its answer; None if it was requested before."""
+    def _make_model(
+        self, body: Mapping[str, Any], rank: int, targets: list[str], make: Callable[[], Policy]
+    ) -> Record:
+        """Queue a new model, unless it was requested before."""
         session = field(body, "session_id", str)
         self._live(session)
         run = f"{session}:train:{number(body, 'model_seq_id')}"
-        if f"{run}:create" in self.answers:
-            return run, None
+        request_id = f"{run}:create"
+        if request_id in self.answers:
+            return {"request_id": request_id}
         if run in self.records.runs:
             raise ValueError(f"{run} was made before the server started: load a checkpoint of it")
         self._drop_idle()
         if len(self.models) >= MAX_MODELS:
             raise ValueError(f"expected at most {MAX_MODELS} models in training: finish a session")
-        self.models[run] = Model(run, session)
-        metadata = field(body, "user_metadata", dict, None) or {}
         record = {"session": session, "rank": rank, "targets": targets, "last_s": self._now_s()}
-        texts = {str(k): str(v) for k, v in metadata.items()}
-        self.records.put("runs", run, record | {"user_metadata": texts})
-        return run, self._open(f"{run}:create")
+        record["user_metadata"] = _texts(body)
+        answer, model = self._open(request_id), Model(run, session)
+        self.models[run] = model
+        self.records.put("runs", run, record)
 
-    def _finish_model(self, run: str, policy: Policy) -> Record:
-        """Take a new model's policy; in the worker's thread, before any operation on it."""
-        if (model := self.models.get(run)) is not None:
-            model.policy = policy
-        return {"model_id": run}
+        def do() -> Result:
+            model.policy = make()
+            return {"model_id": run}
+
+        def done(result: Result) -> None:
+            if model.policy is None:  # it failed, and takes no room
+                self.models.pop(run, None)
+            answer(result)
+
+        self._worker.do(do, done)
+        return {"request_id": request_id}
 
     def _drop_idle(self) -> None:
         limit_s = self._now_s() - IDLE_S
@@ -210,11 +205,6 @@ class Service:
             )
         return self.models[run]
 
-    @property
-    def _rank(self) -> int:
-        assert self.policy.model.lora is not None
-        return self.policy.model.lora.rank
-
     def _check_base(self, base: str) -> None:
         if base != self.name:
             raise ValueError(f"expected the model {self.name!r}, got {base!r:.100}")
@@ -223,8 +213,6 @@ class Service:
 
     def train(self, data: bytes) -> Record:
         """Queue a forward or a forward and backward pass of a protocol-buffer body."""
-        from rl.server import wire
-
         message = wire.parse("ForwardBackwardRequest", data)
 
         def run(policy: Policy) -> Result:
@@ -263,17 +251,17 @@ class Service:
         """Queue a checkpoint to sample from; without a name it opens a sampling session."""
         if body.get("path") is not None:
             return self._queue(body, partial(self._save_as, body, SAMPLER))
-        at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
-        model = self._model(at.run)
-        session = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
 
         def run(policy: Policy) -> Result:
+            at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
+            session = self.records.runs[at.run]["session"]
+            key = f"{session}:sample:{number(body, 'sampling_session_seq_id')}"
             sampler = policy.sampler()
             self._save(body, at, policy)
             self._keep(str(at), sampler)
-            return {"sampling_session_id": session}
+            self.records.put("samplers", key, {"session": session, "path": str(at)})
+            return {"sampling_session_id": key}
 
-        self.records.put("samplers", session, {"session": model.session, "path": str(at)})
         return self._queue(body, run)
 
     def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
@@ -286,10 +274,10 @@ class Service:
     def _save(self, body: Mapping[str, Any], at: CheckpointPath, policy: Policy) -> Result:
         """Write a checkpoint; in the worker's thread, which alone changes checkpoints' folders."""
         path, ttl_s = str(at), number(body, "ttl_seconds", None)
-        metadata = field(body, "user_metadata", dict, None) or {}
+        metadata = _texts(body)
         if path in self.records.checkpoints and not field(body, "overwrite", bool, False):
             raise ValueError(f"{path} exists: choose another name, or overwrite=True")
-        folder_name = f"{len(self.records.runs):06d}-{time.time_ns():x}"
+        folder_name = uuid.uuid4().hex
         folder = self.records.folder / "checkpoints" / folder_name
         if at.kind == SAMPLER:
             policy.export_adapter(folder)
@@ -302,7 +290,7 @@ class Service:
             **{"folder": folder_name, "time_s": now_s, "public": False},
             "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
             "expires_s": None if ttl_s is None else now_s + ttl_s,
-            "user_metadata": {str(k): str(v) for k, v in metadata.items()},
+            "user_metadata": metadata,
         }
         self.records.put("checkpoints", path, record)
         if before is not None:
@@ -451,6 +439,7 @@ class Service:
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
 
-def _targets(lora: Mapping[str, Any]) -> dict[str, bool]:
-    """Return which parts of the policy a request trains."""
-    return {target: field(lora, f"train_{short}", bool, True) for short, target in SHORT.items()}
+def _texts(body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a request: clients read texts alone."""
+    metadata = field(body, "user_metadata", dict, None) or {}
+    return {str(key): str(value) for key, value in metadata.items()}
