@@ -52,7 +52,7 @@ class Records:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._lock = folder, threading.Lock()
+        self.folder, self._lock = folder, threading.RLock()
         self.sessions: dict[str, Record] = {}
         self.samplers: dict[str, Record] = {}
         self.runs: dict[str, Record] = {}
@@ -76,7 +76,8 @@ class Records:
 
     def change(self, table: str, key: str, **fields: Any) -> None:
         """Change fields of a record."""
-        self.put(table, key, getattr(self, table)[key] | fields)
+        with self._lock:
+            self.put(table, key, getattr(self, table)[key] | fields)
 
     def drop_checkpoint(self, path: str) -> None:
         """Delete a checkpoint with its folder."""
@@ -97,13 +98,10 @@ class Records:
         with self._lock:
             self._file.write(json.dumps(change).encode() + b"\n")
             self._file.flush()
-            self._apply(change)
-
-    def _apply(self, change: Mapping[str, Any]) -> None:
-        """Put a new table in place of the old one, which another thread may read."""
-        name, key, record = change["table"], change["key"], change["record"]
-        table = {k: v for k, v in getattr(self, name).items() if k != key or record is not None}
-        setattr(self, name, table if record is None else table | {key: record})
+            name = change["table"]
+            changed = dict(getattr(self, name))  # another thread may read the old table
+            _apply(changed, change)
+            setattr(self, name, changed)
 
     def _read(self, path: Path) -> int:
         """Apply the changes of a file; return the bytes of its whole lines."""
@@ -112,6 +110,15 @@ class Records:
             for line in path.read_bytes().splitlines(keepends=True):
                 if not line.endswith(b"\n"):
                     break
-                self._apply(json.loads(line))
+                change = json.loads(line)
+                _apply(getattr(self, change["table"]), change)
                 whole += len(line)
         return whole
+
+
+def _apply(table: dict[str, Record], change: Mapping[str, Any]) -> None:
+    key, record = change["key"], change["record"]
+    if record is None:
+        table.pop(key, None)
+    else:
+        table[key] = record
