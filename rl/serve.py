@@ -92,10 +92,12 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     from rl.server.records import Records
     from rl.server.service import Served
 
-    settings = RANK, TARGETS, *overrides
+    settings = overrides if args.gin_file else (RANK, TARGETS, *overrides)
     policy = Policy(args.policy, *settings, files=args.gin_file)
     if policy.model.lora is None:
         raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")
+    if policy.config.speculation.enabled:
+        say("warning: samples of the server have no drafts: Speculation is not used", sys.stderr)
     tokenizer = args.tokenizer or str(resolve_path(args.policy).absolute())
     served = Served(policy, args.name or args.policy, tokenizer, args.adapters)
     return make_app(served, Records(Path(args.folder)), os.environ.get(KEY))

@@ -90,6 +90,19 @@ def test_clients_get_a_tokenizer_that_exists_from_any_folder(tmp_path, monkeypat
     assert (Path(served[0].tokenizer) / "tokenizer.json").is_file()
 
 
+def test_settings_of_a_file_are_not_replaced(tmp_path, monkeypatch, capsys):
+    served = []
+    (tmp_path / "own.gin").write_text("Policy.lora_rank = 3\nSpeculation.budget = 'fixed:1'\n")
+    monkeypatch.setattr("rl.server.app.make_app", lambda *given: served.append(given[0]))
+    monkeypatch.setattr(serve, "_serve", lambda app, args: 0)
+    given = ["--policy", "policies/tiny", "--folder", str(tmp_path / "server")]
+    assert serve.main([*given, f"--gin_file={tmp_path / 'own.gin'}"]) == 0
+    assert served[0].policy.model.lora.rank == 3
+    assert "Speculation is not used" in capsys.readouterr().err
+    assert serve.main([*given[:2], "--folder", str(tmp_path / "other")]) == 0
+    assert served[1].policy.model.lora.rank == 32 and not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
