@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import json
 import sys
@@ -28,7 +27,7 @@ MAX_BODY_BYTES = 2**26
 LONG_POLL_S = 25.0
 STATUSES: dict[type[Exception], int] = {Unknown: 404, Gone: 410, Busy: 429, ValueError: 400}
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False}  # the parts of a call come in order
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 class TooLarge(Exception):
@@ -37,23 +36,21 @@ class TooLarge(Exception):
 
 def make_app(served: Served, records: Records, api_key: str | None = None) -> Starlette:
     """Return the application; its clients need the key, if there is one."""
-    service: list[Service] = []
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         worker = Worker(served.policy.stream(served.adapters), asyncio.get_running_loop())
         with contextlib.closing(records), contextlib.closing(worker):
-            service.append(Service(served, records, worker))
+            app.state.service = Service(served, records, worker)
             yield
 
-    def guarded(handler: Callable[[Service, Request], Awaitable[Response]]) -> Handler:
-        @functools.wraps(handler)
+    def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def guard(request: Request) -> Response:
             key = request.headers.get("x-api-key", "").encode()
             if api_key is not None and not hmac.compare_digest(key, api_key.encode()):
                 return _error(401, "expected the server's key in TINKER_API_KEY")
             try:
-                return await handler(service[0], request)
+                return await handler(request.app.state.service, request)
             except TooLarge:
                 return _error(413, f"expected a body of at most {MAX_BODY_BYTES:,} bytes")
             except tuple(STATUSES) as error:
@@ -104,7 +101,7 @@ async def _json(request: Request) -> dict[str, Any]:
 # -- handlers --------------------------------------------------------------------------------
 
 
-def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Any:
+def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Handler:
     """Return the handler of a method that takes a JSON body and returns an object."""
 
     async def handler(service: Service, request: Request) -> Response:
@@ -113,22 +110,19 @@ def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Any:
     return handler
 
 
-async def _client_config(service: Service, request: Request) -> Response:
-    return JSONResponse(CLIENT_CONFIG)
+def _got(method: Callable[[Service, Request], Any]) -> Handler:
+    """Return the handler of a method that takes no body, and returns an object or nothing."""
 
+    async def handler(service: Service, request: Request) -> Response:
+        return JSONResponse(method(service, request) or {})
 
-async def _empty(service: Service, request: Request) -> Response:
-    return JSONResponse({})
+    return handler
 
 
 async def _telemetry(service: Service, request: Request) -> Response:
     """Drop it: it may hold keys."""
     await _body(request)
     return JSONResponse({"status": "accepted"})
-
-
-async def _health(service: Service, request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
 
 
 async def _train(service: Service, request: Request) -> Response:
@@ -152,20 +146,6 @@ async def _retrieve(service: Service, request: Request) -> Response:
     return JSONResponse(answer.content)
 
 
-async def _finish(service: Service, request: Request) -> Response:
-    await _body(request)
-    service.finish(request.path_params["session"])
-    return JSONResponse({})
-
-
-async def _capabilities(service: Service, request: Request) -> Response:
-    return JSONResponse(service.capabilities())
-
-
-async def _sampler(service: Service, request: Request) -> Response:
-    return JSONResponse(service.sampler(request.path_params["sampler"]))
-
-
 def _page(request: Request) -> tuple[int, int]:
     """Return how many entries a listing shows, and after how many."""
     sizes = []
@@ -177,59 +157,37 @@ def _page(request: Request) -> tuple[int, int]:
     return min(sizes[0], 1000), sizes[1]
 
 
-async def _runs(service: Service, request: Request) -> Response:
-    return JSONResponse(service.listings.runs(*_page(request)))
+def _checkpoint(request: Request) -> tuple[str, str]:
+    """Return the run and the id of a checkpoint."""
+    return request.path_params["run"], request.path_params["checkpoint"]
 
 
-async def _run(service: Service, request: Request) -> Response:
-    return JSONResponse(service.listings.run(request.path_params["run"]))
+def _list_checkpoints(service: Service, request: Request) -> Any:
+    return service.listings.checkpoints(request.path_params.get("run"), *_page(request))
 
 
-async def _checkpoints(service: Service, request: Request) -> Response:
-    run = request.path_params.get("run")
-    return JSONResponse(service.listings.checkpoints(run, *_page(request)))
-
-
-async def _delete(service: Service, request: Request) -> Response:
-    service.listings.delete_checkpoint(
-        request.path_params["run"], request.path_params["checkpoint"]
-    )
-    return JSONResponse({})
-
-
-async def _publish(service: Service, request: Request) -> Response:
+def _publish(service: Service, request: Request) -> None:
     """Note whether a checkpoint is public: every client of this server can read all of them."""
-    names = request.path_params["run"], request.path_params["checkpoint"]
-    service.listings.change_checkpoint(*names, public=request.method == "POST")
-    return JSONResponse({})
+    is_public = request.method == "POST"
+    service.listings.change_checkpoint(*_checkpoint(request), public=is_public)
 
 
 async def _ttl(service: Service, request: Request) -> Response:
     ttl_s = number(await _json(request), "ttl_seconds", None)
-    service.listings.expire_after(
-        request.path_params["run"], request.path_params["checkpoint"], ttl_s
-    )
+    service.listings.expire_after(*_checkpoint(request), ttl_s)
     return JSONResponse({})
 
 
-async def _sessions(service: Service, request: Request) -> Response:
-    return JSONResponse(service.listings.sessions(*_page(request)))
-
-
-async def _session(service: Service, request: Request) -> Response:
-    return JSONResponse(service.listings.session(request.path_params["session"]))
-
-
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
-_ROUTES: tuple[tuple[str, str, Any], ...] = (
-    ("POST", "client/config", _client_config),
-    ("POST", "client/dynamic_config", _empty),
+_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "client/config", _got(lambda service, r: CLIENT_CONFIG)),
+    ("POST", "client/dynamic_config", _got(lambda service, r: {})),
     ("POST", "create_session", _posted(Service.create_session)),
     ("POST", "session_heartbeat", _posted(Service.heartbeat)),
-    ("POST", "sessions/{session}/finish", _finish),
+    ("POST", "sessions/{session}/finish", _got(lambda s, r: s.finish(r.path_params["session"]))),
     ("POST", "telemetry", _telemetry),
-    ("GET", "get_server_capabilities", _capabilities),
-    ("GET", "healthz", _health),
+    ("GET", "get_server_capabilities", _got(lambda service, r: service.capabilities())),
+    ("GET", "healthz", _got(lambda service, r: {"status": "ok"})),
     ("POST", "create_model", _posted(Service.create_model)),
     ("POST", "get_info", _posted(Service.get_info)),
     ("POST", "load_weights", _posted(Service.load)),
@@ -238,18 +196,18 @@ _ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "save_weights", _posted(Service.save)),
     ("POST", "save_weights_for_sampler", _posted(Service.save_sampler)),
     ("POST", "create_sampling_session", _posted(Service.create_sampler)),
-    ("GET", "samplers/{sampler}", _sampler),
+    ("GET", "samplers/{sampler}", _got(lambda s, r: s.sampler(r.path_params["sampler"]))),
     ("POST", "asample", _posted(Service.sample)),
     ("POST", "retrieve_future", _retrieve),
-    ("POST", "weights_info", _posted(lambda service, body: service.listings.weights_info(body))),
-    ("GET", "training_runs", _runs),
-    ("GET", "training_runs/{run}", _run),
-    ("GET", "training_runs/{run}/checkpoints", _checkpoints),
-    ("GET", "checkpoints", _checkpoints),
-    ("POST", _CHECKPOINT + "/publish", _publish),
-    ("DELETE", _CHECKPOINT + "/publish", _publish),
+    ("POST", "weights_info", _posted(lambda s, body: s.listings.weights_info(body))),
+    ("GET", "training_runs", _got(lambda s, r: s.listings.runs(*_page(r)))),
+    ("GET", "training_runs/{run}", _got(lambda s, r: s.listings.run(r.path_params["run"]))),
+    ("GET", "training_runs/{run}/checkpoints", _got(_list_checkpoints)),
+    ("GET", "checkpoints", _got(_list_checkpoints)),
+    ("POST", _CHECKPOINT + "/publish", _got(_publish)),
+    ("DELETE", _CHECKPOINT + "/publish", _got(_publish)),
     ("PUT", _CHECKPOINT + "/ttl", _ttl),
-    ("DELETE", _CHECKPOINT, _delete),
-    ("GET", "sessions", _sessions),
-    ("GET", "sessions/{session}", _session),
+    ("DELETE", _CHECKPOINT, _got(lambda s, r: s.listings.delete_checkpoint(*_checkpoint(r)))),
+    ("GET", "sessions", _got(lambda s, r: s.listings.sessions(*_page(r)))),
+    ("GET", "sessions/{session}", _got(lambda s, r: s.listings.session(r.path_params["session"]))),
 )

@@ -26,8 +26,7 @@ MESSAGES: Mapping[str, str] = {
         3 metrics {double}""",
     "ArrayRecord": "1 type_tag string, 2 fields {BatchedTensor}, 3 num_datums int64",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*",
-    "SampleResponse": """1 sequences SampledSequence*, 2 prompt_logprobs bytes,
-        4 prompt_cache_hit_tokens int32""",
+    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes",
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes",
 }
 FLOAT32, INT64 = 1, 2

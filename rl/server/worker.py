@@ -32,14 +32,7 @@ class Worker:
     def do(self, operation: Callable[[], Result], on_result: OnResult) -> None:
         """Queue an operation, whose error is its result too."""
 
-        def job() -> None:
-            try:
-                result = operation()
-            except Exception as error:
-                result = _failure(error)
-            self._deliver(on_result, result)
-
-        self._put(job)
+        self._put(lambda: self._deliver(on_result, _result(operation)))
 
     def sample(
         self,
@@ -52,11 +45,7 @@ class Worker:
 
         def done(samples: list[Sample]) -> None:
             del self._sampling[key]
-            try:
-                result = finish(samples)
-            except Exception as error:
-                result = _failure(error)
-            self._deliver(on_result, result)
+            self._deliver(on_result, _result(lambda: finish(samples)))
 
         def job() -> None:
             try:
@@ -86,8 +75,8 @@ class Worker:
                 self._changed.wait_for(self._has_work)
                 if self._is_closed:
                     break
-                jobs = [self._jobs.popleft()] if self._jobs else []
-            for job in jobs:
+                job = self._jobs.popleft() if self._jobs else None
+            if job is not None:
                 job()
             if self._stream.has_work:
                 self._step()
@@ -107,6 +96,14 @@ class Worker:
 
     def _deliver(self, on_result: OnResult, result: Result) -> None:
         self._loop.call_soon_threadsafe(on_result, result)
+
+
+def _result(operation: Callable[[], Result]) -> Result:
+    """Return an operation's result, or its error as one."""
+    try:
+        return operation()
+    except Exception as error:
+        return _failure(error)
 
 
 def _failure(error: Exception) -> dict[str, Any]:
