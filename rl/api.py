@@ -43,10 +43,9 @@ from rl.inputs import Inputs, open_policy
 from rl.learner import gradient_accumulation, logprobs, objectives
 from rl.learner.data import Datum, Output, pack
 from rl.learner.gradient_accumulation import Accumulator, Health
-from rl.learner.micro_batches import unpacked
-from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs, total_loss
-from rl.learner.optimizer import init_state, make_optimizer
-from rl.learner.trainer import cast_params
+from rl.learner.micro_batches import Packed, unpacked
+from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs
+from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
 from rl.sampler import Rollouts, Sample, Sampler, on_mesh
@@ -93,28 +92,31 @@ class Policy:
         so are the ones of weights that are not among `targets`, if there are any.
         """
         assert self.model.lora is not None, "all weights of this policy are trained"
-        twin = copy.copy(self)
-        twin._total = twin._now = None
         with on_mesh(self._mesh):
-            recipe, key = self._learner.recipe, jax.random.key(seed)
-            optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
-            adapter = new_adapter(self.model, key, self._mesh)
+            adapter = new_adapter(self.model, jax.random.key(seed), self._mesh)
             if rank is not None:
                 adapter = cut_to(adapter, rank, targets)
-            twin._state = init_state(adapter, optimizer)
-        return twin
+            return self._with(adapter)
 
     def with_adapter(self, folder: str | Path) -> Self:
         """Return another policy, with the adapter of a folder for `peft` and a fresh optimizer.
 
         Raises FileNotFoundError, or ValueError for an adapter of another shape.
         """
-        twin = self.with_new_adapter()
         with on_mesh(self._mesh):
-            adapter = peft_files.read(Path(folder), self.model, self._mesh)
-            recipe = self._learner.recipe
-            twin._state = init_state(adapter, make_optimizer(recipe.optimizer, recipe.total_steps))
+            return self._with(peft_files.read(Path(folder), self.model, self._mesh))
+
+    def _with(self, adapter: Params) -> Self:
+        """Return another policy, with this adapter."""
+        twin = copy.copy(self)
+        twin._total = twin._now = None
+        twin._state = self._fresh(adapter)
         return twin
+
+    def _fresh(self, trained: Params) -> TrainState:
+        """Return a state in which the optimizer has not taken a step."""
+        recipe = self._learner.recipe
+        return init_state(trained, make_optimizer(recipe.optimizer, recipe.total_steps))
 
     @property
     def version(self) -> int:
@@ -148,9 +150,7 @@ class Policy:
     def stream(self, places: int = 1) -> Stream:
         """Return a rollout that takes requests of samplers, of so many adapters at a time."""
         assert self._learner.base is not None, "all weights of this policy are trained"
-        with on_mesh(self._mesh):
-            base = cast_params(self._learner.base, self._rollouts.engine.dtype)
-        return Stream(self._rollouts, base, places)
+        return Stream(self._rollouts, self._learner.base, places)
 
     # -- training -------------------------------------------------------------------------
 
@@ -168,8 +168,15 @@ class Policy:
     ) -> Output:
         """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
         _check_loss(loss)
-        logps = self.forward(data)
-        return Output(total_loss(loss, data, logps, settings or LossSettings()), logps)
+        learner, passes = self._learner, list[Any]()
+        packed = pack(data, self.model, learner.shape)
+        static: dict[str, Any] = {"loss": loss, "recipe": learner.recipe}
+        with on_mesh(self._mesh):
+            for p in packed:
+                given = logprobs.place(p.batch), settings or LossSettings(), learner.base
+                passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
+                logprobs.keep_pace(passes, logprobs.unwatched)
+            return _output(data, packed, jax.device_get(passes))
 
     def forward_backward(
         self,
@@ -199,9 +206,7 @@ class Policy:
             fetched = jax.device_get(passes)
         _check_finite(packed, fetched)
         self._total = total
-        losses = [h.outputs[1].reshape(-1)[p.places] for h, p in zip(fetched, packed, strict=True)]
-        logps = unpacked(packed, [h.outputs[0] for h in fetched], list(map(len, data)))
-        return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
+        return _output(data, packed, [health.outputs for health in fetched])
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: CustomLoss) -> Output:
         """Add the gradient of a function of the log-probs: float32 [T] of each datum, to a scalar.
@@ -254,9 +259,7 @@ class Policy:
         with on_mesh(self._mesh):
             state = reader.restore(folder, self._state, step).arrays
             if not with_optimizer:
-                recipe = self._learner.recipe
-                optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
-                state = init_state(state.params, optimizer)
+                state = self._fresh(state.params)
             self._state = state
         self._total = self._now = None
 
@@ -280,6 +283,13 @@ class Policy:
 def _check_loss(loss: str) -> None:
     if loss not in LOSSES:
         raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
+
+
+def _output(data: Sequence[Datum], packed: Sequence[Packed], outputs: Sequence[Any]) -> Output:
+    """Return the result of passes, each with log-probs [E, M] and losses [E]."""
+    losses = [loss_E.reshape(-1)[p.places] for (_, loss_E), p in zip(outputs, packed, strict=True)]
+    logps = unpacked(packed, [logp_EM for logp_EM, _ in outputs], list(map(len, data)))
+    return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
 
 
 def _check_finite(packed: Sequence[Any], passes: Sequence[Health]) -> None:

@@ -114,7 +114,7 @@ def pack(data: Sequence[Datum], model: ModelConfig, shape: Shape) -> list[Packed
         datum = data[i]
         batch.targets_BT.reshape(-1)[places] = datum.targets
         batch.processing_BT.put(places, datum.sampling or SamplingConfig())
-        for name, values in vars(loss_inputs(datum)).items():
+        for name, values in vars(_inputs_of(datum)).items():
             getattr(batch.inputs, name)[e, : len(datum)] = values
 
     responses = [_response(i, datum) for i, datum in enumerate(data)]
@@ -140,7 +140,7 @@ def _empty(shape: Shape) -> MicroBatch:
     return dataclasses.replace(batch, inputs=inputs)
 
 
-def loss_inputs(datum: Datum) -> DatumInputs:
+def _inputs_of(datum: Datum) -> DatumInputs:
     """Return the loss's inputs of one datum, [T]."""
     ones, zeros = np.ones(len(datum), np.float32), np.zeros(len(datum), np.float32)
 

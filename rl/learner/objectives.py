@@ -14,11 +14,12 @@ import numpy as np
 import optax
 
 from models.config import trained_specs
+from models.sharding import replicated
 from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner import logprobs, trainer
 from rl.learner.config import TrainSpec
-from rl.learner.data import Datum, DatumInputs, loss_inputs, pack
+from rl.learner.data import Datum, DatumInputs, pack
 from rl.learner.gradient_accumulation import Network, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
@@ -119,16 +120,19 @@ def target_logprobs(
     return logprobs.fetched(run, pack(data, recipe.model, shape), list(map(len, data)), shape)
 
 
-def total_loss(
-    loss: str, data: Sequence[Datum], logps: Sequence[np.ndarray], settings: LossSettings
-) -> float:
-    """Return the sum of a loss at these log-probs."""
-    total = 0.0
-    for datum, logp_T in zip(data, logps, strict=True):
-        inputs = loss_inputs(datum)
-        loss_T = LOSSES[loss](jnp.asarray(logp_T), inputs, settings) * inputs.weights_EM
-        total += float(jnp.sum(loss_T))
-    return total
+@partial(jax.jit, static_argnames=("loss", "recipe"))
+def evaluate(
+    trained: Any,
+    batch: MicroBatch,
+    settings: LossSettings,
+    base: Any,
+    *,
+    loss: str,
+    recipe: TrainSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probs [E, M] and the losses [E] of a micro-batch's data."""
+    _, (_, _, outputs) = _loss(LOSSES[loss], trained, base, batch, settings, recipe)
+    return replicated(outputs)
 
 
 @jax.tree_util.register_dataclass

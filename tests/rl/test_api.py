@@ -344,6 +344,22 @@ def test_a_lower_rank_and_fewer_parts_stay_as_they_are(tiny):
         assert np.any(layer.gate_FD.down_RI[:2]) and not np.any(layer.gate_FD.down_RI[2:])
 
 
+@pytest.mark.parametrize("loss", api.LOSSES)
+def test_a_loss_without_a_gradient_is_that_of_the_pass_with_one(policy, loss):
+    """Other lengths compile nothing."""
+    data, settings = some_data(policy), api.LossSettings(0.7, 1.1, 0.2)
+    found = policy.evaluate(data, loss, settings)
+    wanted = policy.forward_backward(data, loss, settings)
+    policy._total = None  # the fixture has no gradients
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+    for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    with counted_compilations() as compiled:
+        for some in (data[:1], data[1:]):
+            policy.evaluate(some, loss, settings)
+    assert not compiled
+
+
 def test_later_steps_compile_nothing(tiny):
     policy = open_policy(tiny)
 

@@ -99,14 +99,17 @@ def test_a_model_is_trained_as_one_of_the_api(service, policy):
     assert info.lora_rank == 2 and info.model_data.model_name == NAME
 
 
-def test_a_custom_loss_takes_two_passes(training):
-    torch = pytest.importorskip("torch")
-
-    def loss(data, of_data):
-        return sum(x.sum() for x in of_data) * 0.5, {"own:mean": 1.0}
-
-    result = training.forward_backward_custom([datum([1, 2, 3])], loss).result()
-    assert torch is not None and result.metrics["own:mean"] == 1.0
+def test_the_two_passes_of_a_custom_loss(service, policy):
+    """As the client makes them, whose loss needs torch: C = 0.5 · Σ log p has dC/dlog p = 0.5."""
+    model = service.create_lora_training_client(base_model=NAME, rank=4, seed=11).result()
+    own = policy.with_new_adapter(11, 4)
+    ids = [1, 2, 3, 4]
+    [logps] = logprobs(model.forward([datum(ids, weights=[0.0] * 3)], "cross_entropy").result())
+    result = model.forward_backward([datum(ids, weights=[-0.5] * 3)], "cross_entropy").result()
+    norm = model.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+    assert result.metrics["loss:sum"] == pytest.approx(0.5 * logps.sum(), rel=1e-5)
+    own.forward_backward_custom([api.Datum(ids[:-1], ids[1:])], lambda x: 0.5 * x[0].sum())
+    assert norm == pytest.approx(own.optim_step(api.Adam(0.0)), rel=1e-5) and norm > 0
 
 
 def test_samples_are_functions_of_weights_prompt_and_seed(service, policy):
