@@ -58,6 +58,12 @@ def check_name(text: str) -> str:
     return text
 
 
+def texts(body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a request: clients read texts alone. Raises ValueError."""
+    metadata = field(body, "user_metadata", dict, None) or {}
+    return {str(key): str(value) for key, value in metadata.items()}
+
+
 # -- sampling ------------------------------------------------------------------------------
 
 

@@ -6,9 +6,7 @@ Everything here runs in the event loop, but for the operations that `rl.server.w
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,21 +14,20 @@ from typing import Any
 import numpy as np
 
 from rl.api import Datum, Policy
-from rl.sampler import Sample, Sampler
+from rl.sampler import Sample
 from rl.server import bodies, wire
 from rl.server.answers import Answers
-from rl.server.bodies import SHORT, Unknown, field, number
+from rl.server.bodies import SHORT, Unknown, field, number, texts
 from rl.server.listings import Listings
 from rl.server.records import SAMPLER, TRAINING, CheckpointPath, Record, Records
+from rl.server.weights import NO_NAME, Weights
 from rl.server.worker import Result, Worker
 from rl.stream import SampleRequest
 
 MAX_MODELS = 16  # adapters in training, with their optimizer states
-MAX_SAMPLERS = 16  # adapters that stay in memory to sample from
 MAX_AHEAD = 4096  # operations of a model whose predecessors have not come
 MAX_WAITING = 8192  # results to come
 IDLE_S = 3600.0  # after which a session without a heartbeat gives up its models
-NO_NAME = "unnamed-"  # a checkpoint of samplers that its client has not named
 
 
 class Gone(Exception):
@@ -79,7 +76,7 @@ class Service:
         self.listings = Listings(records, served.name, now_s)
         self.models: dict[str, Model] = {}
         self._heartbeats: dict[str, float] = {}
-        self._samplers: dict[str, Sampler] = {}  # by checkpoint, "" without an adapter; worker's
+        self.weights = Weights(served.policy, records, now_s)
 
     # -- sessions --------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class Service:
         self.records.change("sessions", session, finished=True)
         self._drop_models(session)
         for run in [run for run, r in self.records.runs.items() if r["session"] == session]:
-            self._drop_unnamed(run, 0)
+            self.weights.drop_unnamed(run, 0)
 
     def _live(self, session: str) -> None:
         """Record a heartbeat of a session. Raises Gone, or Unknown."""
@@ -166,7 +163,7 @@ class Service:
         if len(self.models) >= MAX_MODELS:
             raise ValueError(f"expected at most {MAX_MODELS} models in training: finish a session")
         record = {"session": session, "rank": rank, "targets": targets, "last_s": self._now_s()}
-        record["user_metadata"] = _texts(body)
+        record["user_metadata"] = texts(body)
         answer, model = self._open(request_id), Model(run, session)
         self.models[run] = model
         self.records.put("runs", run, record)
@@ -256,54 +253,19 @@ class Service:
             at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
             session = self.records.runs[at.run]["session"]
             key = f"{session}:sample:{number(body, 'sampling_session_seq_id')}"
-            sampler = policy.sampler()
-            self._save(body, at, policy)
-            self._keep(str(at), sampler)
+            self.weights.save(body, at, policy)
             self.records.put("samplers", key, {"session": session, "path": str(at)})
             return {"sampling_session_id": key}
 
         return self._queue(body, run)
 
-    def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
-        return CheckpointPath(field(body, "model_id", str), kind, bodies.check_name(name))
-
     def _save_as(self, body: Mapping[str, Any], kind: str, policy: Policy) -> Result:
         at = self._checkpoint(body, kind, field(body, "path", str))
-        return self._save(body, at, policy)
+        self.weights.save(body, at, policy)
+        return {"path": str(at)}
 
-    def _save(self, body: Mapping[str, Any], at: CheckpointPath, policy: Policy) -> Result:
-        """Write a checkpoint; in the worker's thread, which alone changes checkpoints' folders."""
-        path, ttl_s = str(at), number(body, "ttl_seconds", None)
-        metadata = _texts(body)
-        if path in self.records.checkpoints and not field(body, "overwrite", bool, False):
-            raise ValueError(f"{path} exists: choose another name, or overwrite=True")
-        folder_name = uuid.uuid4().hex
-        folder = self.records.folder / "checkpoints" / folder_name
-        if at.kind == SAMPLER:
-            policy.export_adapter(folder)
-        else:
-            policy.save_state(folder)
-        before = self.records.checkpoints.get(path)
-        now_s = self._now_s()
-        record = {
-            **{"path": path, "run": at.run, "kind": at.kind, "name": at.name},
-            **{"folder": folder_name, "time_s": now_s, "public": False},
-            "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
-            "expires_s": None if ttl_s is None else now_s + ttl_s,
-            "user_metadata": metadata,
-        }
-        self.records.put("checkpoints", path, record)
-        if before is not None:
-            shutil.rmtree(folder.parent / before["folder"], ignore_errors=True)
-        self._samplers.pop(path, None)
-        self._drop_unnamed(at.run, MAX_SAMPLERS)
-        return {"path": path}
-
-    def _drop_unnamed(self, run: str, num_left: int) -> None:
-        """Delete a run's checkpoints without a name but for the newest."""
-        unnamed = [c for c in self.records.run_checkpoints(run) if c["name"].startswith(NO_NAME)]
-        for record in unnamed[: max(0, len(unnamed) - num_left)]:
-            self.records.drop_checkpoint(record["path"])
+    def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
+        return CheckpointPath(field(body, "model_id", str), kind, bodies.check_name(name))
 
     def _training_path(self, body: Mapping[str, Any]) -> str:
         at = CheckpointPath.parse(field(body, "path", str))
@@ -392,54 +354,22 @@ class Service:
         noise = request_id if seed is None else f"seed {seed}"
 
         def request() -> SampleRequest:
-            return SampleRequest(self._loaded(path), tokens, n, sampling, noise)
+            return SampleRequest(self.weights.sampler(path), tokens, n, sampling, noise)
 
         def finish(samples: list[Sample]) -> Result:
             prompt_logps = None
             if wants_prompt:
                 prompt_logps = np.zeros(0, np.float32)
                 if len(tokens) > 1:
-                    [prompt_logps] = self._loaded(path).forward([Datum(tokens[:-1], tokens[1:])])
+                    [prompt_logps] = self.weights.sampler(path).forward(
+                        [Datum(tokens[:-1], tokens[1:])]
+                    )
             return bodies.sampled(samples, prompt_logps)
 
         self._worker.sample(request, finish, self._open(request_id))
         return answer
 
-    def _loaded(self, path: str | None) -> Sampler:
-        """Return a checkpoint's weights, or the policy's without an adapter; worker's thread."""
-        key = path or ""
-        if (sampler := self._samplers.get(key)) is None:
-            if path is None:
-                policy = self.policy.with_new_adapter()  # which changes nothing
-            else:
-                policy = self._adapted(path)
-            sampler = policy.sampler()
-        self._keep(key, sampler)
-        return sampler
-
-    def _adapted(self, path: str) -> Policy:
-        """Return the policy of a checkpoint."""
-        folder = self.records.checkpoint_folder(path)
-        if self.records.checkpoints[path]["kind"] == SAMPLER:
-            return self.policy.with_adapter(folder)
-        policy = self.policy.with_new_adapter()
-        policy.load_state(folder, with_optimizer=False)
-        return policy
-
-    def _keep(self, key: str, sampler: Sampler) -> None:
-        """Keep a sampler as the newest; the one that was used the longest ago goes."""
-        self._samplers.pop(key, None)
-        self._samplers[key] = sampler
-        while len(self._samplers) > MAX_SAMPLERS:
-            del self._samplers[next(iter(self._samplers))]
-
     def capabilities(self) -> Record:
         limit = self.policy.config.longest_tokens
         model = {"model_name": self.name, "max_context_length": limit}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
-
-
-def _texts(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a request: clients read texts alone."""
-    metadata = field(body, "user_metadata", dict, None) or {}
-    return {str(key): str(value) for key, value in metadata.items()}
