@@ -426,3 +426,28 @@ def test_a_second_rollout_compiles_nothing(engine):
     with counted_compilations() as compiled:
         run(engine, requests, make_params(2), cooler)
     assert not compiled
+
+
+def test_prompts_come_in_few_fetches_while_drafts_wait_for_them(monkeypatch):
+    """Most rows lack their prompt for several rounds; drafts begin right after these."""
+    config = EngineConfig(
+        **{"slots": 8, "min_slots": 8, "max_nodes": 4, "prefill_rows": 1, "min_positions": 64},
+        **{"prefill_chunk_tokens": 8, "rounds_per_fetch": 16},
+    )
+    requests = [Request(i, tuple((i + k) % 11 for k in range(20)), i) for i in range(8)]
+
+    def rollout(**drafts):
+        """Return the tokens, and how many fetches had rounds that computed prompts."""
+        engine = Engine(TINY, config)
+        done = rollouts.run(engine, PARAMS, requests, SAMPLING, KEY, **drafts)
+        with_prompts = [r for r in engine.stats.timeline if r.prompt_tokens]
+        return [t.response_ids.tolist() for t in done], len(with_prompts)
+
+    drafter = Scripted(lambda live, most: [chain([5])] * len(live))
+    tokens, few = rollout(drafter=drafter)
+    assert tokens == rollout()[0]
+    with monkeypatch.context() as patch:  # a fetch for each of these rounds
+        patch.setattr(rl.engine.rounds.Rounds, "_drafts_wait", lambda self: False)
+        again, many = rollout(drafter=drafter)
+    assert again == tokens
+    assert few <= many - 8, "the prompts of the first half of the rows are 12 rounds"
