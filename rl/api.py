@@ -44,7 +44,14 @@ from rl.learner import gradient_accumulation, logprobs, objectives
 from rl.learner.data import Datum, Output, pack
 from rl.learner.gradient_accumulation import Accumulator, Health
 from rl.learner.micro_batches import Packed, unpacked
-from rl.learner.objectives import LOSSES, NETWORKS, Adam, LossSettings, target_logprobs
+from rl.learner.objectives import (
+    LOSSES,
+    NETWORKS,
+    Adam,
+    LossSettings,
+    default_settings,
+    target_logprobs,
+)
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
@@ -173,7 +180,7 @@ class Policy:
         static: dict[str, Any] = {"loss": loss, "recipe": learner.recipe}
         with on_mesh(self._mesh):
             for p in packed:
-                given = logprobs.place(p.batch), settings or LossSettings(), learner.base
+                given = logprobs.place(p.batch), settings or default_settings(loss), learner.base
                 passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
                 logprobs.keep_pace(passes, logprobs.unwatched)
             return _output(data, packed, jax.device_get(passes))
@@ -199,7 +206,13 @@ class Policy:
             total = total or gradient_accumulation.start(**static)
             params, base, passes = self._state.params, learner.base, list[Health]()
             for p in packed:
-                given = params, total, logprobs.place(p.batch), settings or LossSettings(), base
+                given = (
+                    params,
+                    total,
+                    logprobs.place(p.batch),
+                    settings or default_settings(loss),
+                    base,
+                )
                 total, health = in_turn(gradient_accumulation.accumulate(*given, **static))
                 passes.append(health)
                 logprobs.keep_pace(passes, logprobs.unwatched)

@@ -30,7 +30,7 @@ from rl.packing import Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Bounds of the ratio ρ = p / q in `ppo` and `cispo`, and β of `dro`."""
+    """Bounds of the ratio ρ = p / q in `ppo`, `cispo` and `gspo`, and β of `dro`."""
 
     low: Any = 0.8
     high: Any = 1.2
@@ -49,9 +49,19 @@ def _importance_sampling(logp_EM: jax.Array, x: DatumInputs, settings: LossSetti
 
 
 def _ppo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
-    ratio_EM = jnp.exp(logp_EM - x.logprobs_EM)
+    return _clipped(jnp.exp(logp_EM - x.logprobs_EM), x, settings)
+
+
+def _clipped(ratio_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
     clipped_EM = jnp.clip(ratio_EM, settings.low, settings.high)
     return -jnp.minimum(ratio_EM * x.advantages_EM, clipped_EM * x.advantages_EM)
+
+
+def _gspo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    fixed_EM, counts_EM = jax.lax.stop_gradient(logp_EM), x.weights_EM != 0
+    sum_E1 = jnp.sum(fixed_EM - x.logprobs_EM, axis=1, keepdims=True, where=counts_EM)
+    num_E1 = jnp.maximum(jnp.sum(counts_EM, axis=1, keepdims=True), 1)
+    return _clipped(jnp.exp(sum_E1 / num_E1 + logp_EM - fixed_EM), x, settings)
 
 
 def _cispo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
@@ -70,13 +80,22 @@ def _dro(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arra
 #   ppo                   −min(ρ·A, clip(ρ, low, high)·A)                 arXiv 1707.06347
 #   cispo                 −clip(ρ, low, high)·A·log p, ρ a constant       arXiv 2506.13585
 #   dro                   −(A·log p − β/2 · (log ρ)²)                     arXiv 2405.19107
+#   gspo                  −min(s·A, clip(s, low, high)·A)                 arXiv 2507.18071, 4.3
+# The value of s is the exponential of the mean log ρ of a datum's places with a weight, its
+# gradient the one of log p.
 LOSSES: Mapping[str, TokenLoss] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
     "ppo": _ppo,
     "cispo": _cispo,
     "dro": _dro,
+    "gspo": _gspo,
 }
+
+
+def default_settings(loss: str) -> LossSettings:
+    """Return a loss's settings; the bounds of `gspo` are its paper's (section 5.1)."""
+    return LossSettings(1 - 3e-4, 1 + 4e-4) if loss == "gspo" else LossSettings()
 
 
 def _loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rl.api import Adam, Datum, LossSettings, Output, Sample
+from rl.learner.objectives import default_settings
 from rl.server import wire
 from spec.config import SamplingConfig
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 INPUTS = {"target_tokens", "weights", "logprobs", "advantages"}
+RATIO_MASK = "sequence_ratio_mask"  # gspo's, in place of weights
 BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
 MAX_SAMPLES = 1024
 SHORT = {"attn": "attention", "mlp": "mlp", "unembed": "head"}  # parts of a policy, by short names
@@ -134,7 +137,7 @@ def sampled(samples: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> by
 # -- training ------------------------------------------------------------------------------
 
 
-def parse_datum(message: Any) -> Datum:
+def parse_datum(message: Any, loss: str) -> Datum:
     """Return a message's datum. Raises ValueError."""
     parts = []
     for chunk in message.model_input:
@@ -143,12 +146,16 @@ def parse_datum(message: Any) -> Datum:
         parts.append(wire.int32s(chunk.encoded_text.tokens))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     inputs = {name: wire.array(tensor) for name, tensor in message.loss_fn_inputs.items()}
-    if unknown := sorted(inputs.keys() - INPUTS):
+    known = INPUTS - {"weights"} | {RATIO_MASK} if loss == "gspo" else INPUTS
+    if unknown := sorted(inputs.keys() - known):
         raise ValueError(
-            f"loss_fn_inputs: expected {', '.join(sorted(INPUTS))}, got {unknown[0]!r:.100}"
+            f"loss_fn_inputs: expected {', '.join(sorted(known))}, got {unknown[0]!r:.100}"
         )
-    if "target_tokens" not in inputs:
-        raise ValueError("loss_fn_inputs: expected target_tokens")
+    for name in ("target_tokens", *known & {RATIO_MASK}):
+        if name not in inputs:
+            raise ValueError(f"loss_fn_inputs: expected {name}")
+    if loss == "gspo":
+        inputs["weights"] = np.asarray(inputs[RATIO_MASK] != 0, np.float32)
     targets = inputs.pop("target_tokens")
     if targets.ndim != 1:
         raise ValueError(f"target_tokens: expected one for each token, got shape {targets.shape}")
@@ -165,7 +172,8 @@ def loss_settings(message: Any) -> LossSettings:
         raise ValueError(f"loss_fn_config: expected {', '.join(BOUNDS)}, got {unknown[0]!r:.100}")
     if any(not isinstance(x, float) or not math.isfinite(x) for x in values.values()):
         raise ValueError("loss_fn_config: expected finite numbers")
-    return LossSettings(**{BOUNDS[name]: x for name, x in values.items()})
+    given = {BOUNDS[name]: x for name, x in values.items()}
+    return dataclasses.replace(default_settings(message.loss_fn), **given)
 
 
 def trained(output: Output) -> bytes:

@@ -213,8 +213,8 @@ class Service:
         message = wire.parse("ForwardBackwardRequest", data)
 
         def run(policy: Policy) -> Result:
-            data = [bodies.parse_datum(x) for x in message.data]
             settings, loss = bodies.loss_settings(message), message.loss_fn
+            data = [bodies.parse_datum(x, loss) for x in message.data]
             if message.forward_only:
                 return bodies.trained(policy.evaluate(data, loss, settings))
             return bodies.trained(policy.forward_backward(data, loss, settings))

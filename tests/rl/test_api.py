@@ -53,6 +53,7 @@ def some_data(policy, seed=0):
     for length in (5, 20, 1, 9):
         ids = rng.integers(0, 18, (2, length))  # the rest of the vocabulary is padding
         weights, advantages = rng.normal(size=(2, length))
+        weights[1::3] = 0
         logprobs = -3 + 0.3 * rng.normal(size=length)
         data.append(api.Datum(*ids, weights, logprobs, advantages))
     return data
@@ -123,12 +124,18 @@ def reference_loss(params, model, data, name):
         logp_T = jax.nn.log_softmax(logits_TV)[np.arange(len(d)), np.asarray(d.targets)]
         ratio_T, d_T = jax.numpy.exp(logp_T - d.logprobs), logp_T - d.logprobs
         a_T, clipped_T = d.advantages, jax.numpy.clip(ratio_T, 0.8, 1.2)
+        fixed_T = jax.lax.stop_gradient(logp_T)
+        s_T = jax.numpy.exp(
+            jax.numpy.mean((fixed_T - d.logprobs)[d.weights != 0]) + logp_T - fixed_T
+        )
+        clipped_s_T = jax.numpy.clip(s_T, 0.9997, 1.0004)
         loss_T = {
             "cross_entropy": -logp_T,
             "importance_sampling": -ratio_T * a_T,
             "ppo": -jax.numpy.minimum(ratio_T * a_T, clipped_T * a_T),
             "cispo": -jax.lax.stop_gradient(clipped_T) * a_T * logp_T,
             "dro": -(logp_T * a_T - 0.025 * d_T**2),
+            "gspo": -jax.numpy.minimum(s_T * a_T, clipped_s_T * a_T),
         }[name]
         total += jax.numpy.sum(loss_T * d.weights)
     return total

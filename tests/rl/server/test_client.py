@@ -84,12 +84,16 @@ def test_a_model_is_trained_as_one_of_the_api(service, policy):
         ("cross_entropy", {"weights": [0.0, 1.0, 1.0, 2.0]}, {}),
         ("importance_sampling", floats, {}),
         ("ppo", floats, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        ("gspo", floats | {"weights": [0.0, 1.0, 1.0, 1.0]}, {}),
     ]
     for loss, inputs, config in cases:
-        result = model.forward_backward([datum(ids, **inputs)], loss, loss_fn_config=config)
+        sent = dict(inputs)
+        if loss == "gspo":
+            sent["sequence_ratio_mask"] = sent.pop("weights")
+        result = model.forward_backward([datum(ids, **sent)], loss, loss_fn_config=config)
         step = model.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
         arrays = {k: np.array(x, np.float32) for k, x in inputs.items()}
-        settings = api.LossSettings(0.9, 1.1) if config else api.LossSettings()
+        settings = api.LossSettings(0.9, 1.1) if config else None
         wanted = own.forward_backward([api.Datum(ids[:-1], ids[1:], **arrays)], loss, settings)
         norm = own.optim_step(api.Adam(1e-2, max_grad_norm=1.0))
         assert result.result().metrics["loss:sum"] == pytest.approx(wanted.loss, rel=1e-6)
