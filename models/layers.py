@@ -35,12 +35,7 @@ def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> j
     """
     dtype = dtype or x.dtype
     if isinstance(weight_OI, Adapted):
-        low = weight_OI.low
-        inner = weight_OI.scale * linear(x, low.down_RI)
-        if (keeps_XR := weight_OI.keeps_XR) is not None:
-            inner *= keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
-        change = linear(inner, low.up_OR, dtype)
-        return linear(x, weight_OI.weight_OI, dtype) + change
+        return _adapted(x, weight_OI, dtype)
     if (product := _kernel(x, weight_OI)) is not None:
         return _by_rows(product, partial(_input_first, dtype=dtype), x, weight_OI)
 
@@ -48,6 +43,21 @@ def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> j
         return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
 
     return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
+
+
+def _adapted(x: jax.Array, weight: Adapted, dtype: Any) -> jax.Array:
+    weight_OI, up_OR = weight.weight_OI, weight.low.up_OR
+    inner = weight.scale * linear(x, weight.low.down_RI)
+    if weight.keeps_XR is not None:
+        inner *= weight.keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
+
+    def apart(x: jax.Array, weight_OI: jax.Array, inner: jax.Array, up_OR: jax.Array) -> jax.Array:
+        return linear(x, weight_OI, dtype) + linear(inner, up_OR, dtype)
+
+    given = x, weight_OI, inner, up_OR
+    if (product := _kernel(x, weight_OI, up_OR)) is not None:
+        return _by_rows(product, apart, *given)
+    return apart(*given)
 
 
 def dense(x: Adapted) -> jax.Array:

@@ -27,7 +27,15 @@ from numba.extending import intrinsic
 from models.kernels import cpu_sums, cpu_tiles
 from models.kernels.cpu_sums import fast
 
-EXTENSION, API, CONTEXT, INPUTS, NUM_OUTPUTS, OUTPUTS = 1, 2, 3, 9, 12, 14  # of a call
+EXTENSION, API, CONTEXT, NUM_INPUTS, INPUTS, NUM_OUTPUTS, OUTPUTS = (
+    1,
+    2,
+    3,
+    7,
+    9,
+    12,
+    14,
+)  # of a call
 METADATA, METADATA_VERSION = 3, 3  # of the extension that queries the version; of these
 API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # of the API
 DATA, SIZES = 3, 5  # of a buffer
@@ -142,6 +150,11 @@ def integers(call, i, shape):  # type: ignore[no-untyped-def]
 @fast
 def output(call, i, shape):  # type: ignore[no-untyped-def]
     return numba.carray(_pointer(_buffer(call, OUTPUTS, i)[DATA]), shape, np.float32)
+
+
+@fast
+def num_inputs(call):  # type: ignore[no-untyped-def]
+    return call[NUM_INPUTS]
 
 
 @fast

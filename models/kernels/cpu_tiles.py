@@ -73,11 +73,11 @@ class Code:
     def sums(
         self, first: Sequence[Any], count: Any, step: int, body: Callable[[Any, list], list]
     ) -> list[Any]:
-        """Return the sums after `body(i, sums)` for i = 0, step … below count, at least once."""
+        """Return the sums after `body(i, sums)` for i = 0, step … below count."""
         b = self.builder
         before, loop = b.block, b.append_basic_block("terms")
         after = b.append_basic_block("sums")
-        b.branch(loop)
+        b.cbranch(b.icmp_unsigned("<", self.number(0), count), loop, after)
         b.position_at_end(loop)
         i = b.phi(WORD)
         i.add_incoming(self.number(0), before)
@@ -90,15 +90,22 @@ class Code:
         i.add_incoming(following, loop)
         b.cbranch(b.icmp_unsigned("<", following, count), loop, after)
         b.position_at_end(after)
-        return totals
+        found = [b.phi(VECTOR) for _ in first]
+        for one, start, total in zip(found, first, totals, strict=True):
+            one.add_incoming(start, before)
+            one.add_incoming(total, loop)
+        return found
 
 
 def tile(write: Callable[..., None]) -> Any:
-    """Return a function for numba of seven words, whose code `write(code, *words)` writes."""
-    words = (types.int64,) * 7
+    """Return a function for numba of words, whose code `write(code, *words)` writes."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        write(Code(builder), *arguments)
+        [words] = arguments
+        write(Code(builder), *cgutils.unpack_tuple(builder, words))
         return ir.Constant(WORD, 0)
 
-    return intrinsic(lambda _typing, a, b, c, d, e, f, g: (types.int64(*words), code))
+    def typed(_typing: Any, *words: Any) -> Any:
+        return types.int64(types.StarArgTuple.from_types(words)), code
+
+    return intrinsic(typed)

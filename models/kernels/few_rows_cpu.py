@@ -3,9 +3,10 @@
 XLA's CPU copies its right operand into panels, which costs as much as reading the weights: here
 they are read once, as they are. A sum has eight parts (`LANES`), each in the order of i, which are
 then added in pairs: it depends on nothing but its terms, so a row rounds alike in any batch.
+The terms of a second product, the one of an adapter's ranks, are added to the same sums.
 Float32 only.
 
-Shape suffixes: X rows, I inputs, O outputs.
+Shape suffixes: X rows, I inputs, O outputs, R ranks.
 """
 
 from __future__ import annotations
@@ -36,18 +37,24 @@ def takes(num_inputs: int, *dtypes: Any) -> bool:
 
 
 @jax.custom_vjp
-def linear(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
-    """Return x · wᵀ, [..., I] to float32 [..., O]."""
+def linear(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
+    """Return x · wᵀ, [..., I] to float32 [..., O].
+
+    With `more`, inner [..., R] and up_OR, it is x · wᵀ + inner · upᵀ.
+    """
     register()
     shape = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), len(weight_OI)), jnp.float32)
     call = jax.ffi.ffi_call(NAME, shape, vmap_method="sequential")
-    return call(x.reshape(-1, x.shape[-1]), weight_OI).reshape(*x.shape[:-1], -1)
+    given = (a.reshape(-1, a.shape[-1]) for a in (x, weight_OI, *more))
+    return call(*given).reshape(*x.shape[:-1], -1)
 
 
-def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight_OI = kept
+def _backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
     product = partial(jnp.einsum, precision="highest")
-    return product("...o,oi->...i", dy, weight_OI), product("...o,...i->oi", dy, x)
+    found = list[jax.Array]()
+    for x, weight_OI in zip(kept[::2], kept[1::2], strict=True):
+        found += product("...o,oi->...i", dy, weight_OI), product("...o,...i->oi", dy, x)
+    return tuple(found)
 
 
 linear.defvjp(lambda *inputs: (linear(*inputs), inputs), _backward)
@@ -59,10 +66,10 @@ def _tile(rows: int, outputs: int, num_fetched: int) -> Any:
     Meanwhile it has rows of weights from an address on, of the next tile, brought from memory.
     """
 
-    def write(
-        code: Code, x: Any, w: Any, y: Any, inputs: Any, width: Any, coming: Any, _: Any
-    ) -> None:
-        def add(i: Any, totals: list) -> list:
+    def write(code: Code, *words: Any) -> None:
+        x, w, y, inputs, width, coming, inner, up, ranks = words
+
+        def added(i: Any, totals: list, x: Any, w: Any, inputs: Any) -> list:
             for step in range(0, LINE, LANES):
                 at = code.builder.add(i, code.number(step))
                 w_O = [code.load(code.place(w, o, inputs, at)) for o in range(outputs)]
@@ -71,11 +78,16 @@ def _tile(rows: int, outputs: int, num_fetched: int) -> Any:
                     for o in range(outputs):
                         n = r * outputs + o
                         totals[n] = code.multiplied(x_r, w_O[o], totals[n])
+            return totals
+
+        def add(i: Any, totals: list) -> list:
+            totals = added(i, totals, x, w, inputs)
             for o in range(num_fetched):
                 code.fetch(code.place(coming, o, inputs, i))
             return totals
 
         totals = code.sums([ZERO] * (rows * outputs), inputs, LINE, add)
+        totals = code.sums(totals, ranks, LINE, lambda i, t: added(i, t, inner, up, ranks))
         for n, total in enumerate(_totals(code, totals)):
             r, o = divmod(n, outputs)
             code.store(total, code.place(y, r, width, code.number(o)))
@@ -109,13 +121,13 @@ _last_4, _last_3, _last_2, _last_1 = (_tile(rows, 1, 0) for rows in (4, 3, 2, 1)
 
 
 @fast
-def _block(x, w, y, num_rows, inputs, width, first, end):  # type: ignore[no-untyped-def]
-    """Compute outputs first … end − 1 of all rows; x, w and y are addresses.
+def _block(x, w, y, num_rows, inputs, width, first, end, low):  # type: ignore[no-untyped-def]
+    """Compute outputs first … end − 1 of all rows, from addresses; `low` are inner, up and ranks.
 
     The next tile's weights are fetched by the first tile of rows, or if there are many, a row by
     each, so that they come while others are computed.
     """
-    o = first
+    (inner, up, ranks), o = low, first
     while o < end:
         outputs = OUTPUTS if o + OUTPUTS <= end else 1
         w_o = w + 4 * o * inputs
@@ -125,40 +137,47 @@ def _block(x, w, y, num_rows, inputs, width, first, end):  # type: ignore[no-unt
             coming = w_o + 4 * OUTPUTS * inputs
             if not is_all:
                 coming += 4 * min(r // ROWS, OUTPUTS - 1) * inputs
-            rows = min(num_rows - r, ROWS)
-            _any(outputs, rows, is_all, x_r, w_o, y_r, inputs, width, coming)
+            more = inner + 4 * r * ranks, up + 4 * o * ranks, ranks
+            words = (x_r, w_o, y_r, inputs, width, coming, *more)
+            _any(outputs, min(num_rows - r, ROWS), is_all, words)
         o += outputs
 
 
 @fast
-def _any(outputs, rows, is_all, x, w, y, inputs, width, c):  # type: ignore[no-untyped-def]
+def _any(outputs, rows, is_all, words):  # type: ignore[no-untyped-def]
     """Compute a tile of this size."""
     if outputs == 1:
         if rows == 4:
-            _last_4(x, w, y, inputs, width, c, 0)
+            _last_4(*words)
         elif rows == 3:
-            _last_3(x, w, y, inputs, width, c, 0)
+            _last_3(*words)
         elif rows == 2:
-            _last_2(x, w, y, inputs, width, c, 0)
+            _last_2(*words)
         else:
-            _last_1(x, w, y, inputs, width, c, 0)
+            _last_1(*words)
     elif is_all:
         if rows == 4:
-            _all_4(x, w, y, inputs, width, c, 0)
+            _all_4(*words)
         elif rows == 3:
-            _all_3(x, w, y, inputs, width, c, 0)
+            _all_3(*words)
         elif rows == 2:
-            _all_2(x, w, y, inputs, width, c, 0)
+            _all_2(*words)
         else:
-            _all_1(x, w, y, inputs, width, c, 0)
+            _all_1(*words)
     elif rows == 4:
-        _one_4(x, w, y, inputs, width, c, 0)
+        _one_4(*words)
     elif rows == 3:
-        _one_3(x, w, y, inputs, width, c, 0)
+        _one_3(*words)
     elif rows == 2:
-        _one_2(x, w, y, inputs, width, c, 0)
+        _one_2(*words)
     else:
-        _one_1(x, w, y, inputs, width, c, 0)
+        _one_1(*words)
+
+
+@fast
+def _block_size(num_outputs):  # type: ignore[no-untyped-def]
+    """Return the outputs of a part: fewer than BLOCK if two cores would not have one each."""
+    return BLOCK if num_outputs > BLOCK else (num_outputs + 1) // 2
 
 
 @fast
@@ -166,9 +185,14 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     num_rows, num_inputs = cpu_calls.sizes(call, 0, 2)
     num_outputs = cpu_calls.sizes(call, 1, 2)[0]
     x, w = cpu_calls.input_address(call, 0), cpu_calls.input_address(call, 1)
-    y, first = cpu_calls.output_address(call, 0), part * BLOCK
-    end = min(first + BLOCK, num_outputs)
-    _block(x, w, y, num_rows, num_inputs, num_outputs, first, end)
+    low = 0, 0, 0
+    if cpu_calls.num_inputs(call) > 2:
+        inner, up = cpu_calls.input_address(call, 2), cpu_calls.input_address(call, 3)
+        low = inner, up, cpu_calls.sizes(call, 2, 2)[1]
+    size, y = _block_size(num_outputs), cpu_calls.output_address(call, 0)
+    first = part * size
+    end = min(first + size, num_outputs)
+    _block(x, w, y, num_rows, num_inputs, num_outputs, first, end, low)
 
 
 _serve = cpu_calls.serving(_run)
@@ -178,7 +202,8 @@ _serve = cpu_calls.serving(_run)
 def _begin(call):  # type: ignore[no-untyped-def]
     num_rows, num_inputs = cpu_calls.sizes(call, 0, 2)
     num_outputs = cpu_calls.sizes(call, 1, 2)[0]
-    num_parts = (num_outputs + BLOCK - 1) // BLOCK
+    size = _block_size(num_outputs)
+    num_parts = (num_outputs + size - 1) // size
     return cpu_calls.begin(call, num_parts, num_rows * num_inputs * num_outputs, _task())
 
 

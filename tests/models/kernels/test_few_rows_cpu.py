@@ -25,6 +25,16 @@ def test_products_are_those_of_float64(num_rows, num_outputs):
     assert (error_XO <= 8 * np.finfo(np.float32).eps * size_XO).all()
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 16])
+@pytest.mark.parametrize("num_outputs", [OUTPUTS, BLOCK + 2])
+def test_a_second_product_is_added_in_the_same_sums(num_rows, num_outputs):
+    """As if its terms followed the others'."""
+    x_XI, weight_OI = numbers(num_rows, 64), numbers(num_outputs, 64, seed=1)
+    inner_XR, up_OR = numbers(num_rows, 32, seed=2), numbers(num_outputs, 32, seed=3)
+    joined = np.concatenate([x_XI, inner_XR], 1), np.concatenate([weight_OI, up_OR], 1)
+    np.testing.assert_array_equal(linear(x_XI, weight_OI, inner_XR, up_OR), linear(*joined))
+
+
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 7, 16, 33])
 def test_a_row_has_the_same_bits_alone(num_rows):
     x_XI, weight_OI = numbers(num_rows, 512), numbers(2 * BLOCK + 4, 512, seed=1)
@@ -44,13 +54,20 @@ def test_gradients_and_vmap_are_those_of_a_product():
     x_ZTI, weight_OI = numbers(2, 3, 32), numbers(5, 32, seed=1)
 
     def loss(product):
-        return lambda x, w: jnp.sum(jnp.sin(product(x, w)))
+        return lambda *given: jnp.sum(jnp.sin(product(*given)))
 
     def plain(x, w):
         return jnp.einsum("...i,oi->...o", x, w, precision="highest")
 
-    for x in (x_ZTI, x_ZTI[0]):
-        ours, theirs = (jax.grad(loss(f), argnums=(0, 1))(x, weight_OI) for f in (linear, plain))
+    def both(x, w, inner, up):
+        return plain(x, w) + plain(inner, up)
+
+    more = numbers(2, 3, 16, seed=2), numbers(5, 16, seed=3)
+    cases = [((x_ZTI,), plain), ((x_ZTI[0],), plain), ((x_ZTI, *more), both)]
+    for (x, *rest), reference in cases:
+        given = x, weight_OI, *rest
+        places = tuple(range(len(given)))
+        ours, theirs = (jax.grad(loss(f), argnums=places)(*given) for f in (linear, reference))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, theirs)
     mapped = jax.vmap(linear, in_axes=(0, None))(x_ZTI, weight_OI)
     np.testing.assert_array_equal(mapped, linear(x_ZTI, weight_OI))
