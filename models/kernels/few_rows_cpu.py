@@ -86,8 +86,13 @@ def _tile(rows: int, outputs: int, num_fetched: int) -> Any:
                 code.fetch(code.place(coming, o, inputs, i))
             return totals
 
+        def add_ranks(i: Any, totals: list) -> list:
+            for o in range(outputs):
+                code.fetch(code.place(up, outputs + o, ranks, i))
+            return added(i, totals, inner, up, ranks)
+
         totals = code.sums([ZERO] * (rows * outputs), inputs, LINE, add)
-        totals = code.sums(totals, ranks, LINE, lambda i, t: added(i, t, inner, up, ranks))
+        totals = code.sums(totals, ranks, LINE, add_ranks)
         for n, total in enumerate(_totals(code, totals)):
             r, o = divmod(n, outputs)
             code.store(total, code.place(y, r, width, code.number(o)))
