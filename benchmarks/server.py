@@ -97,9 +97,9 @@ def dialogue(arguments: argparse.Namespace) -> dict[str, Any]:
             SampleRequest(samplers[i % 2], ids, 1, sampling, f"{turn}.{i}")
             for i, ids in enumerate(dialogues)
         ]
-        before = stream.prefilled_tokens
+        before = stream.stats.prefilled_tokens
         found = answers(stream, requests)
-        computed += stream.prefilled_tokens - before
+        computed += stream.stats.prefilled_tokens - before
         new += sum(map(len, says))
         fresh.close()
         wrong += differing(found, answers(fresh, requests))

@@ -23,6 +23,7 @@ from rl.inputs import Inputs
 from rl.learner.data import Datum
 from rl.learner.objectives import target_logprobs
 from rl.learner.trainer import Learner
+from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request, Trajectory
@@ -66,6 +67,11 @@ class Rollouts:
     """The engine of a policy's samples, and the drafts that its configuration names."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: Any) -> None:
+        if config.speculation.learns or config.speculation.asks_model:
+            raise ValueError(
+                "Speculation.sources: samples have drafts of history, histospec, group and own, "
+                f"got {config.speculation.sources}"
+            )
         self.config, self.inputs, self.mesh = config, inputs, mesh
         self.engine = Engine(
             inputs.model,
@@ -74,27 +80,43 @@ class Rollouts:
             dtype=dtype,
         )
         self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
-        self.speculation = Speculation(
-            config.speculation, self.cache, tuner=config.tuner, seed=config.run.seed
-        )
+        self.speculation = open_speculation(config, self.cache)
 
     def drafts(
         self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int
     ) -> DrafterFactory:
         speculation = self.speculation
-        if speculation.config.enabled and speculation.times is None:
-            self._measure_rounds(weights)
+        if needs_times(speculation):
+            warm_up(self.config, self.engine, weights, speculation)
         return speculation.drafter_factory(keys, prompts, group_size=n)
 
-    def _measure_rounds(self, weights: Params) -> None:
-        """Compile the programs of rounds with drafts, and time them for the budget."""
-        config, engine, sampling = self.config, self.engine, self.config.sampling
-        if parse_budget(config.speculation.budget)[0] == "fixed":
-            return
-        reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=True)
+
+def open_speculation(config: TrainConfig, cache: RolloutCache) -> Speculation:
+    return Speculation(config.speculation, cache, tuner=config.tuner, seed=config.run.seed)
+
+
+def needs_times(speculation: Speculation) -> bool:
+    """Return whether a budget needs the seconds of rounds, which are not measured yet."""
+    config = speculation.config
+    return (
+        config.enabled and speculation.times is None and parse_budget(config.budget)[0] != "fixed"
+    )
+
+
+def warm_up(
+    config: TrainConfig,
+    engine: Engine,
+    weights: Params,
+    speculation: Speculation,
+    on_compiled: OnCompiled = unwatched,
+) -> None:
+    """Compile the programs of rollouts; if a budget needs the seconds of rounds, measure them."""
+    sampling, enabled = config.sampling, speculation.config.enabled
+    reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=enabled)
+    compile_buckets.warm_up(engine, weights, sampling, reach, on_compiled)
+    if needs_times(speculation):
         buckets = list(round_buckets(engine, sampling, reach))
-        compile_buckets.warm_up(engine, weights, sampling, reach)
-        self.speculation.times = round_times.measure(engine, weights, sampling, buckets)
+        speculation.times = round_times.measure(engine, weights, sampling, buckets)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,11 +11,14 @@ are a configuration's: sizes of prompts, responses and batches, and the mesh.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,14 @@ from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError
 from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
+from rl.runtime.parallel_compile import keep_programs
+from rl.runtime.progress import progress, say
 from rl.runtime.run_files import resolve_path
 from rl.runtime.signals import leave
 
 KEY = "REPRISE_API_KEY"
 RANK = "Policy.lora_rank=32"
+BUDGET = 'Speculation.budget="goodput"'
 TARGETS = "Policy.lora_targets=('attention', 'mlp', 'head')"
 
 
@@ -48,15 +53,17 @@ def main(argv: Sequence[str]) -> int:
         "--adapters", type=int, default=2, help="how many share rounds of samples (default: 2)"
     )
     args, overrides = parse_command_line(parser, argv, TrainConfig)
-    try:
-        _check(args)
-        app = _open(args, overrides)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
-        say(f"error: {error}", sys.stderr)
-        return EXIT_USAGE
-    if warning := devices.warning():
-        say(f"warning: {warning}", sys.stderr)
-    return _serve(app, args)
+    with contextlib.ExitStack() as stack:
+        try:
+            _check(args)
+            sock = stack.enter_context(_bind(args.host, args.port))
+            app = _open(args, overrides)
+        except (ConfigError, ValueError, OSError, ImportError) as error:
+            say(f"error: {error}", sys.stderr)
+            return EXIT_USAGE
+        if warning := devices.warning():
+            say(f"warning: {warning}", sys.stderr)
+        return _serve(app, sock, args)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -70,6 +77,18 @@ def _check(args: argparse.Namespace) -> None:
             f"--host={args.host}: others could reach the server: set {KEY} in its environment, "
             "and the same key as TINKER_API_KEY (it starts with 'tml-') at its clients"
         )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that has the port, which is refused until the server answers."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"{host}, port {port}: {error.strerror}: choose another --port") from error
+    return sock
 
 
 def _is_loopback(host: str) -> bool:
@@ -92,18 +111,21 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     from rl.server.records import Records
     from rl.server.service import Served
 
-    settings = overrides if args.gin_file else (RANK, TARGETS, *overrides)
+    settings = overrides if args.gin_file else (RANK, TARGETS, BUDGET, *overrides)
+    if not_cached := keep_programs():
+        say(f"warning: {not_cached}", sys.stderr)
     policy = Policy(args.policy, *settings, files=args.gin_file)
     if policy.model.lora is None:
         raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")
-    if policy.config.speculation.enabled:
-        say("warning: samples of the server have no drafts: Speculation is not used", sys.stderr)
     tokenizer = args.tokenizer or str(resolve_path(args.policy).absolute())
-    served = Served(policy, args.name or args.policy, tokenizer, args.adapters)
-    return make_app(served, Records(Path(args.folder)), os.environ.get(KEY))
+    served = Served(policy, args.name or args.policy, tokenizer)
+    records, stream = Records(Path(args.folder)), policy.stream(args.adapters)
+    with progress() as show:
+        stream.warm_up(partial(show.compiling, "samples"))
+    return make_app(served, stream, records, os.environ.get(KEY))
 
 
-def _serve(app: Any, args: argparse.Namespace) -> int:
+def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the operation that runs is finished."""
     import uvicorn
 
@@ -111,10 +133,6 @@ def _serve(app: Any, args: argparse.Namespace) -> int:
         app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=1, ws="none"
     )
     server = uvicorn.Server(config)
-    try:
-        sock = config.bind_socket()
-    except SystemExit:  # it has logged why
-        return EXIT_USAGE
     host, port = sock.getsockname()[:2]
     say(f"serving {args.name or args.policy} at http://{host}:{port}; checkpoints in {args.folder}")
     say(f"clients: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-…")

@@ -2,7 +2,8 @@
 
 An adapter has a place in the engine's policy (`models.lora.for_rows`) while it has
 requests; a place goes to another one once it has none. A prompt that continues an earlier request
-of the same adapter, as the turn of a dialogue does, computes its new tokens alone.
+of the same adapter, as the turn of a dialogue does, computes its new tokens alone. Requests with
+one prompt draft from one another, and from its earlier responses, whatever their adapters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from models import lora
@@ -22,13 +24,27 @@ from models.transformer import Params
 from rl import setup
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.sampler import Rollouts, Sample, Sampler, on_mesh
+from rl.engine.stats import EngineStats
+from rl.runtime.parallel_compile import OnCompiled, unwatched
+from rl.sampler import (
+    Rollouts,
+    Sample,
+    Sampler,
+    needs_times,
+    on_mesh,
+    open_speculation,
+    warm_up,
+)
 from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
 from spec.config import SamplingConfig
+from spec.retrieval.group import DraftServer
+from spec.retrieval.history import GrowingHistory
+from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import step_key
 
 OnFinish = Callable[[list[Sample]], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
+HISTORY_TOKENS = 2**21  # of responses that later ones draft from; each takes about 100 bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +57,7 @@ class SampleRequest:
     sampling: SamplingConfig
     seed: str
 
-    def requests(self, number: int, adapter: int) -> list[Request]:
+    def requests(self, number: int, adapter: int, group: int = 0) -> list[Request]:
         """Return the engine's requests; no other that runs has `number`."""
 
         def noise(i: int) -> int:
@@ -49,7 +65,7 @@ class SampleRequest:
             return int.from_bytes(digest[:4], "little") % 2**31
 
         def one(i: int) -> Request:
-            names = (number + i) * 2**31 + noise(i), self.prompt_ids, number, i
+            names = (number + i) * 2**31 + noise(i), self.prompt_ids, group, i
             return Request(*names, sampling=self.sampling, adapter=adapter)
 
         return [one(i) for i in range(self.n)]
@@ -100,8 +116,10 @@ class Stream:
         self._rollouts, self._base, self._places = rollouts, base, _Places(places)
         self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
+        self._speculation = open_speculation(config, RolloutCache())
+        self._history, self._siblings = GrowingHistory(HISTORY_TOKENS), DraftServer()
         self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Running] = {}  # by the number of its first response
         self._number = 0
         self._rollout: contextlib.ExitStack | None = None
 
@@ -110,9 +128,20 @@ class Stream:
         return bool(self._waiting or self._running)
 
     @property
-    def prefilled_tokens(self) -> int:
-        """The tokens of prompts computed since the rollout was opened."""
-        return self._engine.stats.prefilled_tokens
+    def stats(self) -> EngineStats:
+        """Counts since the rollout was opened."""
+        return self._engine.stats
+
+    def warm_up(self, on_compiled: OnCompiled = unwatched) -> None:
+        """Compile all programs of samples, and measure the rounds that drafts are decided by.
+
+        Without it they compile at first use.
+        """
+        rollouts, none = self._rollouts, jax.tree.map(jnp.copy, self._adapters)
+        with on_mesh(rollouts.mesh):
+            warm_up(rollouts.config, self._engine, self._params(), self._speculation, on_compiled)
+            one = lora.no_adapters(rollouts.inputs.model, self._engine.dtype)
+            lora.put_adapter(none, one, jnp.int32(0))
 
     def add(self, request: SampleRequest, on_finish: OnFinish) -> None:
         """Queue a request; `on_finish` is called with its responses, in a `step`.
@@ -151,14 +180,22 @@ class Stream:
         """End the rollout; the next step opens another one."""
         rollout, self._rollout = self._rollout, None
         self._running, self._number = {}, 0
+        self._history.drop_groups()
         self._places.busy = [0] * len(self._places.busy)
         if rollout is not None:
             rollout.close()
 
     def _open(self) -> None:
         config, inputs = self._rollouts.config, self._rollouts.inputs
+        if needs_times(self._speculation):
+            self.warm_up()
+        self._siblings = DraftServer()
+        drafts = self._speculation.drafter_factory(
+            (), (), server=self._siblings, index=self._history
+        )
         settings = self._params(), config.sampling, step_key(0, 0), inputs.model.eos_token_ids
-        spec = RolloutSpec(*settings, words=inputs.tokenizer.token_bytes, keeps_responses=True)
+        more: dict[str, Any] = {"words": inputs.tokenizer.token_bytes, "keeps_responses": True}
+        spec = RolloutSpec(*settings, drafts=drafts, **more)
         sizes: dict[str, Any] = {
             "max_requests": self._engine.config.max_slots,
             "max_tokens": config.longest_tokens,
@@ -189,18 +226,22 @@ class Stream:
                 self._engine.use(self._params())
             self._running[self._number] = _Running(request, place, on_finish)
             self._places.busy[place] += 1
-            requests = request.requests(self._number, self._places.numbers[place])
+            group = self._history.begin(request.prompt_ids, request.n)
+            requests = request.requests(self._number, self._places.numbers[place], group)
             self._engine.add([PartialRequest(r) for r in requests])
             self._number += request.n
 
     def _end(self, t: Trajectory) -> None:
         """Note a response; hand over the responses of its request if this is the last one."""
-        running = self._running[t.group_id]
+        number = t.request_id // 2**31 - t.sample_index
+        running = self._running[number]
         running.done.append(t)
         request = running.request
+        if self._history.end(request.prompt_ids, t.response_ids):
+            self._siblings.forget([t.group_id])
         if len(running.done) < request.n:
             return
-        del self._running[t.group_id]
+        del self._running[number]
         self._places.busy[running.place] -= 1
         running.done.sort(key=lambda one: one.sample_index)
         tokenizer, version = self._rollouts.inputs.tokenizer, request.sampler.version

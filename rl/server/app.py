@@ -22,6 +22,7 @@ from rl.server.bodies import Unknown, field, number
 from rl.server.records import Records
 from rl.server.service import Busy, Gone, Served, Service
 from rl.server.worker import Worker
+from rl.stream import Stream
 
 MAX_BODY_BYTES = 2**26
 LONG_POLL_S = 25.0
@@ -34,12 +35,14 @@ class TooLarge(Exception):
     """A body of more than MAX_BODY_BYTES."""
 
 
-def make_app(served: Served, records: Records, api_key: str | None = None) -> Starlette:
-    """Return the application; its clients need the key, if there is one."""
+def make_app(
+    served: Served, stream: Stream, records: Records, api_key: str | None = None
+) -> Starlette:
+    """Return the application, whose samples are the stream's; clients need the key, if any."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        worker = Worker(served.policy.stream(served.adapters), asyncio.get_running_loop())
+        worker = Worker(stream, asyncio.get_running_loop())
         with contextlib.closing(records), contextlib.closing(worker):
             app.state.service = Service(served, records, worker)
             yield

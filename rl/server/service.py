@@ -40,12 +40,11 @@ class Busy(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """The policy of a server, its name and its tokenizer's for clients; adapters of one round."""
+    """The policy of a server, and its name and its tokenizer's for clients."""
 
     policy: Policy
     name: str
     tokenizer: str
-    adapters: int = 2
 
 
 @dataclasses.dataclass(eq=False)

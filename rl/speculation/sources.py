@@ -40,7 +40,13 @@ from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Drafter
 from spec.retrieval import history
 from spec.retrieval.group import DraftServer, GroupDrafter
-from spec.retrieval.history import HistoryDrafter, HistoryIndex, LastResponseDrafter, build_index
+from spec.retrieval.history import (
+    GrowingHistory,
+    HistoryDrafter,
+    HistoryIndex,
+    LastResponseDrafter,
+    build_index,
+)
 from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.retrieval.suffix_queries import ProposalRule
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
@@ -144,7 +150,7 @@ class Speculation:
         group_size: int = 0,
         server: DraftServer | None = None,
         answers: Callable[[int], bool] = lambda place: True,
-        index: HistoryIndex | None = None,
+        index: HistoryIndex | GrowingHistory | None = None,
     ) -> DrafterFactory:
         """Return a factory of drafters and budgets for one rollout, separate for each worker.
 
@@ -176,7 +182,7 @@ class Speculation:
         self,
         names: Mapping[int, str],
         last: Mapping[int, np.ndarray],
-        index: HistoryIndex | None,
+        index: HistoryIndex | GrowingHistory | None,
         server: DraftServer,
         progress: Progress,
         times: RoundTimes | None,

@@ -4,6 +4,8 @@
 while training runs (`build_index`, in a thread: its kernels release the interpreter lock). The
 weight of a branch is the sum of the rewards of its responses.
 
+`GrowingHistory` is the index of a rollout without end: responses join it as they end.
+
 `LastResponseDrafter` continues a request's own last response. If noise repeats (`coupled`), or a
 prefix was cut (`lenient`), it stays a good draft after a token that differs: at the same position
 if a token was replaced, a few further if some were inserted or left out.
@@ -12,8 +14,10 @@ A = live requests, F = known requests, L = tokens of a response.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numba
@@ -50,6 +54,12 @@ class HistoryIndex:
     def num_tokens(self) -> int:
         return sum(forest.num_tokens for forest in {forest for forest, _ in self.trees.values()})
 
+    def by_forest(self, keys: Mapping[int, str]) -> list[tuple[SuffixForest, Mapping[int, int]]]:
+        """Return each forest, and its trees by group; `keys` names the prompt of a group."""
+        trees = [(g, *self.trees[key]) for g, key in keys.items() if key in self.trees]
+        forests = {forest for _, forest, _ in trees}
+        return [(one, {g: t for g, f, t in trees if f is one}) for one in forests]
+
 
 def build_index(
     cache: RolloutCache | Mapping[str, CachedGroup],
@@ -70,17 +80,88 @@ def build_index(
     return HistoryIndex(trees)
 
 
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Requests with one prompt that run: its number, its prompt's tail, and how many are left."""
+
+    number: int
+    tail: np.ndarray
+    num_left: int = 0
+
+
+class GrowingHistory:
+    """Responses by prompt, indexed as they end, and numbers of the groups that run.
+
+    All running requests with a prompt are one group. Beyond `max_tokens` the prompts that were used
+    the longest ago are forgotten.
+    """
+
+    def __init__(self, max_tokens: int, rule: ProposalRule = RULE) -> None:
+        self._max_tokens, self._longest = max_tokens, rule.longest
+        self._forest = SuffixForest(rule.context_tokens)
+        self._prompts = collections.OrderedDict[bytes, int]()  # trees, the last used at the end
+        self._groups: dict[bytes, _Group] = {}
+        self._trees: dict[int, int] = {}  # of groups that run
+        self._num_groups = 0
+
+    def by_forest(self, keys: Mapping[int, str]) -> list[tuple[SuffixForest, Mapping[int, int]]]:
+        """Return the forest, and the trees of running groups at any time."""
+        return [(self._forest, self._trees)]
+
+    def begin(self, prompt: Sequence[int], num_requests: int) -> int:
+        """Return the group of requests that begin."""
+        ids, key = np.asarray(prompt, np.int32), _key(prompt)
+        if key not in self._groups:
+            self._num_groups += 1
+            self._groups[key] = _Group(self._num_groups, ids[-self._longest :].copy())
+            if key not in self._prompts:
+                self._prompts[key] = self._forest.plant()
+            self._prompts.move_to_end(key)
+            self._trees[self._num_groups] = self._prompts[key]
+        group = self._groups[key]
+        group.num_left += num_requests
+        return group.number
+
+    def end(self, prompt: Sequence[int], response: np.ndarray) -> bool:
+        """Index a response; return whether it is the last one of its group."""
+        key = _key(prompt)
+        group = self._groups[key]
+        text = np.concatenate([group.tail, response])
+        self._forest.add(self._prompts[key], text)
+        group.num_left -= 1
+        if group.num_left:
+            return False
+        del self._groups[key], self._trees[group.number]
+        while self._forest.num_tokens > self._max_tokens:
+            oldest = next((key for key in self._prompts if key not in self._groups), None)
+            if oldest is None:
+                break
+            self._forest.uproot(self._prompts.pop(oldest))
+        return True
+
+    def drop_groups(self) -> None:
+        """Forget the requests that run."""
+        self._groups.clear()
+        self._trees.clear()
+
+
+def _key(prompt: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).digest()
+
+
 class HistoryDrafter(Drafter):
     """Drafts from the tree of each request's prompt; `keys` names the prompt of a group."""
 
     def __init__(
-        self, index: HistoryIndex, keys: Mapping[int, str], rule: ProposalRule = RULE
+        self,
+        index: HistoryIndex | GrowingHistory,
+        keys: Mapping[int, str],
+        rule: ProposalRule = RULE,
     ) -> None:
-        trees = [(g, *index.trees[key]) for g, key in keys.items() if key in index.trees]
         # of each forest: its followers, and trees by group
         self._parts = [
-            (RequestFollowers(one, rule, Source.HISTORY), {g: t for g, f, t in trees if f is one})
-            for one in {forest for _, forest, _ in trees}
+            (RequestFollowers(forest, rule, Source.HISTORY), trees)
+            for forest, trees in index.by_forest(keys)
         ]
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:

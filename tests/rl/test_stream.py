@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
+from loop_runs import counted_compilations
 
 from rl import api
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.stream import SampleRequest, Stream
 from spec.config import SamplingConfig
+from spec.drafter import Source
 
 SIZES = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
@@ -48,6 +53,22 @@ def moved(policy, seed):
     return twin.sampler()
 
 
+@pytest.fixture(scope="module")
+def drafting(policy):
+    """A stream whose requests have drafts in every round."""
+    stream = with_budget(policy, "fixed:3")
+    yield stream
+    stream.close()
+
+
+def with_budget(policy, budget):
+    """A stream on the settings of `policy`, with drafts."""
+    config, rollouts = policy.config, copy.copy(policy._rollouts)
+    speculation = dataclasses.replace(config.speculation, budget=budget)
+    rollouts.config = dataclasses.replace(config, speculation=speculation)
+    return Stream(rollouts, policy._learner.base, 2)
+
+
 def run(stream: Stream, *requests: SampleRequest, late=()):
     """Return the tokens of each request's responses; a late one joins after each of some steps."""
     found, late = {}, list(late)
@@ -78,6 +99,44 @@ def test_requests_are_functions_of_themselves(policy, stream):
     assert len({str(tokens) for tokens in alone}) == 9 and all(len(x) == 3 for x in alone)
 
 
+def test_drafts_change_no_token(policy, stream, drafting):
+    """Of siblings in one request and in several, of earlier responses, and of another adapter."""
+    samplers = [policy.sampler(), moved(policy, 1)]
+    sampling = SamplingConfig(max_new_tokens=14)
+    for turn in range(3):
+        requests = [
+            SampleRequest(
+                samplers[i % 2], (1, 2, 3, 4 + i // 4), 1 + i % 3, sampling, f"{turn}.{i}"
+            )
+            for i in range(8)
+        ]
+        assert run(drafting, *requests) == run(stream, *requests)
+    accepted = drafting.stats.accepted_by_source
+    assert accepted[Source.GROUP] > 0 and accepted[Source.HISTORY] > 0
+    assert not drafting._history._groups and not drafting._history._trees
+
+
+def test_after_its_warm_up_a_stream_compiles_nothing(policy):
+    stream, samplers = with_budget(policy, "goodput"), [policy.sampler(), moved(policy, 1)]
+    done = list[tuple[int, int]]()
+    stream.warm_up(lambda *counts: done.append(counts))
+    assert done[-1][0] == done[-1][1] > 5
+    cases = [
+        ((1, 2, 3), SamplingConfig(max_new_tokens=16)),
+        ((4,) * 40, SamplingConfig(0.0, max_new_tokens=5)),
+    ]
+    with counted_compilations() as compiled:
+        for sampler in samplers:
+            for i, (prompt, sampling) in enumerate(cases):
+                [answers] = run(stream, SampleRequest(sampler, prompt, 9, sampling, f"{i}"))
+                longer = (*prompt, *answers[0], 3)
+                if len(longer) < 50:
+                    greedy = SamplingConfig(0.0, max_new_tokens=4)
+                    run(stream, SampleRequest(sampler, longer, 1, greedy, "turn"))
+    assert not compiled
+    stream.close()
+
+
 def test_an_adapters_tokens_are_those_of_its_merged_weights(policy, stream, tmp_path):
     """Of a rollout of one adapter, and of `Policy.sample`, greedily."""
     sampler, prompt = moved(policy, 3), (5, 6, 7)
@@ -101,9 +160,9 @@ def test_a_dialogue_computes_its_new_tokens_alone(policy):
             SampleRequest(samplers[i % 2], ids, 1, sampling, f"{turn}.{i}")
             for i, ids in enumerate(dialogues)
         ]
-        before = stream.prefilled_tokens
+        before = stream.stats.prefilled_tokens
         answers = run(stream, *requests)
-        computed += stream.prefilled_tokens - before
+        computed += stream.stats.prefilled_tokens - before
         fresh.close()
         assert run(fresh, *requests) == answers
         # the row holds all but the last token, and the request's first round computes the last

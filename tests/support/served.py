@@ -28,7 +28,7 @@ LIMIT_S = 600.0
 def serve(policy: Policy, folder: Path, key: str | None = None) -> Iterator[str]:
     """Serve a policy; yields the address."""
     served = Served(policy, NAME, policy.config.policy.directory)
-    app = make_app(served, Records(folder), key)
+    app = make_app(served, policy.stream(2), Records(folder), key)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1, ws="none")
     )

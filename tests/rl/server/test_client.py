@@ -196,7 +196,9 @@ def test_errors_of_the_caller_are_sentences(service, training, policy):
         service.create_lora_training_client(base_model=NAME, rank=64).result()
     with pytest.raises(Exception, match="expected the model 'reprise/tiny', got 'other'"):
         service.create_lora_training_client(base_model="other", rank=4).result()
-    with pytest.raises(Exception, match="expected a loss of cross_entropy"):
+    with pytest.raises(Exception, match="expected a loss of .*, got 'stable_reinforce'"):
+        training.forward_backward([datum([1, 2, 3])], "stable_reinforce").result()
+    with pytest.raises(Exception, match="loss_fn_inputs: expected sequence_ratio_mask"):
         training.forward_backward([datum([1, 2, 3])], "gspo").result()
     too_long = [1] * (policy.max_tokens + 2)
     with pytest.raises(Exception, match=f"expected 1 to {policy.max_tokens} tokens, got"):

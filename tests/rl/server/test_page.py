@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from served import KEY, call
 
 from rl import serve
 from rl.runtime.exit_codes import EXIT_USAGE
+from rl.server.records import Records
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -27,7 +29,7 @@ print(again.get_info().lora_rank)
 """
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start the page's command; yields the process and its address."""
     command = [sys.executable, "-m", "rl.serve", "--policy", "policies/tiny", "--port", "0"]
@@ -80,27 +82,45 @@ def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
         assert process.wait(600) == 0
 
 
-def test_clients_get_a_tokenizer_that_exists_from_any_folder(tmp_path, monkeypatch):
+@pytest.fixture
+def served(monkeypatch):
+    """What is served, in place of an answer: nothing compiles."""
+    found = []
+    monkeypatch.setattr("rl.server.app.make_app", lambda *given: found.append(given[0]))
+    monkeypatch.setattr("rl.stream.Stream.warm_up", lambda *_: None)
+    monkeypatch.setattr(serve, "_serve", lambda app, sock, args: 0)
+    return found
+
+
+def test_clients_get_a_tokenizer_that_exists_from_any_folder(tmp_path, monkeypatch, served):
     """`--policy policies/tiny` is found below the project from elsewhere too."""
-    served = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rl.server.app.make_app", lambda *given: served.append(given[0]))
-    monkeypatch.setattr(serve, "_serve", lambda app, args: 0)
-    assert serve.main(["--policy", "policies/tiny", "--folder", str(tmp_path / "server")]) == 0
+    given = ["--policy", "policies/tiny", "--port", "0", "--folder", str(tmp_path / "server")]
+    assert serve.main(given) == 0
     assert (Path(served[0].tokenizer) / "tokenizer.json").is_file()
 
 
-def test_settings_of_a_file_are_not_replaced(tmp_path, monkeypatch, capsys):
-    served = []
-    (tmp_path / "own.gin").write_text("Policy.lora_rank = 3\nSpeculation.budget = 'fixed:1'\n")
-    monkeypatch.setattr("rl.server.app.make_app", lambda *given: served.append(given[0]))
-    monkeypatch.setattr(serve, "_serve", lambda app, args: 0)
-    given = ["--policy", "policies/tiny", "--folder", str(tmp_path / "server")]
-    assert serve.main([*given, f"--gin_file={tmp_path / 'own.gin'}"]) == 0
-    assert served[0].policy.model.lora.rank == 3
-    assert "Speculation is not used" in capsys.readouterr().err
-    assert serve.main([*given[:2], "--folder", str(tmp_path / "other")]) == 0
-    assert served[1].policy.model.lora.rank == 32 and not capsys.readouterr().err
+def test_settings_of_a_file_are_not_replaced(tmp_path, served):
+    (tmp_path / "own.gin").write_text("Policy.lora_rank = 3\nSpeculation.budget = 'off'\n")
+    given = ["--policy", "policies/tiny", "--port", "0", "--folder"]
+    assert serve.main([*given, str(tmp_path / "a"), f"--gin_file={tmp_path / 'own.gin'}"]) == 0
+    assert serve.main([*given, str(tmp_path / "b")]) == 0
+    configs = [one.policy.config for one in served]
+    assert [config.policy.lora_rank for config in configs] == [3, 32]
+    assert [config.speculation.enabled for config in configs] == [False, True]
+
+
+def test_a_port_or_a_folder_that_is_taken_is_refused_before_anything_compiles(
+    tmp_path, served, capsys
+):
+    given = ["--policy", str(ROOT / "policies" / "tiny"), "--folder", str(tmp_path / "server")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main([*given, "--port", f"{port}"]) == EXIT_USAGE
+    assert f"127.0.0.1, port {port}: Address already in use" in capsys.readouterr().err
+    with contextlib.closing(Records(tmp_path / "server")):
+        assert serve.main([*given, "--port", "0"]) == EXIT_USAGE
+    assert "another server" in capsys.readouterr().err and not served
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from spec.retrieval.history import (
     NEXT,
     PAPER_RULE,
     RULE,
+    GrowingHistory,
     HistoryDrafter,
     HistoryIndex,
     LastResponseDrafter,
@@ -38,6 +39,33 @@ def test_history_prefers_the_branch_of_the_largest_reward_sum():
     store.replace("p", of_group(tokens, [0.5, 0.25, 0.5]))
     index = build_index(store, {"p": ids(50, 51)}, rule)
     assert drafts(drafter(), live_texts([50, 51, 1], groups=[0])) == [[2, 8]]
+
+
+def test_a_growing_history_drafts_from_each_response_as_soon_as_it_ends():
+    rule = ProposalRule(longest=4, shortest=1, by_weight=True)
+    history = GrowingHistory(100, rule)
+    drafter = HistoryDrafter(history, {}, rule)
+    first, other = history.begin((50, 51), 2), history.begin([60], 1)
+    assert history.begin((50, 51), 1) == first != other
+    live = live_texts([50, 51], [60], groups=[first, other])
+    assert drafts(drafter, live) == [[], []]
+    assert not history.end((50, 51), ids(1, 2, 7))
+    assert drafts(drafter, live) == [[1, 2, 7], []]
+    assert not history.end((50, 51), ids(1, 3)) and history.end([60], ids(9))
+    assert history.end((50, 51), ids(1, 3)), "the last of three"
+    again = history.begin((50, 51), 1)
+    assert again not in (first, other), "siblings that ended are another group"
+    assert drafts(drafter, live_texts([50, 51], groups=[again])) == [[1, 3]]
+
+
+def test_a_growing_history_forgets_what_was_used_the_longest_ago_but_nothing_that_runs():
+    history = GrowingHistory(8)
+    for prompt in (1, 2, 3):
+        history.begin([prompt], 2 if prompt == 1 else 1)
+        history.end([prompt], ids(7, 8, 9))  # four tokens with the prompt's
+    kept = [history.begin([prompt], 1) for prompt in (1, 2, 3)]
+    texts = live_texts([1, 7], [2, 7], [3, 7], groups=kept)
+    assert drafts(HistoryDrafter(history, {}), texts) == [[8, 9], [], [8, 9]]
 
 
 def test_the_trees_of_several_forests_draft_as_those_of_one():
