@@ -7,6 +7,8 @@ dialogue  Dialogues of `--turns` in a stream: tokens of prompts that are compute
 adapter   Rollouts with an adapter in turns with its merged weights: seconds at each of `--batches`.
 places    The same requests in a stream, half of them of a second adapter, against each adapter's
           alone: responses that differ.
+drafts    GRPO steps in process over `--epochs` of the same questions, in turns with and without
+          drafts in the stream: seconds of samples, and responses that differ.
 loop      GRPO steps through the server, by the client, in turns with the same steps in process:
           seconds, and rewards that differ.
 restart   `--clients` send `--requests` each; the server is killed on the way and starts again:
@@ -43,6 +45,7 @@ from spec.config import SamplingConfig
 QUESTION = "State the final answer to the following arithmetic problem: {} + {} =\n"
 RANK = "Policy.lora_rank=32"
 ALL = "Policy.lora_targets=('attention', 'mlp', 'head')"
+DRAFTS = "Speculation.budget='goodput'"  # as in the server
 KEY = "tml-local"
 LIMIT_S = 300.0
 RATE = 1e-3
@@ -84,7 +87,7 @@ def differing(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def dialogue(arguments: argparse.Namespace) -> dict[str, Any]:
-    policy = open_policy(arguments)
+    policy = open_policy(arguments, DRAFTS)
     stream, fresh, rng = policy.stream(2), policy.stream(2), np.random.default_rng(0)
     samplers = [policy.sampler(), trained(policy, 1).sampler()]
     sampling = SamplingConfig(max_new_tokens=arguments.new_tokens)
@@ -141,7 +144,7 @@ def _adapter_row(arguments: argparse.Namespace, batch: int) -> dict[str, Any]:
 
 
 def places(arguments: argparse.Namespace) -> dict[str, Any]:
-    policy = open_policy(arguments)
+    policy = open_policy(arguments, DRAFTS)
     samplers = [policy.sampler(), trained(policy, 1).sampler()]
     sampling, rng = SamplingConfig(max_new_tokens=arguments.new_tokens), np.random.default_rng(1)
     prompts = [tuple(rng.integers(0, 90, 4 + i % 24).tolist()) for i in range(arguments.requests)]
@@ -197,9 +200,10 @@ def client(server: Server) -> Any:
 class InProcess:
     """Samples and updates by `rl.api`, with a stream as the server has."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        policy = open_policy(arguments)
+    def __init__(self, arguments: argparse.Namespace, *settings: str) -> None:
+        policy = open_policy(arguments, *settings)
         self._policy, self._stream = policy.with_new_adapter(0, 32), policy.stream(2)
+        self._stream.warm_up()
         self.tokenizer = policy.tokenizer
 
     def sample(self, prompts: Sequence[Ids], n: int, most: int, seed: int) -> Groups:
@@ -266,30 +270,75 @@ class OverHttp:
         step.result()
 
 
+def _rewarded(tokenizer: Any, pairs: Sequence[Any], groups: Groups) -> list[list[float]]:
+    """Return the rewards of each group of answers to sums."""
+
+    def reward(ids: Ids, total: int) -> float:
+        return float(tokenizer.decode(ids).rpartition("####")[2].strip() == str(total))
+
+    return [
+        [reward(ids, sum(pair)) for ids, _ in group]
+        for pair, group in zip(pairs, groups, strict=True)
+    ]
+
+
+def _weighted(prompts: Sequence[Ids], groups: Groups, rewards: list[list[float]]) -> list[Weighted]:
+    rows = zip(prompts, groups, rewards, strict=True)
+    return [
+        (prompt, *drawn, reward - float(np.mean(some)))
+        for prompt, group, some in rows
+        for drawn, reward in zip(group, some, strict=True)
+    ]
+
+
+def _questions(tokenizer: Any, seed: int, count: int) -> tuple[list[Any], list[Ids]]:
+    """Return pairs of numbers, and prompts for their sums."""
+    pairs = np.random.default_rng(seed).integers(1, 10, (count, 2)).tolist()
+    return pairs, [tuple(tokenizer.encode_prompt(QUESTION.format(*pair))) for pair in pairs]
+
+
+def drafts(arguments: argparse.Namespace) -> dict[str, Any]:
+    sides = {"plain": InProcess(arguments), "drafts": InProcess(arguments, DRAFTS)}
+    steps, drawn = dict.fromkeys(sides, 0), {name: list[Ids]() for name in sides}
+
+    def step(name: str) -> float:
+        side, number = sides[name], steps[name]
+        pairs, prompts = _questions(side.tokenizer, number % arguments.steps, arguments.groups)
+        began_s = time.perf_counter()
+        groups = side.sample(prompts, arguments.group_size, arguments.new_tokens, 1000 * number)
+        taken_s = time.perf_counter() - began_s
+        drawn[name] += [list(ids) for group in groups for ids, _ in group]
+        side.train(_weighted(prompts, groups, _rewarded(side.tokenizer, pairs, groups)))
+        steps[name] += 1
+        return taken_s
+
+    turns = {name: partial(step, name) for name in sides}
+    seconds = in_turns(turns, arguments.epochs * arguments.steps)
+    faster = seconds["plain"] / seconds["drafts"]
+    epochs = [float(np.median(some)) for some in np.split(faster, arguments.epochs)]
+    return {
+        **{"policy": arguments.policy, "steps_of_an_epoch": arguments.steps},
+        **{"plain_over_drafts_by_epoch": np.round(epochs, 3).tolist()},
+        **{"ratios": faster.round(3).tolist(), "responses": len(drawn["plain"])},
+        "responses_that_differ": differing(drawn["plain"], drawn["drafts"]),
+    }
+
+
 def loop(arguments: argparse.Namespace) -> dict[str, Any]:
-    size, new_tokens = (arguments.groups, arguments.group_size), arguments.new_tokens
     with tempfile.TemporaryDirectory() as folder:
         server = Server(arguments, Path(folder))
-        own = InProcess(arguments)
+        own = InProcess(arguments, DRAFTS)
         sides: dict[str, Any] = {"http": OverHttp(server, arguments), "process": own}
         steps, paid = dict.fromkeys(sides, 0), {name: list[float]() for name in sides}
 
         def step(name: str) -> float:
-            began_s, seed = time.perf_counter(), 1000 * steps[name]
-            rng = np.random.default_rng(steps[name])
-            pairs = rng.integers(1, 10, (size[0], 2)).tolist()
-            prompts = [tuple(own.tokenizer.encode_prompt(QUESTION.format(*p))) for p in pairs]
-            data = list[Weighted]()
-            groups = sides[name].sample(prompts, size[1], new_tokens, seed)
-            for prompt, (a, b), group in zip(prompts, pairs, groups, strict=True):
-                texts = [own.tokenizer.decode(ids) for ids, _ in group]
-                rewards = [float(t.rpartition("####")[2].strip() == str(a + b)) for t in texts]
-                paid[name] += rewards
-                data += [
-                    (prompt, *drawn, reward - float(np.mean(rewards)))
-                    for drawn, reward in zip(group, rewards, strict=True)
-                ]
-            sides[name].train(data)
+            began_s, number = time.perf_counter(), steps[name]
+            pairs, prompts = _questions(own.tokenizer, number, arguments.groups)
+            size = arguments.group_size, arguments.new_tokens
+            groups = sides[name].sample(prompts, *size, 1000 * number)
+            rewards = _rewarded(own.tokenizer, pairs, groups)
+            paid[name] += [reward for some in rewards for reward in some]
+            sides[name].train(_weighted(prompts, groups, rewards))
             steps[name] += 1
             return time.perf_counter() - began_s
 
@@ -297,7 +346,7 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
         server.stop(signal.SIGTERM)
     ratios = seconds["http"] / seconds["process"]
     return {
-        **{"policy": arguments.policy, "responses": size[0] * size[1]},
+        **{"policy": arguments.policy, "responses": arguments.groups * arguments.group_size},
         **{f"{k}_s": round(float(np.median(x)), 4) for k, x in seconds.items()},
         **{"ratio": round(float(np.median(ratios)), 3), "ratios": ratios.round(3).tolist()},
         **{"rewards": len(paid["http"]), "reward_sum": sum(paid["http"])},
@@ -352,7 +401,7 @@ if __name__ == "__main__":
         __doc__,
         {
             **{"dialogue": dialogue, "adapter": adapter, "places": places},
-            **{"loop": loop, "restart": restart},
+            **{"drafts": drafts, "loop": loop, "restart": restart},
         },
         environment.TRAINING,
         policy="policies/tiny",
@@ -362,6 +411,8 @@ if __name__ == "__main__":
         dialogues=8,
         new_tokens=8,
         groups=8,
+        epochs=3,
+        steps=4,
         group_size=8,
         clients=64,
         requests=100,

@@ -36,6 +36,7 @@ from rl.sampler import (
     warm_up,
 )
 from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
+from rl.warm_up.step_seconds import step_seconds
 from spec.config import SamplingConfig
 from spec.retrieval.group import DraftServer
 from spec.retrieval.history import GrowingHistory
@@ -44,6 +45,7 @@ from spec.sampling import step_key
 
 OnFinish = Callable[[list[Sample]], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
+LOOK_AFTER, LOOK_WITHIN = 64, 1024  # fetches, when idle and at the latest: whether drafts lose time
 HISTORY_TOKENS = 2**21  # of responses that later ones draft from; each takes about 100 bytes
 
 
@@ -117,6 +119,7 @@ class Stream:
         self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
         self._speculation = open_speculation(config, RolloutCache())
+        self._speculation.has_history, self._has_drafts = True, False  # of this rollout
         self._history, self._siblings = GrowingHistory(HISTORY_TOKENS), DraftServer()
         self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
         self._running: dict[int, _Running] = {}  # by the number of its first response
@@ -162,7 +165,7 @@ class Stream:
         """Run the rounds of one fetch; if they fail, all requests are gone."""
         with on_mesh(self._rollouts.mesh):
             try:
-                if self._number >= RENEWED_AFTER and not self._running:
+                if self._ends and not self._running:
                     self.close()
                 if self._rollout is None:
                     self._open()
@@ -170,6 +173,7 @@ class Stream:
                 for t in self._engine.step():
                     assert isinstance(t, Trajectory), "whole requests have no chunks"
                     self._end(t)
+                self._look()
             except BaseException:
                 self._waiting.clear()
                 self.close()
@@ -187,12 +191,11 @@ class Stream:
 
     def _open(self) -> None:
         config, inputs = self._rollouts.config, self._rollouts.inputs
-        if needs_times(self._speculation):
+        speculation = self._speculation
+        if needs_times(speculation):
             self.warm_up()
-        self._siblings = DraftServer()
-        drafts = self._speculation.drafter_factory(
-            (), (), server=self._siblings, index=self._history
-        )
+        self._siblings, self._has_drafts = DraftServer(), not speculation.is_off
+        drafts = speculation.drafter_factory((), (), server=self._siblings, index=self._history)
         settings = self._params(), config.sampling, step_key(0, 0), inputs.model.eos_token_ids
         more: dict[str, Any] = {"words": inputs.tokenizer.token_bytes, "keeps_responses": True}
         spec = RolloutSpec(*settings, drafts=drafts, **more)
@@ -209,12 +212,26 @@ class Stream:
         params = with_adapters(self._base, self._adapters, self._engine.model.lora)
         return self._engine.place(params, self._engine.model)
 
+    @property
+    def _ends(self) -> bool:
+        """Return whether the rollout is to be renewed, once its requests have ended."""
+        return self._number >= RENEWED_AFTER or (self._has_drafts and self._speculation.is_off)
+
+    def _look(self) -> None:
+        """Judge the drafts of the last rounds, as after a training step."""
+        rounds, speculation = self._engine.stats.timeline, self._speculation
+        if len(rounds) < (LOOK_WITHIN if self.has_work else LOOK_AFTER):
+            return
+        if (times := speculation.times_now) is not None and self._has_drafts:
+            speculation.seconds.played(step_seconds(rounds, times, has_history=True))
+        rounds.clear()
+
     def _begin(self) -> None:
         """Let the waiting requests join, in order, up to the first one that has no place.
 
         None joins a rollout that is to be renewed.
         """
-        while self._waiting and self._number < RENEWED_AFTER:
+        while self._waiting and not self._ends:
             request, on_finish = self._waiting[0]
             place, is_new = self._places.claim(request.sampler)
             if place is None:

@@ -16,6 +16,7 @@ from rl.gin.loader import load
 from rl.stream import SampleRequest, Stream
 from spec.config import SamplingConfig
 from spec.drafter import Source
+from spec.round_times import StepSeconds
 
 SIZES = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
@@ -135,6 +136,22 @@ def test_after_its_warm_up_a_stream_compiles_nothing(policy):
                     run(stream, SampleRequest(sampler, longer, 1, greedy, "turn"))
     assert not compiled
     stream.close()
+
+
+def test_drafts_that_lose_time_end_when_no_request_runs(policy, stream, monkeypatch):
+    def loses(rounds, times, has_history):
+        return StepSeconds(1.0, -0.1, {}, has_history)
+
+    monkeypatch.setattr("rl.stream.step_seconds", loses)
+    monkeypatch.setattr("rl.stream.LOOK_AFTER", 1)
+    drafting = with_budget(policy, "goodput")
+    for turn in range(5):
+        request = SampleRequest(
+            policy.sampler(), (7, 8), 6, SamplingConfig(max_new_tokens=12), f"{turn}"
+        )
+        assert run(drafting, request) == run(stream, request)
+        assert drafting._has_drafts == (turn < 3), "three batches of rounds have lost before"
+    drafting.close()
 
 
 def test_an_adapters_tokens_are_those_of_its_merged_weights(policy, stream, tmp_path):
