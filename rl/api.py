@@ -59,7 +59,17 @@ from rl.sampler import Rollouts, Sample, Sampler, on_mesh
 from rl.stream import Stream
 from rl.system import rollout_weights
 
-__all__ = ["LOSSES", "Adam", "Datum", "LossSettings", "Output", "Policy", "Sample", "Sampler"]
+__all__ = [
+    "LOSSES",
+    "Adam",
+    "Datum",
+    "LossSettings",
+    "Output",
+    "Policy",
+    "Sample",
+    "Sampler",
+    "default_settings",
+]
 PLAIN = 'Speculation.budget="off"'
 CustomLoss = Callable[[list[jax.Array]], jax.Array]  # of the log-probs of each datum
 

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.api import Adam, Datum, LossSettings, Output, Sample
-from rl.learner.objectives import default_settings
+from rl.api import Adam, Datum, LossSettings, Output, Sample, default_settings
 from rl.server import wire
 from spec.config import SamplingConfig
 
