@@ -53,7 +53,6 @@ def some_data(policy, seed=0):
     for length in (5, 20, 1, 9):
         ids = rng.integers(0, 18, (2, length))  # the rest of the vocabulary is padding
         weights, advantages = rng.normal(size=(2, length))
-        weights[1::3] = 0
         logprobs = -3 + 0.3 * rng.normal(size=length)
         data.append(api.Datum(*ids, weights, logprobs, advantages))
     return data
@@ -144,6 +143,8 @@ def reference_loss(params, model, data, name):
 @pytest.mark.parametrize("name", api.LOSSES)
 def test_losses_and_gradients_are_those_of_the_formulas(policy, name):
     data, params, model = some_data(policy), policy._state.params, policy.model
+    for d in data:
+        d.weights[1::3] = 0  # gspo's mean leaves these out
     wanted, gradient = jax.value_and_grad(reference_loss)(params, model, data, name)
     found = policy.forward_backward(data, name)
     assert found.loss == pytest.approx(float(wanted), rel=1e-4)
