@@ -35,6 +35,7 @@ from rl.sampler import (
     open_speculation,
     warm_up,
 )
+from rl.speculation.sources import history_rule
 from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
 from rl.warm_up.step_seconds import step_seconds
 from spec.config import SamplingConfig
@@ -120,7 +121,10 @@ class Stream:
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
         self._speculation = open_speculation(config, RolloutCache())
         self._speculation.has_history, self._has_drafts = True, False  # of this rollout
-        self._history, self._siblings = GrowingHistory(HISTORY_TOKENS), DraftServer()
+        self._history = GrowingHistory(0)
+        if config.speculation.history_source is not None:
+            self._history = GrowingHistory(HISTORY_TOKENS, history_rule(config.speculation))
+        self._siblings = DraftServer()  # of this rollout
         self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
         self._running: dict[int, _Running] = {}  # by the number of its first response
         self._number = 0

@@ -92,8 +92,8 @@ class _Group:
 class GrowingHistory:
     """Responses by prompt, indexed as they end, and numbers of the groups that run.
 
-    All running requests with a prompt are one group. Beyond `max_tokens` the prompts that were used
-    the longest ago are forgotten.
+    All running requests with a prompt are one group. Beyond `max_tokens` (0: nothing is indexed)
+    the prompts that were used the longest ago are forgotten.
     """
 
     def __init__(self, max_tokens: int, rule: ProposalRule = RULE) -> None:
@@ -126,8 +126,8 @@ class GrowingHistory:
         """Index a response; return whether it is the last one of its group."""
         key = _key(prompt)
         group = self._groups[key]
-        text = np.concatenate([group.tail, response])
-        self._forest.add(self._prompts[key], text)
+        if self._max_tokens:
+            self._forest.add(self._prompts[key], np.concatenate([group.tail, response]))
         group.num_left -= 1
         if group.num_left:
             return False

@@ -96,6 +96,12 @@ def test_drafts_change_no_token(tiny, policy, budget):
     assert drafting._rollouts.engine.stats.timeline
 
 
+def test_sources_that_samples_do_not_have_are_refused(tiny):
+    sources = "Speculation.budget='goodput'", "Speculation.sources=('own', 'learned')"
+    with pytest.raises(ValueError, match="samples have drafts of history, .* got .*'learned'"):
+        open_policy(tiny, *sources)
+
+
 def test_a_drafter_of_the_caller_changes_no_token(policy):
     from spec.retrieval.suffix_drafter import NgramDrafter
 
