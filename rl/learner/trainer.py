@@ -1,7 +1,7 @@
 """Optimizer steps on one batch of trajectories: log-probs, accumulate, check, apply.
 
 Invariants: an update that is not finite is never applied; micro-batches add up to the full batch;
-after `warm_up` nothing compiles. The caller sets a mesh (`jax.set_mesh`).
+after `first_run` nothing compiles. The caller sets a mesh (`jax.set_mesh`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, settle
 from rl.packing import Shape
 from rl.runtime.devices import in_turn
-from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.trajectory import Trajectory
 from spec.config import SamplingConfig
 
@@ -129,20 +128,6 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
         row_multiple=logprobs.batch_ways(),
         copies=ways_in_use("copies"),
     )
-
-
-def warm_up(
-    state: TrainState,
-    shape: Shape,
-    *,
-    recipe: TrainSpec,
-    base: Params | None = None,
-    on_compiled: OnCompiled = unwatched,
-) -> TrainState:
-    """Compile every step, in threads, and run each on an empty batch; the state is donated."""
-    steps = lowered(state, shape, recipe=recipe, base=base)
-    compile_all(steps, len(steps), on_compiled)
-    return first_run(state, shape, recipe=recipe, base=base)
 
 
 def lowered(

@@ -26,6 +26,7 @@ from rl.learner.optimizer import init_state, learning_rate, make_optimizer, stat
 from rl.packing import Shape
 from rl.rollout import generate
 from rl.run_checkpoint import RunCheckpointer, RunPosition
+from rl.runtime.parallel_compile import compile_all
 from rl.trajectory import FinishReason, Request
 from spec.config import SamplingConfig
 from spec.sampling import step_key
@@ -253,6 +254,13 @@ def test_recorded_logprobs_make_the_first_ratio_one():
     assert metrics["lr"] == pytest.approx(0.02)
 
 
+def warm_up(state, shape, recipe):
+    """Compile every step, as a run does, and run each on an empty batch."""
+    steps = trainer.lowered(state, shape, recipe=recipe)
+    compile_all(steps, len(steps))
+    return trainer.first_run(state, shape, recipe=recipe)
+
+
 @pytest.fixture(scope="module")
 def warm():
     """A warmed-up recipe with everything on: two updates of two minibatches, KL, own old scores."""
@@ -266,7 +274,7 @@ def warm():
     state, before = fresh_state(recipe), leaves(fresh_state(recipe))
     reference = transformer.init(CHAT, jax.random.key(0))
     with counted_compilations() as compiled:
-        state = trainer.warm_up(state, shape, recipe=recipe)
+        state = warm_up(state, shape, recipe)
     # start, inspect, apply, accumulate and score; none of them twice
     assert len(compiled) == 5
     jax.tree.map(np.testing.assert_array_equal, before, leaves(state))
@@ -384,7 +392,7 @@ def test_a_reference_in_the_dtype_of_products_is_scored_alike_and_compiled_befor
     shape = trainer.batch_shape(recipe, 48)
     whole = transformer.init(CHAT, jax.random.key(0))
     half = trainer.cast_params(whole, jnp.bfloat16)
-    state = trainer.warm_up(fresh_state(recipe), shape, recipe=recipe)
+    state = warm_up(fresh_state(recipe), shape, recipe)
     batch, advantages = some_trajectories(), some_advantages()
     with counted_compilations() as compiled:
         run(state, batch, advantages, recipe=recipe, shape=shape, reference=half)
