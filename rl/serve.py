@@ -87,7 +87,9 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(f"{host}, port {port}: {error.strerror}: choose another --port") from error
+        raise OSError(
+            f"{host}, port {port}: {error.strerror}: choose another --host or --port"
+        ) from error
     return sock
 
 
