@@ -119,12 +119,14 @@ class Probe:
         *,
         max_nodes: int = 64,
         depth: int = TREE.max_depth,
+        rounds_per_fetch: int = ROUNDS.rounds_per_fetch,
     ) -> None:
         self.system, self.inputs, self.state, self.place = system, inputs, state, place
         assert system.drafter is not None
         self.learned = system.drafter.trainer.learned
         self.tree = dataclasses.replace(TREE, max_depth=depth)
-        config = dataclasses.replace(ROUNDS, max_nodes=max_nodes)
+        sizes = {"max_nodes": max_nodes, "rounds_per_fetch": rounds_per_fetch}
+        config = dataclasses.replace(ROUNDS, **sizes)
         layers = self.learned.config.feature_layers
         self.engine = Engine(inputs.model, config, feature_layers=layers)
 
