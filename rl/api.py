@@ -164,10 +164,10 @@ class Policy:
             whole = rollout_weights(learner.policy(trained, engine.dtype), engine, WHOLE)
         return Sampler(self._rollouts, learner, whole, self.version)
 
-    def stream(self, places: int = 1) -> Stream:
+    def stream(self, places: int = 1, report: Callable[[str], None] = lambda line: None) -> Stream:
         """Return a rollout that takes requests of samplers, of so many adapters at a time."""
         assert self._learner.base is not None, "all weights of this policy are trained"
-        return Stream(self._rollouts, self._learner.base, places)
+        return Stream(self._rollouts, self._learner.base, places, report)
 
     # -- training -------------------------------------------------------------------------
 

@@ -110,13 +110,21 @@ class _Places:
 class Stream:
     """A rollout to which requests are added at any time; all calls are made in one thread.
 
-    Tokens are a function of a request and of its sampler's weights.
+    Tokens are a function of a request and of its sampler's weights. `report` is called with a line
+    once drafts have ended.
     """
 
-    def __init__(self, rollouts: Rollouts, base: Params, places: int) -> None:
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        base: Params,
+        places: int,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
         config, model = rollouts.config, lora.with_places(rollouts.inputs.model, places)
         mesh = setup.engine_mesh(config, model, rollouts.mesh)
         self._rollouts, self._base, self._places = rollouts, base, _Places(places)
+        self._report = report
         self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
         self._speculation = open_speculation(config, RolloutCache())
@@ -228,6 +236,12 @@ class Stream:
             return
         if (times := speculation.times_now) is not None and self._has_drafts:
             speculation.seconds.played(step_seconds(rounds, times, has_history=True))
+            if speculation.is_off:
+                lost_s, rounds_s = speculation.seconds.lost(has_history=True)
+                self._report(
+                    f"drafts have cost about {lost_s / rounds_s:.1%} of {rounds_s:.1f} s of "
+                    "rounds: they are turned off (Speculation.losing_steps)"
+                )
         rounds.clear()
 
     def _begin(self) -> None:

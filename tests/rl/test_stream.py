@@ -62,12 +62,12 @@ def drafting(policy):
     stream.close()
 
 
-def with_budget(policy, budget):
+def with_budget(policy, budget, lines=None):
     """A stream on the settings of `policy`, with drafts."""
     config, rollouts = policy.config, copy.copy(policy._rollouts)
     speculation = dataclasses.replace(config.speculation, budget=budget)
     rollouts.config = dataclasses.replace(config, speculation=speculation)
-    return Stream(rollouts, policy._learner.base, 2)
+    return Stream(rollouts, policy._learner.base, 2, [].append if lines is None else lines.append)
 
 
 def run(stream: Stream, *requests: SampleRequest, late=()):
@@ -144,13 +144,18 @@ def test_drafts_that_lose_time_end_when_no_request_runs(policy, stream, monkeypa
 
     monkeypatch.setattr("rl.stream.step_seconds", loses)
     monkeypatch.setattr("rl.stream.LOOK_AFTER", 1)
-    drafting = with_budget(policy, "goodput")
+    lines = list[str]()
+    drafting = with_budget(policy, "goodput", lines)
     for turn in range(5):
         request = SampleRequest(
             policy.sampler(), (7, 8), 6, SamplingConfig(max_new_tokens=12), f"{turn}"
         )
         assert run(drafting, request) == run(stream, request)
         assert drafting._has_drafts == (turn < 3), "three batches of rounds have lost before"
+    assert lines == [
+        "drafts have cost about 10.0% of 3.0 s of rounds: they are turned off "
+        "(Speculation.losing_steps)"
+    ]
     drafting.close()
 
 
