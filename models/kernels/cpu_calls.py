@@ -153,11 +153,6 @@ def output(call, i, shape):  # type: ignore[no-untyped-def]
 
 
 @fast
-def num_inputs(call):  # type: ignore[no-untyped-def]
-    return call[NUM_INPUTS]
-
-
-@fast
 def input_address(call, i):  # type: ignore[no-untyped-def]
     return _buffer(call, INPUTS, i)[DATA]
 

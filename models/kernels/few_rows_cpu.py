@@ -191,7 +191,7 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     num_outputs = cpu_calls.sizes(call, 1, 2)[0]
     x, w = cpu_calls.input_address(call, 0), cpu_calls.input_address(call, 1)
     low = 0, 0, 0
-    if cpu_calls.num_inputs(call) > 2:
+    if call[cpu_calls.NUM_INPUTS] > 2:
         inner, up = cpu_calls.input_address(call, 2), cpu_calls.input_address(call, 3)
         low = inner, up, cpu_calls.sizes(call, 2, 2)[1]
     size, y = _block_size(num_outputs), cpu_calls.output_address(call, 0)
