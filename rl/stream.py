@@ -37,7 +37,7 @@ from rl.sampler import (
 )
 from rl.speculation.sources import history_rule
 from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
-from rl.warm_up.step_seconds import step_seconds
+from rl.warm_up.step_seconds import loss_text, step_seconds
 from spec.config import SamplingConfig
 from spec.retrieval.group import DraftServer
 from spec.retrieval.history import GrowingHistory
@@ -132,7 +132,6 @@ class Stream:
         self._history = GrowingHistory(0)
         if config.speculation.history_source is not None:
             self._history = GrowingHistory(HISTORY_TOKENS, history_rule(config.speculation))
-        self._siblings = DraftServer()  # of this rollout
         self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
         self._running: dict[int, _Running] = {}  # by the number of its first response
         self._number = 0
@@ -207,6 +206,8 @@ class Stream:
         if needs_times(speculation):
             self.warm_up()
         self._siblings, self._has_drafts = DraftServer(), not speculation.is_off
+        if not self._has_drafts:
+            self._history = GrowingHistory(0)
         drafts = speculation.drafter_factory((), (), server=self._siblings, index=self._history)
         settings = self._params(), config.sampling, step_key(0, 0), inputs.model.eos_token_ids
         more: dict[str, Any] = {"words": inputs.tokenizer.token_bytes, "keeps_responses": True}
@@ -237,11 +238,8 @@ class Stream:
         if (times := speculation.times_now) is not None and self._has_drafts:
             speculation.seconds.played(step_seconds(rounds, times, has_history=True))
             if speculation.is_off:
-                lost_s, rounds_s = speculation.seconds.lost(has_history=True)
-                self._report(
-                    f"drafts have cost about {lost_s / rounds_s:.1%} of {rounds_s:.1f} s of "
-                    "rounds: they are turned off (Speculation.losing_steps)"
-                )
+                lost = loss_text(speculation.seconds, has_history=True)
+                self._report(f"{lost}: they are turned off (Speculation.losing_steps)")
         rounds.clear()
 
     def _begin(self) -> None:
@@ -272,7 +270,7 @@ class Stream:
         running = self._running[number]
         running.done.append(t)
         request = running.request
-        if self._history.end(request.prompt_ids, t.response_ids):
+        if self._history.end(t.group_id, t.response_ids):
             self._siblings.forget([t.group_id])
         if len(running.done) < request.n:
             return

@@ -122,15 +122,20 @@ def after_step(
 
     seconds.played(record.of(step, measure))
     if seconds.is_off(has_history) and not lost_before:
-        lost_s, rollout_s = seconds.lost(has_history)
         steps = speculation.config.losing_steps
         until = "until the second epoch" if speculation.keeps_history else "for the rest of the run"
         end = f"turned off {until}" if speculation.is_off else "kept as configured"
         say(
-            f"drafts have cost about {lost_s / rollout_s:.1%} of {rollout_s:.1f} s of rounds in "
-            f"the last {steps} steps: they are {end} (Speculation.losing_steps)"
+            f"{loss_text(seconds, has_history)} in the last {steps} steps: they are {end} "
+            "(Speculation.losing_steps)"
         )
     return metric
+
+
+def loss_text(seconds: RunSeconds, has_history: bool) -> str:
+    """Return how much the drafts of the latest losing steps have cost."""
+    lost_s, rollout_s = seconds.lost(has_history)
+    return f"drafts have cost about {lost_s / rollout_s:.1%} of {rollout_s:.1f} s of rounds"
 
 
 def _whole_lines(folder: Folder) -> bytes:

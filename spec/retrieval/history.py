@@ -82,9 +82,9 @@ def build_index(
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Requests with one prompt that run: its number, its prompt's tail, and how many are left."""
+    """Requests with one prompt that run: its key and tail, and how many are left."""
 
-    number: int
+    key: bytes
     tail: np.ndarray
     num_left: int = 0
 
@@ -100,9 +100,13 @@ class GrowingHistory:
         self._max_tokens, self._longest = max_tokens, rule.longest
         self._forest = SuffixForest(rule.context_tokens)
         self._prompts = collections.OrderedDict[bytes, int]()  # trees, the last used at the end
-        self._groups: dict[bytes, _Group] = {}
-        self._trees: dict[int, int] = {}  # of groups that run
+        self._numbers: dict[bytes, int] = {}  # of groups that run, by prompt
+        self._groups: dict[int, _Group] = {}
+        self._trees: dict[int, int] = {}
         self._num_groups = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
 
     def by_forest(self, keys: Mapping[int, str]) -> list[tuple[SuffixForest, Mapping[int, int]]]:
         """Return the forest, and the trees of running groups at any time."""
@@ -110,30 +114,36 @@ class GrowingHistory:
 
     def begin(self, prompt: Sequence[int], num_requests: int) -> int:
         """Return the group of requests that begin."""
-        ids, key = np.asarray(prompt, np.int32), _key(prompt)
-        if key not in self._groups:
+        ids = np.asarray(prompt, np.int32)
+        key = hashlib.sha256(ids.tobytes()).digest()
+        if key not in self._numbers:
             self._num_groups += 1
-            self._groups[key] = _Group(self._num_groups, ids[-self._longest :].copy())
-            if key not in self._prompts:
-                self._prompts[key] = self._forest.plant()
-            self._prompts.move_to_end(key)
-            self._trees[self._num_groups] = self._prompts[key]
-        group = self._groups[key]
-        group.num_left += num_requests
-        return group.number
+            self._numbers[key] = self._num_groups
+            self._groups[self._num_groups] = _Group(key, ids[-self._longest :].copy())
+            if self._max_tokens:
+                self._trees[self._num_groups] = self._tree(key)
+        number = self._numbers[key]
+        self._groups[number].num_left += num_requests
+        return number
 
-    def end(self, prompt: Sequence[int], response: np.ndarray) -> bool:
-        """Index a response; return whether it is the last one of its group."""
-        key = _key(prompt)
-        group = self._groups[key]
+    def _tree(self, key: bytes) -> int:
+        if key not in self._prompts:
+            self._prompts[key] = self._forest.plant()
+        self._prompts.move_to_end(key)
+        return self._prompts[key]
+
+    def end(self, number: int, response: np.ndarray) -> bool:
+        """Index a response of a group; return whether it is the last one."""
+        group = self._groups[number]
         if self._max_tokens:
-            self._forest.add(self._prompts[key], np.concatenate([group.tail, response]))
+            self._forest.add(self._trees[number], np.concatenate([group.tail, response]))
         group.num_left -= 1
         if group.num_left:
             return False
-        del self._groups[key], self._trees[group.number]
+        del self._groups[number], self._numbers[group.key]
+        self._trees.pop(number, None)
         while self._forest.num_tokens > self._max_tokens:
-            oldest = next((key for key in self._prompts if key not in self._groups), None)
+            oldest = next((key for key in self._prompts if key not in self._numbers), None)
             if oldest is None:
                 break
             self._forest.uproot(self._prompts.pop(oldest))
@@ -141,12 +151,8 @@ class GrowingHistory:
 
     def drop_groups(self) -> None:
         """Forget the requests that run."""
-        self._groups.clear()
-        self._trees.clear()
-
-
-def _key(prompt: Sequence[int]) -> bytes:
-    return hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).digest()
+        for groups in (self._numbers, self._groups, self._trees):
+            groups.clear()
 
 
 class HistoryDrafter(Drafter):

@@ -156,6 +156,7 @@ def test_drafts_that_lose_time_end_when_no_request_runs(policy, stream, monkeypa
         "drafts have cost about 10.0% of 3.0 s of rounds: they are turned off "
         "(Speculation.losing_steps)"
     ]
+    assert len(drafting._history) == 0
     drafting.close()
 
 

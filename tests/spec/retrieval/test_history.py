@@ -49,10 +49,10 @@ def test_a_growing_history_drafts_from_each_response_as_soon_as_it_ends():
     assert history.begin((50, 51), 1) == first != other
     live = live_texts([50, 51], [60], groups=[first, other])
     assert drafts(drafter, live) == [[], []]
-    assert not history.end((50, 51), ids(1, 2, 7))
+    assert not history.end(first, ids(1, 2, 7))
     assert drafts(drafter, live) == [[1, 2, 7], []]
-    assert not history.end((50, 51), ids(1, 3)) and history.end([60], ids(9))
-    assert history.end((50, 51), ids(1, 3)), "the last of three"
+    assert not history.end(first, ids(1, 3)) and history.end(other, ids(9))
+    assert history.end(first, ids(1, 3)), "the last of three"
     again = history.begin((50, 51), 1)
     assert again not in (first, other), "siblings that ended are another group"
     assert drafts(drafter, live_texts([50, 51], groups=[again])) == [[1, 3]]
@@ -61,11 +61,19 @@ def test_a_growing_history_drafts_from_each_response_as_soon_as_it_ends():
 def test_a_growing_history_forgets_what_was_used_the_longest_ago_but_nothing_that_runs():
     history = GrowingHistory(8)
     for prompt in (1, 2, 3):
-        history.begin([prompt], 2 if prompt == 1 else 1)
-        history.end([prompt], ids(7, 8, 9))  # four tokens with the prompt's
+        number = history.begin([prompt], 2 if prompt == 1 else 1)
+        history.end(number, ids(7, 8, 9))  # four tokens with the prompt's
     kept = [history.begin([prompt], 1) for prompt in (1, 2, 3)]
     texts = live_texts([1, 7], [2, 7], [3, 7], groups=kept)
     assert drafts(HistoryDrafter(history, {}), texts) == [[8, 9], [], [8, 9]]
+
+
+def test_without_tokens_groups_have_numbers_and_nothing_is_kept():
+    history = GrowingHistory(0)
+    for prompt in range(3):
+        number = history.begin([prompt], 2)
+        assert not history.end(number, ids(7, 8)) and history.end(number, ids(7, 9))
+    assert number == 3 and len(history) == 0
 
 
 def test_the_trees_of_several_forests_draft_as_those_of_one():
