@@ -186,11 +186,12 @@ class Policy:
         """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
         _check_loss(loss)
         learner, passes = self._learner, list[Any]()
+        settings = settings or default_settings(loss)
         packed = pack(data, self.model, learner.shape)
         static: dict[str, Any] = {"loss": loss, "recipe": learner.recipe}
         with on_mesh(self._mesh):
             for p in packed:
-                given = logprobs.place(p.batch), settings or default_settings(loss), learner.base
+                given = logprobs.place(p.batch), settings, learner.base
                 passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
                 logprobs.keep_pace(passes, logprobs.unwatched)
             return _output(data, packed, jax.device_get(passes))
@@ -208,7 +209,7 @@ class Policy:
         gradients since the last `optim_step` are gone.
         """
         _check_loss(loss)
-        learner = self._learner
+        learner, settings = self._learner, settings or default_settings(loss)
         packed = pack(data, self.model, learner.shape)
         static: dict[str, Any] = {"network": NETWORKS[loss], "recipe": learner.recipe}
         with on_mesh(self._mesh):
@@ -216,13 +217,7 @@ class Policy:
             total = total or gradient_accumulation.start(**static)
             params, base, passes = self._state.params, learner.base, list[Health]()
             for p in packed:
-                given = (
-                    params,
-                    total,
-                    logprobs.place(p.batch),
-                    settings or default_settings(loss),
-                    base,
-                )
+                given = params, total, logprobs.place(p.batch), settings, base
                 total, health = in_turn(gradient_accumulation.accumulate(*given, **static))
                 passes.append(health)
                 logprobs.keep_pace(passes, logprobs.unwatched)
