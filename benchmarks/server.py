@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from benchmarks.turns import in_turns
+from benchmarks.turns import WARM_TURNS, in_turns
 from rl import api
 from rl.stream import SampleRequest, Stream
 from spec.config import SamplingConfig
@@ -299,11 +299,13 @@ def _questions(tokenizer: Any, seed: int, count: int) -> tuple[list[Any], list[I
 
 def drafts(arguments: argparse.Namespace) -> dict[str, Any]:
     sides = {"plain": InProcess(arguments), "drafts": InProcess(arguments, DRAFTS)}
-    steps, drawn = dict.fromkeys(sides, 0), {name: list[Ids]() for name in sides}
+    # turns that do not count have other questions: an epoch begins with the first that counts
+    steps, drawn = dict.fromkeys(sides, -WARM_TURNS), {name: list[Ids]() for name in sides}
 
     def step(name: str) -> float:
-        side, number = sides[name], steps[name]
-        pairs, prompts = _questions(side.tokenizer, number % arguments.steps, arguments.groups)
+        side, number, epoch = sides[name], steps[name], arguments.steps
+        seed = number % epoch if number >= 0 else epoch - number
+        pairs, prompts = _questions(side.tokenizer, seed, arguments.groups)
         began_s = time.perf_counter()
         groups = side.sample(prompts, arguments.group_size, arguments.new_tokens, 1000 * number)
         taken_s = time.perf_counter() - began_s
