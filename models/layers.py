@@ -1,8 +1,8 @@
 """The arithmetic of a decoder layer: products with weights, sums, rotary positions, loops.
 
-XLA's CPU product packs its right operand. Few rows go to a kernel (`models.kernels.few_rows_cpu`),
-or are turned to columns, so that the weights stay as they are. XLA's reductions have orders that
-depend on the number of rows and on the program; `sum_in_order` has not.
+XLA's products and reductions have orders that depend on the number of rows and on the program.
+`sum_in_order` has not, nor has the kernel of products on a CPU (`models.kernels.products_cpu`). If
+the kernel does not take the sizes, few rows are turned to columns: XLA's CPU packs its right operand.
 
 Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
 F feature width, N terms.
@@ -18,13 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import precision_of
 from models.config import Adapted, ModelConfig
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
-from models.sharding import sizes_in_use
+from models.sharding import platform_in_use, sizes_in_use
 
-FEW_ROWS = 64  # of inputs; more go through the ordinary product
+FEW_ROWS = 64  # of inputs
+PRODUCT = "product"  # names the result of a product in order, for `models.training`
 ADDED_AT_ONCE = 16  # parts of a sum
 
 
@@ -34,30 +36,55 @@ def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> j
     An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x.
     """
     dtype = dtype or x.dtype
-    if isinstance(weight_OI, Adapted):
-        return _adapted(x, weight_OI, dtype)
-    if (product := _kernel(x, weight_OI)) is not None:
-        return _by_rows(product, partial(_input_first, dtype=dtype), x, weight_OI)
+    if not isinstance(weight_OI, Adapted):
+        return _product(dtype, x, weight_OI)
+    low = weight_OI.low
+    inner = weight_OI.scale * linear(x, low.down_RI)
+    if weight_OI.keeps_XR is not None:
+        inner *= weight_OI.keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
+    return _product(dtype, x, weight_OI.weight_OI, inner, low.up_OR)
+
+
+def _product(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
+    """Return x · wᵀ, and with `more`, inner and up_OR, inner · upᵀ added to it."""
+    many = partial(_input_first, dtype)
+    if is_in_order(x, weight_OI, *more):
+        in_order = partial(_in_order, dtype)
+        return jax.lax.platform_dependent(x, weight_OI, *more, cpu=in_order, default=many)
+    if more:
+        return _product(dtype, x, weight_OI) + _product(dtype, *more)
 
     def turned(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
         return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
 
-    return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
+    return _by_rows(turned, many, x, weight_OI)
 
 
-def _adapted(x: jax.Array, weight: Adapted, dtype: Any) -> jax.Array:
-    weight_OI, up_OR = weight.weight_OI, weight.low.up_OR
-    inner = weight.scale * linear(x, weight.low.down_RI)
-    if weight.keeps_XR is not None:
-        inner *= weight.keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
+def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
+    """Return whether a CPU sums this product in one order, in any number of rows."""
+    if platform_in_use() != "cpu" or math.prod(sizes_in_use().values()) > 1:
+        return False
+    from models.kernels import products_cpu  # numba: half a second to import
 
-    def apart(x: jax.Array, weight_OI: jax.Array, inner: jax.Array, up_OR: jax.Array) -> jax.Array:
-        return linear(x, weight_OI, dtype) + linear(inner, up_OR, dtype)
+    return all(products_cpu.takes(y.shape[-1], y.dtype) for y in (x, *more))
 
-    given = x, weight_OI, inner, up_OR
-    if (product := _kernel(x, weight_OI, up_OR)) is not None:
-        return _by_rows(product, apart, *given)
-    return apart(*given)
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_order(dtype: Any, *given: jax.Array) -> jax.Array:
+    from models.kernels import products_cpu
+
+    return products_cpu.product(*given).astype(dtype)
+
+
+def _in_order_fwd(dtype: Any, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return checkpoint_name(_in_order(dtype, *given), PRODUCT), given
+
+
+def _in_order_bwd(dtype: Any, given: tuple[jax.Array, ...], dy: jax.Array) -> tuple:
+    return jax.vjp(partial(_input_first, dtype), *given)[1](dy)
+
+
+_in_order.defvjp(_in_order_fwd, _in_order_bwd)
 
 
 def dense(x: Adapted) -> jax.Array:
@@ -67,37 +94,26 @@ def dense(x: Adapted) -> jax.Array:
     return (x.weight_OI.astype(jnp.float32) + change_OI).astype(x.weight_OI.dtype)
 
 
-def _kernel(x: jax.Array, *weights: jax.Array) -> Callable | None:
-    """Return a CPU's kernel for products of few rows, if it takes all of these."""
-    if math.prod(x.shape[:-1]) > FEW_ROWS:
-        return None
-    from models.kernels import few_rows_cpu  # numba: half a second to import
-
-    one_device = math.prod(sizes_in_use().values()) == 1
-    takes = all(few_rows_cpu.takes(w.shape[1], x.dtype, w.dtype) for w in weights)
-    return few_rows_cpu.linear if one_device and takes else None
-
-
 def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Array:
     """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features.
 
-    Adapted weights have no parts: frozen, they have no gradients that parts would save.
+    Adapted weights have no parts: frozen, they have no gradients that parts would save. Nor have
+    products in order, since decoding has no parts.
     """
-    if any(isinstance(weight, Adapted) for weight in (gate_FD, up_FD, down_DF)):
+    weights = gate_FD, up_FD, down_DF
+    if any(isinstance(weight, Adapted) for weight in weights) or is_in_order(x, *weights):
         return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
     if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
         return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
-    if _kernel(x, gate_FD, down_DF) is not None:
-        return linear(_inner(x, gate_FD, up_FD), down_DF)
-    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
+    return _by_rows(_turned_feed_forward, _feed_forward, x, *weights)
 
 
 def _feed_forward(
     x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
 ) -> jax.Array:
-    x_F = jax.nn.silu(_input_first(x, gate_FD, x.dtype)) * _input_first(x, up_FD, x.dtype)
-    return _input_first(x_F, down_DF, x.dtype)
+    x_F = jax.nn.silu(_input_first(x.dtype, x, gate_FD)) * _input_first(x.dtype, x, up_FD)
+    return _input_first(x.dtype, x_F, down_DF)
 
 
 def _turned_feed_forward(
@@ -174,10 +190,14 @@ def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -
     return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
 
 
-def _input_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.einsum(
+def _input_first(
+    dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array
+) -> jax.Array:
+    """Compute `_product` as the backend does."""
+    y = jnp.einsum(
         "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
     )
+    return y + _input_first(dtype, *more) if more else y
 
 
 def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Array:
@@ -206,17 +226,19 @@ def sum_in_order(x_N: jax.Array) -> jax.Array:
     return x_N[..., 0]
 
 
+@jax.custom_jvp
 def mean_square(x_D: jax.Array) -> jax.Array:
-    """Return the mean of x² over the last axis, in float32; [..., 1].
-
-    On a CPU bfloat16 is summed in order: one bit of a norm may round to another bfloat16.
-    """
+    """Return the mean of x² over the last axis, in float32; [..., 1]. A CPU sums in order."""
     x = x_D.astype(jnp.float32)
-    if x_D.dtype == jnp.float32:
-        return jnp.mean(x * x, axis=-1, keepdims=True)
     whole = partial(jnp.sum, axis=-1)
     total = jax.lax.platform_dependent(x * x, cpu=sum_in_order, default=whole)
     return total[..., None] / x.shape[-1]
+
+
+@mean_square.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    x, change = (y.astype(jnp.float32) for y in (*primals, *tangents))
+    return mean_square(*primals), 2 * jnp.mean(x * change, axis=-1, keepdims=True)
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:

@@ -36,7 +36,7 @@ from models.attention import (
 from models.config import ModelConfig
 from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
-from models.sharding import fitting_spec, sizes_in_use
+from models.sharding import fitting_spec, platform_in_use, sizes_in_use
 
 PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
 Axes = tuple[str | None, ...]
@@ -80,22 +80,16 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True
-    if (platform := _platform()) != "cpu":
+    if (platform := platform_in_use()) != "cpu":
         return False
     shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
     return _kernel_of(platform).takes(*shapes, dtype) is None
 
 
-def _platform() -> str:
-    """Return the platform of the mesh in use, else of jax's devices."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
     """Call `by_kernel` on the platforms that have one which takes the inputs, else `by_blocks`."""
     # Pallas kernels take a while to trace. A CPU that compiles for another platform has long rows.
-    is_for_cpu = _platform() == "cpu" and inputs[0].shape[1] < LONG_ROW_TOKENS
+    is_for_cpu = platform_in_use() == "cpu" and inputs[0].shape[1] < LONG_ROW_TOKENS
     paths = {
         platform: partial(by_kernel, platform)
         for platform in PLATFORMS

@@ -104,6 +104,12 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
     return jax.make_array_from_callback(copy.shape, where, copy.__getitem__)
 
 
+def platform_in_use() -> str:
+    """Return the platform of the mesh in use, else of jax's devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def sizes_in_use() -> dict[str, int]:
     """Return the sizes of the mesh in use by axis; {} without a mesh.
 

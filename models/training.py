@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from models.config import Layer
+from models.layers import PRODUCT
 from models.layout import layers_per_input
 from models.sharding import constrain
 
@@ -87,7 +88,10 @@ def through_layers(
 
     apply: Step = plain
     if remat == "dots":
-        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        products = jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names(PRODUCT),
+        )
         apply = _at_once(_kept_in_parts(plain, policy=products))
     elif num_layers:
         apply = _at_once(_kept_in_parts(plain))

@@ -35,7 +35,7 @@ _task = cpu_calls.task_of(NAME)
 
 def takes(head_dim: int, *dtypes: jnp.dtype) -> bool:
     """Return whether the kernel takes these sizes."""
-    return head_dim % LANES == 0 and all(dtype == jnp.float32 for dtype in dtypes)
+    return head_dim % LANES == 0 and all(dtype in (jnp.float32, jnp.bfloat16) for dtype in dtypes)
 
 
 def attend(
@@ -51,11 +51,12 @@ def attend(
     """Return softmax(q·k/√h)·v over a row's first positions, a token's ancestors and itself.
 
     Token x follows token `parent_X[x]`, or the row's first `length` positions if that is −1.
-    Tokens of no row get zeros. Float32 [X, H, h].
+    Tokens of no row get zeros. Of the values' dtype, [X, H, h].
     """
     register()
-    inputs = q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent_X
-    return jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))(*inputs)
+    rows = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh))
+    call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))
+    return call(*rows, row_X, length_X, parent_X).astype(v_XKh.dtype)
 
 
 @fast

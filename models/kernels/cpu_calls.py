@@ -38,7 +38,8 @@ EXTENSION, API, CONTEXT, NUM_INPUTS, INPUTS, NUM_OUTPUTS, OUTPUTS = (
 )  # of a call
 METADATA, METADATA_VERSION = 3, 3  # of the extension that queries the version; of these
 API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # of the API
-DATA, SIZES = 3, 5  # of a buffer
+KIND, DATA, SIZES = 2, 3, 5  # of a buffer
+FLOAT32 = 11  # a kind
 USERS, TAKEN, DONE, PARTS, CALL = range(5)  # of shared memory
 MIN_PRODUCTS = 2**18  # for several threads
 
@@ -150,6 +151,12 @@ def integers(call, i, shape):  # type: ignore[no-untyped-def]
 @fast
 def output(call, i, shape):  # type: ignore[no-untyped-def]
     return numba.carray(_pointer(_buffer(call, OUTPUTS, i)[DATA]), shape, np.float32)
+
+
+@fast
+def number_bytes(call, i):  # type: ignore[no-untyped-def]
+    """Return the size of an input's numbers: float32 or bfloat16."""
+    return 4 if _buffer(call, INPUTS, i)[KIND] & 0xFFFFFFFF == FLOAT32 else 2
 
 
 @fast

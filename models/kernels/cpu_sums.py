@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from models.kernels.cpu_tiles import FLOAT, LINE, ZERO, Code, tile
+from models.kernels.cpu_tiles import FLOAT, LINE, Code, tile
 from models.kernels.cpu_tiles import LANES as VECTOR_LANES
 
 BLOCK = 256  # positions whose keys or values stay in a cache of the core
@@ -78,7 +78,7 @@ def _dots_tile(queries: int) -> Any:
             code.fetch(code.place(b, 0, width, code.builder.add(row, fetched)))
             return totals
 
-        totals = code.sums([ZERO] * (queries * len(starts)), h, 1, add)
+        totals = code.sums([code.zero] * (queries * len(starts)), h, 1, add)
         for i, total in enumerate(totals):
             y, n = divmod(i, len(starts))
             code.store(total, code.place(out, y, out_width, code.number(starts[n])))

@@ -6,7 +6,7 @@ numba has no vectors, and keeps sums in memory. A tile is a function for numba t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -16,10 +16,7 @@ from numba.extending import intrinsic
 
 LANES = 8
 LINE = 16  # numbers of a line of memory
-FLOAT, WORD, INDEX = ir.FloatType(), ir.IntType(64), ir.IntType(32)
-VECTOR = ir.VectorType(FLOAT, LANES)
-ZERO = ir.Constant(VECTOR, [0.0] * LANES)
-_FMA = f"llvm.fmuladd.v{LANES}f32", ir.FunctionType(VECTOR, [VECTOR] * 3)
+FLOAT, HALF, WORD, INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(64), ir.IntType(32)
 _BYTE = ir.IntType(8).as_pointer()
 _FETCH = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTE, *[INDEX] * 3])
 
@@ -27,20 +24,30 @@ _FETCH = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTE, *[INDEX] * 3
 class Code:
     """Writes the code of a tile."""
 
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
+    def __init__(self, builder: Any, lanes: int) -> None:
+        self.builder, self.lanes = builder, lanes
+        self.vector = ir.VectorType(FLOAT, lanes)
+        self.zero = ir.Constant(self.vector, [0.0] * lanes)
 
     def number(self, value: int) -> Any:
         return ir.Constant(WORD, value)
 
-    def place(self, array: Any, row: int, stride: Any, at: Any) -> Any:
+    def place(self, array: Any, row: int, stride: Any, at: Any, size_bytes: int = 4) -> Any:
         """Return the address of a number: `at` in a row."""
         b = self.builder
         number = b.add(b.mul(self.number(row), stride), at)
-        return b.add(array, b.mul(number, self.number(4)))
+        return b.add(array, b.mul(number, self.number(size_bytes)))
 
-    def load(self, address: Any, kind: Any = VECTOR) -> Any:
+    def load(self, address: Any, kind: Any = None) -> Any:
+        kind = kind or self.vector
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
+
+    def load_halves(self, address: Any) -> Any:
+        """Load bfloat16 numbers, the upper halves of float32."""
+        b, words = self.builder, ir.VectorType(INDEX, self.lanes)
+        pointer = b.inttoptr(address, ir.VectorType(HALF, self.lanes).as_pointer())
+        bits = b.zext(b.load(pointer, align=2), words)
+        return b.bitcast(b.shl(bits, ir.Constant(words, [16] * self.lanes)), self.vector)
 
     def store(self, value: Any, address: Any) -> None:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
@@ -49,8 +56,9 @@ class Code:
     def everywhere(self, number: Any) -> Any:
         """Return a vector with a number in every lane."""
         b = self.builder
-        one = b.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.Constant(INDEX, 0))
-        return self.shuffled(one, one, [0] * LANES)
+        nothing = ir.Constant(self.vector, ir.Undefined)
+        one = b.insert_element(nothing, number, ir.Constant(INDEX, 0))
+        return self.shuffled(one, one, [0] * self.lanes)
 
     def shuffled(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
         kind = ir.VectorType(INDEX, len(lanes))
@@ -58,7 +66,8 @@ class Code:
 
     def multiplied(self, a: Any, b: Any, total: Any) -> Any:
         """Return a · b + total."""
-        return self._call(_FMA, a, b, total)
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        return self._call((f"llvm.fmuladd.v{self.lanes}f32", kind), a, b, total)
 
     def fetch(self, address: Any) -> None:
         """Have a line brought from memory."""
@@ -69,6 +78,23 @@ class Code:
         name, kind = function
         found = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(found, arguments)
+
+    def cases(self, word: Any, bodies: Mapping[int, Callable[[], None]]) -> None:
+        """Run the body of a word's value, which must be one of these."""
+        b = self.builder
+        choice, after = b.block, b.append_basic_block("after")
+        never = b.append_basic_block("never")
+        b.position_at_end(never)
+        b.unreachable()
+        b.position_at_end(choice)
+        switch = b.switch(word, never)
+        for value, body in bodies.items():
+            block = b.append_basic_block(f"case_{value}")
+            switch.add_case(self.number(value), block)
+            b.position_at_end(block)
+            body()
+            b.branch(after)
+        b.position_at_end(after)
 
     def sums(
         self, first: Sequence[Any], count: Any, step: int, body: Callable[[Any, list], list]
@@ -81,7 +107,7 @@ class Code:
         b.position_at_end(loop)
         i = b.phi(WORD)
         i.add_incoming(self.number(0), before)
-        sums = [b.phi(VECTOR) for _ in first]
+        sums = [b.phi(self.vector) for _ in first]
         totals = body(i, list(sums))
         for one, start, total in zip(sums, first, totals, strict=True):
             one.add_incoming(start, before)
@@ -90,19 +116,19 @@ class Code:
         i.add_incoming(following, loop)
         b.cbranch(b.icmp_unsigned("<", following, count), loop, after)
         b.position_at_end(after)
-        found = [b.phi(VECTOR) for _ in first]
+        found = [b.phi(self.vector) for _ in first]
         for one, start, total in zip(found, first, totals, strict=True):
             one.add_incoming(start, before)
             one.add_incoming(total, loop)
         return found
 
 
-def tile(write: Callable[..., None]) -> Any:
+def tile(write: Callable[..., None], lanes: int = LANES) -> Any:
     """Return a function for numba of words, whose code `write(code, *words)` writes."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         [words] = arguments
-        write(Code(builder), *cgutils.unpack_tuple(builder, words))
+        write(Code(builder, lanes), *cgutils.unpack_tuple(builder, words))
         return ir.Constant(WORD, 0)
 
     def typed(_typing: Any, *words: Any) -> Any:

@@ -28,8 +28,8 @@ _task = cpu_calls.task_of(NAME)
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
     """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
-    if jnp.dtype(dtype) != jnp.float32:
-        return f"expected float32, got {jnp.dtype(dtype).name}"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
     if q_shape[3] % LANES:
         return f"expected a head size that {LANES} divides, got {q_shape[3]}"
     return None
@@ -45,7 +45,8 @@ def forward(
     """Return the attention of `models.row_attention`, [B, T, H, h], and log Σ e^score [B, H, T]."""
     B, T, H, _ = q_BTHh.shape
     inputs = q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT
-    return _call(inputs, _like((q_BTHh.shape, (B, H, T))))
+    out_BTHh, lse_BHT = _call(inputs, _like((q_BTHh.shape, (B, H, T))))
+    return out_BTHh.astype(v_BTKh.dtype), lse_BHT
 
 
 def backward(
@@ -60,7 +61,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values, from inputs and results of `forward`."""
     inputs = q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, out_BTHh, lse_BHT, dout_BTHh
-    return _call(inputs, _like(x.shape for x in inputs[:3]))
+    gradients = _call(inputs, _like(x.shape for x in inputs[:3]))
+    return tuple(x.astype(like.dtype) for x, like in zip(gradients, inputs, strict=False))
 
 
 def _like(shapes: Iterable[tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -69,7 +71,8 @@ def _like(shapes: Iterable[tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]
 
 def _call(inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
     register()
-    return jax.ffi.ffi_call(NAME, outputs)(*inputs)
+    wide = (x if x.dtype == jnp.int32 else x.astype(jnp.float32) for x in inputs)
+    return jax.ffi.ffi_call(NAME, outputs)(*wide)
 
 
 @fast

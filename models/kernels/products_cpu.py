@@ -1,0 +1,211 @@
+"""Products with a matrix of weights on CPUs: y[x, o] = Σ_i x[x, i] · w[o, i].
+
+A sum has sixteen parts (`LINE`), each in the order of i, which are then added in pairs: it depends
+on nothing but its terms, so a row has the same bits in any batch, in decoding and in training.
+XLA's CPU has an order for each shape, and copies its right operand into panels, which for few rows
+costs as much as reading the weights; here they are read as they are. The terms of a second product,
+the one of an adapter's ranks, are added to the same sums.
+
+Weights are float32 or bfloat16, sums float32. Shape suffixes: X rows, I inputs, O outputs, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import llvmlite.binding
+import numba
+import numpy as np
+from llvmlite import ir
+
+from models.kernels import cpu_calls
+from models.kernels.cpu_sums import fast
+from models.kernels.cpu_tiles import LINE, WORD, Code, tile
+
+NAME = "reprise_products"
+OUTPUTS = 3  # of a tile
+# Rows of tiles, by which no sum changes: 24 sums of sixteen numbers fit into AVX-512's registers.
+ROWS = (8, 4, 2, 1) if llvmlite.binding.get_host_cpu_features().get("avx512f") else (2, 1)
+BLOCK_OUTPUTS = 48  # of a part, whose weights stay in a cache of the core for all rows
+BLOCK_ROWS = 256
+_task = cpu_calls.task_of(NAME)
+
+
+def takes(num_inputs: int, *dtypes: Any) -> bool:
+    """Return whether the kernel takes these sizes."""
+    return num_inputs % LINE == 0 and all(dtype in (jnp.float32, jnp.bfloat16) for dtype in dtypes)
+
+
+def product(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
+    """Return x · wᵀ, [..., I] to float32 [..., O].
+
+    With `more`, inner [..., R] and up_OR of w's dtype, it is x · wᵀ + inner · upᵀ.
+    """
+    register()
+    shape = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), len(weight_OI)), jnp.float32)
+    call = jax.ffi.ffi_call(NAME, shape, vmap_method="sequential")
+    rows = (x, *more[:1])
+    flat = (a.reshape(-1, a.shape[-1]).astype(jnp.float32) for a in rows)
+    weights = (weight_OI, *more[1:])
+    given = [a for pair in zip(flat, weights, strict=True) for a in pair]
+    return call(*given).reshape(*x.shape[:-1], -1)
+
+
+def _write_tiles(code: Code, *words: Any) -> None:
+    """Write the tiles of all sizes; the first word selects one (`_size`).
+
+    The others are addresses, and sizes in numbers. A tile has the weights of the next one brought
+    from memory.
+    """
+    size, x, w, y, inputs, width, inner, up, ranks = words
+
+    def one(rows: int, outputs: int, size_bytes: int) -> None:
+        load = code.load if size_bytes == 4 else code.load_halves
+
+        def added(i: Any, totals: list, x: Any, w: Any, inputs: Any) -> list:
+            w_O = [load(code.place(w, o, inputs, i, size_bytes)) for o in range(outputs)]
+            for r in range(rows):
+                x_r = code.load(code.place(x, r, inputs, i))
+                for o in range(outputs):
+                    n = r * outputs + o
+                    totals[n] = code.multiplied(x_r, w_O[o], totals[n])
+            for o in range(outputs):
+                code.fetch(code.place(w, outputs + o, inputs, i, size_bytes))
+            return totals
+
+        totals = [code.zero] * (rows * outputs)
+        for terms in ((x, w, inputs), (inner, up, ranks)):
+            totals = code.sums(totals, terms[2], LINE, partial(_with, added, terms))
+        for n, total in enumerate(_totals(code, totals)):
+            r, o = divmod(n, outputs)
+            code.store(total, code.place(y, r, width, code.number(o)))
+
+    sizes = [(r, o, b) for r in ROWS for o in (OUTPUTS, 1) for b in (4, 2)]
+    code.cases(size, {_size(*of): partial(one, *of) for of in sizes})
+
+
+def _with(added: Callable, terms: tuple, i: Any, totals: list) -> list:
+    return added(i, totals, *terms)
+
+
+def _size(rows: Any, outputs: Any, size_bytes: Any) -> Any:
+    return (rows * 8 + outputs) * 8 + size_bytes
+
+
+def _totals(code: Code, vectors: list[Any]) -> list[Any]:
+    """Return the sum of each vector's lanes, added in pairs; vectors are taken in fours."""
+    found = []
+    for first in range(0, len(vectors), 4):
+        some = vectors[first : first + 4]
+        four = some + [some[-1]] * (4 - len(some))
+        eights = [_folded(code, vector) for vector in four]
+        both = _pairs(code, _pairs(code, *eights[:2]), _pairs(code, *eights[2:]))
+        low, high = (code.shuffled(both, both, range(n, n + 4)) for n in (0, 4))
+        total = code.builder.fadd(low, high)
+        index = [ir.Constant(ir.IntType(32), n) for n in range(len(some))]
+        found += [code.builder.extract_element(total, n) for n in index]
+    return found
+
+
+def _folded(code: Code, vector: Any) -> Any:
+    low, high = (code.shuffled(vector, vector, range(n, n + 8)) for n in (0, 8))
+    return code.builder.fadd(low, high)
+
+
+def _pairs(code: Code, a: Any, b: Any) -> Any:
+    """Add neighbours: sums of a and of b take turns by halves of the vectors (`vhaddps`)."""
+    even = [0, 2, 8, 10, 4, 6, 12, 14]
+    return code.builder.fadd(code.shuffled(a, b, even), code.shuffled(a, b, [n + 1 for n in even]))
+
+
+_tile = tile(_write_tiles, LINE)
+_MOST_ROWS = ROWS[0]
+
+
+@fast
+def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # type: ignore[no-untyped-def]
+    """Compute some outputs of some rows, from addresses; `low` are inner, up and ranks."""
+    (inner, up, ranks), r = low, 0
+    while r < num_rows:
+        rows, o = _MOST_ROWS, 0
+        while rows > num_rows - r:
+            rows //= 2
+        while o < num_outputs:
+            outputs = OUTPUTS if o + OUTPUTS <= num_outputs else 1
+            of_rows = x + 4 * r * inputs, w + size_bytes * o * inputs, y + 4 * (r * width + o)
+            more = inner + 4 * r * ranks, up + size_bytes * o * ranks, ranks
+            size = (rows * 8 + outputs) * 8 + size_bytes
+            _tile(size, *of_rows, inputs, width, *more)
+            o += outputs
+        r += rows
+
+
+@fast
+def _block_outputs(num_outputs):  # type: ignore[no-untyped-def]
+    """Return the outputs of a part: fewer if two cores would not have one each."""
+    return BLOCK_OUTPUTS if num_outputs > BLOCK_OUTPUTS else (num_outputs + 1) // 2
+
+
+@fast
+def _parts(num_rows, num_outputs):  # type: ignore[no-untyped-def]
+    """Return the parts of the outputs, and of the rows."""
+    size = _block_outputs(num_outputs)
+    return (num_outputs + size - 1) // size, (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+
+
+@fast
+def _run(call, part):  # type: ignore[no-untyped-def]
+    num_rows, inputs = cpu_calls.sizes(call, 0, 2)
+    num_outputs = cpu_calls.sizes(call, 1, 2)[0]
+    size_bytes = cpu_calls.number_bytes(call, 1)
+    of_outputs, _ = _parts(num_rows, num_outputs)
+    first, o = part // of_outputs * BLOCK_ROWS, part % of_outputs * _block_outputs(num_outputs)
+    low = 0, 0, 0
+    if call[cpu_calls.NUM_INPUTS] > 2:
+        inner, up = cpu_calls.input_address(call, 2), cpu_calls.input_address(call, 3)
+        ranks = cpu_calls.sizes(call, 2, 2)[1]
+        low = inner + 4 * first * ranks, up + size_bytes * o * ranks, ranks
+    x = cpu_calls.input_address(call, 0) + 4 * first * inputs
+    w = cpu_calls.input_address(call, 1) + size_bytes * o * inputs
+    y = cpu_calls.output_address(call, 0) + 4 * (first * num_outputs + o)
+    rows = min(BLOCK_ROWS, num_rows - first)
+    outputs = min(_block_outputs(num_outputs), num_outputs - o)
+    _block(x, w, y, rows, inputs, num_outputs, outputs, size_bytes, low)
+
+
+_serve = cpu_calls.serving(_run)
+
+
+@fast
+def _begin(call):  # type: ignore[no-untyped-def]
+    num_rows, inputs = cpu_calls.sizes(call, 0, 2)
+    num_outputs = cpu_calls.sizes(call, 1, 2)[0]
+    of_outputs, of_rows = _parts(num_rows, num_outputs)
+    return cpu_calls.begin(call, of_outputs * of_rows, num_rows * inputs * num_outputs, _task())
+
+
+def _functions(stamp):  # type: ignore[no-untyped-def]
+    """Return the task and the call; the stamp is for numba's cache."""
+
+    def task(address):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _serve(address)
+        return 0
+
+    def call(frame):  # type: ignore[no-untyped-def]
+        call = numba.carray(frame, 15, np.int64)
+        if not cpu_calls.is_query(call) and stamp >= 0:
+            cpu_calls.end(_begin(call), _task())
+        return 0
+
+    return task, call
+
+
+def register() -> None:
+    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    cpu_calls.register(NAME, __file__, _functions)
