@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from models.attention import After, PartialSoftmax, Portable, attend, partial_attention
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from models.sharding import constrain, sizes_in_use
+from models.sharding import constrain, platform_in_use, sizes_in_use
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # of positions in a layer's keys, and in values and features
 CPU_WRITES = 16  # entries that a CPU writes at a time
@@ -38,6 +38,31 @@ class Kind(NamedTuple):
 
 KEYS, VALUES = Kind(KEY_AXIS, CACHE_AXES), Kind(VALUE_AXIS, CACHE_AXES)
 FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
+
+
+def is_in_order(head_dim: int, *dtypes: Any) -> bool:
+    """Return whether one CPU device attends to a cache in one order, by position."""
+    if platform_in_use() != "cpu" or math.prod(sizes_in_use().values()) > 1:
+        return False
+    from models.kernels import cached_rows_cpu  # numba: half a second to import
+
+    return cached_rows_cpu.takes(head_dim, *dtypes)
+
+
+def attend_in_order(
+    new: tuple[jax.Array, jax.Array, jax.Array],
+    held: tuple[jax.Array, jax.Array],
+    after: After,
+    portable: Portable,
+    *table_BN: jax.Array,
+) -> jax.Array:
+    """Compute `CachedLayer.of_new` by a CPU's kernel, of pages with a table; else `portable`."""
+    if not is_in_order(new[0].shape[-1], new[0].dtype, held[0].dtype):
+        return portable()
+    from models.kernels import cached_rows_cpu
+
+    kernel = partial(cached_rows_cpu.attend, *new, *held, *after, *table_BN)
+    return jax.lax.platform_dependent(cpu=kernel, default=portable)
 
 
 @jax.tree_util.register_dataclass
@@ -76,19 +101,10 @@ class Rows:
     def of_new(
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
-        """Attend from X tokens to all before them and themselves; `portable` if no kernel does.
-
-        On one CPU device there is a kernel for float32.
-        """
-        from models.kernels import cached_rows_cpu  # numba: half a second to import
-
-        one_device = math.prod(sizes_in_use().values()) == 1
-        dtypes = q_XHh.dtype, self.keys_BKhS.dtype
-        if not (one_device and cached_rows_cpu.takes(q_XHh.shape[-1], *dtypes)):
-            return portable()
-        new, held = (q_XHh, k_XKh, v_XKh), (self.keys_BKhS, self.values_BKSh)
-        kernel = partial(cached_rows_cpu.attend, *new, *held, *after)
-        return jax.lax.platform_dependent(cpu=kernel, default=portable)
+        """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
+        return attend_in_order(
+            (q_XHh, k_XKh, v_XKh), (self.keys_BKhS, self.values_BKSh), after, portable
+        )
 
     def append_and_attend(
         self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array

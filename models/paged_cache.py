@@ -22,7 +22,17 @@ from jax.sharding import PartitionSpec
 from models import kv_cache
 from models.attention import After, PartialSoftmax, Portable, causal_mask, joined, partial_attention
 from models.config import ModelConfig
-from models.kv_cache import FEATURES, VALUES, Entries, Kind, KVCache, Pending, pin
+from models.kv_cache import (
+    FEATURES,
+    VALUES,
+    Entries,
+    Kind,
+    KVCache,
+    Pending,
+    attend_in_order,
+    is_in_order,
+    pin,
+)
 from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
 from models.page_attention import append_and_attend, attend_pages, place_of, write_entries
 from models.sharding import fitting_spec
@@ -76,8 +86,9 @@ class Pages:
     def of_new(
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
-        """Attend from X tokens to all before them and themselves; `of_prefix` has kernels."""
-        return portable()
+        """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
+        held = self.keys_PKTh, self.values_PKTh
+        return attend_in_order((q_XHh, k_XKh, v_XKh), held, after, portable, self.table_BN)
 
     def append_and_attend(
         self,
@@ -90,7 +101,8 @@ class Pages:
 
         Slots without a page there write nothing, and get 0 if N is 1.
         """
-        if q_BNHh.shape[1] > 1:
+        in_order = is_in_order(q_BNHh.shape[-1], q_BNHh.dtype, self.values_PKTh.dtype)
+        if q_BNHh.shape[1] > 1 or in_order:
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = _Split.of_pages(self.keys_PKTh)
@@ -115,17 +127,26 @@ class Pages:
         (B, N), dtype = q_BNHh.shape[:2], self.values_PKTh.dtype
         row_X, position_X = places_of_windows(start_B, N)
         place = page_X, _ = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
-        keys, values = (
-            put_entries(pages, new.reshape(B * N, *new.shape[2:]), place)
-            for pages, new in ((self.keys_PKTh, k_BNKh), (self.values_PKTh, v_BNKh))
+        q_XHh, k_XKh, v_XKh = (
+            x.reshape(B * N, *x.shape[2:]) for x in (q_BNHh, k_BNKh, v_BNKh)
         )
+        pairs = (self.keys_PKTh, k_XKh), (self.values_PKTh, v_XKh)
+        keys, values = (put_entries(pages, new, place) for pages, new in pairs)
         layer = dataclasses.replace(self, keys_PKTh=keys, values_PKTh=values)
         is_there_B = page_X.reshape(B, N)[:, 0] < len(keys)
-        of_prefix = layer.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
-        k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
-        causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
-        own = partial_attention(q_BNHh, k_BKhN.astype(dtype), v_BKNh.astype(dtype), causal_BNN)
-        return layer, joined(of_prefix, own).astype(dtype)
+
+        def portable() -> jax.Array:
+            of_prefix = layer.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
+            k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+            causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
+            own = partial_attention(q_BNHh, k_BKhN.astype(dtype), v_BKNh.astype(dtype), causal_BNN)
+            return joined(of_prefix, own).astype(dtype).reshape(q_XHh.shape)
+
+        x_X = jnp.arange(B * N, dtype=jnp.int32)
+        parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
+        after = After(jnp.where(is_there_B[row_X], row_X, -1), start_B[row_X], parent_X)
+        out_XHh = layer.of_new(q_XHh, k_XKh, v_XKh, after, portable)
+        return layer, out_XHh.reshape(q_BNHh.shape)
 
 
 @jax.tree_util.register_dataclass

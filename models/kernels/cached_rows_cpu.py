@@ -1,11 +1,12 @@
-"""Attention of new tokens over rows of a cache, on CPUs.
+"""Attention of new tokens over the rows of a cache, or over pages, on CPUs.
 
 XLA's CPU multiplies small matrices of a batch one after another on one core, and reads dead
 positions. Here each core takes some of the heads, and each row is read once, up to its length.
-Decoding, trees and chunks round alike (`cpu_sums`). Float32 only.
+Decoding, trees, chunks and training sum in one order, by position (`cpu_sums`), in float32.
 
-Shape suffixes: X tokens, B rows, S positions, H heads, K key/value heads, G = H/K, h head size,
-Y queries of one key/value head, V positions that a query sees, P tokens of a path.
+Shape suffixes: X tokens, B rows, S positions, N pages of a row, T positions of a page, H heads,
+K key/value heads, G = H/K, h head size, Y queries of one key/value head, V positions that a query
+sees, P tokens of a path. Keys and values of pages are [page, K, T, h].
 """
 
 from __future__ import annotations
@@ -42,21 +43,23 @@ def attend(
     q_XHh: jax.Array,
     k_XKh: jax.Array,
     v_XKh: jax.Array,
-    keys_BKhS: jax.Array,
-    values_BKSh: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
     row_X: jax.Array,
     length_X: jax.Array,
     parent_X: jax.Array,
+    *table_BN: jax.Array,
 ) -> jax.Array:
     """Return softmax(q·k/√h)·v over a row's first positions, a token's ancestors and itself.
 
     Token x follows token `parent_X[x]`, or the row's first `length` positions if that is −1.
-    Tokens of no row get zeros. Of the values' dtype, [X, H, h].
+    Tokens of no row get zeros. Keys are [B, K, h, S] and values [B, K, S, h], or with a table, of
+    pages. Of the values' dtype, [X, H, h].
     """
     register()
-    rows = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh))
+    rows = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh, keys, values))
     call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))
-    return call(*rows, row_X, length_X, parent_X).astype(v_XKh.dtype)
+    return call(*rows, row_X, length_X, parent_X, *table_BN).astype(v_XKh.dtype)
 
 
 @fast
@@ -80,10 +83,42 @@ def _path(parent_X, x, state_2, path_X):  # type: ignore[no-untyped-def]
 
 
 @fast
-def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent_X, k, out_XHh):  # type: ignore[no-untyped-def]
+def _scores(q_Yh, keys, table_BN, b, k, length, page_hT, score_YV):  # type: ignore[no-untyped-def]
+    """Fill in q · k of queries with the first `length` positions of row b."""
+    if not len(table_BN):
+        for first in range(0, length, BLOCK):
+            all_dots(q_Yh, keys[b, k], first, min(first + BLOCK, length), score_YV, first)
+        return
+    T = page_hT.shape[1]
+    for first in range(0, length, T):
+        page_Th = keys[max(table_BN[b, first // T], 0), k]
+        for s in range(T):
+            for j in range(len(page_hT)):
+                page_hT[j, s] = page_Th[s, j]
+        all_dots(q_Yh, page_hT, 0, min(T, length - first), score_YV, first)
+
+
+@fast
+def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # type: ignore[no-untyped-def]
+    """Add the values of the first `length` positions of row b, weighted."""
+    weight, out, (_, V), h = weight_YV.ctypes.data, out_Yh.ctypes.data, weight_YV.shape, len(out_Yh[0])
+    size = values.shape[2] if len(table_BN) else BLOCK
+    for first in range(0, length, size):
+        if len(table_BN):
+            value = values[max(table_BN[b, first // size], 0), k].ctypes.data
+        else:
+            value = values[b, k, first:].ctypes.data
+        count = min(size, length - first)
+        mix_all(weight + 4 * first, V, 1, value, h, out, num_queries, count)
+
+
+@fast
+def _attend(q_XHh, k_XKh, v_XKh, keys, values, row_X, length_X, parent_X, table_BN, k, out_XHh):  # type: ignore[no-untyped-def]
     """Attend with the query heads of key/value head k."""
-    (X, H, h), (B, K, _, S) = q_XHh.shape, keys_BKhS.shape
-    G = H // K
+    (X, H, h), (B, K, S, _) = q_XHh.shape, values.shape
+    if len(table_BN):
+        B, S = len(table_BN), S * table_BN.shape[1]
+    G, page_hT = H // K, np.empty((h, values.shape[2] if len(table_BN) else 0), np.float32)
     key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
     of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
     keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
@@ -104,9 +139,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
         length, num_queries = min(max(length_X[begin], 0), S), (end - begin) * G
         for y in range(num_queries):
             q_Yh[y] = q_XHh[begin + y // G, k * G + y % G]
-        for first in range(0, length, BLOCK):
-            last = min(first + BLOCK, length)
-            all_dots(q_Yh[:num_queries], keys_BKhS[b, k], first, last, score_YV, first)
+        _scores(q_Yh[:num_queries], keys, table_BN, b, k, length, page_hT, score_YV)
         for x in range(begin, end):
             for p in range(_path(parent_X, x, of_keys_2, key_path_X), of_keys_2[1]):
                 keyT_hX[:, p] = k_XKh[key_path_X[p], k]
@@ -118,10 +151,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
                     score_V[s] *= scale
                 total_Y[y] = exponentials(score_V, highest(score_V), bits_V, power_V)
                 out_Yh[y] = 0
-        weight, out = score_YV.ctypes.data, out_Yh.ctypes.data
-        for first in range(0, length, BLOCK):
-            value, count = values_BKSh[b, k, first:].ctypes.data, min(BLOCK, length - first)
-            mix_all(weight + 4 * first, S + X, 1, value, h, out, num_queries, count)
+        _mix(score_YV, values, table_BN, b, k, length, num_queries, out_Yh)
         for x in range(begin, end):
             for p in range(_path(parent_X, x, of_values_2, value_path_X), of_values_2[1]):
                 value_Xh[p] = v_XKh[value_path_X[p], k]
@@ -135,13 +165,20 @@ def _attend(q_XHh, k_XKh, v_XKh, keys_BKhS, values_BKSh, row_X, length_X, parent
 @fast
 def _run(call, k):  # type: ignore[no-untyped-def]
     X, H, h = cpu_calls.sizes(call, 0, 3)
-    B, K, _, S = cpu_calls.sizes(call, 3, 4)
+    K = cpu_calls.sizes(call, 1, 3)[1]
+    P, _, T, _ = cpu_calls.sizes(call, 4, 4)
+    is_paged = call[cpu_calls.NUM_INPUTS] > 8
+    B, N = 0, 0
+    if is_paged:
+        B, N = cpu_calls.sizes(call, 8, 2)
     q, out = cpu_calls.floats(call, 0, (X, H, h)), cpu_calls.output(call, 0, (X, H, h))
     new = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
-    held = cpu_calls.floats(call, 3, (B, K, h, S)), cpu_calls.floats(call, 4, (B, K, S, h))
+    keys = cpu_calls.floats(call, 3, (P, K, T, h) if is_paged else (P, K, h, T))
+    values = cpu_calls.floats(call, 4, (P, K, T, h))
     row, length = cpu_calls.integers(call, 5, X), cpu_calls.integers(call, 6, X)
     parent = cpu_calls.integers(call, 7, X)
-    _attend(q, new[0], new[1], held[0], held[1], row, length, parent, k, out)
+    table = cpu_calls.integers(call, 8 if is_paged else 5, (B, N))
+    _attend(q, new[0], new[1], keys, values, row, length, parent, table, k, out)
 
 
 _serve = cpu_calls.serving(_run)
@@ -151,7 +188,7 @@ _serve = cpu_calls.serving(_run)
 def _begin(call):  # type: ignore[no-untyped-def]
     X, H, h = cpu_calls.sizes(call, 0, 3)
     num_products = np.sum(cpu_calls.integers(call, 6, X)) * H * h
-    num_heads = cpu_calls.sizes(call, 3, 4)[1]
+    num_heads = cpu_calls.sizes(call, 1, 3)[1]
     return cpu_calls.begin(call, num_heads, num_products, _task())
 
 
