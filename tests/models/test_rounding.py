@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from models import attention
-from models.attention import Packing, attend, partial_attention, weights
-from models.row_attention import attend_rows
+from models import attention, row_attention
+from models.attention import attend, partial_attention, weights
 
 B, K, G, h, S = 2, 2, 2, 32, 96
 H = K * G
@@ -80,8 +79,8 @@ def test_gradient_of_attention_is_that_of_the_definition():
 def test_attention_by_blocks_rounds_as_in_one_softmax():
     T = 600  # a block of keys and some of the next
     q, k, v = 3 * normal(1, T, H, h), normal(1, T, K, h), normal(1, T, K, h)
-    places = Packing(jnp.arange(T)[None], jnp.ones((1, T), int), jnp.zeros((1, T), int))
-    by_blocks = jax.jit(attend_rows)(q, k, v, places)
+    places = jnp.ones((1, T), int), jnp.zeros((1, T), int)
+    by_blocks, _ = jax.jit(row_attention._forward_by_blocks)(q, k, v, *places)
     one = jax.jit(attend)(
         q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), attention.causal_mask(T)
     )

@@ -88,6 +88,6 @@ def test_many_calls_at_once_share_the_threads():
 
 
 def test_takes():
-    assert cached_rows_cpu.takes(64, jnp.float32, jnp.float32)
+    assert cached_rows_cpu.takes(64, jnp.float32, jnp.bfloat16)
     assert not cached_rows_cpu.takes(66, jnp.float32)
-    assert not cached_rows_cpu.takes(64, jnp.float32, jnp.bfloat16)
+    assert not cached_rows_cpu.takes(64, jnp.float16)
