@@ -25,7 +25,7 @@ from llvmlite import ir
 
 from models.kernels import cpu_calls
 from models.kernels.cpu_sums import fast
-from models.kernels.cpu_tiles import LINE, WORD, Code, tile
+from models.kernels.cpu_tiles import INDEX, LINE, Code, tile
 
 NAME = "reprise_products"
 OUTPUTS = 3  # of a tile
@@ -98,29 +98,18 @@ def _size(rows: Any, outputs: Any, size_bytes: Any) -> Any:
 
 
 def _totals(code: Code, vectors: list[Any]) -> list[Any]:
-    """Return the sum of each vector's lanes, added in pairs; vectors are taken in fours."""
-    found = []
-    for first in range(0, len(vectors), 4):
-        some = vectors[first : first + 4]
-        four = some + [some[-1]] * (4 - len(some))
-        eights = [_folded(code, vector) for vector in four]
-        both = _pairs(code, _pairs(code, *eights[:2]), _pairs(code, *eights[2:]))
-        low, high = (code.shuffled(both, both, range(n, n + 4)) for n in (0, 4))
-        total = code.builder.fadd(low, high)
-        index = [ir.Constant(ir.IntType(32), n) for n in range(len(some))]
-        found += [code.builder.extract_element(total, n) for n in index]
-    return found
-
-
-def _folded(code: Code, vector: Any) -> Any:
-    low, high = (code.shuffled(vector, vector, range(n, n + 8)) for n in (0, 8))
-    return code.builder.fadd(low, high)
-
-
-def _pairs(code: Code, a: Any, b: Any) -> Any:
-    """Add neighbours: sums of a and of b take turns by halves of the vectors (`vhaddps`)."""
-    even = [0, 2, 8, 10, 4, 6, 12, 14]
-    return code.builder.fadd(code.shuffled(a, b, even), code.shuffled(a, b, [n + 1 for n in even]))
+    """Return the sum of each vector's lanes: halves are added, those of two vectors at a time."""
+    num, lanes, size = len(vectors), LINE, LINE
+    while size > 1:
+        half, starts = size // 2, range(0, 2 * lanes, size)
+        low, high = ([s + first + i for s in starts for i in range(half)] for first in (0, half))
+        pairs = [(vectors[n], vectors[min(n + 1, len(vectors) - 1)]) for n in range(0, len(vectors), 2)]
+        vectors = [
+            code.builder.fadd(code.shuffled(a, b, low), code.shuffled(a, b, high)) for a, b in pairs
+        ]
+        size = half
+    places = [(vectors[n // lanes], ir.Constant(INDEX, n % lanes)) for n in range(num)]
+    return [code.builder.extract_element(*place) for place in places]
 
 
 _tile = tile(_write_tiles, LINE)
