@@ -75,7 +75,9 @@ def random_texts(
         return rng.integers(0, vocab_size, rng.integers(*bounds)).astype(np.int32)
 
     prompts = [some(prompt_tokens) for _ in range(num_groups)]
-    return [Text(g, p, some(response_tokens)) for g, p in enumerate(prompts) for _ in range(group_size)]
+    return [
+        Text(g, p, some(response_tokens)) for g, p in enumerate(prompts) for _ in range(group_size)
+    ]
 
 
 def _bits(x_X: jax.Array) -> jax.Array:
@@ -238,7 +240,7 @@ class Passes:
         taken, shape = _Taken(int(self.end_B.sum())), packing.Shape(2, row_tokens, 32)
         for rows in packing.plan(responses, shape):
             out = packing.lay_out(responses, rows, shape)
-            text_X, position_X, at_X = np.zeros((3, out.tokens_BT.size), np.int32)
+            text_X, position_X = np.zeros((2, out.tokens_BT.size), np.int32)
             parts = []
             for i, start, first in zip(out.order, out.starts, out.prompt_starts, strict=True):
                 prompt, response = len(self.texts[i].prompt) - 1, len(self.texts[i].response)
@@ -291,7 +293,7 @@ class _Taken:
 
 
 def differences(one: Found, other: Found) -> dict[str, Any]:
-    """Return how many positions differ, by kind, and the largest difference of log-probabilities."""
+    """Return how many positions differ, and how far log-probabilities are apart at most."""
     names = "tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits"
     pairs = zip(one, other, strict=True)
     differ = {n: int((a != b).sum()) for n, (a, b) in zip(names, pairs, strict=True)}

@@ -2,7 +2,7 @@
 
 XLA's products and reductions have orders that depend on the number of rows and on the program.
 `sum_in_order` has not, nor has the kernel of products on a CPU (`models.kernels.products_cpu`). If
-the kernel does not take the sizes, few rows are turned to columns: XLA's CPU packs its right operand.
+it does not take the sizes, few rows are turned to columns: XLA's CPU packs its right operand.
 
 Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
 F feature width, N terms.
@@ -190,9 +190,7 @@ def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -
     return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
 
 
-def _input_first(
-    dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array
-) -> jax.Array:
+def _input_first(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
     """Compute `_product` as the backend does."""
     y = jnp.einsum(
         "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype

@@ -127,9 +127,7 @@ class Pages:
         (B, N), dtype = q_BNHh.shape[:2], self.values_PKTh.dtype
         row_X, position_X = places_of_windows(start_B, N)
         place = page_X, _ = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
-        q_XHh, k_XKh, v_XKh = (
-            x.reshape(B * N, *x.shape[2:]) for x in (q_BNHh, k_BNKh, v_BNKh)
-        )
+        q_XHh, k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in (q_BNHh, k_BNKh, v_BNKh))
         pairs = (self.keys_PKTh, k_XKh), (self.values_PKTh, v_XKh)
         keys, values = (put_entries(pages, new, place) for pages, new in pairs)
         layer = dataclasses.replace(self, keys_PKTh=keys, values_PKTh=values)

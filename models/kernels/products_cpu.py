@@ -103,7 +103,9 @@ def _totals(code: Code, vectors: list[Any]) -> list[Any]:
     while size > 1:
         half, starts = size // 2, range(0, 2 * lanes, size)
         low, high = ([s + first + i for s in starts for i in range(half)] for first in (0, half))
-        pairs = [(vectors[n], vectors[min(n + 1, len(vectors) - 1)]) for n in range(0, len(vectors), 2)]
+        pairs = [
+            (vectors[n], vectors[min(n + 1, len(vectors) - 1)]) for n in range(0, len(vectors), 2)
+        ]
         vectors = [
             code.builder.fadd(code.shuffled(a, b, low), code.shuffled(a, b, high)) for a, b in pairs
         ]

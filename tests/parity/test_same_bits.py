@@ -1,0 +1,187 @@
+"""All passes over a text find the same bits, on one device, in float32 and in bfloat16.
+
+Rounding to bfloat16 hides other sums. So a third policy has matrices of bfloat16 and float32 for
+all that flows between them: its sums are compared before any rounding.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import passes
+from benchmarks.passes import Passes, differences
+from models import kv_cache, layers, row_attention, transformer
+from models.config import ModelConfig
+from spec import sampling
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of CPUs")
+
+MODEL = ModelConfig(
+    architecture="qwen3",
+    vocab_size=99,
+    d_model=64,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=112,
+    qk_norm=True,
+    qkv_bias=True,
+)
+KINDS = "wide", "bfloat16", "float32"
+
+
+def policy(kind, model=MODEL):
+    rng = np.random.default_rng(0)
+    dtype = jnp.float32 if kind == "float32" else jnp.bfloat16
+
+    def one(spec):
+        noise = rng.standard_normal(spec.shape, np.float32)
+        return jnp.asarray(
+            1 + 0.2 * noise if spec.scale is None else 2 * (spec.scale or 0.1) * noise
+        )
+
+    def kept(path, x):
+        is_wide = kind == "wide" and (x.ndim == 1 or path[0].name == "embedding_VD")
+        return x if is_wide else x.astype(dtype)
+
+    specs = transformer.param_specs(model)
+    return jax.tree_util.tree_map_with_path(kept, jax.tree.map(one, specs))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """`bench(kind, number)`: passes of a policy, traced anew for each number, and decoded bits."""
+    texts = passes.random_texts(MODEL.vocab_size, 2, 3, np.random.default_rng(1))
+    wanted = {}
+
+    def make(kind, number=0, is_paged=False):
+        params = policy(kind)
+        if kind not in wanted:
+            wanted[kind] = Passes(MODEL, params, texts).decoded(6)
+        # the number of positions is in no sum
+        model = dataclasses.replace(MODEL, max_positions=MODEL.max_positions + number)
+        return Passes(model, params, texts, is_paged), wanted[kind]
+
+    return make
+
+
+def found(want, got):
+    row = differences(got, want)
+    return {
+        name: row[name] for name in ("tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits")
+    }
+
+
+PASSES = {
+    "one slot": lambda rows: rows.decoded(1),
+    "64 slots": lambda rows: rows.decoded(64),
+    "trees": lambda rows: rows.verified(9),
+    "large trees": lambda rows: rows.verified(30),
+    "chunks": lambda rows: rows.chunked(8, 1),
+    "several chunks": lambda rows: rows.chunked(16, 2),
+    "training": lambda rows: rows.trained(192),
+    "long training rows": lambda rows: rows.trained(512),
+}
+OF_PAGES = {"page by page": lambda pages: pages.decoded(6)} | {
+    name: PASSES[name] for name in ("trees", "several chunks")
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_passes_over_rows(bench, kind, name):
+    rows, want = bench(kind)
+    assert not any(found(want, PASSES[name](rows)).values())
+
+
+@pytest.mark.parametrize("name", OF_PAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_passes_over_pages(bench, kind, name):
+    pages, want = bench(kind, is_paged=True)
+    assert not any(found(want, OF_PAGES[name](pages)).values())
+
+
+def other_order(product):
+    """Products sum their inputs backwards."""
+    return lambda dtype, *given: product(dtype, *(x[..., ::-1] for x in given))
+
+
+def by_xla(x):
+    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+
+
+def in_parts(x, *weights):
+    return layers._feed_forward_in_parts(x, *weights, 4)
+
+
+def by_log_softmax(logits_V, tokens, *_):
+    logprobs_V = jax.nn.log_softmax(logits_V)
+    return jnp.take_along_axis(logprobs_V, tokens[..., None], axis=-1)[..., 0], None
+
+
+def without_rounding(attend, new, *rest, **more):
+    """The output of attention is rounded to another type than elsewhere."""
+    return attend(new, *rest, **more).astype(jnp.float16).astype(new[0].dtype)
+
+
+def never(*_):
+    return False
+
+
+def few(is_in_order, x, *weights):
+    return x.size // x.shape[-1] <= 64 and is_in_order(x, *weights)
+
+
+def of_module(place, name, change):
+    """Replace `place.name` by a function, or by `change(the one that was there)`."""
+    return lambda monkeypatch: monkeypatch.setattr(place, name, change)
+
+
+PLANTED = {
+    "many rows by another product": (
+        "training",
+        of_module(layers, "is_in_order", partial(few, layers.is_in_order)),
+    ),
+    "inputs in another order": (
+        "trees",
+        of_module(layers, "_in_order", other_order(layers._in_order)),
+    ),
+    "features in parts": ("training", of_module(transformer, "feed_forward", in_parts)),
+    "norms by reductions": ("trees", of_module(transformer, "mean_square", by_xla)),
+    "log-probabilities by another formula": (
+        "training",
+        of_module(sampling, "log_probs", by_log_softmax),
+    ),
+    "attention of training under a mask": (
+        "training",
+        of_module(transformer, "is_faster", never),
+    ),
+    "attention of training by blocks": (
+        "training",
+        of_module(
+            row_attention, "_forward_by_kernel", lambda _, *x: row_attention._forward_by_blocks(*x)
+        ),
+    ),
+    "attention in two softmaxes, over dead entries": (
+        "trees",
+        of_module(kv_cache, "is_in_order", never),
+    ),
+    "another rounding": (
+        "chunks",
+        of_module(kv_cache, "attend_in_order", partial(without_rounding, kv_cache.attend_in_order)),
+    ),
+}
+
+
+@pytest.mark.parametrize("violation", PLANTED)
+def test_a_planted_violation_is_found(bench, monkeypatch, violation):
+    name, plant = PLANTED[violation]
+    rows, want = bench("wide", number=1 + list(PLANTED).index(violation))
+    plant(monkeypatch)
+    got = found(want, PASSES[name](rows))
+    assert got["logprobs"] > 0.05 * len(want.logprob)
