@@ -19,6 +19,7 @@ from rl.gin.values import AUTO
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.metrics.writer import MetricsConfig
+from rl.numerics import NumericsConfig
 from rl.rewards.config import RewardConfig
 from rl.runtime.run_files import resolve_path
 from rl.runtime.waits import HANG_LIMIT_S
@@ -157,6 +158,7 @@ class TrainConfig:
     critic: CriticConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
+    numerics: NumericsConfig
     mesh: MeshConfig
     cluster: ClusterConfig
     eval: EvalConfig

@@ -116,7 +116,7 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     if mesh.data != -1 and (sched.beside_training or is_one):
         num_training = min(num_training, math.ceil(mesh.data * inner / processes))
     data = max(1, num_training * processes // inner) if mesh.data == -1 else mesh.data
-    if sched.mode == "sync" and sched.workers == 1 and not on_ray:
+    if sched.has_trainer_devices and not on_ray:
         is_local = cluster.kind == "spmd" and cluster.rollouts == "local"
         size, workers_each = num_training * (1 if is_local else processes), 1
         tensor = rollout_tensor(size, inner, model.num_kv_heads, mesh.rollout_tensor)

@@ -45,8 +45,8 @@ def generate(
     """Generate a response to every request; trajectories in the order of the requests.
 
     Tokens are a function of policy, requests, sampling and `key` (default: `step_key(0, 0)`), not
-    of the engine's settings, the drafter or the batch: exactly in float32, up to rounding in
-    bfloat16 (docs/architecture.md, Exactness). With a `tokenizer`, which `sampling.stop` needs, no
+    of the engine's settings, the drafter or the batch: exactly on a CPU, elsewhere up to rounding
+    (docs/architecture.md, Exactness). With a `tokenizer`, which `sampling.stop` needs, no
     id is drawn that it does not have. `stop_token_ids` default to the end tokens of the policy and
     of its tokenizer; a request's sampling comes first.
     An `engine` keeps its compiled steps and its buffers between calls; None makes a new one of

@@ -21,7 +21,7 @@ from models.folder import Folder
 from models.layout import axis_ways
 from models.sharding import make_mesh, rollout_mesh
 from models.transformer import Params
-from rl import first_programs
+from rl import first_programs, numerics
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.config import TrainConfig, recipe
@@ -80,6 +80,7 @@ def build(
             stack.enter_context(jax.set_mesh(mesh))
         parts = config, inputs, folder, mesh, show, watch, clock, partition, stack
         builder = _builder(config, partition)(*parts)
+        builder.check_bits()
         cache = builder.cache
         drafter = builder.drafter() if config.speculation.learns else None
         drafters = builder.device_drafters(drafter)
@@ -159,6 +160,23 @@ class RunBuilder:
             epochs=config.reuse.epochs,
         )
 
+    def check_bits(self) -> None:
+        """Say why passes find other bits; ValueError if they must not (`NumericsConfig`)."""
+        config, model, mesh = self.config, self.inputs.model, self.mesh
+        same_bits, engine_devices = config.numerics.same_bits, config.sched.devices_per_worker
+        if config.sched.has_trainer_devices:
+            own = self.partition.splits and not self.partition.processes.alone
+            of_engine = engine_mesh(config, model, mesh, own=own)
+            engine_devices = 1 if of_engine is None else of_engine.size
+        of_weights = 1 if mesh is None else mesh.shape["fsdp"] * mesh.shape["tensor"]
+        sizes = jax.default_backend(), engine_devices, of_weights
+        reason = numerics.why_other_bits(model, *sizes)
+        if reason is None or same_bits is False:
+            return
+        if same_bits is True:
+            raise ValueError(f"Numerics.same_bits=True: {reason}")
+        self.show.message(f"tokens and ratios are exact up to rounding: {reason}")
+
     # -- drafters -------------------------------------------------------------------------
 
     def drafter(self) -> AnyDrafter:
@@ -193,7 +211,7 @@ class RunBuilder:
         sched, options = self.config.sched, dict[str, Any]()
         if drafter is not None:
             options["feature_layers"] = drafter.learned.config.feature_layers
-        if sched.workers == 1 and sched.mode == "sync":
+        if sched.has_trainer_devices:
             return self._trainer_engine(dtype, lockstep=self._lockstep(), **options)
         engines = make_engines(self.inputs.model, self.config.engine, sched, dtype=dtype, **options)
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine

@@ -2,8 +2,8 @@
 
 The noise depends on the request's identity and the position of the token in its
 response, and on nothing else. So a rollout is a function of its seed, however it
-was batched, split or drafted, if its logits are: bfloat16 passes round by shape
-(docs/architecture.md, Exactness). All arithmetic here is float32.
+was batched, split or drafted, if its logits are: docs/architecture.md, Exactness,
+names the devices that find the same bits in all passes. All arithmetic here is float32.
 """
 
 from __future__ import annotations

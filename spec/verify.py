@@ -2,7 +2,7 @@
 
 A round computes token(r, t) at every node and follows, from each slot's root, the child that equals
 the draw; a kept given token (`spec.nodes`) replaces the draw. The emitted tokens equal plain
-decoding's, up to rounding (docs/architecture.md, Exactness); nodes that are roots alone *are* plain
+decoding's (docs/architecture.md, Exactness, has the bits); nodes that are roots alone *are* plain
 decoding. Keys and values of accepted nodes are written at the start of the next round.
 Shape legend in docs/architecture.md; E = end tokens.
 """

@@ -29,7 +29,7 @@ from models.kernels.cpu_tiles import INDEX, LINE, Code, tile
 
 NAME = "reprise_products"
 OUTPUTS = 3  # of a tile
-# Rows of tiles, by which no sum changes: 24 sums of sixteen numbers fit into AVX-512's registers.
+# Rows of tiles, of any number: no sum changes. AVX-512's registers hold 24 sums of sixteen numbers.
 ROWS = (8, 4, 2, 1) if llvmlite.binding.get_host_cpu_features().get("avx512f") else (2, 1)
 BLOCK_OUTPUTS = 48  # of a part, whose weights stay in a cache of the core for all rows
 BLOCK_ROWS = 256
@@ -98,7 +98,7 @@ def _size(rows: Any, outputs: Any, size_bytes: Any) -> Any:
 
 
 def _totals(code: Code, vectors: list[Any]) -> list[Any]:
-    """Return the sum of each vector's lanes: halves are added, those of two vectors at a time."""
+    """Return the sum of each vector's lanes: halves are added, of two vectors at a time."""
     num, lanes, size = len(vectors), LINE, LINE
     while size > 1:
         half, starts = size // 2, range(0, 2 * lanes, size)

@@ -131,7 +131,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         aggregation="sequence",
         clip_low=3e-4,
         clip_high=4e-4,
-        # bounds this narrow are less than engine and trainer differ by in bfloat16
+        # on accelerators engine and trainer differ by more than bounds this narrow
         old_logprobs="recomputed",
     ),
     "rloo": Algorithm(
@@ -163,8 +163,8 @@ class AlgorithmConfig:
     the group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio:
     `rollout` are the engine's under the current policy, `emission` under the policy that drew
     each token (an older one for reused tokens), `recomputed` (gspo's) are the trainer's before
-    the first update: in bfloat16 its passes round differently from the engine's, so that
-    on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the ratio of the
+    the first update: on accelerators its passes round differently from the engine's, so
+    that on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the ratio of the
     trainer's probability to the emission's: `none`, `token_tis:C`, `sequence_tis:C`,
     `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH` (`rl.learner.policy_losses`).
     `kl_coefficient` β weighs the KL to the starting policy. Each token's loss gets

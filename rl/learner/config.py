@@ -18,16 +18,16 @@ MAX_COUNT = 2**24  # tokens of a micro-batch, and optimizer steps of a batch
 class TrainerConfig:
     """Settings of the update: optimizer steps of a batch, and their use of the device.
 
-    A batch is trained on `inner_updates` times, in `minibatches` optimizer steps
-    each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding
-    included ("auto": as many as fit, `rl.preflight.sizes`); `logprob_chunk_tokens` of them have
-    logits at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where
-    rollouts are exact up to rounding only; float32 is in full precision on every backend. Master
-    weights are always float32. `remat` names the activations that the backward pass recomputes:
-    none; layer, all but each layer's input, for a third more work; layer:N, all but the input of
-    every N-th layer, for up to two thirds more work; dots, all but the products with weights. auto
-    is none on a CPU and layer elsewhere. An update with a loss or gradient that is not finite is
-    never applied: `on_nonfinite` stops the run, or skips and counts the update.
+    A batch is trained on `inner_updates` times, in `minibatches` optimizer steps each (whole
+    groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding included
+    ("auto": as many as fit, `rl.preflight.sizes`); `logprob_chunk_tokens` of them have logits at a
+    time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere; float32 is in full
+    precision on every backend. Master weights are always float32. `remat` names the activations
+    that the backward pass recomputes: none; layer, all but each layer's input, for a third more
+    work; layer:N, all but the input of every N-th layer, for up to two thirds more work; dots, all
+    but the products with weights. auto is none on a CPU and layer elsewhere. An update with a loss
+    or gradient that is not finite is never applied: `on_nonfinite` stops the run, or skips and
+    counts the update.
     """
 
     inner_updates: int = 1

@@ -20,7 +20,7 @@ MAX_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + s
 class SpeculationConfig:
     """The sources of draft tokens, and the budget of a round. Neither changes a token.
 
-    (In bfloat16 only by rounding: docs/architecture.md, Exactness.) All `sources` draft in each
+    (Bits of accelerators: docs/architecture.md, Exactness.) All `sources` draft in each
     round, and their drafts are joined: `last` (with Reuse: last epoch's response by the same sample
     index), `history` (the prompt's responses of the last epoch; `histospec` in its place: the same
     by RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
@@ -130,8 +130,8 @@ class ReuseConfig:
     kept: its baseline). `schedule` changes λ: `constant`, `linear:END:STEPS`,
     `clip_fraction:TARGET`.
 
-    Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
-    bfloat16 up to rounding) for any policy that was chosen without looking at the noise. Training
+    Every token of `coupled` is a draw of the current policy, and its joint law is exact (but for
+    rounding) for any policy that was chosen without looking at the noise. Training
     does look: updates learn from responses made with it, as with common random numbers elsewhere.
     Sampling.draw is "gumbel" with it unless set: after an update at 1e-5 81% of SmolLM2-135M's
     tokens were kept, and 31% with `cdf`, which is slower than no reuse.

@@ -2,8 +2,8 @@
 
 In each step `drafter_factory` makes drafters and budgets for its rollouts, whose responses then
 enter the rollout cache (`rl.speculation.reuse.remember`); `prepare` builds the index of the next
-step's prompts in a thread while the update runs. Drafts never change a token (in bfloat16 only by
-rounding, docs/architecture.md), so nothing here can change the training.
+step's prompts in a thread while the update runs. Drafts never change a token (on
+accelerators only by rounding, docs/architecture.md), so nothing here can change the training.
 """
 
 from __future__ import annotations

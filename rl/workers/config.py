@@ -76,6 +76,11 @@ class SchedConfig:
         return self.mode != "sync"
 
     @property
+    def has_trainer_devices(self) -> bool:
+        """True if one worker of this program runs between updates, on the trainer's devices."""
+        return self.mode == "sync" and self.workers == 1
+
+    @property
     def measures_rounds(self) -> bool:
         """True if the seconds of rounds decide which workers a ranking group has."""
         histopipe = self.policy == "histopipe" and self.allocation == "measured"

@@ -1,0 +1,165 @@
+"""Bits that passes and runs find: `python -m benchmarks.same_bits passes|runs --json`.
+
+passes   The same texts by plain decoding of 1, 6 and 64 slots, trees, chunks and training rows
+         (`benchmarks.passes`), in rows and in pages, each against plain decoding of 6 slots: the
+         shipped policy on questions, one more policy if `--policy` names its folder, and random
+         ones of odd shapes. `wide` has matrices of bfloat16 and float32 between them, so that sums
+         are compared before they are rounded.
+runs     `python -m rl.train` with drafts, reuse, work ahead and workers, against the same run
+         without any of them: samples and weights after the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import environment, workloads
+from benchmarks.passes import Passes, Text, differences, random_texts
+from models import transformer
+from models.config import ModelConfig
+from models.transformer import Params
+
+KINDS = "float32", "bfloat16", "wide"
+ODD = {
+    "7 query heads of 64 for one key/value head, biases, tied": ModelConfig(
+        *("qwen2", 1003, 448, 2, 7, 1, 64, 608), qkv_bias=True, tied_embeddings=True
+    ),
+    "heads of 128": ModelConfig("llama", 1000, 256, 2, 4, 2, 128, 720),
+}
+PLAIN = "Speculation.budget='off'", "Reuse.mode='off'"
+LEARNED = "Speculation.sources=('history','group','learned')", "Speculation.budget='fixed:4'"
+RUNS: dict[str, tuple[str, ...]] = {
+    "history": ("Speculation.sources=('history',)", "Speculation.budget='fixed:4'"),
+    "siblings": ("Speculation.sources=('group',)", "Speculation.budget='fixed:4'"),
+    "history, siblings, EAGLE": LEARNED,
+    "two workers": (*LEARNED, "Sched.workers=2"),
+    "ahead": (*LEARNED, "Sched.mode='ahead'"),
+    "ahead, pages": (*LEARNED, "Sched.mode='ahead'", "Engine.cache='pages'"),
+    "coupled": (*LEARNED, "Reuse.mode='coupled'"),
+}
+DEVICES = "--xla_force_host_platform_device_count=3"
+
+
+def as_kind(kind: str, params: Params) -> Params:
+    """Return a policy in float32, in bfloat16, or with matrices alone in bfloat16."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        is_wide = x.ndim == 1 or path[0].name == "embedding_VD"
+        return x.astype(
+            jnp.float32 if kind == "float32" or (kind == "wide" and is_wide) else jnp.bfloat16
+        )
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def rows_of(model: ModelConfig, params: Params, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
+    """Yield what each pass finds otherwise than plain decoding of six slots."""
+    rows, pages = (Passes(model, params, texts, is_paged) for is_paged in (False, True))
+    want = rows.decoded(6)
+    found = {
+        "1 slot": lambda: Passes(model, params, texts[:3]).decoded(1),
+        "64 slots": lambda: rows.decoded(64),
+        "trees of 9": lambda: rows.verified(9),
+        "trees of 30": lambda: rows.verified(30),
+        "chunks of 8": lambda: rows.chunked(8, 1),
+        "chunks of 32, two at once": lambda: rows.chunked(32, 2),
+        "training rows": lambda: rows.trained(512),
+        "pages: 6 slots": lambda: pages.decoded(6),
+        "pages: trees of 9": lambda: pages.verified(9),
+        "pages: chunks of 32, two at once": lambda: pages.chunked(32, 2),
+    }
+    for name, of in found.items():
+        got = of()
+        same = type(want)(*(x[: len(got.cdf)] for x in want))  # of the first texts
+        yield {"pass": name, **differences(got, same)}
+
+
+def passes(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for name, model, params, texts in _policies(arguments):
+        for kind in KINDS:
+            for row in rows_of(model, as_kind(kind, params), texts):
+                rows.append({"policy": name, "kind": kind, **row})
+                environment.progress(rows[-1])
+    names = "positions", "tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits"
+    return {**{name: sum(row[name] for row in rows) for name in names}, "rows": rows}
+
+
+def _policies(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[str, ModelConfig, Params, list[Text]]]:
+    rng, groups = np.random.default_rng(0), arguments.groups
+    for name, model in ODD.items():
+        params = transformer.init(model, jax.random.key(1))
+        yield name, model, params, random_texts(model.vocab_size, groups, 4, rng)
+    folders = {"shipped": workloads.BASE_POLICY}
+    if arguments.policy != Path():
+        folders["given"] = arguments.policy
+    for name, folder in folders.items():
+        model, params = workloads.policy(folder)
+        sizes = (20, 60), (20, 150 if name == "shipped" else 60)
+        yield name, model, params, random_texts(model.vocab_size, groups, 4, rng, *sizes)
+
+
+def runs(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in ("float32", "bfloat16"):
+            common = f"Trainer.compute_dtype='{dtype}'", f"Run.steps={arguments.steps}"
+            plain = _run(Path(folder, "plain"), *common, *PLAIN)
+            again = _run(Path(folder, "again"), *common, *PLAIN, "Reuse.mode='repeated_noise'")
+            for name, settings in RUNS.items():
+                run = _run(Path(folder, "run"), *common, *settings)
+                against = again if name == "coupled" else plain
+                rows.append({"dtype": dtype, "run": name, **_compared(run, against)})
+                environment.progress(rows[-1])
+    return {
+        **{n: sum(row[n] for row in rows) for n in ("samples_that_differ", "weights_that_differ")},
+        "rows": rows,
+    }
+
+
+def _run(folder: Path, *settings: str) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Return the samples and the weights of a run."""
+    from safetensors.numpy import load_file
+
+    at = folder.with_name(f"{folder.name}_{len(list(folder.parent.iterdir()))}")
+    flags = [f"--gin.{setting}" for setting in (*settings, f"Run.directory='{at}'")]
+    env = os.environ | {"XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "rl.train", *flags]
+    subprocess.run(command, cwd=environment.ROOT, env=env, check=True, stdout=sys.stderr)
+    samples = [json.loads(line) for line in (at / "samples.jsonl").read_text().splitlines()]
+    return samples, load_file(at / "policy" / "model.safetensors")
+
+
+def _compared(one: tuple, other: tuple) -> dict[str, int]:
+    (samples, weights), (other_samples, other_weights) = one, other
+    assert len(samples) == len(other_samples) and weights.keys() == other_weights.keys()
+    differ = sum(a != b for a, b in zip(samples, other_samples, strict=True))
+    bits = {
+        name: (x.view(np.uint32), other_weights[name].view(np.uint32))
+        for name, x in weights.items()
+    }
+    return {
+        "samples": len(samples),
+        "samples_that_differ": differ,
+        "weights": sum(x.size for x, _ in bits.values()),
+        "weights_that_differ": sum(int((x != y).sum()) for x, y in bits.values()),
+    }
+
+
+if __name__ == "__main__":
+    parts = {"passes": passes, "runs": runs}
+    environment.run(__doc__, parts, environment.TRAINING, groups=4, policy=Path(), steps=20)
