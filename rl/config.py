@@ -17,9 +17,8 @@ from rl.engine.config import EngineConfig
 from rl.eval_sets import EvalConfig
 from rl.gin.values import AUTO
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
-from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
 from rl.metrics.writer import MetricsConfig
-from rl.numerics import NumericsConfig
 from rl.rewards.config import RewardConfig
 from rl.runtime.run_files import resolve_path
 from rl.runtime.waits import HANG_LIMIT_S

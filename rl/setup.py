@@ -21,7 +21,7 @@ from models.folder import Folder
 from models.layout import axis_ways
 from models.sharding import make_mesh, rollout_mesh
 from models.transformer import Params
-from rl import first_programs, numerics
+from rl import first_programs
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.config import TrainConfig, recipe
@@ -29,7 +29,7 @@ from rl.data.prompts import DataOrder
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
-from rl.learner.config import TrainSpec
+from rl.learner.config import TrainSpec, why_other_bits
 from rl.learner.gathering import own_devices
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
@@ -170,7 +170,7 @@ class RunBuilder:
             engine_devices = 1 if of_engine is None else of_engine.size
         of_weights = 1 if mesh is None else mesh.shape["fsdp"] * mesh.shape["tensor"]
         sizes = jax.default_backend(), engine_devices, of_weights
-        reason = numerics.why_other_bits(model, *sizes)
+        reason = why_other_bits(model, *sizes)
         if reason is None or same_bits is False:
             return
         if same_bits is True:

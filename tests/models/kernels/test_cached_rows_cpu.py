@@ -66,6 +66,28 @@ def test_a_token_has_the_same_bits_in_a_tree_and_after_its_ancestors_are_written
             np.testing.assert_array_equal(alone[0], chain[t + 1])
 
 
+@pytest.mark.parametrize("page_tokens", [4, 16, 48])
+def test_pages_and_rows_have_the_same_bits(page_tokens):
+    K, G, h, B, T = 2, 3, 16, 3, page_tokens
+    q, k, v, keys, values = inputs(9, B, 2 * 96, K, G, h)
+    row_X, length_X = (
+        np.repeat(np.arange(B, dtype=np.int32), 3),
+        np.repeat(np.int32([192, 0, 77]), 3),
+    )
+    parent_X = np.tile(np.int32([-1, 0, 0]), B) + np.where(np.arange(9) % 3, 3 * row_X, 0)
+    place = row_X, length_X, parent_X.astype(np.int32)
+    N = values.shape[2] // T
+    table_BN = (
+        np.random.default_rng(0).permutation(B * N + 2)[: B * N].reshape(B, N).astype(np.int32)
+    )
+    pages = np.full((2, B * N + 2, K, T, h), np.nan, np.float32)
+    for n, rows in enumerate((np.asarray(keys).transpose(0, 1, 3, 2), np.asarray(values))):
+        pages[n, table_BN] = rows.reshape(B, K, N, T, h).transpose(0, 2, 1, 3, 4)
+    table_BN[1] = -1  # a row without positions
+    got = ATTEND(q, k, v, *pages, *place, table_BN)
+    np.testing.assert_array_equal(got, ATTEND(q, k, v, keys, values, *place))
+
+
 def test_many_calls_at_once_share_the_threads():
     """Two programs run at a time, each with calls that depend on one another."""
     given = inputs(32, 8, 512, 4, 2, 32)
