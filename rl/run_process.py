@@ -45,7 +45,7 @@ from rl.runtime.progress import Progress, progress, say
 from rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
-from rl.setup import engine_mesh, run_mesh
+from rl.setup import check_bits
 from rl.workers.messages import WorkerError
 
 
@@ -128,7 +128,7 @@ class _RunProcess:
         config, processes, limits = self.config, self.processes, self.config.run
         try:
             own = not processes.alone and config.cluster.rollouts == "local"
-            engine_mesh(config, self.inputs.model, run_mesh(config), own=own)
+            rounding = check_bits(config, self.inputs.model, own=own)
             result = devices.found()
             opened = memory.opened_devices(result)
             tight = memory.estimate(config, self.inputs.model, opened).check(opened)
@@ -160,7 +160,7 @@ class _RunProcess:
             room = disk_plan(config, self.inputs, self.folder).warning
             for text in filter(None, (devices.warning(), not_cached, tight, room)):
                 show.message(f"warning: {text}")
-            for text in remarks(config, self.inputs):
+            for text in filter(None, (*remarks(config, self.inputs), rounding)):
                 show.message(text)
             # the run folder has the user's setting: a resumed run has another Ray
             cluster = dataclasses.replace(config.cluster, address=ray_address)

@@ -80,7 +80,6 @@ def build(
             stack.enter_context(jax.set_mesh(mesh))
         parts = config, inputs, folder, mesh, show, watch, clock, partition, stack
         builder = _builder(config, partition)(*parts)
-        builder.check_bits()
         cache = builder.cache
         drafter = builder.drafter() if config.speculation.learns else None
         drafters = builder.device_drafters(drafter)
@@ -159,23 +158,6 @@ class RunBuilder:
             vocab_size=self.inputs.model.vocab_size,
             epochs=config.reuse.epochs,
         )
-
-    def check_bits(self) -> None:
-        """Say why passes find other bits; ValueError if they must not (`NumericsConfig`)."""
-        config, model, mesh = self.config, self.inputs.model, self.mesh
-        same_bits, engine_devices = config.numerics.same_bits, config.sched.devices_per_worker
-        if config.sched.has_trainer_devices:
-            own = self.partition.splits and not self.partition.processes.alone
-            of_engine = engine_mesh(config, model, mesh, own=own)
-            engine_devices = 1 if of_engine is None else of_engine.size
-        of_weights = 1 if mesh is None else mesh.shape["fsdp"] * mesh.shape["tensor"]
-        sizes = jax.default_backend(), engine_devices, of_weights
-        reason = why_other_bits(model, *sizes)
-        if reason is None or same_bits is False:
-            return
-        if same_bits is True:
-            raise ValueError(f"Numerics.same_bits=True: {reason}")
-        self.show.message(f"tokens and ratios are exact up to rounding: {reason}")
 
     # -- drafters -------------------------------------------------------------------------
 
@@ -380,6 +362,26 @@ def engine_mesh(
     devices_here = own_devices(mesh) if own else list(mesh.devices.flat)
     ways, tensor = config.mesh.fsdp * config.mesh.tensor, config.mesh.rollout_tensor
     return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
+
+
+def check_bits(config: TrainConfig, model: ModelConfig, *, own: bool) -> str | None:
+    """Return why passes find other bits, if anyone wants to know it (`NumericsConfig`).
+
+    Engines on the trainer's devices have a process's `own`. Raises ValueError if they must not, or
+    as `engine_mesh` and `run_mesh` do.
+    """
+    mesh, same_bits = run_mesh(config), config.numerics.same_bits
+    of_engine = engine_mesh(config, model, mesh, own=own)
+    engine_devices = config.sched.devices_per_worker
+    if config.sched.has_trainer_devices:
+        engine_devices = 1 if of_engine is None else of_engine.size
+    weight_devices = 1 if mesh is None else mesh.shape["fsdp"] * mesh.shape["tensor"]
+    reason = why_other_bits(model, jax.default_backend(), engine_devices, weight_devices)
+    if reason is None or same_bits is False:
+        return None
+    if same_bits is True:
+        raise ValueError(f"Numerics.same_bits=True: {reason}")
+    return f"tokens and ratios are exact up to rounding: {reason}"
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

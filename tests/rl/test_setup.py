@@ -100,3 +100,16 @@ def test_the_mesh_has_the_trainers_devices_of_all_processes(monkeypatch, setting
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = load(TrainConfig, [DEFAULT], ["Cluster.kind='spmd'", "Mesh.data=-1", *settings])
     assert [device.id for device in setup.run_mesh(config)] == wanted
+
+
+def test_other_bits_are_named_or_refused():
+    def check(*overrides):
+        config = load(TrainConfig, [DEFAULT], overrides)
+        return setup.check_bits(config, open_policy(config.policy.directory)[1], own=False)
+
+    workers = "Sched.workers=2", "Sched.devices_per_worker=2"
+    assert check() is None and check("Numerics.same_bits=True") is None
+    assert "exact up to rounding: expected one device" in check(*workers)
+    assert check(*workers, "Numerics.same_bits=False") is None
+    with pytest.raises(ValueError, match=r"Numerics\.same_bits=True: expected one device"):
+        check(*workers, "Numerics.same_bits=True")
