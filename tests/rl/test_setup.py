@@ -104,7 +104,7 @@ def test_the_mesh_has_the_trainers_devices_of_all_processes(monkeypatch, setting
 
 def test_other_bits_are_named_or_refused():
     def check(*overrides):
-        config = load(TrainConfig, [DEFAULT], overrides)
+        config = load(TrainConfig, [DEFAULT], ["Mesh.data=1", *overrides])
         return setup.check_bits(config, open_policy(config.policy.directory)[1], own=False)
 
     workers = "Sched.workers=2", "Sched.devices_per_worker=2"
