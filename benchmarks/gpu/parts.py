@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import bf16_flips, speculation, workloads
+from benchmarks import speculation, workloads
+from benchmarks.gpu import same_bits
 from benchmarks.gpu.grpo import grpo
 from benchmarks.rounds import Rounds, busy
 from benchmarks.turns import in_turns
@@ -70,8 +71,6 @@ class Size:
     new_tokens: int = 512  # of the longest response
     row_tokens: int = 4096
     train_rows: int = 4
-    flip_tokens: int = 192
-    flip_seeds: int = 2
     repeats: int = 7
     node_count: int = 8  # of a slot
 
@@ -85,7 +84,7 @@ class Size:
 _TINY: Any = {
     **{"slots": 4, "live_positions": (16, 48), "page_tokens": 16, "heads": (4, 2, 16)},
     **{"attention_rows": (1, 96), "baseline": "xla", "prompt_tokens": 6, "new_tokens": 16},
-    **{"row_tokens": 64, "train_rows": 2, "flip_tokens": 16, "flip_seeds": 1},
+    **{"row_tokens": 64, "train_rows": 2},
     **{"repeats": 5, "node_count": 4},
 }
 SIZES = {"real": Size(), "tiny": Size("tiny", TINY_POLICY, "float32", **_TINY)}
@@ -401,25 +400,11 @@ def training(size: Size) -> Rows:
         yield row | {"gradient_norm": norms[remat]}
 
 
-def flips(size: Size) -> Rows:
-    """`benchmarks.bf16_flips`, shortened: the shipped policy, or a random one at the tiny size."""
-    if size.name == "real":
-        model, params = workloads.policy(workloads.BASE_POLICY)
-        requests = workloads.group_requests(workloads.questions(16), 4)
-    else:
-        model, params = size.model, random_weights(size.model, "float32")
-        requests = workloads.group_requests([{"prompt_ids": [1, 2, 3]}, {"prompt_ids": [4, 5]}], 2)
-    slots = {"slots": len(requests), "min_slots": len(requests)}
-    config = EngineConfig(**slots, max_nodes=size.node_count, cache="pages")
-    sizes = size.flip_seeds, size.flip_tokens, ("cdf",), (size.node_count,)
-    yield from bf16_flips.of_policy(model, params, requests, config, *sizes)["rows"]
-
-
 PARTS: dict[str, Callable[[Size], Rows]] = {
     "grpo": lambda size: grpo(size.name),
     "rounds": rounds,
     "kernels": kernels,
     "rollouts": rollouts,
     "training": training,
-    "flips": flips,
+    "same_bits": same_bits.rows,
 }

@@ -1,0 +1,133 @@
+"""Which sums of a device depend on the shape of a pass, and what one tiling costs.
+
+products     One row among 1 to 4,096 others: outputs that differ from the row's among 64, seconds,
+             and calls of cuBLAS and split sums in the program, by the backend's choice of tiles and
+             by one choice for all (`PINNED`).
+elementwise  The same for a norm, rotary positions and a row's log-sum.
+passes       `benchmarks.same_bits.rows_of` a random policy: plain decoding, trees, chunks and
+             training rows, in rows and in pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import same_bits
+from benchmarks.passes import random_texts
+from benchmarks.turns import in_turns
+from models import transformer
+from models.layers import linear, rope_turns, rotate
+from spec.sampling import masses
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.parts import Row, Size
+
+REFERENCE_ROWS = 64
+ROWS = 1, 8, 32, 64, 128, 256, 512, 4096
+# Of XLA for GPUs: no split sums, one tile for all products, no products of cuBLAS.
+TILE = "block_m: 64 block_n: 64 block_k: 64 split_k: 1 num_stages: 4 num_warps: 4 num_ctas: 1"
+PINNED = {
+    "xla_gpu_experimental_force_split_k": 1,
+    "xla_gpu_override_gemm_autotuner": TILE,
+    "xla_gpu_cublas_fallback": False,
+}
+
+
+def rows(size: Size) -> Iterator[Row]:
+    most = 4096 if size.name == "real" else 128
+    yield from products(size, [n for n in ROWS if n <= most])
+    yield from elementwise(size, [n for n in ROWS if n <= most])
+    yield from passes(size)
+
+
+def products(size: Size, row_counts: list[int]) -> Iterator[Row]:
+    rng, dtype = np.random.default_rng(0), jnp.dtype(size.dtype)
+    model = size.model
+    for inputs, outputs in ((model.d_model, model.d_ff), (model.d_ff, model.d_model)):
+        x = jnp.asarray(rng.standard_normal((max(row_counts), inputs)), dtype)
+        weight_OI = jnp.asarray(rng.standard_normal((outputs, inputs)), dtype)
+        for tiles, options in (("chosen", {}), ("pinned", PINNED)):
+            run = partial(_compiled, partial(linear, dtype=jnp.float32), options)
+            shape = {"of": "product", "inputs": inputs, "outputs": outputs, "tiles": tiles}
+            try:
+                yield from _by_rows(run, row_counts, size.repeats, shape, x, weight_OI)
+            except jax.errors.JaxRuntimeError as error:
+                yield shape | {"not_run": str(error).splitlines()[0]}
+
+
+def elementwise(size: Size, row_counts: list[int]) -> Iterator[Row]:
+    rng, model = np.random.default_rng(1), size.model
+    x = jnp.asarray(rng.standard_normal((max(row_counts), model.d_model)), size.dtype)
+    logits = jnp.asarray(rng.standard_normal((max(row_counts), 4096)), jnp.float32)
+    heads = x[:, : model.head_dim].reshape(-1, 1, 1, model.head_dim)
+    at = jnp.arange(len(x))[:, None]
+
+    def norm(x: jax.Array) -> jax.Array:
+        return transformer.rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-6)
+
+    def turned(x: jax.Array, at: jax.Array) -> jax.Array:
+        return rotate(x, *rope_turns(model, at))[:, 0, 0]
+
+    for name, function, given in (
+        ("norm", norm, (x,)),
+        ("rotary positions", turned, (heads, at)),
+        ("log-sum", lambda x: masses(x).log_total[:, None], (logits,)),
+    ):
+        run = partial(_compiled, function, {})
+        yield from _by_rows(run, row_counts, size.repeats, {"of": name}, *given)
+
+
+def _compiled(function: Callable, options: dict[str, Any], *given: jax.Array) -> Any:
+    return jax.jit(function).lower(*given).compile(compiler_options=options)
+
+
+def _by_rows(
+    compiled: Callable,
+    row_counts: list[int],
+    repeats: int,
+    row: Row,
+    x: jax.Array,
+    *rest: jax.Array,
+) -> Iterator[Row]:
+    """Yield a row for each number of rows; arrays with as many rows as x are cut like it."""
+    from benchmarks.gpu.parts import timed
+
+    programs = dict[int, tuple[Any, tuple[jax.Array, ...]]]()
+    for n in row_counts:
+        given = tuple(y[:n] if len(y) == len(x) else y for y in (x, *rest))
+        programs[n] = compiled(*given), given
+    results = {
+        n: np.asarray(program(*given), np.float32) for n, (program, given) in programs.items()
+    }
+    calls = {
+        str(n): partial(timed, partial(program, *given)) for n, (program, given) in programs.items()
+    }
+    seconds = in_turns(calls, repeats)
+    want = results[REFERENCE_ROWS]
+    for n, (program, _) in programs.items():
+        text, shared = program.as_text(), min(n, REFERENCE_ROWS)
+        yield row | {
+            "rows": n,
+            "differ": int((results[n][:shared] != want[:shared]).sum()),
+            "numbers": want[:shared].size,
+            "ms": float(f"{1e3 * np.median(seconds[str(n)]):.4g}"),
+            "cublas_calls": len(re.findall(r"__cublas", text)),
+            "split_k": [int(k) for k in re.findall(r'"split_k":"?(\d+)', text)],
+        }
+
+
+def passes(size: Size) -> Iterator[Row]:
+    from benchmarks.gpu.parts import random_weights
+
+    model, rng = size.model, np.random.default_rng(2)
+    params = random_weights(model, size.dtype)
+    texts = random_texts(model.vocab_size, 2, 3, rng, (10, 40), (20, 70))
+    for row in same_bits.rows_of(model, params, texts):
+        yield {"of": "pass", **row}
