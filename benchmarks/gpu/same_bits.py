@@ -97,7 +97,7 @@ def _by_rows(
     *rest: jax.Array,
 ) -> Iterator[Row]:
     """Yield a row for each number of rows; arrays with as many rows as x are cut like it."""
-    from benchmarks.gpu.parts import timed
+    from benchmarks.gpu.parts import summary, timed
 
     programs = dict[int, tuple[Any, tuple[jax.Array, ...]]]()
     for n in row_counts:
@@ -117,7 +117,7 @@ def _by_rows(
             "rows": n,
             "differ": int((results[n][:shared] != want[:shared]).sum()),
             "numbers": want[:shared].size,
-            "ms": float(f"{1e3 * np.median(seconds[str(n)]):.4g}"),
+            **summary(seconds[str(n)]),
             "cublas_calls": len(re.findall(r"__cublas", text)),
             "split_k": [int(k) for k in re.findall(r'"split_k":"?(\d+)', text)],
         }

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import rounds
 from benchmarks.environment import ROOT
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import grpo, parts
+from benchmarks.gpu import grpo, parts, same_bits
 from benchmarks.gpu.parts import SIZES, accelerator, num_weights
 
 TINY = SIZES["tiny"]
@@ -38,6 +38,22 @@ def test_plain_and_verified_rounds_emit_the_same_tokens():
         assert plain["tokens"] == verify["tokens"] == TINY.slots * TINY.node_count
         assert verify["tokens_that_differ"] == 0
         assert verify["nodes"] == TINY.node_count * plain["nodes"]
+
+
+def test_bits_of_a_row_among_others():
+    rows = rows_of("same_bits")
+    by_kind = {kind: [r for r in rows if r["of"] == kind] for kind in {r["of"] for r in rows}}
+    assert {*by_kind} == {"product", "norm", "rotary positions", "log-sum", "pass"}
+    assert {r["tiles"] for r in by_kind["product"]} == {"chosen", "pinned"}
+    assert not any(r["logits"] or r["logprobs"] for r in by_kind.pop("pass"))
+    assert not any(r["differ"] for of in by_kind.values() for r in of), "a CPU sums in order"
+
+
+def test_a_sum_that_depends_on_the_number_of_rows_is_found():
+    x = np.ones((64, 8), np.float32)
+    planted = partial(same_bits._compiled, lambda x: x * (1.0 + (len(x) == 8)), {})
+    rows = list(same_bits._by_rows(planted, [1, 8, 64], 1, {}, x))
+    assert [r["differ"] for r in rows] == [0, 64, 0]
 
 
 @pytest.mark.soak
