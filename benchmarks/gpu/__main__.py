@@ -1,4 +1,4 @@
-"""All rows that need a GPU, in one command and fifteen minutes.
+"""All rows that need a GPU, in one command and thirteen minutes.
 
     python -m benchmarks.gpu --json --output benchmarks/results/gpu.json
 
@@ -27,10 +27,10 @@ from benchmarks import environment
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "numpy")
 Save = Callable[[dict[str, Any]], None]
-# Of each part, its start and compilations included; in all fifteen minutes.
+# Of each part, its start and compilations included; in all thirteen minutes.
 DEADLINES_S = {
     **{"grpo": 240, "rounds": 100, "kernels": 60},
-    **{"rollouts": 130, "training": 100, "same_bits": 240},
+    **{"rollouts": 130, "training": 100, "same_bits": 120},
 }
 
 
