@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.attention import precision_of
 from models.config import Adapted, ModelConfig
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
-from models.sharding import platform_in_use, sizes_in_use
+from models.sharding import Axes, by_device, platform_in_use
 
 FEW_ROWS = 64  # of inputs
 PRODUCT = "product"  # names the result of a product in order, for `models.training`
@@ -62,7 +62,7 @@ def _product(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -
 
 def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
     """Return whether a CPU sums this product in one order, in any number of rows."""
-    if platform_in_use() != "cpu" or math.prod(sizes_in_use().values()) > 1:
+    if platform_in_use() != "cpu":
         return False
     from models.kernels import products_cpu  # numba: half a second to import
 
@@ -73,7 +73,15 @@ def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
 def _in_order(dtype: Any, *given: jax.Array) -> jax.Array:
     from models.kernels import products_cpu
 
-    return products_cpu.product(*given).astype(dtype)
+    x, weight_OI, *_ = given
+    rows = ("batch", *[None] * (x.ndim - 2))
+    axes: tuple[Axes, ...] = ((*rows, None), ("vocab", None))
+    result = (*x.shape[:-1], len(weight_OI)), (*rows, "vocab")
+
+    def local(*given: jax.Array) -> tuple[jax.Array]:
+        return (products_cpu.product(*given).astype(dtype),)
+
+    return by_device(local, given, axes * (len(given) // 2), [result])[0]
 
 
 def _in_order_fwd(dtype: Any, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

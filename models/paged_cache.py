@@ -29,13 +29,13 @@ from models.kv_cache import (
     Kind,
     KVCache,
     Pending,
+    Split,
     attend_in_order,
     is_in_order,
     pin,
 )
-from models.layout import CACHE_AXES, FEATURE_AXES, entry_names, entry_ways
+from models.layout import CACHE_AXES, FEATURE_AXES
 from models.page_attention import append_and_attend, attend_pages, place_of, write_entries
-from models.sharding import fitting_spec
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ class Pages:
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
         """Attend from W nodes of each slot to its first `length` positions."""
-        split = _Split.of_pages(self.keys_PKTh)
+        split = Split.of_cache(self.keys_PKTh)
         row = None if self.anywhere else 0
         assert self.anywhere or len(q_BWHh) % split.ways == 0, (
             "the parts of a mesh have equal slots"
@@ -105,7 +105,7 @@ class Pages:
         if q_BNHh.shape[1] > 1 or in_order:
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
-        split = _Split.of_pages(self.keys_PKTh)
+        split = Split.of_cache(self.keys_PKTh)
         pages, queries = split.spec(batch=0, heads=1), split.spec(batch=0, heads=2)
         of_slot = split.spec(batch=0)
 
@@ -292,7 +292,7 @@ def put_entries(
 ) -> jax.Array:
     """Write entries to (page, offset); drop entries of page P."""
     page_X, offset_X = place
-    split = _Split.of_pages(pages_PKTh)
+    split = Split.of_cache(pages_PKTh)
     pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
 
     def local(pages: jax.Array, new: jax.Array, page_X: jax.Array, offset_X: jax.Array):  # type: ignore[no-untyped-def]
@@ -300,47 +300,6 @@ def put_entries(
 
     write = split.mapped(local, (pages, new, PartitionSpec(), PartitionSpec()), pages)
     return pin(write(pages_PKTh, new_XKh, page_X, offset_X), kind)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """The axes of the mesh that is set over which pages, and their heads, are split."""
-
-    batch: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    ways: int = 1
-
-    @staticmethod
-    def of_pages(pages_PKTh: jax.Array) -> _Split:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.size == 1:
-            return _Split()
-        spec: list[Any] = [*fitting_spec(mesh.shape, pages_PKTh.shape, CACHE_AXES), None, None]
-        batch, heads = spec[:2]
-        return _Split(entry_names(batch), entry_names(heads), entry_ways(mesh.shape, batch))
-
-    def spec(self, batch: int | None = None, heads: int | None = None) -> PartitionSpec:
-        """The specification of an array that has these axes at these dimensions."""
-        entries: list[Any] = [None] * 4
-        if batch is not None:
-            entries[batch] = self.batch or None
-        if heads is not None:
-            entries[heads] = self.heads or None
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
-
-    def mapped(self, local: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        if not self.batch and not self.heads:
-            return local
-        return jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
-
-    def own(self, pages: jax.Array, num_here: int) -> jax.Array:
-        """Number pages from the first of this part; −1: of another part."""
-        if not self.batch:
-            return pages
-        own = pages - jax.lax.axis_index(self.batch) * num_here
-        return jnp.where((own >= 0) & (own < num_here), own, -1)
 
 
 def map_pages(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:

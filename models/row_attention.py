@@ -16,7 +16,6 @@ Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the b
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -36,10 +35,9 @@ from models.attention import (
 from models.config import ModelConfig
 from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
-from models.sharding import fitting_spec, platform_in_use, sizes_in_use
+from models.sharding import Axes, by_device, platform_in_use, sizes_in_use
 
 PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
-Axes = tuple[str | None, ...]
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
 _KEY_AXES = ("batch", None, "kv_heads", None)
 _SUM_AXES = ("batch", "heads", None)
@@ -131,29 +129,14 @@ def _kernel_of(platform: str) -> Any:
 def _forward_by_kernel(platform: str, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     B, T, H, _ = inputs[0].shape
     results = (inputs[0].shape, _QUERY_AXES), ((B, H, T), _SUM_AXES)
-    return _by_device(_kernel_of(platform).forward, inputs, _FORWARD_AXES, results)
+    return by_device(_kernel_of(platform).forward, inputs, _FORWARD_AXES, results)
 
 
 def _backward_by_kernel(
     platform: str, *inputs: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     results = tuple((x.shape, axes) for x, axes in zip(inputs[:3], _BACKWARD_AXES, strict=False))
-    return _by_device(_kernel_of(platform).backward, inputs, _BACKWARD_AXES, results)
-
-
-def _by_device(
-    function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
-) -> Any:
-    """Call a function on each device's part of its inputs; `results` are (shape, axes)."""
-    sizes = sizes_in_use()
-    if math.prod(sizes.values()) == 1:
-        return function(*inputs)
-
-    parts = tuple(fitting_spec(sizes, x.shape, of) for x, of in zip(inputs, axes, strict=True))
-    out_parts = tuple(fitting_spec(sizes, *result) for result in results)
-    left = set(sizes) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    specs: dict[str, Any] = {"in_specs": parts, "out_specs": out_parts, "axis_names": left}
-    return jax.shard_map(function, **specs, check_vma=False)(*inputs)
+    return by_device(_kernel_of(platform).backward, inputs, _BACKWARD_AXES, results)
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,6 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import MeshConfig
 from models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
+
+Axes = tuple[str | None, ...]  # logical ones of an array (models.layout)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -139,3 +141,18 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         return x
     spec = fitting_spec(sizes, x.shape, axes)
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def by_device(
+    function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
+) -> Any:
+    """Call a function on each device's part of its inputs; `results` are (shape, axes)."""
+    sizes = sizes_in_use()
+    if math.prod(sizes.values()) == 1:
+        return function(*inputs)
+
+    parts = tuple(fitting_spec(sizes, x.shape, of) for x, of in zip(inputs, axes, strict=True))
+    out_parts = tuple(fitting_spec(sizes, *result) for result in results)
+    left = set(sizes) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    specs: dict[str, Any] = {"in_specs": parts, "out_specs": out_parts, "axis_names": left}
+    return jax.shard_map(function, **specs, check_vma=False)(*inputs)
