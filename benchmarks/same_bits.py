@@ -49,7 +49,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ahead, pages": (*LEARNED, "Sched.mode='ahead'", "Engine.cache='pages'"),
     "coupled": (*LEARNED, "Reuse.mode='coupled'"),
 }
-DEVICES = "--xla_force_host_platform_device_count=3"
+DEVICES = "--xla_force_host_platform_device_count=3"  # workers ahead and two workers have some
+MESH = "Mesh.data=1"  # the trainer's one device: gradients are sums of XLA's
 
 
 def as_kind(kind: str, params: Params) -> Params:
@@ -117,7 +118,7 @@ def runs(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("float32", "bfloat16"):
-            common = f"Trainer.compute_dtype='{dtype}'", f"Run.steps={arguments.steps}"
+            common = f"Trainer.compute_dtype='{dtype}'", f"Run.steps={arguments.steps}", MESH
             plain = _run(Path(folder, "plain"), *common, *PLAIN)
             again = _run(Path(folder, "again"), *common, *PLAIN, "Reuse.mode='repeated_noise'")
             for name, settings in RUNS.items():

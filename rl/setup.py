@@ -364,22 +364,16 @@ def engine_mesh(
     return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
 
 
-def check_bits(config: TrainConfig, model: ModelConfig, *, own: bool) -> str | None:
+def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
     """Return why passes find other bits, if anyone wants to know it (`NumericsConfig`).
 
-    Engines on the trainer's devices have a process's `own`. Raises ValueError if they must not, or
-    as `engine_mesh` and `run_mesh` do.
+    Raises ValueError if they must not.
     """
-    mesh, same_bits = run_mesh(config), config.numerics.same_bits
-    of_engine = engine_mesh(config, model, mesh, own=own)
-    engine_devices = config.sched.devices_per_worker
-    if config.sched.has_trainer_devices:
-        engine_devices = 1 if of_engine is None else of_engine.size
-    weight_devices = 1 if mesh is None else mesh.shape["fsdp"] * mesh.shape["tensor"]
-    reason = why_other_bits(model, jax.default_backend(), engine_devices, weight_devices)
-    if reason is None or same_bits is False:
+    tensor_ways = 1 if mesh is None else mesh.shape["tensor"]
+    reason = why_other_bits(model, jax.default_backend(), tensor_ways)
+    if reason is None or config.numerics.same_bits is False:
         return None
-    if same_bits is True:
+    if config.numerics.same_bits is True:
         raise ValueError(f"Numerics.same_bits=True: {reason}")
     return f"tokens and ratios are exact up to rounding: {reason}"
 

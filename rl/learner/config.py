@@ -159,19 +159,17 @@ class NumericsConfig:
     same_bits: bool | Literal["auto"] = "auto"
 
 
-def why_other_bits(
-    model: ModelConfig, platform: str, engine_devices: int, weight_devices: int
-) -> str | None:
+def why_other_bits(model: ModelConfig, platform: str, tensor_ways: int) -> str | None:
     """Return why passes find other bits; None if all sum in one order.
 
-    `engine_devices` serve one engine, `weight_devices` hold one copy of the trained weights.
+    The heads of the trained weights are split `tensor_ways`.
     """
     if platform != "cpu":
         return f"expected a CPU, whose kernels sum in one order, got a {platform}"
-    if engine_devices > 1 or weight_devices > 1:
+    if model.num_kv_heads % tensor_ways:
         return (
-            "expected one device for each engine and each copy of the weights, got "
-            f"{engine_devices} and {weight_devices}"
+            f"expected key/value heads that Mesh.tensor={tensor_ways} divides, got "
+            f"{model.num_kv_heads}"
         )
     rank = 0 if model.lora is None else model.lora.rank
     query_width = model.num_heads * model.head_dim

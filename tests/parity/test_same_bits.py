@@ -1,10 +1,11 @@
-"""All passes over a text find the same bits, on one device, in float32 and in bfloat16.
+"""All passes over a text find the same bits, on any mesh of CPUs, in float32 and in bfloat16.
 
 Rounding to bfloat16 hides other sums. So a third policy has matrices of bfloat16 and float32 for
 all that flows between them: its sums are compared before any rounding.
 """
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -14,8 +15,8 @@ import pytest
 
 from benchmarks import passes
 from benchmarks.passes import Passes, differences
-from models import kv_cache, layers, row_attention, transformer
-from models.config import ModelConfig
+from models import kv_cache, layers, row_attention, sharding, transformer
+from models.config import MeshConfig, ModelConfig
 from spec import sampling
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of CPUs")
@@ -104,6 +105,23 @@ def test_bits_of_passes_over_rows(bench, kind, name):
 def test_bits_of_passes_over_pages(bench, kind, name):
     pages, want = bench(kind, is_paged=True)
     assert not any(found(want, OF_PAGES[name](pages)).values())
+
+
+@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "name, is_paged",
+    [
+        ("training", False),
+        *itertools.product(("64 slots", "trees", "several chunks"), (False, True)),
+    ],
+)
+def test_bits_of_passes_on_meshes(bench, axes, name, is_paged):
+    mesh = sharding.make_mesh(MeshConfig(**axes), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        one, want = bench("wide", is_paged=is_paged)
+        shardings = sharding.param_shardings(mesh, transformer.param_specs(MODEL))
+        one.params = jax.device_put(one.params, shardings)
+        assert not any(found(want, PASSES[name](one)).values())
 
 
 def other_order(product):

@@ -1,5 +1,6 @@
 """The number of large programs that a run compiles before its first step."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,13 +104,13 @@ def test_the_mesh_has_the_trainers_devices_of_all_processes(monkeypatch, setting
 
 
 def test_other_bits_are_named_or_refused():
-    def check(*overrides):
-        config = load(TrainConfig, [DEFAULT], ["Mesh.data=1", *overrides])
-        return setup.check_bits(config, open_policy(config.policy.directory)[1], own=False)
+    def check(model, *overrides):
+        return setup.check_bits(load(TrainConfig, [DEFAULT], overrides), model, None)
 
-    workers = "Sched.workers=2", "Sched.devices_per_worker=2"
-    assert check() is None and check("Numerics.same_bits=True") is None
-    assert "exact up to rounding: expected one device" in check(*workers)
-    assert check(*workers, "Numerics.same_bits=False") is None
-    with pytest.raises(ValueError, match=r"Numerics\.same_bits=True: expected one device"):
-        check(*workers, "Numerics.same_bits=True")
+    [model] = open_policy(load(TrainConfig, [DEFAULT]).policy.directory)[1:2]
+    odd = dataclasses.replace(model, d_ff=100)
+    assert check(model) is None and check(model, "Numerics.same_bits=True") is None
+    assert "exact up to rounding: expected a d_ff that 16 divides" in check(odd)
+    assert check(odd, "Numerics.same_bits=False") is None
+    with pytest.raises(ValueError, match=r"Numerics\.same_bits=True: expected a d_ff"):
+        check(odd, "Numerics.same_bits=True")

@@ -10,12 +10,12 @@ from rl.learner.config import why_other_bits
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
 
 
-def why(model=MODEL, platform="cpu", engine_devices=1, weight_devices=1):
-    return why_other_bits(model, platform, engine_devices, weight_devices)
+def why(model=MODEL, platform="cpu", tensor_ways=1):
+    return why_other_bits(model, platform, tensor_ways)
 
 
-def test_one_cpu_device_each_finds_the_same_bits():
-    assert why() is None
+def test_cpus_find_the_same_bits():
+    assert why() is None and why(tensor_ways=2) is None
     lora = LoraShape(32, 32.0, ("attention",))
     assert why(dataclasses.replace(MODEL, lora=lora)) is None
 
@@ -35,7 +35,6 @@ def test_sizes_that_kernels_do_not_take(change, words):
 
 def test_other_devices_and_ranks():
     assert "got a gpu" in why(platform="gpu")
-    assert "got 2 and 1" in why(engine_devices=2)
-    assert "got 1 and 4" in why(weight_devices=4)
+    assert "heads that Mesh.tensor=4 divides, got 2" in why(tensor_ways=4)
     odd = LoraShape(6, 32.0, ("mlp",))
     assert "lora_rank that 16 divides, got 6" in why(dataclasses.replace(MODEL, lora=odd))
