@@ -126,10 +126,8 @@ def runs(arguments: argparse.Namespace) -> dict[str, Any]:
                 against = again if name == "coupled" else plain
                 rows.append({"dtype": dtype, "run": name, **_compared(run, against)})
                 environment.progress(rows[-1])
-    return {
-        **{n: sum(row[n] for row in rows) for n in ("samples_that_differ", "weights_that_differ")},
-        "rows": rows,
-    }
+    names = "samples", "samples_that_differ", "weights", "weights_that_differ"
+    return {**{name: sum(row[name] for row in rows) for name in names}, "rows": rows}
 
 
 def _run(folder: Path, *settings: str) -> tuple[list[Any], dict[str, np.ndarray]]:

@@ -108,15 +108,15 @@ def attend_in_order(
 
     def local(*given: jax.Array) -> jax.Array:
         *arrays, row_X, length_X, parent_X = given[:8]
-        own, num_here = given[8:], len(arrays[3])
-        if own:  # a slot without pages is the first part's
-            page_B = jnp.maximum(own[0][:, 0], 0)
-            is_here_B = split.own(page_B, num_here) >= 0
-            own = (split.own(own[0], num_here),)
+        tables, num_here = given[8:], len(arrays[3])
+        if tables:
+            first_B = jnp.maximum(tables[0][:, 0], 0)  # a slot without pages is the first part's
+            is_here_B = split.own(first_B, num_here) >= 0
             row_X = jnp.where(jnp.take(is_here_B, row_X, mode="clip"), row_X, -1)
+            tables = (split.own(tables[0], num_here),)
         else:
             row_X = split.own(row_X, num_here)
-        out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *own)
+        out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *tables)
         return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
 
     inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))

@@ -74,7 +74,7 @@ def _in_order(dtype: Any, *given: jax.Array) -> jax.Array:
     from models.kernels import products_cpu
 
     x, weight_OI, *_ = given
-    rows = ("batch", *[None] * (x.ndim - 2))
+    rows = ("batch", *[None] * x.ndim)[: x.ndim - 1]
     axes: tuple[Axes, ...] = ((*rows, None), ("vocab", None))
     result = (*x.shape[:-1], len(weight_OI)), (*rows, "vocab")
 
