@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from models.attention import After, PartialSoftmax, Portable, attend, partial_attention
+from models.cached_attention import attend_in_order
 from models.config import ModelConfig
-from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES, entry_names, entry_ways
-from models.sharding import constrain, fitting_spec, platform_in_use
+from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
+from models.sharding import constrain
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # of positions in a layer's keys, and in values and features
 CPU_WRITES = 16  # entries that a CPU writes at a time
@@ -38,90 +38,6 @@ class Kind(NamedTuple):
 
 KEYS, VALUES = Kind(KEY_AXIS, CACHE_AXES), Kind(VALUE_AXIS, CACHE_AXES)
 FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The axes of the mesh that is set over which rows or pages, and their heads, are split."""
-
-    batch: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    ways: int = 1
-
-    @staticmethod
-    def of_cache(values: jax.Array) -> Split:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.size == 1:
-            return Split()
-        spec: list[Any] = [*fitting_spec(mesh.shape, values.shape, CACHE_AXES), None, None]
-        batch, heads = spec[:2]
-        return Split(entry_names(batch), entry_names(heads), entry_ways(mesh.shape, batch))
-
-    def spec(self, batch: int | None = None, heads: int | None = None) -> PartitionSpec:
-        """The specification of an array that has these axes at these dimensions."""
-        entries: list[Any] = [None] * 4
-        if batch is not None:
-            entries[batch] = self.batch or None
-        if heads is not None:
-            entries[heads] = self.heads or None
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
-
-    def mapped(self, local: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        if not self.batch and not self.heads:
-            return local
-        return jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
-
-    def own(self, pages: jax.Array, num_here: int) -> jax.Array:
-        """Number pages from the first of this part; −1: of another part."""
-        if not self.batch:
-            return pages
-        own = pages - jax.lax.axis_index(self.batch) * num_here
-        return jnp.where((own >= 0) & (own < num_here), own, -1)
-
-
-def is_in_order(head_dim: int, *dtypes: Any) -> bool:
-    """Return whether a CPU attends to a cache in one order, by position."""
-    if platform_in_use() != "cpu":
-        return False
-    from models.kernels import cached_rows_cpu  # numba: half a second to import
-
-    return cached_rows_cpu.takes(head_dim, *dtypes)
-
-
-def attend_in_order(
-    new: tuple[jax.Array, jax.Array, jax.Array],
-    held: tuple[jax.Array, jax.Array],
-    after: After,
-    portable: Portable,
-    *table_BN: jax.Array,
-) -> jax.Array:
-    """Compute `CachedLayer.of_new` by a CPU's kernel, of pages with a table; else `portable`."""
-    if not is_in_order(new[0].shape[-1], new[0].dtype, held[0].dtype):
-        return portable()
-    from models.kernels import cached_rows_cpu
-
-    split = Split.of_cache(held[1])
-    heads, whole = split.spec(heads=1), PartitionSpec()
-    rows = split.spec(batch=0, heads=1)
-
-    def local(*given: jax.Array) -> jax.Array:
-        *arrays, row_X, length_X, parent_X = given[:8]
-        tables, num_here = given[8:], len(arrays[3])
-        if tables:
-            first_B = jnp.maximum(tables[0][:, 0], 0)  # a slot without pages is the first part's
-            is_here_B = split.own(first_B, num_here) >= 0
-            row_X = jnp.where(jnp.take(is_here_B, row_X, mode="clip"), row_X, -1)
-            tables = (split.own(tables[0], num_here),)
-        else:
-            row_X = split.own(row_X, num_here)
-        out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *tables)
-        return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
-
-    inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))
-    kernel = partial(split.mapped(local, inputs, heads), *new, *held, *after, *table_BN)
-    return jax.lax.platform_dependent(cpu=kernel, default=portable)
 
 
 @jax.tree_util.register_dataclass

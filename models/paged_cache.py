@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from models import kv_cache
 from models.attention import After, PartialSoftmax, Portable, causal_mask, joined, partial_attention
+from models.cached_attention import Split, attend_in_order, is_in_order
 from models.config import ModelConfig
 from models.kv_cache import (
     FEATURES,
@@ -29,9 +30,6 @@ from models.kv_cache import (
     Kind,
     KVCache,
     Pending,
-    Split,
-    attend_in_order,
-    is_in_order,
     pin,
 )
 from models.layout import CACHE_AXES, FEATURE_AXES

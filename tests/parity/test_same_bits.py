@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import passes
 from benchmarks.passes import Passes, differences
-from models import kv_cache, layers, row_attention, sharding, transformer
+from models import cached_attention, kv_cache, layers, row_attention, sharding, transformer
 from models.config import MeshConfig, ModelConfig
 from spec import sampling
 
@@ -187,7 +187,7 @@ PLANTED = {
     ),
     "attention in two softmaxes, over dead entries": (
         "trees",
-        of_module(kv_cache, "is_in_order", never),
+        of_module(cached_attention, "is_in_order", never),
     ),
     "another rounding": (
         "chunks",
