@@ -38,16 +38,21 @@ ODD = {
     ),
     "heads of 128": ModelConfig("llama", 1000, 256, 2, 4, 2, 128, 720),
 }
-PLAIN = "Speculation.budget='off'", "Reuse.mode='off'"
 LEARNED = "Speculation.sources=('history','group','learned')", "Speculation.budget='fixed:4'"
-RUNS: dict[str, tuple[str, ...]] = {
-    "history": ("Speculation.sources=('history',)", "Speculation.budget='fixed:4'"),
-    "siblings": ("Speculation.sources=('group',)", "Speculation.budget='fixed:4'"),
-    "history, siblings, EAGLE": LEARNED,
-    "two workers": (*LEARNED, "Sched.workers=2"),
-    "ahead": (*LEARNED, "Sched.mode='ahead'"),
-    "ahead, pages": (*LEARNED, "Sched.mode='ahead'", "Engine.cache='pages'"),
-    "coupled": (*LEARNED, "Reuse.mode='coupled'"),
+BASES = {  # without drafts, by the noise of their draws
+    "cdf": ("Speculation.budget='off'",),
+    "gumbel": ("Speculation.budget='off'", "Sampling.draw='gumbel'"),
+    "repeated": ("Speculation.budget='off'", "Reuse.mode='repeated_noise'"),
+}
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # of a base
+    "history, siblings, EAGLE": ("cdf", LEARNED),
+    "two workers": ("cdf", (*LEARNED, "Sched.workers=2")),
+    "ahead": ("gumbel", (*LEARNED, "Sched.mode='ahead'")),
+    "ahead, two workers, pages": (
+        "gumbel",
+        (*LEARNED, "Sched.mode='ahead'", "Sched.workers=2", "Engine.cache='pages'"),
+    ),
+    "coupled": ("repeated", (*LEARNED, "Reuse.mode='coupled'")),
 }
 DEVICES = "--xla_force_host_platform_device_count=3"  # workers ahead and two workers have some
 MESH = "Mesh.data=1"  # the trainer's one device: gradients are sums of XLA's
@@ -119,12 +124,10 @@ def runs(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("float32", "bfloat16"):
             common = f"Trainer.compute_dtype='{dtype}'", f"Run.steps={arguments.steps}", MESH
-            plain = _run(Path(folder, "plain"), *common, *PLAIN)
-            again = _run(Path(folder, "again"), *common, *PLAIN, "Reuse.mode='repeated_noise'")
-            for name, settings in RUNS.items():
+            bases = {n: _run(Path(folder, n), *common, *of) for n, of in BASES.items()}
+            for name, (base, settings) in RUNS.items():
                 run = _run(Path(folder, "run"), *common, *settings)
-                against = again if name == "coupled" else plain
-                rows.append({"dtype": dtype, "run": name, **_compared(run, against)})
+                rows.append({"dtype": dtype, "run": name, **_compared(run, bases[base])})
                 environment.progress(rows[-1])
     names = "samples", "samples_that_differ", "weights", "weights_that_differ"
     return {**{name: sum(row[name] for row in rows) for name in names}, "rows": rows}
