@@ -11,6 +11,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from models import training, transformer
 from models.config import MeshConfig, ModelConfig
+from models.kernels import products_cpu
 from models.layout import layers_per_input
 from models.sharding import make_mesh
 
@@ -61,6 +62,15 @@ def test_products_with_weights_are_kept_and_no_scores(capsys, given, monkeypatch
     scores = f"[{B},2,{2 * T},{T}]"
     assert scores in kept["none"] and scores not in kept["dots"]
     assert kept["dots"].count(f"[{B},{T},48]") >= L
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel of CPUs")
+def test_products_of_a_cpus_kernel_are_kept(given):
+    calls = {}
+    for name in ("none", "dots", "layer"):
+        program = found.lower(*given, name=name).compile().as_text()
+        calls[name] = program.count(f'custom_call_target="{products_cpu.NAME}"')
+    assert 0 < calls["none"] == calls["dots"] < calls["layer"]
 
 
 def test_what_is_kept_is_split_over_tensor(given):
