@@ -11,7 +11,6 @@ from models.layout import layers_per_input
 from rl.gin.values import AUTO, found_size
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig, rate_rule, require
 
-INPUTS_MULTIPLE, HEAD_MULTIPLE = 16, 8  # of the kernels that sum in one order (models.kernels)
 MAX_COUNT = 2**24  # tokens of a micro-batch, and optimizer steps of a batch
 
 
@@ -166,6 +165,8 @@ def why_other_bits(model: ModelConfig, platform: str, tensor_ways: int) -> str |
     """
     if platform != "cpu":
         return f"expected a CPU, whose kernels sum in one order, got a {platform}"
+    from models.kernels.cpu_tiles import LANES, LINE  # of a head, and of the inputs of a product
+
     if model.num_kv_heads % tensor_ways:
         return (
             f"expected key/value heads that Mesh.tensor={tensor_ways} divides, got "
@@ -175,8 +176,8 @@ def why_other_bits(model: ModelConfig, platform: str, tensor_ways: int) -> str |
     query_width = model.num_heads * model.head_dim
     widths = {"d_model": model.d_model, "d_ff": model.d_ff, "num_heads · head_dim": query_width}
     for name, width in (widths | {"Policy.lora_rank": rank}).items():
-        if width % INPUTS_MULTIPLE:
-            return f"expected a {name} that {INPUTS_MULTIPLE} divides, got {width}"
-    if model.head_dim % HEAD_MULTIPLE:
-        return f"expected a head size that {HEAD_MULTIPLE} divides, got {model.head_dim}"
+        if width % LINE:
+            return f"expected a {name} that {LINE} divides, got {width}"
+    if model.head_dim % LANES:
+        return f"expected a head size that {LANES} divides, got {model.head_dim}"
     return None
