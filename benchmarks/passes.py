@@ -69,7 +69,7 @@ def random_texts(
     prompt_tokens: tuple[int, int] = (3, 40),
     response_tokens: tuple[int, int] = (1, 70),
 ) -> list[Text]:
-    """Return texts of random tokens and lengths; those of a group share its prompt."""
+    """Return texts of random tokens and lengths; a group's share its prompt."""
 
     def some(bounds: tuple[int, int]) -> np.ndarray:
         return rng.integers(0, vocab_size, rng.integers(*bounds)).astype(np.int32)
@@ -248,7 +248,8 @@ class Passes:
                 text_X[row_S], position_X[row_S] = i, np.arange(self.end_B[i])
                 parts.append((row_S, self.first_B[i] + np.arange(self.end_B[i])))
             places = self._places(text_X, position_X)
-            found = _train(self.config, self.params, out.tokens_BT, out.packing, places)
+            given = out.tokens_BT, out.packing, places
+            found = jax.device_get(_train(self.config, self.params, *given))
             for row_S, at_S in parts:
                 taken.put(found, row_S, at_S)
         return taken.found

@@ -1,10 +1,10 @@
 """Bits that passes and runs find: `python -m benchmarks.same_bits passes|runs --json`.
 
-passes   The same texts by plain decoding of 1, 6 and 64 slots, trees, chunks and training rows
-         (`benchmarks.passes`), in rows and in pages, each against plain decoding of 6 slots: the
-         shipped policy on questions, one more policy if `--policy` names its folder, and random
-         ones of odd shapes. `wide` has matrices of bfloat16 and float32 between them, so that sums
-         are compared before they are rounded.
+passes   The same random texts by plain decoding of 1, 6 and 64 slots, trees, chunks and training
+         rows (`benchmarks.passes`), in rows and in pages, each against plain decoding of 6 slots:
+         the shipped policy, one more if `--policy` names its folder, and random weights of odd
+         shapes. `wide` has matrices of bfloat16 and float32 between them, so that sums are compared
+         before they are rounded.
 runs     `python -m rl.train` with drafts, reuse, work ahead and workers, against the same run
          without any of them: samples and weights after the last step.
 """
@@ -62,10 +62,8 @@ def as_kind(kind: str, params: Params) -> Params:
     """Return a policy in float32, in bfloat16, or with matrices alone in bfloat16."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
-        is_wide = x.ndim == 1 or path[0].name == "embedding_VD"
-        return x.astype(
-            jnp.float32 if kind == "float32" or (kind == "wide" and is_wide) else jnp.bfloat16
-        )
+        is_wide = kind == "wide" and (x.ndim == 1 or path[0].name == "embedding_VD")
+        return x.astype(jnp.float32 if kind == "float32" or is_wide else jnp.bfloat16)
 
     return jax.tree_util.tree_map_with_path(one, params)
 

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import passes
 from benchmarks.passes import Passes, differences
+from benchmarks.same_bits import KINDS, as_kind
 from models import cached_attention, kv_cache, layers, row_attention, sharding, transformer
 from models.config import MeshConfig, ModelConfig
 from spec import sampling
@@ -33,12 +34,10 @@ MODEL = ModelConfig(
     qk_norm=True,
     qkv_bias=True,
 )
-KINDS = "wide", "bfloat16", "float32"
 
 
-def policy(kind, model=MODEL):
+def policy(kind):
     rng = np.random.default_rng(0)
-    dtype = jnp.float32 if kind == "float32" else jnp.bfloat16
 
     def one(spec):
         noise = rng.standard_normal(spec.shape, np.float32)
@@ -46,12 +45,7 @@ def policy(kind, model=MODEL):
             1 + 0.2 * noise if spec.scale is None else 2 * (spec.scale or 0.1) * noise
         )
 
-    def kept(path, x):
-        is_wide = kind == "wide" and (x.ndim == 1 or path[0].name == "embedding_VD")
-        return x if is_wide else x.astype(dtype)
-
-    specs = transformer.param_specs(model)
-    return jax.tree_util.tree_map_with_path(kept, jax.tree.map(one, specs))
+    return as_kind(kind, jax.tree.map(one, transformer.param_specs(MODEL)))
 
 
 @pytest.fixture(scope="module")
