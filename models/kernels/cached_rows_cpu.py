@@ -101,12 +101,8 @@ def _scores(q_Yh, keys, table_BN, b, k, length, page_hT, score_YV):  # type: ign
 @fast
 def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # type: ignore[no-untyped-def]
     """Add the values of the first `length` positions of row b, weighted."""
-    weight, out, (_, V), h = (
-        weight_YV.ctypes.data,
-        out_Yh.ctypes.data,
-        weight_YV.shape,
-        len(out_Yh[0]),
-    )
+    weight, out = weight_YV.ctypes.data, out_Yh.ctypes.data
+    V, h = weight_YV.shape[1], values.shape[3]
     size = values.shape[2] if len(table_BN) else BLOCK
     for first in range(0, length, size):
         if len(table_BN):

@@ -12,7 +12,6 @@ Weights are float32 or bfloat16, sums float32. Shape suffixes: X rows, I inputs,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -67,7 +66,7 @@ def _write_tiles(code: Code, *words: Any) -> None:
     def one(rows: int, outputs: int, size_bytes: int) -> None:
         load = code.load if size_bytes == 4 else code.load_halves
 
-        def added(i: Any, totals: list, x: Any, w: Any, inputs: Any) -> list:
+        def added(x: Any, w: Any, inputs: Any, i: Any, totals: list) -> list:
             w_O = [load(code.place(w, o, inputs, i, size_bytes)) for o in range(outputs)]
             for r in range(rows):
                 x_r = code.load(code.place(x, r, inputs, i))
@@ -80,20 +79,18 @@ def _write_tiles(code: Code, *words: Any) -> None:
 
         totals = [code.zero] * (rows * outputs)
         for terms in ((x, w, inputs), (inner, up, ranks)):
-            totals = code.sums(totals, terms[2], LINE, partial(_with, added, terms))
+            totals = code.sums(totals, terms[2], LINE, partial(added, *terms))
         for n, total in enumerate(_totals(code, totals)):
             r, o = divmod(n, outputs)
             code.store(total, code.place(y, r, width, code.number(o)))
 
     sizes = [(r, o, b) for r in ROWS for o in (OUTPUTS, 1) for b in (4, 2)]
-    code.cases(size, {_size(*of): partial(one, *of) for of in sizes})
+    code.cases(size, {_size.py_func(*of): partial(one, *of) for of in sizes})
 
 
-def _with(added: Callable, terms: tuple, i: Any, totals: list) -> list:
-    return added(i, totals, *terms)
-
-
-def _size(rows: Any, outputs: Any, size_bytes: Any) -> Any:
+@fast
+def _size(rows, outputs, size_bytes):  # type: ignore[no-untyped-def]
+    """Return the number of a size of tiles."""
     return (rows * 8 + outputs) * 8 + size_bytes
 
 
@@ -130,8 +127,7 @@ def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # t
             outputs = OUTPUTS if o + OUTPUTS <= num_outputs else 1
             of_rows = x + 4 * r * inputs, w + size_bytes * o * inputs, y + 4 * (r * width + o)
             more = inner + 4 * r * ranks, up + size_bytes * o * ranks, ranks
-            size = (rows * 8 + outputs) * 8 + size_bytes
-            _tile(size, *of_rows, inputs, width, *more)
+            _tile(_size(rows, outputs, size_bytes), *of_rows, inputs, width, *more)
             o += outputs
         r += rows
 

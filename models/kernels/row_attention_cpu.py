@@ -2,7 +2,8 @@
 
 A token sees the shared tokens of its prompt, and its response up to itself: two ranges. So the
 tokens of a prompt must follow one another in a row, and so must a response's, as `rl.packing`
-lays them out. Padding sees itself. Each core takes some of the heads. Float32 only.
+lays them out. Padding sees itself. Each core takes some of the heads. Sums
+are float32.
 
 Shape suffixes: B rows, T tokens of a row, H heads, K key/value heads, G = H/K, h head size,
 Y queries of one key/value head, V positions that a query sees.
