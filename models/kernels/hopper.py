@@ -1,23 +1,31 @@
-"""Shared by the kernels for Hopper GPUs: sizes, and tiles in the registers of a warp group.
+"""Shared by the kernels for Hopper GPUs: sizes, tiles in the registers of a warp group, softmaxes.
 
-Jax's interpreter knows neither their layouts nor transposed operands; there these are plain arrays.
+A softmax takes keys in blocks of `ROWS` in order of position. Every `PART_TOKENS` positions are a
+part, and the parts are joined in order: so the bits of a query's result depend on its keys alone,
+whichever kernel computes it, with whichever other queries. Keys that it does not see weigh 0.
+
+    top = round(max score),  total = Σ 2^(score − top),  sum = Σ 2^(score − top) v
+
+Jax's interpreter knows neither layouts nor transposed operands; there these are plain arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from models.kernels import NEGATIVE
+
 HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of devices
-H100_PROCESSORS = 132
 H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block
-ROWS = 64  # the least that a warp group multiplies
+ROWS = 64  # the least that a warp group multiplies, and the keys of a block
+PART_TOKENS = 1024
 SWIZZLE_BYTES = 128
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax < 0.12
 
@@ -30,23 +38,6 @@ def is_hopper() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return not kind or any(name in kind for name in HOPPERS)
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuPageTiles:
-    """`buffers` pages have room in shared memory; a slot's pages are shared by `parts` blocks."""
-
-    buffers: int
-    parts: int
-
-
-def gpu_page_tiles(
-    num_blocks: int, max_pages: int, page_tokens: int, head_dim: int
-) -> GpuPageTiles:
-    """Return the tiles on an H100: four thread blocks a processor, parts of at least four pages."""
-    buffers = H100_BUFFER_BYTES // (2 * page_tokens * head_dim * 2)
-    parts = -(-4 * H100_PROCESSORS // num_blocks)
-    return GpuPageTiles(min(8, buffers), max(1, min(parts, max_pages // 4)))
 
 
 def shared_tiles(*shape: int) -> Any:
@@ -74,6 +65,12 @@ class WarpGroup:
             return ref[...]
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
         return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)  # few bytes
+
+    def tile(self, ref: Any) -> jax.Array:
+        """Load a matrix as registers hold a product's result."""
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def full(self, shape: tuple[int, ...], number: float) -> jax.Array:
         """Return the same float32 number everywhere, [R, j] or by row, [R]."""
@@ -108,3 +105,71 @@ class WarpGroup:
             plgpu.wgmma(sum_ref, x_Ri, y_ref)
 
         return pl.run_state(multiply)(plgpu.ACC.init(sum_Rj))
+
+
+class Softmax(NamedTuple):
+    """A softmax of R queries over some keys: [R, h] and twice [R], in registers."""
+
+    sum_Rh: jax.Array
+    top_R: jax.Array
+    total_R: jax.Array
+
+    @staticmethod
+    def over_none(registers: WarpGroup, head_dim: int) -> Softmax:
+        numbers = ((ROWS, head_dim), 0.0), ((ROWS,), NEGATIVE), ((ROWS,), 0.0)
+        return Softmax(*(registers.full(*number) for number in numbers))
+
+    def weigh(self, scores_RS: jax.Array) -> tuple[jax.Array, Softmax]:
+        """Return the weights of a block of scores · log₂e, and the softmax but for its values."""
+        top_R = jnp.maximum(self.top_R, jnp.round(scores_RS.max(axis=1)))
+        weights_RS = jnp.exp2(scores_RS - across(top_R, scores_RS.shape[1]))
+        kept_R = jnp.exp2(self.top_R - top_R)
+        total_R = self.total_R * kept_R + weights_RS.sum(axis=1)
+        sum_Rh = self.sum_Rh * across(kept_R, self.sum_Rh.shape[1])
+        return weights_RS, Softmax(sum_Rh, top_R, total_R)
+
+    def with_values(self, registers: WarpGroup, weights_RS: jax.Array, values_Sh: Any) -> Softmax:
+        """Add the values of a block, in shared memory."""
+        weights_RS = weights_RS.astype(values_Sh.dtype)
+        return self._replace(sum_Rh=registers.add_product(self.sum_Rh, weights_RS, values_Sh))
+
+    def joined(self, other: Softmax) -> Softmax:
+        """Return the softmax over the keys of this one, then of the other."""
+        top_R = jnp.maximum(self.top_R, other.top_R)
+        one_R, other_R = jnp.exp2(self.top_R - top_R), jnp.exp2(other.top_R - top_R)
+        h = self.sum_Rh.shape[1]
+        sum_Rh = self.sum_Rh * across(one_R, h) + other.sum_Rh * across(other_R, h)
+        return Softmax(sum_Rh, top_R, self.total_R * one_R + other.total_R * other_R)
+
+    def attention(self) -> jax.Array:
+        """Return the average of the values, [R, h]; 0 over no keys."""
+        some_R = jnp.where(self.total_R > 0, self.total_R, 1.0)
+        return self.sum_Rh / across(some_R, self.sum_Rh.shape[1])
+
+
+class Parts(NamedTuple):
+    """The softmax over a part's keys so far, and over all parts before it."""
+
+    current: Softmax
+    before: Softmax
+
+    @staticmethod
+    def over_none(registers: WarpGroup, head_dim: int) -> Parts:
+        return Parts(*[Softmax.over_none(registers, head_dim)] * 2)
+
+    def next_if(self, begins: jax.Array, registers: WarpGroup) -> Parts:
+        """Return these at a block that may begin a part."""
+
+        def following(parts: Parts) -> Parts:
+            h = parts.current.sum_Rh.shape[1]
+            return Parts(Softmax.over_none(registers, h), parts.joined())
+
+        return jax.lax.cond(begins, following, lambda parts: parts, self)
+
+    def joined(self) -> Softmax:
+        return self.before.joined(self.current)
+
+
+def across(x_R: jax.Array, columns: int) -> jax.Array:
+    """Return [R, columns] of numbers by row."""
+    return jax.lax.broadcast_in_dim(x_R, (len(x_R), columns), [0])

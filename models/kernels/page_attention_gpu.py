@@ -1,17 +1,18 @@
-"""Attention of a round's nodes to their slots' pages of keys and values: the kernel for Hopper.
+"""Attention of tokens to blocks of keys in pages: the kernels for Hopper.
 
-A thread block has one part of a slot's pages, one key/value head and up to 64 rows of its queries.
-Pages come by TMA into several buffers: while one is computed, the next ones are copied. Parts of a
-slot are joined by their maxima and sums. Formulas and shapes: see `page_attention_tpu`; n tiles of
-R = 64 of a head's rows.
+A thread block has up to 64 rows, of tokens of a slot and the query heads of a key/value head, and
+one part of the blocks that they read (`models.kernels.hopper`). Blocks come by TMA into several
+buffers: while one is computed, the next ones are copied. A second kernel joins the parts.
+
+N tiles of R = 64 rows, K key/value heads, h head size, P pages, T positions of a page, L blocks of
+a tile's list, X parts, D buffers, S side blocks. Formulas: see `hopper`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.kernels import LOG2_E, NEGATIVE
-from models.kernels.hopper import ROWS, GpuPageTiles, WarpGroup, gpu_page_tiles, shared_tiles
+from models.kernels.hopper import (
+    H100_BUFFER_BYTES,
+    PART_TOKENS,
+    ROWS,
+    Parts,
+    Softmax,
+    WarpGroup,
+    shared_tiles,
+)
 from models.kernels.page_blocks import heads_of_rows, rows_by_head
+
+WHOLE = -1  # the path of a block that every row of its tile sees whole
+MAX_BUFFERS = 8
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
@@ -42,6 +54,264 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     return None
 
 
+class Blocks(NamedTuple):
+    """The blocks of keys that each tile reads, in order of position; int32.
+
+    Blocks are halves or wholes of pages, then side blocks, from number P · T / 64 on. A row sees
+    blocks of its path up to its position, and blocks of the path `WHOLE`. A part's blocks are at
+    `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first. Positions of pages from `end_N` on are
+    arbitrary.
+    """
+
+    number_NL: jax.Array
+    first_NL: jax.Array
+    path_NL: jax.Array
+    begins_NL: jax.Array
+    bound_NX: jax.Array
+    end_N: jax.Array
+
+
+class Sides(NamedTuple):
+    """The side paths of each tile's slot: how many, the first one's number, blocks of each."""
+
+    num_N: jax.Array
+    first_N: jax.Array
+    each: int
+    max_blocks: int
+
+
+def blocks_of(
+    table_NX: jax.Array,
+    length_N: jax.Array,
+    last_N: jax.Array,
+    end_N: jax.Array,
+    num_pages: int,
+    page_tokens: int,
+    sides: Sides | None = None,
+) -> Blocks:
+    """Return the blocks of tiles that read `last` positions; every row sees the first `length`.
+
+    Side paths begin with the block of position `length`. A tile whose last is 0 reads nothing.
+    """
+    each, max_blocks = page_tokens // ROWS, table_NX.shape[1] * page_tokens // ROWS
+    if sides is None:
+        sides = Sides(jnp.zeros_like(length_N), jnp.zeros_like(length_N), 0, 0)
+    ways_N = 1 + sides.num_N
+    whole_N = jnp.where(last_N > 0, length_N // ROWS, 0)
+    tail_N = jnp.maximum(-(-last_N // ROWS) - whole_N, 0)
+    at_L = jnp.arange(max_blocks + sides.max_blocks, dtype=jnp.int32)
+    is_whole_NL = at_L < whole_N[:, None]
+    behind_NL = jnp.maximum(at_L - whole_N[:, None], 0)
+    nth_NL, path_NL = behind_NL // ways_N[:, None], behind_NL % ways_N[:, None]
+    block_NL = jnp.where(is_whole_NL, at_L, whole_N[:, None] + nth_NL)
+    page_NL = jnp.clip(block_NL // each, 0, table_NX.shape[1] - 1)
+    page_NL = jnp.maximum(jnp.take_along_axis(table_NX, page_NL, axis=1), 0)
+    side_NL = num_pages * each + (sides.first_N[:, None] + path_NL - 1) * sides.each + nth_NL
+    number_NL = jnp.where(path_NL > 0, side_NL, page_NL * each + block_NL % each)
+    part_blocks = PART_TOKENS // ROWS
+    begins_NL = (block_NL % part_blocks == 0) & (path_NL == 0)
+    edge_X = part_blocks * jnp.arange(-(-max_blocks // part_blocks) + 1)
+    into_tail_NX = jnp.clip(edge_X - whole_N[:, None], 0, tail_N[:, None])
+    bound_NX = jnp.minimum(edge_X, whole_N[:, None]) + into_tail_NX * ways_N[:, None]
+    path_NL = jnp.where(is_whole_NL, WHOLE, path_NL)
+    lists = number_NL, block_NL * ROWS, path_NL, begins_NL, bound_NX, end_N
+    return Blocks(*(x.astype(jnp.int32) for x in lists))
+
+
+def attend_tiles(
+    q_NKRh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    position_NR: jax.Array,
+    path_NR: jax.Array,
+    blocks: Blocks,
+    sides_SK64h: tuple[jax.Array, ...] = (),
+    *,
+    is_partial: bool = False,
+    interpret: Any = None,
+) -> Any:
+    """Return the attention of each row, [N, K, R, h] of the queries' dtype.
+
+    With `is_partial` return its softmax instead, float32 [N, K, R, h] and twice [N, K, R].
+    """
+    (N, K, R, h), (P, _, T, _) = q_NKRh.shape, keys_PKTh.shape
+    assert R == ROWS and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
+    assert q_NKRh.dtype == keys_PKTh.dtype == values_PKTh.dtype
+    if why := takes(h, T, keys_PKTh.dtype):
+        raise ValueError(why)
+    L, num_parts = blocks.number_NL.shape[1], blocks.bound_NX.shape[1] - 1
+    registers = WarpGroup(bool(interpret))
+    call = _Call(P, T, h, L, num_parts, is_partial, bool(sides_SK64h), registers)
+    varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map results vary as queries do
+
+    def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+    def softmax(*shape: int) -> list[jax.ShapeDtypeStruct]:
+        return [shaped(*shape, h), shaped(*shape), shaped(*shape)]
+
+    result = softmax(N, K, R) if is_partial else [shaped(N, K, R, h, dtype=q_NKRh.dtype)]
+    parts = plgpu.kernel(
+        partial(_part_kernel, call),
+        out_type=result if num_parts == 1 else softmax(num_parts, N, K, R),
+        scratch_types=call.scratch(),
+        grid=(K, num_parts, N),
+        grid_names=("head", "part", "tile"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="page_attention",
+    )(
+        *(position_NR, path_NR, *(x.reshape(-1) for x in blocks)),
+        *(q_NKRh, keys_PKTh, values_PKTh, *sides_SK64h),
+    )
+    if num_parts > 1:
+        num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
+        parts = plgpu.kernel(
+            partial(_join_kernel, call),
+            out_type=result,
+            scratch_types=[shared_tiles(ROWS, h)],
+            grid=(K, N),
+            grid_names=("head", "tile"),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+            kernel_name="page_attention_parts",
+        )(num_N, *parts)
+    return tuple(parts) if is_partial else parts[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The sizes of a call."""
+
+    num_pages: int
+    page_tokens: int
+    head_dim: int
+    max_blocks: int
+    num_parts: int
+    is_partial: bool
+    has_sides: bool
+    registers: WarpGroup
+
+    @property
+    def buffers(self) -> int:
+        return min(MAX_BUFFERS, H100_BUFFER_BYTES // (2 * ROWS * self.head_dim * 2))
+
+    def scratch(self) -> list[Any]:
+        """Return queries, keys and values in shared memory, and barriers of copies."""
+        D, h = self.buffers, self.head_dim
+        barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
+        return [shared_tiles(ROWS, h), *[shared_tiles(D, ROWS, h)] * 2, *barriers]
+
+    def copy(self, number: jax.Array, head: jax.Array, sources: Any, to: Any, barrier: Any) -> None:
+        """Copy a block of keys or values of a head from its page, or from the side blocks."""
+        pages, *sides = sources
+        each = self.page_tokens // ROWS
+        num_blocks = self.num_pages * each
+
+        @pl.when(number < num_blocks)
+        def _() -> None:
+            block = pages.at[jax.lax.div(number, each), head]
+            if each > 1:
+                block = block.at[pl.ds(jax.lax.rem(number, each) * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(block, to, barrier)
+
+        if self.has_sides:
+
+            @pl.when(number >= num_blocks)
+            def _() -> None:
+                plgpu.copy_gmem_to_smem(sides[0].at[number - num_blocks, head], to, barrier)
+
+    def clear(self, values_Sh: Any, live: jax.Array) -> None:
+        """Set values after the live ones to 0: a weight of 0 times NaN would be NaN."""
+
+        @pl.when(live < ROWS)
+        def _() -> None:
+            for j in range(0, self.head_dim, ROWS):
+                some_SR = values_Sh.at[:, j : j + ROWS]
+                is_live_SR = self.registers.positions(some_SR.shape, axis=0) < live
+                some_SR[...] = jnp.where(is_live_SR, self.registers.laid_out(some_SR[...]), 0)
+            plgpu.commit_smem()
+
+    def write(self, place: tuple, softmax: Softmax, results: Any, tile_Rh: Any) -> None:
+        """Write a tile's softmax, or its attention through shared memory that is free by now."""
+        if len(results) > 1:
+            for to, x in zip(results, softmax, strict=True):
+                to[place] = x
+            return
+        tile_Rh[...] = softmax.attention().astype(tile_Rh.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile_Rh, results[0].at[place])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _part_kernel(call: _Call, *refs: Any) -> None:
+    """One part of a tile: its blocks in turn, each into the running softmax."""
+    position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q, *refs = refs
+    *refs, q_Rh, keys_DSh, values_DSh, of_queries, of_keys, of_values = refs
+    num_sources = 4 if call.has_sides else 2
+    sources, results = refs[:num_sources], refs[num_sources:]
+    of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
+    first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
+    steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first
+    registers, D = call.registers, call.buffers
+
+    def fetch(step: jax.Array) -> None:
+        @pl.when(step < steps)
+        def _() -> None:
+            buffer, number = jax.lax.rem(step, D), number_X[first + step]
+            moving = (keys_DSh, of_keys), (values_DSh, of_values)
+            for i, (to, barrier) in enumerate(moving):
+                at = to.at[buffer], barrier.at[buffer]
+                call.copy(number, of_head, sources[i::2], *at)
+
+    def masked(step: jax.Array, scores_RS: jax.Array) -> jax.Array:
+        path_R = registers.along(path_NR.at[tile], axis=0)
+        position_R = registers.along(position_NR.at[tile], axis=0)
+        last_R = jnp.where(path_R == path_X[first + step], position_R, -1) - first_X[first + step]
+        last_RS = jax.lax.broadcast_in_dim(last_R, scores_RS.shape, [0])
+        return jnp.where(registers.positions(scores_RS.shape, axis=1) <= last_RS, scores_RS, NEGATIVE)
+
+    def of_block(step: jax.Array, parts: Parts) -> Parts:
+        buffer, path = jax.lax.rem(step, D), path_X[first + step]
+        plgpu.barrier_wait(of_keys.at[buffer])
+        products_RS = registers.product(q_Rh, keys_DSh.at[buffer], transposed=True)
+        scores_RS = products_RS * (call.head_dim**-0.5 * LOG2_E)
+        scores_RS = jax.lax.cond(path == WHOLE, lambda x: x, partial(masked, step), scores_RS)
+        parts = parts.next_if(begins_X[first + step] == 1, registers)
+        weights_RS, current = parts.current.weigh(scores_RS)
+        plgpu.barrier_wait(of_values.at[buffer])
+        live = jnp.where(path == 0, end_N[tile] - first_X[first + step], ROWS)
+        call.clear(values_DSh.at[buffer], live)
+        current = current.with_values(registers, weights_RS, values_DSh.at[buffer])
+        fetch(step + D)
+        return Parts(current, parts.before)
+
+    @pl.when((steps > 0) | (part == 0))
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(q.at[tile, of_head], q_Rh, of_queries)
+        for step in range(D):
+            fetch(jnp.int32(step))
+        plgpu.barrier_wait(of_queries)
+        parts = jax.lax.fori_loop(0, steps, of_block, Parts.over_none(registers, call.head_dim))
+        place = (tile, of_head) if call.num_parts == 1 else (part, tile, of_head)
+        call.write(place, parts.joined(), results, q_Rh)
+
+
+def _join_kernel(call: _Call, num_N: Any, *refs: Any) -> None:
+    """Join the parts of a tile, in order."""
+    sums, tops, totals, *results, tile_Rh = refs
+    registers = call.registers
+    place = tile, head = tuple(jax.lax.axis_index(x) for x in ("tile", "head"))
+
+    def with_part(part: jax.Array, before: Softmax) -> Softmax:
+        sum_Rh = registers.tile(sums.at[part, tile, head])
+        rows = (registers.along(x.at[part, tile, head], axis=0) for x in (tops, totals))
+        return before.joined(Softmax(sum_Rh, *rows))
+
+    none = Softmax.over_none(registers, call.head_dim)
+    call.write(place, jax.lax.fori_loop(0, num_N[tile], with_part, none), results, tile_Rh)
+
+
 def attend_pages(
     q_BWHh: jax.Array,
     keys_PKTh: jax.Array,
@@ -49,140 +319,28 @@ def attend_pages(
     table_BN: jax.Array,
     length_B: jax.Array,
     *,
-    tiles: GpuPageTiles | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `page_attention_tpu.attend_pages`."""
-    (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
-    assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
-    assert q_BWHh.dtype == keys_PKTh.dtype == values_PKTh.dtype
-    if why := takes(h, T, keys_PKTh.dtype):
-        raise ValueError(why)
+    (B, W, H, _), (P, K, T, h) = q_BWHh.shape, keys_PKTh.shape
+    assert H % K == 0
     q_BKnRh = _row_tiles(q_BWHh, K)
     n = q_BKnRh.shape[2]
-    tiles = tiles or gpu_page_tiles(B * K * n, N, T, h)
-    call = _Call(B, K, h, T, N, tiles, WarpGroup(bool(interpret)))
-    varying = jax.typeof(q_BWHh).manual_axis_type  # under shard_map results vary as queries do
-    shape = tiles.parts, B, K, n, ROWS
-    result = plgpu.kernel(
-        partial(_kernel, call),
-        out_type=[
-            jax.ShapeDtypeStruct(x, jnp.float32, manual_axis_type=varying)
-            for x in ((*shape, h), shape, shape)
-        ],
-        scratch_types=call.scratch(),
-        grid=(n, K, tiles.parts, B),
-        grid_names=("tile", "head", "part", "slot"),
-        interpret=interpret,
-        kernel_name="page_attention",
-    )(
-        table_BN.reshape(-1).astype(jnp.int32),
-        jnp.minimum(length_B, N * T).astype(jnp.int32),
-        q_BKnRh,
-        keys_PKTh,
-        values_PKTh,
+    q_NKRh = q_BKnRh.swapaxes(1, 2).reshape(B * n, K, ROWS, h)
+    table_NX, length_N = (jnp.repeat(x, n, axis=0) for x in (table_BN, length_B))
+    blocks = blocks_of(table_NX, length_N, length_N, length_N, P, T)
+    last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
+    rows = last_NR, jnp.zeros_like(last_NR)
+    results = attend_tiles(
+        q_NKRh, keys_PKTh, values_PKTh, *rows, blocks, is_partial=True, interpret=interpret
     )
-    out, top, total = _joined(*result)
-    results = out, top[..., None], total[..., None]
-    return tuple(heads_of_rows(x.reshape(B, K, n * ROWS, -1), W, H) for x in results)
 
+    def by_slot(x_NKRi: jax.Array) -> jax.Array:
+        x_BKnRi = x_NKRi.reshape(B, n, K, ROWS, -1).swapaxes(1, 2)
+        return heads_of_rows(x_BKnRi.reshape(B, K, n * ROWS, -1), W, H)
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The sizes of a call."""
-
-    num_slots: int
-    num_kv_heads: int
-    head_dim: int
-    page_tokens: int
-    max_pages: int
-    tiles: GpuPageTiles
-    registers: WarpGroup
-
-    def clear(self, values_Th: Any, live: jax.Array) -> None:
-        """Set values after the live ones to 0: a weight of 0 times NaN would be NaN."""
-
-        @pl.when(live < self.page_tokens)
-        def _() -> None:
-            for i, j in itertools.product(*(range(0, n, ROWS) for n in values_Th.shape)):
-                some_RR = values_Th.at[i : i + ROWS, j : j + ROWS]
-                is_live_RR = i + self.registers.positions(some_RR.shape, axis=0) < live
-                some_RR[...] = jnp.where(is_live_RR, self.registers.laid_out(some_RR[...]), 0)
-            plgpu.commit_smem()
-
-    def scratch(self) -> list[Any]:
-        """Return queries, keys and values in shared memory, and barriers of copies."""
-        D, T, h = self.tiles.buffers, self.page_tokens, self.head_dim
-        barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
-        return [shared_tiles(ROWS, h), *[shared_tiles(D, T, h)] * 2, *barriers]
-
-
-def _kernel(call: _Call, *refs: Any) -> None:
-    """One part of a slot: its pages in turn, each into the running softmax."""
-    table_X, length_B, q_BKnRh, keys_PKTh, values_PKTh, *results = refs[:-6]
-    q_Rh, keys_DTh, values_DTh, of_queries, of_keys, of_values = refs[-6:]
-    tile, head, part, slot = (jax.lax.axis_index(x) for x in ("tile", "head", "part", "slot"))
-    T, h, D = call.page_tokens, call.head_dim, call.tiles.buffers
-    length = length_B[slot]
-    num_pages = pl.cdiv(length, T)
-    each = pl.cdiv(num_pages, call.tiles.parts)
-    first = part * each
-    steps = jnp.maximum(jnp.minimum(num_pages - first, each), 0)
-
-    def fetch(step: jax.Array) -> None:
-        @pl.when(step < steps)
-        def _() -> None:
-            page, buffer = table_X[slot * call.max_pages + first + step], jax.lax.rem(step, D)
-            for pages, to, barrier in (
-                (keys_PKTh, keys_DTh, of_keys),
-                (values_PKTh, values_DTh, of_values),
-            ):
-                plgpu.copy_gmem_to_smem(pages.at[page, head], to.at[buffer], barrier.at[buffer])
-
-    plgpu.copy_gmem_to_smem(q_BKnRh.at[slot, head, tile], q_Rh, of_queries)
-    for step in range(D):
-        fetch(jnp.int32(step))
-    plgpu.barrier_wait(of_queries)
-
-    def of_page(step: jax.Array, carry: tuple) -> tuple:
-        buffer = jax.lax.rem(step, D)
-        live = length - (first + step) * T
-        plgpu.barrier_wait(of_keys.at[buffer])
-        products_RT = call.registers.product(q_Rh, keys_DTh.at[buffer], transposed=True)
-        scores_RT = products_RT * (h**-0.5 * LOG2_E)
-        weights_RT, (out_Rh, top_R, total_R) = _softmax(call, scores_RT, live, carry)
-        plgpu.barrier_wait(of_values.at[buffer])
-        call.clear(values_DTh.at[buffer], live)
-        new_Rh = call.registers.product(weights_RT.astype(jnp.bfloat16), values_DTh.at[buffer])
-        fetch(step + D)
-        return out_Rh + new_Rh, top_R, total_R
-
-    numbers = ((ROWS, h), 0.0), ((ROWS,), NEGATIVE), ((ROWS,), 0.0)
-    start = tuple(call.registers.full(*x) for x in numbers)
-    result = jax.lax.fori_loop(0, steps, of_page, start)
-    for to, x in zip(results, result, strict=True):
-        to[part, slot, head, tile] = x
-
-
-def _softmax(
-    call: _Call, scores_RT: jax.Array, live: jax.Array, carry: tuple
-) -> tuple[jax.Array, tuple]:
-    """Return the weights of a page's first `live` positions, and the updated running softmax."""
-    out_Rh, old_R, total_R = carry
-    position_RT = call.registers.positions(scores_RT.shape, axis=1)
-    scores_RT = jnp.where(position_RT < live, scores_RT, NEGATIVE)
-    top_R = jnp.maximum(old_R, jnp.round(scores_RT.max(axis=1)))
-    weights_RT = jnp.exp2(scores_RT - jax.lax.broadcast_in_dim(top_R, scores_RT.shape, [0]))
-    kept_R = jnp.exp2(old_R - top_R)
-    out_Rh = out_Rh * jax.lax.broadcast_in_dim(kept_R, out_Rh.shape, [0])
-    return weights_RT, (out_Rh, top_R, total_R * kept_R + weights_RT.sum(axis=1))
-
-
-def _joined(out: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
-    """Join the softmaxes of all parts, the first axis."""
-    highest = top.max(axis=0)
-    scale = jnp.exp2(top - highest)
-    return (out * scale[..., None]).sum(axis=0), highest, (total * scale).sum(axis=0)
+    out, top, total = map(by_slot, results)
+    return out, top, total
 
 
 def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:

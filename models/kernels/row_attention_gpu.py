@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.kernels import LOG2_E, NEGATIVE, row_pairs
-from models.kernels.hopper import ROWS, WarpGroup, shared_tiles
+from models.kernels.hopper import PART_TOKENS, ROWS, Parts, WarpGroup, across, shared_tiles
 
 _BLOCK_TOKENS = ROWS  # of queries and of keys
 _BUFFERS = 2  # two thread blocks fit a processor's shared memory
@@ -219,9 +219,9 @@ class _Block:
         return pair, row_pairs.query_block(pair), self.head * G + jax.lax.rem(step, G)
 
     def fold(
-        self, resident: Sequence[tuple], moving: Sequence[tuple], each: Callable, start: tuple
-    ) -> tuple:
-        """Fold `each(pair, ready, carry)` over the steps.
+        self, resident: Sequence[tuple], moving: Sequence[tuple], each: Callable, start: Any
+    ) -> Any:
+        """Fold `each(step, pair, ready, carry)` over the steps.
 
         `resident` and `moving` are (array, shared memory, barrier); `ready(i)` waits for the block
         of the i-th moving one.
@@ -236,7 +236,7 @@ class _Block:
                     x = self.at(x, block, head)
                     plgpu.copy_gmem_to_smem(x, to.at[buffer], barrier.at[buffer])
 
-        def body(step: jax.Array, carry: tuple) -> tuple:
+        def body(step: jax.Array, carry: Any) -> Any:
             buffer = jax.lax.rem(step, _BUFFERS)
 
             def ready(i: int) -> Any:
@@ -244,7 +244,7 @@ class _Block:
                 plgpu.barrier_wait(barrier.at[buffer])
                 return to.at[buffer]
 
-            carry = each(self.step(step)[0], ready, carry)
+            carry = each(step, self.step(step)[0], ready, carry)
             fetch(step + _BUFFERS)
             return carry
 
@@ -299,35 +299,31 @@ def _with(arrays: Sequence[Any], scratch: Sequence[tuple]) -> list[tuple]:
     return [(x, *memory) for x, memory in zip(arrays, scratch, strict=True)]
 
 
-def _across(x: jax.Array, columns: int) -> jax.Array:
-    """Return [R, j] of numbers by row."""
-    return jax.lax.broadcast_in_dim(x, (len(x), columns), [0])
-
-
 def _down(x: jax.Array) -> jax.Array:
     """Return [C, C] of numbers by column."""
     return jax.lax.broadcast_in_dim(x, (len(x), len(x)), [1])
 
 
 def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
-    """A running maximum and sum of each query, as `models.row_attention` keeps them."""
+    """The softmax of each query, in the order of `hopper`.
+
+    If segments begin with blocks, the n-th block that a query sees has its positions from n · C on.
+    """
     *lists, q, k, v, out, lse, resident, moving = refs
-    block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
+    block, h = _Block.of(sizes, registers, lists), sizes.head_dim
     ((q_Ch, _),) = resident
 
-    def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
-        sum_Ch, top_C, total_C = carry
+    def each(step: jax.Array, pair: jax.Array, ready: Callable, parts: Parts) -> Parts:
         scores_CS = block.scores(pair, q_Ch, ready(0))
-        higher_C = jnp.maximum(top_C, jnp.round(scores_CS.max(axis=1)))
-        p_CS, kept_C = jnp.exp2(scores_CS - _across(higher_C, C)), jnp.exp2(top_C - higher_C)
-        total_C = total_C * kept_C + p_CS.sum(axis=1)
-        sum_Ch = sum_Ch * _across(kept_C, h)
-        return registers.add_product(sum_Ch, p_CS.astype(v.dtype), ready(1)), higher_C, total_C
+        begins = jax.lax.rem(step, PART_TOKENS // _BLOCK_TOKENS) == 0
+        parts = parts.next_if(begins, registers)
+        weights_CS, current = parts.current.weigh(scores_CS)
+        return Parts(current.with_values(registers, weights_CS, ready(1)), parts.before)
 
-    start = tuple(registers.full(*x) for x in (((C, h), 0.0), ((C,), NEGATIVE), ((C,), 0.0)))
-    sum_Ch, top_C, total_C = block.fold(_with([q], resident), _with([k, v], moving), each, start)
-    block.write([(out, q_Ch, sum_Ch / _across(total_C, h))])
-    block.at(lse)[...] = top_C / LOG2_E + jnp.log(total_C)
+    start = Parts.over_none(registers, h)
+    softmax = block.fold(_with([q], resident), _with([k, v], moving), each, start).joined()
+    block.write([(out, q_Ch, softmax.attention())])
+    block.at(lse)[...] = softmax.top_R / LOG2_E + jnp.log(softmax.total_R)
 
 
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
@@ -338,11 +334,11 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
     lse_C = lse_C * LOG2_E
 
-    def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
+    def each(_: jax.Array, pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         k_Sh = ready(0)
-        p_CS = jnp.exp2(block.scores(pair, q_Ch, k_Sh) - _across(lse_C, C))
+        p_CS = jnp.exp2(block.scores(pair, q_Ch, k_Sh) - across(lse_C, C))
         dp_CS = registers.product(dout_Ch, ready(1), transposed=True)
-        ds_CS = p_CS * (dp_CS - _across(delta_C, C))
+        ds_CS = p_CS * (dp_CS - across(delta_C, C))
         return (registers.add_product(carry[0], ds_CS.astype(k.dtype), k_Sh),)
 
     start = (registers.full((C, h), 0.0),)
@@ -356,7 +352,7 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (k_Sh, _), (v_Sh, _) = resident
 
-    def each(pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
+    def each(_: jax.Array, pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
         dk_Sh, dv_Sh = carry
         q_Ch, dout_Ch, *sums = (ready(i) for i in range(4))
         lse_C, delta_C = (registers.along(x, axis=1) for x in sums)

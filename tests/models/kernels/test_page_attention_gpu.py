@@ -12,32 +12,31 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races
 from page_reference import arrays, assert_close, h, only_live, reference
 
-from models.kernels.hopper import GpuPageTiles
 from models.kernels.page_attention_gpu import attend_pages, takes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 TOLERANCE = 2e-2
 
 
-def simulate(q, k, v, table, lengths, tiles):
+def simulate(q, k, v, table, lengths):
     interpret = finding_races()
-    found = attend_pages(q, k, v, table, np.asarray(lengths), tiles=tiles, interpret=interpret)
+    found = attend_pages(q, k, v, table, np.asarray(lengths), interpret=interpret)
     return jax.block_until_ready(found), has_races()
 
 
 @pytest.mark.parametrize(
-    ("W", "G", "K", "T", "N", "tiles", "lengths"),
+    ("W", "G", "K", "T", "N", "lengths"),
     [
-        (1, 1, 1, 128, 1, GpuPageTiles(2, 1), (1, 128, 0)),
-        (5, 4, 2, 64, 5, GpuPageTiles(3, 2), (65, 0, 320)),
-        (16, 5, 1, 64, 6, GpuPageTiles(2, 3), (384, 1, 200)),  # two tiles of rows
-        (1, 4, 1, 128, 16, None, (2048, 0, 1025)),
+        (1, 1, 1, 128, 1, (1, 128, 0)),
+        (5, 4, 2, 64, 5, (65, 0, 320)),
+        (16, 5, 1, 64, 6, (384, 1, 200)),  # two tiles of rows
+        (1, 4, 1, 128, 16, (2048, 0, 1025)),  # two parts
     ],
 )
-def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, tiles, lengths):
+def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, lengths):
     q, k, v, table = arrays(W, G, K, T, N, jnp.bfloat16)
     wanted = reference(q, k, v, table, lengths)
-    found, races = simulate(q, k, v, only_live(table, lengths, T), lengths, tiles)
+    found, races = simulate(q, k, v, only_live(table, lengths, T), lengths)
     assert not races
     assert_close(found, wanted, TOLERANCE)
 
@@ -47,15 +46,15 @@ def test_numbers_behind_the_length_do_not_count():
     lengths = (70, 0, 128)
     wanted = reference(q, k, v, table, lengths)
     k, v = (x.at[table[0, 1], :, 6:].set(jnp.nan).at[table[1]].set(jnp.nan) for x in (k, v))
-    assert_close(simulate(q, k, v, table, lengths, GpuPageTiles(2, 1))[0], wanted, TOLERANCE)
+    assert_close(simulate(q, k, v, table, lengths)[0], wanted, TOLERANCE)
 
 
 def test_a_page_of_another_slot_is_another_result():
     q, k, v, table = arrays(1, 4, 1, 64, 2, jnp.bfloat16)
-    lengths, tiles = (128, 128, 128), GpuPageTiles(2, 1)
-    whole = simulate(q, k, v, table, lengths, tiles)[0]
+    lengths = (128, 128, 128)
+    whole = simulate(q, k, v, table, lengths)[0]
     table[0, 0], table[1, 0] = table[1, 0], table[0, 0]
-    other = simulate(q, k, v, table, lengths, tiles)[0]
+    other = simulate(q, k, v, table, lengths)[0]
     assert np.abs(other[0][:2] - whole[0][:2]).max(axis=(1, 2, 3)).min() > 0.1
     np.testing.assert_array_equal(other[0][2], whole[0][2])
 
