@@ -151,12 +151,15 @@ class After(NamedTuple):
     """The place of X tokens that the cache does not hold yet; int32.
 
     A token follows token `parent_X`, or if that is −1 the first `length_X` positions of row
-    `row_X`. Tokens of no row see anything.
+    `row_X`. Tokens of no row, or of a length of −1, see anything. A row's tokens are in at most
+    `max_runs` runs of all rows; they are chains, or trees of at most `width` tokens.
     """
 
     row_X: jax.Array
     length_X: jax.Array
     parent_X: jax.Array
+    max_runs: int
+    width: int = 1
 
 
 Portable = Callable[[], jax.Array]
