@@ -1,4 +1,4 @@
-"""Attention to a cache of rows or pages in one order, by a CPU's kernel, on any mesh.
+"""Attention to a cache in one order, by the kernels of CPUs and of Hopper GPUs, on any mesh.
 
 Each part of a mesh's batch axes has some of the rows, or pages, and attends for their tokens; other
 tokens get zeros there, so that a sum over the parts is exact.
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from models.attention import After, Portable
 from models.layout import CACHE_AXES, entry_names, entry_ways
-from models.sharding import fitting_spec, platform_in_use
+from models.sharding import GPU, fitting_spec, platform_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,23 @@ class Split:
         return jnp.where((own >= 0) & (own < num_here), own, -1)
 
 
-def is_in_order(head_dim: int, *dtypes: Any) -> bool:
-    """Return whether a CPU attends to a cache in one order, by position."""
-    if platform_in_use() != "cpu":
-        return False
-    from models.kernels import cached_rows_cpu  # numba: half a second to import
+def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
+    """Return the platform if its kernel attends in one order, by position, else None.
 
-    return cached_rows_cpu.takes(head_dim, *dtypes)
+    `values` are a layer's, in rows or pages; `dtype` is of the queries.
+    """
+    (*_, num_positions, head_dim), dtypes = values.shape, (dtype, values.dtype)
+    if (platform := platform_in_use()) == "cpu":
+        from models.kernels import cached_rows_cpu  # numba: half a second to import
+
+        return platform if cached_rows_cpu.takes(head_dim, *dtypes) else None
+    if not is_paged or platform not in GPU:
+        return None
+    from models.kernels import page_attention_gpu
+    from models.kernels.hopper import is_hopper
+
+    takes = partial(page_attention_gpu.takes, head_dim, num_positions)
+    return "cuda" if is_hopper() and not any(map(takes, dtypes)) else None
 
 
 def attend_in_order(
@@ -77,9 +87,22 @@ def attend_in_order(
     portable: Portable,
     *table_BN: jax.Array,
 ) -> jax.Array:
-    """Compute `CachedLayer.of_new` by a CPU's kernel, of pages with a table; else `portable`."""
-    if not is_in_order(new[0].shape[-1], new[0].dtype, held[0].dtype):
+    """Compute `CachedLayer.of_new` by a kernel, of pages with a table; else `portable`."""
+    platform = is_in_order(new[0].dtype, held[1], bool(table_BN))
+    if platform is None:
         return portable()
+    kernel = partial(_by_kernel, platform, new, held, after, *table_BN)
+    return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
+
+
+def _by_kernel(
+    platform: str,
+    new: tuple[jax.Array, ...],
+    held: tuple[jax.Array, jax.Array],
+    after: After,
+    *table_BN: jax.Array,
+) -> jax.Array:
+    from models import page_tiles
     from models.kernels import cached_rows_cpu
 
     split = Split.of_cache(held[1])
@@ -96,9 +119,12 @@ def attend_in_order(
             tables = (split.own(tables[0], num_here),)
         else:
             row_X = split.own(row_X, num_here)
-        out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *tables)
+        if platform == "cpu":
+            out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *tables)
+        else:
+            own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
+            out_XHh = page_tiles.attend(*arrays, own, *tables)
         return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
 
     inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))
-    kernel = partial(split.mapped(local, inputs, heads), *new, *held, *after, *table_BN)
-    return jax.lax.platform_dependent(cpu=kernel, default=portable)
+    return split.mapped(local, inputs, heads)(*new, *held, *after.arrays, *table_BN)

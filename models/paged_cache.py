@@ -99,8 +99,7 @@ class Pages:
 
         Slots without a page there write nothing, and get 0 if N is 1.
         """
-        in_order = is_in_order(q_BNHh.shape[-1], q_BNHh.dtype, self.values_PKTh.dtype)
-        if q_BNHh.shape[1] > 1 or in_order:
+        if q_BNHh.shape[1] > 1 or is_in_order(q_BNHh.dtype, self.values_PKTh, is_paged=True):
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = Split.of_cache(self.keys_PKTh)
@@ -140,7 +139,8 @@ class Pages:
 
         x_X = jnp.arange(B * N, dtype=jnp.int32)
         parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
-        after = After(jnp.where(is_there_B[row_X], row_X, -1), start_B[row_X], parent_X)
+        own_X = jnp.where(is_there_B[row_X], row_X, -1)
+        after = After(own_X, start_B[row_X], parent_X, B)
         out_XHh = layer.of_new(q_XHh, k_XKh, v_XKh, after, portable)
         return layer, out_XHh.reshape(q_BNHh.shape)
 

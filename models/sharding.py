@@ -14,6 +14,7 @@ from models.config import MeshConfig
 from models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
 
 Axes = tuple[str | None, ...]  # logical ones of an array (models.layout)
+GPU = ("gpu", "cuda")  # names of the platform: of devices, and of programs
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:

@@ -71,50 +71,50 @@ class Blocks(NamedTuple):
     end_N: jax.Array
 
 
-class Sides(NamedTuple):
-    """The side paths of each tile's slot: how many, the first one's number, blocks of each."""
+class Paths(NamedTuple):
+    """The paths of each tile's slot in side blocks: how many, the first one, blocks of each."""
 
     num_N: jax.Array
     first_N: jax.Array
-    each: int
-    max_blocks: int
+    blocks: int
+    max_paths: int
 
 
 def blocks_of(
     table_NX: jax.Array,
     length_N: jax.Array,
     last_N: jax.Array,
-    end_N: jax.Array,
     num_pages: int,
     page_tokens: int,
-    sides: Sides | None = None,
+    paths: Paths | None = None,
 ) -> Blocks:
-    """Return the blocks of tiles that read `last` positions; every row sees the first `length`.
+    """Return the blocks of `last` positions of a slot, of which every row sees the first `length`.
 
-    Side paths begin with the block of position `length`. A tile whose last is 0 reads nothing.
+    Pages have all of them, or but the whole blocks of `length` are side blocks of each path. A tile
+    whose last is 0 reads nothing.
     """
-    each, max_blocks = page_tokens // ROWS, table_NX.shape[1] * page_tokens // ROWS
-    if sides is None:
-        sides = Sides(jnp.zeros_like(length_N), jnp.zeros_like(length_N), 0, 0)
-    ways_N = 1 + sides.num_N
-    whole_N = jnp.where(last_N > 0, length_N // ROWS, 0)
-    tail_N = jnp.maximum(-(-last_N // ROWS) - whole_N, 0)
-    at_L = jnp.arange(max_blocks + sides.max_blocks, dtype=jnp.int32)
-    is_whole_NL = at_L < whole_N[:, None]
-    behind_NL = jnp.maximum(at_L - whole_N[:, None], 0)
-    nth_NL, path_NL = behind_NL // ways_N[:, None], behind_NL % ways_N[:, None]
-    block_NL = jnp.where(is_whole_NL, at_L, whole_N[:, None] + nth_NL)
-    page_NL = jnp.clip(block_NL // each, 0, table_NX.shape[1] - 1)
+    each, (N, max_pages) = page_tokens // ROWS, table_NX.shape
+    num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
+    max_blocks = max_pages * each + (0 if paths is None else paths.blocks * paths.max_paths)
+    whole_N1 = jnp.where(last_N > 0, length_N // ROWS, 0)[:, None]
+    tail_N1 = jnp.maximum(-(-last_N[:, None] // ROWS) - whole_N1, 0)
+    at_NL = jnp.broadcast_to(jnp.arange(max_blocks, dtype=jnp.int32), (N, max_blocks))
+    behind_NL, ways_N1 = jnp.maximum(at_NL - whole_N1, 0), jnp.maximum(num_paths_N1, 1)
+    nth_NL, path_NL = behind_NL // ways_N1, behind_NL % ways_N1
+    block_NL = jnp.where(at_NL < whole_N1, at_NL, whole_N1 + nth_NL)
+    page_NL = jnp.clip(block_NL // each, 0, max_pages - 1)
     page_NL = jnp.maximum(jnp.take_along_axis(table_NX, page_NL, axis=1), 0)
-    side_NL = num_pages * each + (sides.first_N[:, None] + path_NL - 1) * sides.each + nth_NL
-    number_NL = jnp.where(path_NL > 0, side_NL, page_NL * each + block_NL % each)
+    number_NL = page_NL * each + block_NL % each
+    if paths is not None:
+        side_NL = (paths.first_N[:, None] + path_NL) * paths.blocks + nth_NL
+        number_NL = jnp.where(at_NL < whole_N1, number_NL, num_pages * each + side_NL)
     part_blocks = PART_TOKENS // ROWS
     begins_NL = (block_NL % part_blocks == 0) & (path_NL == 0)
-    edge_X = part_blocks * jnp.arange(-(-max_blocks // part_blocks) + 1)
-    into_tail_NX = jnp.clip(edge_X - whole_N[:, None], 0, tail_N[:, None])
-    bound_NX = jnp.minimum(edge_X, whole_N[:, None]) + into_tail_NX * ways_N[:, None]
-    path_NL = jnp.where(is_whole_NL, WHOLE, path_NL)
-    lists = number_NL, block_NL * ROWS, path_NL, begins_NL, bound_NX, end_N
+    edge_X = part_blocks * jnp.arange(-(-max_pages * each // part_blocks) + 1)
+    into_tail_NX = jnp.clip(edge_X - whole_N1, 0, tail_N1)
+    bound_NX = jnp.minimum(edge_X, whole_N1) + into_tail_NX * num_paths_N1
+    path_NL = jnp.where(at_NL < whole_N1, WHOLE, path_NL)
+    lists = number_NL, block_NL * ROWS, path_NL, begins_NL, bound_NX, last_N
     return Blocks(*(x.astype(jnp.int32) for x in lists))
 
 
@@ -280,7 +280,7 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
         parts = parts.next_if(begins_X[first + step] == 1, registers)
         weights_RS, current = parts.current.weigh(scores_RS)
         plgpu.barrier_wait(of_values.at[buffer])
-        live = jnp.where(path == 0, end_N[tile] - first_X[first + step], ROWS)
+        live = jnp.where(path == WHOLE, ROWS, end_N[tile] - first_X[first + step])
         call.clear(values_DSh.at[buffer], live)
         current = current.with_values(registers, weights_RS, values_DSh.at[buffer])
         fetch(step + D)
@@ -328,7 +328,7 @@ def attend_pages(
     n = q_BKnRh.shape[2]
     q_NKRh = q_BKnRh.swapaxes(1, 2).reshape(B * n, K, ROWS, h)
     table_NX, length_N = (jnp.repeat(x, n, axis=0) for x in (table_BN, length_B))
-    blocks = blocks_of(table_NX, length_N, length_N, length_N, P, T)
+    blocks = blocks_of(table_NX, length_N, length_N, P, T)
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
     rows = last_NR, jnp.zeros_like(last_NR)
     results = attend_tiles(

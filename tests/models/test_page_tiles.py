@@ -1,5 +1,7 @@
 """Each way to a token finds the same bits on a Hopper GPU: its kernels, interpreted."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +16,10 @@ T, K, G, h = 64, 2, 3, 64
 TREE = [-1, 0, 1, 2, 0, 4, 2, 5, 1]  # nodes 4, 6 and 8 begin side paths
 
 
-@jax.jit
-def attend(new, pages, row_X, length_X, parent_X, table_BN):
-    after = After(row_X, length_X, parent_X, len(row_X), len(row_X))
+@partial(jax.jit, static_argnames="is_held")
+def attend(new, pages, row_X, length_X, parent_X, table_BN, is_held=False):
+    sizes = (0, 1) if is_held else (len(row_X), len(row_X))
+    after = After(row_X, length_X, parent_X, len(table_BN), *sizes)
     return page_tiles.attend(*new, *pages, after, table_BN, interpret=finding_races())
 
 
@@ -48,13 +51,13 @@ def test_nodes_of_a_tree_are_tokens_that_are_decoded(length):
     written(pages, table[0], old)
     lengths = np.full(len(TREE), length, np.int32)
     row, parent = np.zeros_like(lengths), np.asarray(TREE, np.int32)
-    found, *_ = attend(new, pages, row, lengths, parent, table)
+    found = attend(new, pages, row, lengths, parent, table)
     for node in range(len(TREE)):
         *before, last = path_to(node)
         pages = empty_pages(18)
         written(pages, table[0], old)
-        written(pages, table[0], [x[before] for x in new[1:]], first=length)
+        written(pages, table[0], [x[[*before, last]] for x in new[1:]], first=length)
         one = np.zeros(1, np.int32)
         at = one, one + length + len(before), one - 1
-        alone, *_ = attend([x[[last]] for x in new], pages, *at, table)
+        alone = attend([x[[last]] for x in new], pages, *at, table, is_held=True)
         np.testing.assert_array_equal(found[node], alone[0])
