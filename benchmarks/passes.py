@@ -242,9 +242,9 @@ class Passes:
             out = packing.lay_out(responses, rows, shape)
             text_X, position_X = np.zeros((2, out.tokens_BT.size), np.int32)
             parts = []
-            for i, start, first in zip(out.order, out.starts, out.prompt_starts, strict=True):
-                prompt, response = len(self.texts[i].prompt) - 1, len(self.texts[i].response)
-                row_S = np.concatenate([first + np.arange(prompt), start + np.arange(response)])
+            for i, start, prompt in zip(out.order, out.starts, out.prompts, strict=True):
+                response = len(self.texts[i].response)
+                row_S = np.concatenate([prompt, start + np.arange(response)])
                 text_X[row_S], position_X[row_S] = i, np.arange(self.end_B[i])
                 parts.append((row_S, self.first_B[i] + np.arange(self.end_B[i])))
             places = self._places(text_X, position_X)

@@ -7,7 +7,32 @@ import this package before that. A value already set in XLA_FLAGS stays.
 
 import os
 
-_EXCESS_PRECISION = "--xla_allow_excess_precision"
+_EXCESS_PRECISION = "--xla_allow_excess_precision=false"
+# On GPUs no product of split sums, one tile for all products, and none of cuBLAS.
+_ONE_TILE = (
+    "--xla_gpu_experimental_force_split_k=1",
+    "--xla_gpu_override_gemm_autotuner=block_m:64,block_n:64,block_k:64,split_k:1,"
+    "num_stages:4,num_warps:4,num_ctas:1",
+    "--xla_gpu_cublas_fallback=false",
+)
 
-if _EXCESS_PRECISION not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EXCESS_PRECISION}=false".strip()
+
+def _add(flag: str) -> None:
+    if flag.partition("=")[0] not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
+def sum_in_order_on_gpus() -> None:
+    """Make this process's programs for GPUs sum in an order that is the same in all of them.
+
+    Call it before jax opens a backend; `sums_in_order_on_gpus` is True from then on.
+    """
+    for flag in _ONE_TILE:
+        _add(flag)
+
+
+def sums_in_order_on_gpus() -> bool:
+    return all(flag in os.environ.get("XLA_FLAGS", "") for flag in _ONE_TILE)
+
+
+_add(_EXCESS_PRECISION)

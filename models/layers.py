@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention import precision_of
+from models import sums_in_order_on_gpus
+from models.attention import power_of_two, precision_of
 from models.config import Adapted, ModelConfig
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from models.sharding import Axes, by_device, platform_in_use
@@ -109,7 +110,8 @@ def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Ar
     products in order, since decoding has no parts.
     """
     weights = gate_FD, up_FD, down_DF
-    if any(isinstance(weight, Adapted) for weight in weights) or is_in_order(x, *weights):
+    is_whole = any(isinstance(weight, Adapted) for weight in weights) or sums_in_order_on_gpus()
+    if is_whole or is_in_order(x, *weights):
         return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
     if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
@@ -232,13 +234,32 @@ def sum_in_order(x_N: jax.Array) -> jax.Array:
     return x_N[..., 0]
 
 
+def sum_of_squares(x_D: jax.Array) -> jax.Array:
+    """Return Σ x² over the last axis of bfloat16 [..., D ≤ 2¹⁵] in float32, to about 2⁻¹⁶; [...].
+
+    x is scaled by a power of two and rounded to 15 bits: sums of whole numbers have no order.
+    """
+    x = x_D.astype(jnp.float32)
+    top_bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1), jnp.int32)
+    power = jnp.clip((top_bits >> 23) - 127, -100, 100)  # 2^power is top or below it
+    scaled_D = jnp.round(x * power_of_two(14 - power)[..., None]).astype(jnp.int32)
+    squares_D = scaled_D * scaled_D  # up to 2³⁰
+    high, low = (jnp.sum(y_D, axis=-1) for y_D in (squares_D >> 15, squares_D & (2**15 - 1)))
+    unscaled = power_of_two(power - 14)
+    return (high.astype(jnp.float32) * 2**15 + low.astype(jnp.float32)) * unscaled * unscaled
+
+
 @jax.custom_jvp
 def mean_square(x_D: jax.Array) -> jax.Array:
     """Return the mean of x² over the last axis, in float32; [..., 1]. A CPU sums in order."""
-    x = x_D.astype(jnp.float32)
-    whole = partial(jnp.sum, axis=-1)
-    total = jax.lax.platform_dependent(x * x, cpu=sum_in_order, default=whole)
-    return total[..., None] / x.shape[-1]
+    squares_D = jnp.square(x_D.astype(jnp.float32))
+    if x_D.dtype == jnp.bfloat16 and sums_in_order_on_gpus():
+        on_gpus = partial(sum_of_squares, x_D)
+    else:
+        on_gpus = partial(jnp.sum, squares_D, axis=-1)
+    in_order, default = partial(sum_in_order, squares_D), partial(jnp.sum, squares_D, axis=-1)
+    total = jax.lax.platform_dependent(cpu=in_order, cuda=on_gpus, default=default)
+    return total[..., None] / x_D.shape[-1]
 
 
 @mean_square.defjvp
@@ -285,6 +306,8 @@ def rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Arr
     """Turn the pairs (i, i + h/2) of each head by their angles; [B, T, H, h]."""
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
+    if x_BTHh.dtype == jnp.bfloat16:  # exact products: a fused multiply-add has no other bits
+        cos, sin = (jax.lax.reduce_precision(x, 8, 15) for x in (cos, sin))
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTHh.dtype)
 

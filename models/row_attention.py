@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models import sums_in_order_on_gpus
 from models.attention import (
     LOG2_E,
     NEGATIVE,
@@ -35,7 +36,7 @@ from models.attention import (
 from models.config import ModelConfig
 from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
-from models.sharding import Axes, by_device, platform_in_use, sizes_in_use
+from models.sharding import GPU, Axes, by_device, platform_in_use, sizes_in_use
 
 PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
@@ -74,11 +75,13 @@ attend_rows.defvjp(_attend_fwd, _attend_bwd)
 def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     """Return whether rows of T tokens are better attended here than under a mask.
 
-    Long ones are, and on CPUs every row that the kernel takes.
+    Long ones are, and on CPUs, and GPUs that sum in order, every row that the kernel takes.
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True
-    if (platform := platform_in_use()) != "cpu":
+    if (platform := platform_in_use()) in GPU and sums_in_order_on_gpus():
+        platform = "cuda"
+    elif platform != "cpu":
         return False
     shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
     return _kernel_of(platform).takes(*shapes, dtype) is None

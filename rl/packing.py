@@ -3,7 +3,11 @@
 A row holds several prompts, each computed once, followed by the responses to it, which do not see
 one another (`models.attention.Packing`). The last prompt token comes before every response, since
 it predicts its first token: a response of n tokens takes n positions, its prompt of P takes P − 1
-more, once per row. Plain numpy.
+more, once per row.
+
+Where attention sums blocks of C keys by position, prompts and responses begin at multiples of C: of
+a prompt's P − 1 the last (P − 1) mod C come before every response instead, and what follows a
+response up to a multiple counts as its own. Plain numpy.
 """
 
 from __future__ import annotations
@@ -26,18 +30,31 @@ ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
 class Shape:
     """Rows of a micro-batch, positions of a row, and how many samples they may hold.
 
-    Each of `copies` of the weights has an equal part of the rows, with their samples.
+    Each of `copies` of the weights has an equal part of the rows, with their samples. Prompts and
+    responses begin at multiples of `block`, which divides `length`.
     """
 
     rows: int
     length: int
     samples: int
     copies: int = 1
+    block: int = 1
 
     @property
     def of_copy(self) -> Shape:
         """Return the shape of one copy's part."""
-        return Shape(self.rows // self.copies, self.length, self.samples // self.copies)
+        rows, samples = self.rows // self.copies, self.samples // self.copies
+        return dataclasses.replace(self, rows=rows, samples=samples, copies=1)
+
+    def shared(self, response: Response) -> int:
+        """Return how many positions of its prompt a response shares with others."""
+        known = len(response.prompt_ids) - 1
+        return known - known % self.block
+
+    def own(self, response: Response) -> int:
+        """Return how many positions a response takes beside the shared ones."""
+        known = (len(response.prompt_ids) - 1) % self.block
+        return -(-(known + len(response.tokens)) // self.block) * self.block
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +83,8 @@ class Row:
 class Layout:
     """Rows of int32 [B, T], and the places of the responses in the flattened [B · T].
 
-    Response `order[e]` is predicted from `starts[e]` on, its prompt is at `prompt_starts[e]`.
+    Response `order[e]` is predicted from `starts[e]` on; `prompts[e]` are the places of its prompt's
+    tokens but the last.
     """
 
     tokens_BT: np.ndarray
@@ -74,12 +92,17 @@ class Layout:
     packing: Packing
     order: np.ndarray
     starts: np.ndarray
-    prompt_starts: np.ndarray
+    prompts: list[np.ndarray]
     used_positions: int
 
 
 def batch_shape(
-    micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1, copies: int = 1
+    micro_batch_tokens: int,
+    max_tokens: int,
+    *,
+    row_multiple: int = 1,
+    copies: int = 1,
+    block: int = 1,
 ) -> Shape:
     """Return rows for the longest prompt and response, of about `micro_batch_tokens` in all.
 
@@ -88,7 +111,7 @@ def batch_shape(
     """
     length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
     rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
-    return Shape(rows, length, SAMPLES_PER_ROW * rows, copies)
+    return Shape(rows, length, SAMPLES_PER_ROW * rows, copies, block)
 
 
 def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
@@ -110,18 +133,18 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
 
     A group that no single row holds is split, and its prompt computed once in each.
     """
-    sizes = [len(r.tokens) for r in responses]
+    sizes = [shape.own(r) for r in responses]
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, r in enumerate(responses):
-        if len(r.prompt_ids) - 1 + sizes[i] > shape.length:
+        if shape.shared(r) + sizes[i] > shape.length:
             raise ValueError(
-                f"{r.name} has {len(r.prompt_ids) + sizes[i]} tokens, a row holds "
+                f"{r.name} has {len(r.prompt_ids) + len(r.tokens)} tokens, a row holds "
                 f"{shape.length + 1}: make the shape with a larger max_tokens"
             )
         groups.setdefault((r.group_id, *r.prompt_ids.tolist()), []).append(i)
 
     def shared(indices: Sequence[int]) -> int:
-        return len(responses[indices[0]].prompt_ids) - 1
+        return shape.shared(responses[indices[0]])
 
     def size(indices: Sequence[int]) -> int:
         return shared(indices) + sum(sizes[i] for i in indices)
@@ -158,26 +181,28 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
 
     T, zeros_5BT = shape.length, np.zeros((5, shape.rows, shape.length), np.int32)
     tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = zeros_5BT
-    order, starts, prompt_starts = list[int](), list[int](), list[int]()
+    order, starts, prompts = list[int](), list[int](), list[np.ndarray]()
     for b, row in enumerate(rows):
         at = 0
         for number, (shared, indices) in enumerate(row.parts, start=1):
             prompt_at, prompt_ids = at, responses[indices[0]].prompt_ids
             at += shared
-            tokens_BT[b, prompt_at:at] = prompt_ids[:-1]
+            tokens_BT[b, prompt_at:at] = prompt_ids[:shared]
             positions_BT[b, prompt_at:at] = np.arange(shared)
             for branch, i in enumerate(indices, start=1):
-                tokens = responses[i].tokens
-                span = slice(at, at + len(tokens))
-                tokens_BT[b, span] = np.concatenate([prompt_ids[-1:], tokens[:-1]])
-                targets_BT[b, span] = tokens
-                positions_BT[b, span] = np.arange(shared, shared + len(tokens))
+                tokens, known = responses[i].tokens, prompt_ids[shared:]
+                first, last = at + len(known) - 1, at + len(known) - 1 + len(tokens)
+                tokens_BT[b, at:last] = np.concatenate([known, tokens[:-1]])
+                targets_BT[b, first:last] = tokens
+                span = slice(at, at + shape.own(responses[i]))
+                positions_BT[b, span] = shared + np.arange(span.stop - at)
                 branch_BT[b, span] = branch
                 order.append(i)
-                starts.append(b * T + at)
-                prompt_starts.append(b * T + prompt_at)
+                starts.append(b * T + first)
+                places = [np.arange(prompt_at, prompt_at + shared), np.arange(at, first)]
+                prompts.append(b * T + np.concatenate(places))
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
-    places = np.array(order, int), np.array(starts, int), np.array(prompt_starts, int)
+    places = np.array(order, int), np.array(starts, int), prompts
     return Layout(tokens_BT, targets_BT, packing, *places, used)

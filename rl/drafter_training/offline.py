@@ -71,13 +71,13 @@ def hidden_of(
         layout = packing.lay_out(some, rows, shape)
         states = packed_states(params, layout.tokens_BT, layout.packing, **options)
         states_XW = np.asarray(jax.device_get(states))
-        columns = layout.order, layout.starts, layout.prompt_starts
-        for i, start, prompt_start in zip(*(c.tolist() for c in columns), strict=True):
+        columns = layout.order.tolist(), layout.starts.tolist(), layout.prompts
+        for i, start, prompt in zip(*columns, strict=True):
             prompt_ids, tokens = some[i].prompt_ids, some[i].tokens
             # the last prompt token opens the response
-            shared = states_XW[prompt_start : prompt_start + len(prompt_ids) - 1]
             own = states_XW[start : start + len(tokens)]
-            whole_T, states_TW = np.concatenate([prompt_ids, tokens]), np.concatenate([shared, own])
+            states_TW = np.concatenate([states_XW[prompt], own])
+            whole_T = np.concatenate([prompt_ids, tokens])
             yield HiddenStates(whole_T, len(prompt_ids), states_TW, 0)
 
 
