@@ -23,6 +23,7 @@ from models import kv_cache, paged_cache, transformer
 from models.attention import Chunks
 from models.config import ModelConfig
 from models.kv_cache import Pending
+from models.row_attention import segment_tokens
 from models.transformer import Params
 from rl import packing
 from spec import nodes as packed_nodes
@@ -237,7 +238,7 @@ class Passes:
         """Packed rows, as the trainer's; prompts are shared."""
         pairs = enumerate(self.texts)
         responses = [packing.Response(str(i), t.group_id, t.prompt, t.response) for i, t in pairs]
-        taken, shape = _Taken(int(self.end_B.sum())), packing.Shape(2, row_tokens, 32)
+        taken, shape = _Taken(int(self.end_B.sum())), packing.Shape(2, row_tokens, 32, block=segment_tokens())
         for rows in packing.plan(responses, shape):
             out = packing.lay_out(responses, rows, shape)
             text_X, position_X = np.zeros((2, out.tokens_BT.size), np.int32)

@@ -87,6 +87,15 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     return _kernel_of(platform).takes(*shapes, dtype) is None
 
 
+def segment_tokens() -> int:
+    """Return the positions at whose multiples prompts and responses begin in rows (`rl.packing`)."""
+    if platform_in_use() not in GPU or not sums_in_order_on_gpus():
+        return 1
+    from models.kernels.hopper import ROWS  # Pallas
+
+    return ROWS
+
+
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
     """Call `by_kernel` on the platforms that have one which takes the inputs, else `by_blocks`."""
     # Pallas kernels take a while to trace. A CPU that compiles for another platform has long rows.

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from models.config import trained_specs, with_adapters
+from models.row_attention import segment_tokens
 from models.sharding import ways_in_use
 from models.transformer import Params
 from rl import packing
@@ -127,6 +128,7 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
         max_tokens,
         row_multiple=logprobs.batch_ways(),
         copies=ways_in_use("copies"),
+        block=segment_tokens(),
     )
 
 
