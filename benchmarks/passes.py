@@ -29,7 +29,6 @@ from rl import packing
 from spec import nodes as packed_nodes
 from spec import sampling
 
-PAGE_TOKENS = 16
 WAITS = 0.2  # of slots in a round of decoding: their positions come apart
 
 
@@ -147,15 +146,16 @@ def _train(
 
 
 class Passes:
-    """A policy's passes over texts. `is_paged`: the cache is pages in a random order.
+    """A policy's passes over texts. With `page_tokens` the cache is pages in a random order.
 
     Each pass returns its findings in the order of texts and positions.
     """
 
     def __init__(
-        self, config: ModelConfig, params: Params, texts: Sequence[Text], is_paged: bool = False
+        self, config: ModelConfig, params: Params, texts: Sequence[Text], page_tokens: int = 0
     ) -> None:
-        self.config, self.params, self.texts, self.is_paged = config, params, texts, is_paged
+        self.config, self.params, self.texts = config, params, texts
+        self.page_tokens = page_tokens
         self.end_B = np.array([len(t.tokens) - 1 for t in texts], np.int32)
         self.first_B = np.cumsum(self.end_B) - self.end_B
         self.rng = np.random.default_rng(0)
@@ -238,7 +238,8 @@ class Passes:
         """Packed rows, as the trainer's; prompts are shared."""
         pairs = enumerate(self.texts)
         responses = [packing.Response(str(i), t.group_id, t.prompt, t.response) for i, t in pairs]
-        taken, shape = _Taken(int(self.end_B.sum())), packing.Shape(2, row_tokens, 32, block=segment_tokens())
+        shape = packing.Shape(2, row_tokens, 32, block=segment_tokens())
+        taken = _Taken(int(self.end_B.sum()))
         for rows in packing.plan(responses, shape):
             out = packing.lay_out(responses, rows, shape)
             text_X, position_X = np.zeros((2, out.tokens_BT.size), np.int32)
@@ -272,10 +273,10 @@ class Passes:
         def nan(shape: tuple[int, ...], dtype: Any, _: Any = None) -> jax.Array:
             return jnp.full(shape, 0 if dtype == jnp.int32 else jnp.nan, dtype)
 
-        if not self.is_paged:
+        if not self.page_tokens:
             return kv_cache.init(self.config, num_slots, size, dtype, zeros=nan)
-        num = -(-size // PAGE_TOKENS)
-        sizes = num_slots, num, num_slots * num + 3, PAGE_TOKENS, dtype, None
+        num = -(-size // self.page_tokens)
+        sizes = num_slots, num, num_slots * num + 3, self.page_tokens, dtype, None
         table = self.rng.permutation(num_slots * num + 3)[: num_slots * num].astype(np.int32)
         cache = paged_cache.init(self.config, *sizes, nan)
         return dataclasses.replace(cache, table_BN=jnp.asarray(table.reshape(num_slots, num)))

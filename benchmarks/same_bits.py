@@ -32,6 +32,7 @@ from models.config import ModelConfig
 from models.transformer import Params
 
 KINDS = "float32", "bfloat16", "wide"
+PAGE_TOKENS = 64  # the fewest that a GPU's kernel takes
 ODD = {
     "7 query heads of 64 for one key/value head, biases, tied": ModelConfig(
         *("qwen2", 1003, 448, 2, 7, 1, 64, 608), qkv_bias=True, tied_embeddings=True
@@ -70,7 +71,7 @@ def as_kind(kind: str, params: Params) -> Params:
 
 def rows_of(model: ModelConfig, params: Params, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
     """Yield what each pass finds otherwise than plain decoding of six slots."""
-    rows, pages = (Passes(model, params, texts, is_paged) for is_paged in (False, True))
+    rows, pages = (Passes(model, params, texts, page_tokens) for page_tokens in (0, PAGE_TOKENS))
     want = rows.decoded(6)
     found = {
         "1 slot": lambda: Passes(model, params, texts[:3]).decoded(1),

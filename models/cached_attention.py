@@ -89,7 +89,7 @@ def attend_in_order(
 ) -> jax.Array:
     """Compute `CachedLayer.of_new` by a kernel, of pages with a table; else `portable`."""
     platform = is_in_order(new[0].dtype, held[1], bool(table_BN))
-    if platform is None:
+    if not platform:
         return portable()
     kernel = partial(_by_kernel, platform, new, held, after, *table_BN)
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)

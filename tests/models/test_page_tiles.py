@@ -1,4 +1,7 @@
-"""Each way to a token finds the same bits on a Hopper GPU: its kernels, interpreted."""
+"""Each way to a token finds the same bits on a Hopper GPU: its attention, interpreted.
+
+The last bits of float32 sums are compared, which rounding to bfloat16 would hide.
+"""
 
 from functools import partial
 
@@ -6,58 +9,166 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_interpreters import finding_races
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from models import page_tiles
 from models.attention import After
-from models.kernels import row_attention_gpu
+from models.kernels import hopper, page_attention_gpu, row_attention_gpu
 
-T, K, G, h = 64, 2, 3, 64
-TREE = [-1, 0, 1, 2, 0, 4, 2, 5, 1]  # nodes 4, 6 and 8 begin side paths
-
-
-@partial(jax.jit, static_argnames="is_held")
-def attend(new, pages, row_X, length_X, parent_X, table_BN, is_held=False):
-    sizes = (0, 1) if is_held else (len(row_X), len(row_X))
-    after = After(row_X, length_X, parent_X, len(table_BN), *sizes)
-    return page_tiles.attend(*new, *pages, after, table_BN, interpret=finding_races())
+K, G, h = 2, 3, 64
+TREE = [-1, 0, 1, 2, 0, 4, 2, 5, 1]  # nodes 4, 6 and 8 begin paths
+LENGTHS = [0, 62, 100, 255]
+RESPONSES = [*range(150, 200)], [*range(200, 300)]
 
 
-def numbers(rng, num_tokens):
-    sizes = (num_tokens, K * G, h), (num_tokens, K, h), (num_tokens, K, h)
-    return [rng.normal(size=size).astype(jnp.bfloat16) for size in sizes]
+@pytest.fixture(scope="module", autouse=True)
+def last_bits():
+    """The last byte of each float32 in the place of its rounding; parts of two blocks."""
+
+    def last_byte(softmax):
+        bits = jax.lax.bitcast_convert_type(attention(softmax), jnp.int32)
+        return (bits & 255).astype(jnp.float32)
+
+    attention = hopper.Softmax.attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper.Softmax, "attention", last_byte)
+        for module in (page_attention_gpu, row_attention_gpu):
+            patch.setattr(module, "PART_TOKENS", 2 * hopper.ROWS)
+        yield
+    jax.clear_caches()
 
 
-def empty_pages(num_pages):
-    return [np.full((num_pages, K, T, h), np.nan, jnp.bfloat16) for _ in range(2)]
+@partial(jax.jit, static_argnames="num_paths")
+def attend(new, pages, row_X, length_X, parent_X, table_BN, num_paths):
+    after = After(row_X, length_X, parent_X, len(row_X), num_paths, len(row_X))
+    return page_tiles.attend(*new, *pages, after, table_BN, interpret=InterpretGPUParams())
 
 
-def written(pages, table_N, new, first=0):
-    for held, x_XKh in zip(pages, new, strict=True):
-        for i, x_Kh in enumerate(x_XKh, start=first):
-            held[table_N[i // T], :, i % T] = x_Kh
+@jax.jit
+def attend_rows(qkv, places):
+    return row_attention_gpu.forward(*qkv, *places, interpret=InterpretGPUParams())[0]
+
+
+class Text:
+    """Queries, keys and values of tokens, whose pages are anywhere."""
+
+    def __init__(self, num_tokens, page_tokens=64, seed=0):
+        rng = np.random.default_rng(seed)
+        sizes = (num_tokens, K * G, h), (num_tokens, K, h), (num_tokens, K, h)
+        self.new = [rng.normal(size=size).astype(jnp.bfloat16) for size in sizes]
+        self.table = rng.permutation(9).astype(np.int32)[: 512 // page_tokens]
+        self.page_tokens = page_tokens
+
+    def some(self, tokens):
+        return [x[tokens] for x in self.new]
+
+    def pages(self, tokens):
+        """Pages that hold these tokens; the rest of them is NaN."""
+        size = 9, K, self.page_tokens, h
+        pages = [np.full(size, np.nan, jnp.bfloat16) for _ in range(2)]
+        for held, x_XKh in zip(pages, self.some(tokens)[1:], strict=True):
+            for i, x_Kh in enumerate(x_XKh):
+                page, at = divmod(i, self.page_tokens)
+                held[self.table[page], :, at] = x_Kh
+        return pages
+
+    def decoded(self, tokens):
+        """The last of these tokens, once the pages hold all of them."""
+        at = np.zeros(1, np.int32), np.full(1, len(tokens) - 1, np.int32), np.full(1, -1, np.int32)
+        one = self.some(tokens[-1:]), self.pages(tokens), *at, self.table[None]
+        return attend(*one, num_paths=0)[0]
 
 
 def path_to(node):
     return [] if node < 0 else [*path_to(TREE[node]), node]
 
 
-@pytest.mark.parametrize("length", [0, 62, 100, 1021])
-def test_nodes_of_a_tree_are_tokens_that_are_decoded(length):
-    rng = np.random.default_rng(length)
-    _, *old = numbers(rng, length)
-    new, table = numbers(rng, len(TREE)), rng.permutation(18).astype(np.int32)[None]
-    pages = empty_pages(18)
-    written(pages, table[0], old)
-    lengths = np.full(len(TREE), length, np.int32)
-    row, parent = np.zeros_like(lengths), np.asarray(TREE, np.int32)
-    found = attend(new, pages, row, lengths, parent, table)
-    for node in range(len(TREE)):
-        *before, last = path_to(node)
-        pages = empty_pages(18)
-        written(pages, table[0], old)
-        written(pages, table[0], [x[[*before, last]] for x in new[1:]], first=length)
-        one = np.zeros(1, np.int32)
-        at = one, one + length + len(before), one - 1
-        alone = attend([x[[last]] for x in new], pages, *at, table, is_held=True)
-        np.testing.assert_array_equal(found[node], alone[0])
+@pytest.mark.parametrize("page_tokens", [64, 128])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_nodes_of_trees(length, page_tokens):
+    """Of two slots: one has the tree, the other its first five nodes; with padding."""
+    text = Text(length + len(TREE), page_tokens, length)
+    old, nodes = list(range(length)), [*range(9), *range(5), 0]
+    row = np.asarray([0] * 9 + [1] * 5 + [2], np.int32)
+    parent = np.asarray([*TREE, *(9 + p if p >= 0 else p for p in TREE[:5]), -1], np.int32)
+    given = text.some(length + np.asarray(nodes)), text.pages(old), row, np.full(15, length), parent
+    found = attend(*given, np.stack([text.table] * 2), num_paths=15)
+    for x, node in enumerate(nodes[:-1]):
+        want = text.decoded(old + [length + n for n in path_to(node)])
+        np.testing.assert_array_equal(found[x], want)
+    assert not found[-1].any()
+
+
+@pytest.mark.parametrize("length", LENGTHS[1::2])
+def test_chunks(length):
+    """Two chunks of a row, the second of which begins inside the first, and padding."""
+    text = Text(length + 80, seed=length)
+    at = length + np.asarray([*range(40), *range(30, 70), *[0] * 5])
+    row, parent = np.zeros(85, np.int32), np.arange(-1, 84).astype(np.int32)
+    row[80:], parent[40], parent[80:] = -1, 29, -1
+    old = text.pages(list(range(length)))
+    given = text.some(at), old, row, np.full(85, length), parent
+    found = attend(*given, text.table[None], num_paths=3)
+    for x in (0, 29, 39, 40, 49, 79):
+        np.testing.assert_array_equal(found[x], text.decoded(list(range(at[x] + 1))))
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """Tokens of a prompt of 150 and of two responses, decoded."""
+    text = Text(300)
+    return {
+        (number, i): np.asarray(text.decoded([*range(150), *own[: i + 1]]))
+        for number, own in enumerate(RESPONSES, start=1)
+        for i in (0, 41, 42, len(own) - 1)
+    }
+
+
+def rows_that_differ(wanted, early=0):
+    """Return how many numbers differ if prompt and responses are a row.
+
+    22 tokens of the prompt come before each response; segments begin `early` positions before a
+    block does.
+    """
+    tokens = list(range(128 - early))
+    prompt, branch, first = [1] * len(tokens), [0] * len(tokens), {}
+    for number, own in enumerate(RESPONSES, start=1):
+        segment = [*range(128 - early, 150), *own]
+        first[number] = len(tokens) + len(segment) - len(own)
+        segment += [0] * (-len(segment) % 64)
+        tokens += segment
+        prompt += [1] * len(segment)
+        branch += [number] * len(segment)
+    places = [np.asarray(x, np.int32)[None] for x in (prompt, branch)]
+    out_1THh = np.asarray(attend_rows([x[None] for x in Text(300).some(tokens)], places))
+    pairs = [(out_1THh[0, first[number] + i], want) for (number, i), want in wanted.items()]
+    return sum(int((found != want).sum()) for found, want in pairs)
+
+
+def test_rows(wanted):
+    assert not rows_that_differ(wanted)
+
+
+def test_segments_that_begin_inside_blocks_are_found(wanted):
+    assert rows_that_differ(wanted, early=5) > 100
+
+
+def other_parts(patch):
+    patch.setattr(row_attention_gpu, "PART_TOKENS", 3 * hopper.ROWS)
+
+
+def keys_in_two_products(patch):
+    def add_product(registers, sum_Rj, x_Ri, y_ij):
+        ways = (slice(0, 9), slice(9, None))
+        one, other = (registers.product(x_Ri[:, way], y_ij[way]) for way in ways)
+        return sum_Rj + (one + other)
+
+    patch.setattr(hopper.WarpGroup, "add_product", add_product)
+
+
+@pytest.mark.parametrize("plant", [other_parts, keys_in_two_products])
+def test_another_order_of_sums_is_found(wanted, monkeypatch, plant):
+    jax.clear_caches()
+    plant(monkeypatch)
+    assert rows_that_differ(wanted) > 100
+    jax.clear_caches()
