@@ -19,7 +19,7 @@ from models import hf, lora
 from models.config import ModelConfig
 from models.folder import Folder
 from models.layout import axis_ways
-from models.sharding import make_mesh, rollout_mesh
+from models.sharding import GPU, make_mesh, rollout_mesh
 from models.transformer import Params
 from rl import first_programs
 from rl.cluster.lockstep import LockstepWatch
@@ -29,7 +29,7 @@ from rl.data.prompts import DataOrder
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
-from rl.learner.config import TrainSpec, why_other_bits
+from rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_gpus
 from rl.learner.gathering import own_devices
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
@@ -369,13 +369,26 @@ def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> st
 
     Raises ValueError if they must not.
     """
-    tensor_ways = 1 if mesh is None else mesh.shape["tensor"]
-    reason = why_other_bits(model, jax.default_backend(), tensor_ways)
+    reason = _why_other_bits(config, model, mesh)
     if reason is None or config.numerics.same_bits is False:
         return None
     if config.numerics.same_bits is True:
         raise ValueError(f"Numerics.same_bits=True: {reason}")
     return f"tokens and ratios are exact up to rounding: {reason}"
+
+
+def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    tensor_ways, platform = 1 if mesh is None else mesh.shape["tensor"], jax.default_backend()
+    if platform == "cpu":
+        return why_other_bits(model, tensor_ways)
+    if platform not in GPU:
+        return f"expected CPUs or GPUs, whose kernels sum in one order, got a {platform}"
+    if config.cluster.rollouts != "local":
+        return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
+    if (engines := engine_mesh(config, model, mesh)) is not None:
+        tensor_ways = max(tensor_ways, engines.shape["tensor"])
+    page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
+    return why_other_bits_on_gpus(model, tensor_ways, config.trainer.dtype, page_tokens)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

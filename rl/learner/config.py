@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from models.config import ModelConfig
@@ -151,20 +152,20 @@ class NumericsConfig:
     """Bits of log-probabilities (docs/architecture.md, Exactness).
 
     If all passes sum in one order, decoding, drafts, reuse and training find the same bits, in
-    bfloat16 too: drafts change no token, and ratios of a batch's first update are 1. If they do
-    not, `same_bits` True stops a run at its start, "auto" prints the reason, False does nothing.
+    bfloat16 too: drafts change no token, and ratios of a batch's first update are 1. CPUs do so
+    unless a size does not fit; Hopper GPUs if `same_bits` is True, with one tile for all products,
+    which no GPU has timed yet. If passes cannot, True stops a run at its start, "auto" prints the
+    reason, False does nothing.
     """
 
     same_bits: bool | Literal["auto"] = "auto"
 
 
-def why_other_bits(model: ModelConfig, platform: str, tensor_ways: int) -> str | None:
-    """Return why passes find other bits; None if all sum in one order.
+def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
+    """Return why passes on CPUs find other bits; None if all sum in one order.
 
     The heads of the trained weights are split `tensor_ways`.
     """
-    if platform != "cpu":
-        return f"expected a CPU, whose kernels sum in one order, got a {platform}"
     from models.kernels.cpu_tiles import LANES, LINE  # of a head, and of the inputs of a product
 
     if model.num_kv_heads % tensor_ways:
@@ -172,12 +173,52 @@ def why_other_bits(model: ModelConfig, platform: str, tensor_ways: int) -> str |
             f"expected key/value heads that Mesh.tensor={tensor_ways} divides, got "
             f"{model.num_kv_heads}"
         )
-    rank = 0 if model.lora is None else model.lora.rank
-    query_width = model.num_heads * model.head_dim
-    widths = {"d_model": model.d_model, "d_ff": model.d_ff, "num_heads · head_dim": query_width}
-    for name, width in (widths | {"Policy.lora_rank": rank}).items():
-        if width % LINE:
-            return f"expected a {name} that {LINE} divides, got {width}"
+    rank = {} if model.lora is None else {"Policy.lora_rank": model.lora.rank}
+    if reason := _odd_width(_widths(model) | rank, LINE):
+        return reason
     if model.head_dim % LANES:
         return f"expected a head size that {LANES} divides, got {model.head_dim}"
+    return None
+
+
+def why_other_bits_on_gpus(
+    model: ModelConfig, tensor_ways: int, dtype: Any, page_tokens: int | None
+) -> str | None:
+    """Return why passes on the GPUs in use find other bits; None if all sum in one order.
+
+    Weights are split `tensor_ways` by the trainer or an engine, whose cache is pages of
+    `page_tokens`, or rows.
+    """
+    from models import sums_in_order_on_gpus
+    from models.kernels import page_attention_gpu
+    from models.kernels.hopper import ROWS, is_hopper
+
+    if not sums_in_order_on_gpus():
+        return "expected Numerics.same_bits=True before the start, else products have many tiles"
+    if not is_hopper():
+        return "expected GPUs of compute capability 9, got others"
+    if tensor_ways > 1:
+        return (
+            "expected Mesh.tensor=1 and Mesh.rollout_tensor=1, got weights that are split "
+            f"{tensor_ways} ways: sums over devices have no order"
+        )
+    if page_tokens is None:
+        return "expected Engine.cache='pages', got rows"
+    if reason := page_attention_gpu.takes(model.head_dim, page_tokens, dtype):
+        return reason
+    if model.lora is not None:
+        return f"expected all weights to be trained, got Policy.lora_rank={model.lora.rank}"
+    return _odd_width(_widths(model), ROWS)
+
+
+def _widths(model: ModelConfig) -> dict[str, int]:
+    """Return the inputs of products by name."""
+    query_width = model.num_heads * model.head_dim
+    return {"d_model": model.d_model, "d_ff": model.d_ff, "num_heads · head_dim": query_width}
+
+
+def _odd_width(widths: Mapping[str, int], divisor: int) -> str | None:
+    for name, width in widths.items():
+        if width % divisor:
+            return f"expected a {name} that {divisor} divides, got {width}"
     return None

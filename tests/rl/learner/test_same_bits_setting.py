@@ -1,23 +1,23 @@
 """The devices and sizes whose passes find the same bits, and the sentence for others."""
 
 import dataclasses
+import os
 
 import pytest
 
+import models
 from models.config import LoraShape, ModelConfig
-from rl.learner.config import why_other_bits
+from models.kernels import hopper
+from rl.learner.config import why_other_bits, why_other_bits_on_gpus
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
-
-
-def why(model=MODEL, platform="cpu", tensor_ways=1):
-    return why_other_bits(model, platform, tensor_ways)
+OF_GPUS = ModelConfig("llama", 50, 256, 1, 4, 2, 64, 320)
 
 
 def test_cpus_find_the_same_bits():
-    assert why() is None and why(tensor_ways=2) is None
+    assert why_other_bits(MODEL, 1) is None and why_other_bits(MODEL, 2) is None
     lora = LoraShape(32, 32.0, ("attention",))
-    assert why(dataclasses.replace(MODEL, lora=lora)) is None
+    assert why_other_bits(dataclasses.replace(MODEL, lora=lora), 1) is None
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,60 @@ def test_cpus_find_the_same_bits():
         ({"d_ff": 100}, "a d_ff that 16 divides, got 100"),
         ({"head_dim": 6}, "num_heads · head_dim that 16 divides, got 24"),
         ({"head_dim": 4}, "head size that 8 divides, got 4"),
+        ({"lora": LoraShape(6, 32.0, ("mlp",))}, "lora_rank that 16 divides, got 6"),
     ],
 )
-def test_sizes_that_kernels_do_not_take(change, words):
-    assert words in why(dataclasses.replace(MODEL, **change))
+def test_sizes_that_kernels_of_cpus_do_not_take(change, words):
+    assert words in why_other_bits(dataclasses.replace(MODEL, **change), 1)
 
 
-def test_other_devices_and_ranks():
-    assert "got a gpu" in why(platform="gpu")
-    assert "heads that Mesh.tensor=4 divides, got 2" in why(tensor_ways=4)
-    odd = LoraShape(6, 32.0, ("mlp",))
-    assert "lora_rank that 16 divides, got 6" in why(dataclasses.replace(MODEL, lora=odd))
+def test_heads_are_not_split():
+    assert "heads that Mesh.tensor=4 divides, got 2" in why_other_bits(MODEL, 4)
+
+
+@pytest.fixture
+def hoppers(monkeypatch):
+    """GPUs in use are Hoppers, whose products have one tile."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setattr(hopper, "is_hopper", lambda: True)
+    assert "same_bits=True before the start" in why_on_gpus()
+    models.sum_in_order_on_gpus()
+
+
+def why_on_gpus(tensor_ways=1, dtype="bfloat16", page_tokens=128, **change):
+    model = dataclasses.replace(OF_GPUS, **change)
+    return why_other_bits_on_gpus(model, tensor_ways, dtype, page_tokens)
+
+
+def test_hoppers_find_the_same_bits(hoppers):
+    assert why_on_gpus() is None and why_on_gpus(page_tokens=64) is None
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tensor_ways": 2}, "Mesh.rollout_tensor=1, got weights that are split 2 ways"),
+        ({"page_tokens": None}, "Engine.cache='pages', got rows"),
+        ({"page_tokens": 16}, "pages of 64 or 128 positions, got 16"),
+        ({"dtype": "float32"}, "expected bfloat16 keys and values, got float32"),
+        ({"head_dim": 80}, "head size of 64 or 128, got 80"),
+        ({"d_ff": 352}, "a d_ff that 64 divides, got 352"),
+        ({"lora": LoraShape(64, 32.0, ("mlp",))}, "got Policy.lora_rank=64"),
+    ],
+)
+def test_what_hoppers_do_not_take(hoppers, change, words):
+    assert words in why_on_gpus(**change)
+
+
+def test_other_gpus(hoppers, monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda: False)
+    assert "compute capability 9" in why_on_gpus()
+
+
+def test_flags_are_added_once(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_cublas_fallback=true")
+    for _ in range(2):
+        models.sum_in_order_on_gpus()
+    names = [flag.partition("=")[0] for flag in os.environ["XLA_FLAGS"].split()]
+    assert len(names) == len(set(names)) == 3
+    assert not models.sums_in_order_on_gpus()  # the user's flag stays
