@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from models.kernels import LOG2_E, NEGATIVE
+from models.kernels import LOG2_E, NEGATIVE, power_of_two
 from models.layout import causal_block_tokens
 
 
@@ -330,12 +330,6 @@ def _power(x: jax.Array) -> jax.Array:
     """2^x for x ≤ 0, without rounding if x is a whole number."""
     whole = jax.lax.stop_gradient(jnp.round(x))
     return jnp.exp2(x - whole) * power_of_two(whole)
-
-
-def power_of_two(whole: jax.Array) -> jax.Array:
-    """2^whole of float32 whole numbers up to 127, without rounding; 0 from −127 down."""
-    exponent = jnp.maximum(whole, -127).astype(jnp.int32) + 127
-    return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> PartialSoftmax:

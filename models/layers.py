@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models import sums_in_order_on_gpus
-from models.attention import power_of_two, precision_of
+from models.attention import precision_of
 from models.config import Adapted, ModelConfig
+from models.kernels import power_of_two
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from models.sharding import Axes, by_device, platform_in_use
 

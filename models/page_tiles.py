@@ -91,9 +91,7 @@ class Tiles:
         token_NA = none_NA.at[tile_X, rank_X % size].set(at_X, mode="drop")
         row_X = jnp.where(row_X < num_slots, row_X, -1)
         of_paths = ups, jnp.zeros_like(at_X)
-        return Tiles(
-            row_X, after.length_X, depth_X, *of_paths, tile_X, rank_X % size, token_NA
-        )
+        return Tiles(row_X, after.length_X, depth_X, *of_paths, tile_X, rank_X % size, token_NA)
 
     @property
     def position_X(self) -> jax.Array:
@@ -116,9 +114,7 @@ class Tiles:
         length_N = jnp.max(self.by_place(self.length_X), axis=1)
         of_slots = None
         if paths is not None:
-            num_N, first_N = (
-                jnp.take(x, row_N, mode="clip") for x in (paths.num_B, paths.first_B)
-            )
+            num_N, first_N = (jnp.take(x, row_N, mode="clip") for x in (paths.num_B, paths.first_B))
             S, E = paths.source_SE.shape
             of_slots = Paths(num_N, first_N, E // ROWS, S)
         table_NX = jnp.take(table_BN, row_N, axis=0, mode="clip")

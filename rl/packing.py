@@ -83,8 +83,8 @@ class Row:
 class Layout:
     """Rows of int32 [B, T], and the places of the responses in the flattened [B · T].
 
-    Response `order[e]` is predicted from `starts[e]` on; `prompts[e]` are the places of its prompt's
-    tokens but the last.
+    Response `order[e]` is predicted from `starts[e]` on; `prompts[e]` are the places of all tokens
+    of its prompt but the last.
     """
 
     tokens_BT: np.ndarray

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.kernels import NEGATIVE
+from models.kernels import NEGATIVE, power_of_two
 
 HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of devices
 H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block
@@ -96,6 +96,10 @@ class WarpGroup:
 
         return pl.run_scoped(multiply, plgpu.ACC((x_Ri.shape[0], y_ref.shape[1]), jnp.float32))
 
+    def scores(self, x_Rh: Any, y_Sh: Any, scale: float) -> jax.Array:
+        """Return x · yᵀ · scale, [R, S]; no product is fused with a later subtraction."""
+        return jnp.maximum(self.product(x_Rh, y_Sh, transposed=True) * scale, NEGATIVE)
+
     def add_product(self, sum_Rj: jax.Array, x_Ri: jax.Array, y_ref: Any) -> jax.Array:
         """Return sum + x · y, summed in the registers of the sum."""
         if self.interpreted:
@@ -123,7 +127,7 @@ class Softmax(NamedTuple):
         """Return the weights of a block of scores · log₂e, and the softmax but for its values."""
         top_R = jnp.maximum(self.top_R, jnp.round(scores_RS.max(axis=1)))
         weights_RS = jnp.exp2(scores_RS - across(top_R, scores_RS.shape[1]))
-        kept_R = jnp.exp2(self.top_R - top_R)
+        kept_R = power_of_two(self.top_R - top_R)
         total_R = self.total_R * kept_R + weights_RS.sum(axis=1)
         sum_Rh = self.sum_Rh * across(kept_R, self.sum_Rh.shape[1])
         return weights_RS, Softmax(sum_Rh, top_R, total_R)
@@ -136,7 +140,7 @@ class Softmax(NamedTuple):
     def joined(self, other: Softmax) -> Softmax:
         """Return the softmax over the keys of this one, then of the other."""
         top_R = jnp.maximum(self.top_R, other.top_R)
-        one_R, other_R = jnp.exp2(self.top_R - top_R), jnp.exp2(other.top_R - top_R)
+        one_R, other_R = power_of_two(self.top_R - top_R), power_of_two(other.top_R - top_R)
         h = self.sum_Rh.shape[1]
         sum_Rh = self.sum_Rh * across(one_R, h) + other.sum_Rh * across(other_R, h)
         return Softmax(sum_Rh, top_R, self.total_R * one_R + other.total_R * other_R)

@@ -27,6 +27,7 @@ from models.kernels.hopper import (
     Parts,
     Softmax,
     WarpGroup,
+    across,
     shared_tiles,
 )
 from models.kernels.page_blocks import heads_of_rows, rows_by_head
@@ -267,15 +268,15 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
     def masked(step: jax.Array, scores_RS: jax.Array) -> jax.Array:
         path_R = registers.along(path_NR.at[tile], axis=0)
         position_R = registers.along(position_NR.at[tile], axis=0)
-        last_R = jnp.where(path_R == path_X[first + step], position_R, -1) - first_X[first + step]
-        last_RS = jax.lax.broadcast_in_dim(last_R, scores_RS.shape, [0])
-        return jnp.where(registers.positions(scores_RS.shape, axis=1) <= last_RS, scores_RS, NEGATIVE)
+        last_R = jnp.where(path_R == path_X[first + step], position_R, -1)
+        seen_RS = registers.positions(scores_RS.shape, axis=1) + first_X[first + step]
+        return jnp.where(seen_RS <= across(last_R, ROWS), scores_RS, NEGATIVE)
 
     def of_block(step: jax.Array, parts: Parts) -> Parts:
         buffer, path = jax.lax.rem(step, D), path_X[first + step]
         plgpu.barrier_wait(of_keys.at[buffer])
-        products_RS = registers.product(q_Rh, keys_DSh.at[buffer], transposed=True)
-        scores_RS = products_RS * (call.head_dim**-0.5 * LOG2_E)
+        scale = call.head_dim**-0.5 * LOG2_E
+        scores_RS = registers.scores(q_Rh, keys_DSh.at[buffer], scale)
         scores_RS = jax.lax.cond(path == WHOLE, lambda x: x, partial(masked, step), scores_RS)
         parts = parts.next_if(begins_X[first + step] == 1, registers)
         weights_RS, current = parts.current.weigh(scores_RS)

@@ -267,8 +267,7 @@ class _Block:
 
     def scores(self, pair: jax.Array, rows: Any, columns: Any) -> jax.Array:
         """Return log2 of e^score of a pair, very negative for unseen keys; own rows first."""
-        products = self.registers.product(rows, columns, transposed=True)
-        scores = products * (self.sizes.scale * LOG2_E)
+        scores = self.registers.scores(rows, columns, self.sizes.scale * LOG2_E)
         masked = partial(self._masked, pair)
         return jax.lax.cond(row_pairs.is_whole(pair), lambda scores: scores, masked, scores)
 

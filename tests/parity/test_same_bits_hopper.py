@@ -59,9 +59,7 @@ def on_hopper():
 
 @pytest.fixture(scope="module")
 def bench(on_hopper):
-    params = jax.tree.map(
-        lambda x: 2 * x, transformer.init(MODEL, jax.random.key(0), jnp.bfloat16)
-    )
+    params = jax.tree.map(lambda x: 2 * x, transformer.init(MODEL, jax.random.key(0), jnp.bfloat16))
     pages = Passes(MODEL, params, TEXTS, 64)
     return pages, pages.decoded(2)
 
