@@ -102,9 +102,6 @@ def _by_kernel(
     after: After,
     *table_BN: jax.Array,
 ) -> jax.Array:
-    from models import page_tiles
-    from models.kernels import cached_rows_cpu
-
     split = Split.of_cache(held[1])
     heads, whole = split.spec(heads=1), PartitionSpec()
     rows = split.spec(batch=0, heads=1)
@@ -120,10 +117,14 @@ def _by_kernel(
         else:
             row_X = split.own(row_X, num_here)
         if platform == "cpu":
+            from models.kernels import cached_rows_cpu
+
             out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *tables)
         else:
+            from models import page_tiles  # Pallas: a second to import
+
             own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
-            out_XHh = page_tiles.attend(*arrays, own, *tables)
+            out_XHh = page_tiles.attend(*arrays, own, tables[0])
         return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
 
     inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))

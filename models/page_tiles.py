@@ -1,7 +1,7 @@
 """Tokens of slots in tiles, and the blocks of keys that each tile reads, on a Hopper GPU.
 
 Tokens that the cache does not hold are paths of a tree: a token's first child continues its path,
-other children begin one. Each path has side blocks: copies of the slot's positions from the block
+other children start one. Each path has side blocks: copies of the slot's positions from the block
 of its length on, with the path's tokens at their places. So a query meets each key at the same
 place of the same block as if all had been decoded, and finds the same bits
 (`models.kernels.hopper`).
@@ -49,12 +49,16 @@ def attend(
         blocks = tiles.blocks(table_BN, keys_PKTh, paths)
         sides = paths.copies(keys_PKTh, k_XKh), paths.copies(values_PKTh, v_XKh)
         tiles = dataclasses.replace(tiles, path_X=paths.path_X)
-    (N, A), rows = tiles.token_NA.shape, (tiles.position_X, tiles.path_X)
+    N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
     q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - A * group), (0, 0)))
-    given = q_NKRh, keys_PKTh, values_PKTh, *(tiles.by_row(x, group) for x in rows)
-    out_NKRh = page_attention_gpu.attend_tiles(*given, blocks, sides, interpret=interpret)
+    position_NR, path_NR = (tiles.by_row(x, group) for x in (tiles.position_X, tiles.path_X))
+    out_NKRh = page_attention_gpu.attend_tiles(
+        *(q_NKRh, keys_PKTh, values_PKTh),
+        *(position_NR, path_NR, blocks, sides),
+        interpret=interpret,
+    )
     out_NKAGh = out_NKRh[:, :, : A * group].reshape(N, K, A, group, h)
     out_XHh = out_NKAGh[tiles.tile_X, :, tiles.place_X].reshape(X, H, h)
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
@@ -65,7 +69,7 @@ def attend(
 class Tiles:
     """The row, position, path, tile and place of each token, and the token of each place; int32.
 
-    Rows are −1 of tokens that nobody reads; places without a token have token X.
+    Rows are −1 of tokens whose result is 0; places without a token have token X.
     """
 
     row_X: jax.Array
@@ -82,7 +86,7 @@ class Tiles:
         row_X, X = after.row_X, len(after.row_X)
         ups, depth_X = _ancestors(after.parent_X)
         at_X = jnp.arange(X, dtype=jnp.int32)
-        # a run of a row's tokens begins a tile
+        # each run of a row's tokens starts a tile
         begins_X = jnp.concatenate([jnp.ones(1, bool), row_X[1:] != row_X[:-1]])
         rank_X = at_X - jax.lax.cummax(jnp.where(begins_X, at_X, 0))
         tile_X = jnp.cumsum(rank_X % size == 0).astype(jnp.int32) - 1
@@ -140,7 +144,7 @@ class SidePaths:
     def of(after: After, tiles: Tiles, table_BN: jax.Array, pages_PKTh: jax.Array) -> SidePaths:
         (X,), B, T = after.row_X.shape, len(table_BN), pages_PKTh.shape[2]
         at_X, row_X = jnp.arange(X, dtype=jnp.int32), tiles.row_X
-        S, num_blocks = after.num_paths, -(-(ROWS - 1 + after.width) // ROWS)  # begun anywhere
+        S, num_blocks = after.num_paths, -(-(ROWS - 1 + after.width) // ROWS)  # wherever it starts
         E = num_blocks * ROWS
         parent_X = jnp.where(after.parent_X < 0, X, after.parent_X)
         first_X = jnp.full(X, X, jnp.int32).at[parent_X].min(at_X, mode="drop")

@@ -88,7 +88,7 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
 
 
 def segment_tokens() -> int:
-    """Return the multiple of positions at which segments of rows begin (`rl.packing`)."""
+    """Return the multiple of positions at which segments of rows start (`rl.packing`)."""
     if platform_in_use() not in GPU or not sums_in_order_on_gpus():
         return 1
     from models.kernels.hopper import ROWS  # Pallas

@@ -5,9 +5,9 @@ one another (`models.attention.Packing`). The last prompt token comes before eve
 it predicts its first token: a response of n tokens takes n positions, its prompt of P takes P − 1
 more, once per row.
 
-Where attention sums blocks of C keys by position, prompts and responses begin at multiples of C: of
-a prompt's P − 1 the last (P − 1) mod C come before every response instead, and what follows a
-response up to a multiple counts as its own. Plain numpy.
+If attention sums blocks of C keys by position, prompts and responses start at multiples of C: the
+last (P − 1) mod C tokens of the shared ones come before every response instead, and positions up to
+a multiple belong to the response before them. Plain numpy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shape:
     """Rows of a micro-batch, positions of a row, and how many samples they may hold.
 
     Each of `copies` of the weights has an equal part of the rows, with their samples. Prompts and
-    responses begin at multiples of `block`, which divides `length`.
+    responses start at multiples of `block`, which divides `length`.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class Shape:
         return known - known % self.block
 
     def own(self, response: Response) -> int:
-        """Return how many positions a response takes beside the shared ones."""
+        """Return how many positions a response takes in addition to the shared ones."""
         known = (len(response.prompt_ids) - 1) % self.block
         return -(-(known + len(response.tokens)) // self.block) * self.block
 
@@ -199,10 +199,10 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 branch_BT[b, span] = branch
                 order.append(i)
                 starts.append(b * T + first)
-                places = [np.arange(prompt_at, prompt_at + shared), np.arange(at, first)]
-                prompts.append(b * T + np.concatenate(places))
+                of_prompt = np.arange(prompt_at, prompt_at + shared), np.arange(at, first)
+                prompts.append(b * T + np.concatenate(of_prompt))
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
-    places = np.array(order, int), np.array(starts, int), prompts
-    return Layout(tokens_BT, targets_BT, packing, *places, used)
+    places = np.array(order, int), np.array(starts, int)
+    return Layout(tokens_BT, targets_BT, packing, *places, prompts, used)

@@ -162,7 +162,7 @@ class Parts(NamedTuple):
         return Parts(*[Softmax.over_none(registers, head_dim)] * 2)
 
     def next_if(self, begins: jax.Array, registers: WarpGroup) -> Parts:
-        """Return these at a block that may begin a part."""
+        """Return these before a block, which may be the first of a part."""
 
         def following(parts: Parts) -> Parts:
             h = parts.current.sum_Rh.shape[1]

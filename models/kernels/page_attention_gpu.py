@@ -89,10 +89,10 @@ def blocks_of(
     page_tokens: int,
     paths: Paths | None = None,
 ) -> Blocks:
-    """Return the blocks of `last` positions of a slot, of which every row sees the first `length`.
+    """Return the blocks of `last` positions of each tile's slot; its rows see the first `length`.
 
-    Pages have all of them, or but the whole blocks of `length` are side blocks of each path. A tile
-    whose last is 0 reads nothing.
+    Pages have all blocks, or with `paths` the whole blocks of `length`; the rest are side blocks of
+    each path. A tile whose last is 0 reads nothing.
     """
     each, (N, max_pages) = page_tokens // ROWS, table_NX.shape
     num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
@@ -247,10 +247,10 @@ class _Call:
 
 def _part_kernel(call: _Call, *refs: Any) -> None:
     """One part of a tile: its blocks in turn, each into the running softmax."""
-    position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q, *refs = refs
-    *refs, q_Rh, keys_DSh, values_DSh, of_queries, of_keys, of_values = refs
+    position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
+    *arrays, q_Rh, keys_DSh, values_DSh, of_queries, of_keys, of_values = refs[9:]
     num_sources = 4 if call.has_sides else 2
-    sources, results = refs[:num_sources], refs[num_sources:]
+    sources, results = arrays[:num_sources], arrays[num_sources:]
     of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
     first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
     steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first

@@ -306,7 +306,7 @@ def _down(x: jax.Array) -> jax.Array:
 def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """The softmax of each query, in the order of `hopper`.
 
-    If segments begin with blocks, the n-th block that a query sees has its positions from n · C on.
+    If segments start with blocks, the n-th block that a query sees has the positions from n · C.
     """
     *lists, q, k, v, out, lse, resident, moving = refs
     block, h = _Block.of(sizes, registers, lists), sizes.head_dim
