@@ -124,7 +124,8 @@ def _by_kernel(
             from models import page_tiles  # Pallas: a second to import
 
             own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
-            out_XHh = page_tiles.attend(*arrays, own, tables[0])
+            q_XHh, k_XKh, v_XKh, keys, values = arrays
+            out_XHh = page_tiles.attend(q_XHh, k_XKh, v_XKh, keys, values, own, tables[0])
         return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
 
     inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))

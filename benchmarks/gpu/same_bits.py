@@ -1,11 +1,11 @@
-"""Which sums of a device depend on the shape of a pass, and what one tiling costs.
+"""Which sums of a device depend on the shape of a pass, and what one tile for products costs.
 
 products     One row among 1 to 4,096 others: outputs that differ from the row's among 64, seconds,
-             and calls of cuBLAS and split sums in the program, by the backend's choice of tiles and
-             by one choice for all (`PINNED`).
+             and calls of cuBLAS and split sums in the program, with one tile for all products, as
+             `Numerics.same_bits` sets it, and with tiles of the backend's choice.
 elementwise  The same for a norm, rotary positions and a row's log-sum.
 passes       `benchmarks.same_bits.rows_of` a random policy: plain decoding, trees, chunks and
-             training rows, in rows and in pages.
+             training rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import same_bits
 from benchmarks.passes import random_texts
 from benchmarks.turns import in_turns
-from models import transformer
+from models import sum_in_order_on_gpus, transformer
 from models.layers import linear, rope_turns, rotate
 from spec.sampling import masses
 
@@ -33,16 +33,15 @@ if TYPE_CHECKING:
 REFERENCE_ROWS = 64
 MAX_LAYERS = 4  # of the policy of `passes`, which has ten programs to compile
 ROWS = 1, 8, 32, 64, 128, 256, 512, 4096
-# Of XLA for GPUs: no split sums, one tile for all products, no products of cuBLAS.
-TILE = "block_m: 64 block_n: 64 block_k: 64 split_k: 1 num_stages: 4 num_warps: 4 num_ctas: 1"
-PINNED = {
-    "xla_gpu_experimental_force_split_k": 1,
-    "xla_gpu_override_gemm_autotuner": TILE,
-    "xla_gpu_cublas_fallback": False,
+CHOSEN = {  # options of XLA for GPUs, as they are without `sum_in_order_on_gpus`
+    "xla_gpu_experimental_force_split_k": 0,
+    "xla_gpu_override_gemm_autotuner": "",
+    "xla_gpu_cublas_fallback": True,
 }
 
 
 def rows(size: Size) -> Iterator[Row]:
+    sum_in_order_on_gpus()  # before jax opens the device
     most = 4096 if size.name == "real" else 128
     yield from products(size, [n for n in ROWS if n <= most])
     yield from elementwise(size, [n for n in ROWS if n <= most])
@@ -55,7 +54,7 @@ def products(size: Size, row_counts: list[int]) -> Iterator[Row]:
     for inputs, outputs in ((model.d_model, model.d_ff), (model.d_ff, model.d_model)):
         x = jnp.asarray(rng.standard_normal((max(row_counts), inputs)), dtype)
         weight_OI = jnp.asarray(rng.standard_normal((outputs, inputs)), dtype)
-        for tiles, options in (("chosen", {}), ("pinned", PINNED)):
+        for tiles, options in (("one", {}), ("chosen", CHOSEN)):
             run = partial(_compiled, partial(linear, dtype=jnp.float32), options)
             shape = {"of": "product", "inputs": inputs, "outputs": outputs, "tiles": tiles}
             try:
