@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import environment, hlo
 from models.config import MeshConfig, ModelConfig
@@ -68,8 +68,13 @@ PREFLIGHTS = {
 GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurations say
 
 
-def round_programs(model: ModelConfig, target: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the compiled program and the mesh of a plain and a verifying round."""
+def round_programs(
+    model: ModelConfig, target: Any, tensor: int | Literal["auto"] = "auto"
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the compiled program and the mesh of a plain and a verifying round.
+
+    The engine splits weights `tensor` ways.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -79,7 +84,7 @@ def round_programs(model: ModelConfig, target: Any) -> Iterator[tuple[str, Any, 
     from rl.warm_up.compile_buckets import lowered
     from rl.warm_up.rollout_programs import Pool, Reach
 
-    mesh = rollout_mesh(devices_of(target), model.num_kv_heads)
+    mesh = rollout_mesh(devices_of(target), model.num_kv_heads, asked=tensor)
     engine = Engine(model, CONFIG, mesh=mesh, dtype=jnp.bfloat16)
     sampling = SamplingConfig(max_new_tokens=POSITIONS - PROMPT)
     with engine.mesh_context(), engine.shapes_only():
@@ -147,7 +152,7 @@ def training(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any:
-    """Return the step, lowered from shapes for these devices."""
+    """Return the step, lowered from shapes for these devices, over which `fsdp` splits weights."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -159,7 +164,7 @@ def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any
     from rl.learner.config import TrainerConfig, TrainSpec
 
     model = dataclasses.replace(QWEN3, num_layers=layers)
-    mesh = make_mesh(MeshConfig(fsdp=CHIPS), devices)
+    mesh = make_mesh(MeshConfig(fsdp=len(devices)), devices)
     sizes: Any = {"remat": remat, "micro_batch_tokens": row_tokens}
     recipe = TrainSpec(model, trainer=TrainerConfig(compute_dtype="bfloat16", **sizes))
     static = {"network": trainer.POLICY, "recipe": recipe}

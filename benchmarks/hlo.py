@@ -1,4 +1,4 @@
-"""Compiled programs as XLA prints them (`Compiled.as_text()`): instructions and collectives.
+"""Compiled programs as XLA prints them (`Compiled.as_text()`): instructions, collectives, bytes.
 
 Sizes are those of one device, padded to the tiles of their layout.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 ITEM_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
@@ -21,6 +21,11 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TILE = re.compile(r"T\(([\d,]+)\)")
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call after-all".split()
+)
+_SLICES = "gather", "dynamic-slice", "slice"  # read as much as they return
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # in place: the operand that they write
 COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
@@ -55,7 +60,8 @@ class Instruction:
         return int(trips[1]) if trips else 1
 
 
-Run = tuple[int, Instruction, Mapping[str, Instruction]]
+Body = Mapping[str, Instruction]
+Run = tuple[int, Instruction, Body]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,3 +154,68 @@ def collectives_of(module: Module) -> dict[str, int]:
                 result -= given  # such a result names its operands too
             moved[kind] = moved.get(kind, 0) + times * max(given, result)
     return moved
+
+
+def bytes_of(module: Module, of_kernel: Callable[[Instruction, Body], int]) -> int:
+    """Return the bytes that a program for GPUs reads and writes, each operand once.
+
+    Slices count as what they return, updates in place as what they write, the branches of a
+    conditional as the least of them. `of_kernel` counts a Mosaic kernel.
+    """
+
+    def of_computation(name: str) -> int:
+        body = module.computations[name]
+        by_name = {one.name: one for one in body}
+        return sum(of_instruction(one, by_name) for one in body)
+
+    def of_instruction(one: Instruction, by_name: Body) -> int:
+        if one.opcode == "conditional":
+            return min(map(of_computation, one.called))
+        if one.opcode in ("while", "call"):
+            return one.trips * sum(map(of_computation, one.called))
+        if one.opcode == "custom-call" and "mosaic" in one.rest:
+            return of_kernel(one, by_name)
+        if one.opcode in _FREE or "AllocateBuffer" in one.rest:
+            return 0
+        if one.opcode == "fusion":
+            return _bytes_of_fusion(module.computations[one.called[0]])
+        return _written(one, by_name) + sum(
+            _read(one, i, by_name[name].num_bytes) for i, name in enumerate(one.operands)
+        )
+
+    return of_computation(module.entry)
+
+
+def _bytes_of_fusion(body: Sequence[Instruction]) -> int:
+    by_name = {one.name: one for one in body}
+    users: dict[str, list[tuple[Instruction, int]]] = {one.name: [] for one in body}
+    for one in body:
+        for i, name in enumerate(one.operands):
+            users[name].append((one, i))
+
+    def read(name: str, size: int) -> int:
+        uses = (
+            read(user.name, size) if user.opcode == "bitcast" else _read(user, i, size)
+            for user, i in users[name]
+        )
+        return min(size, sum(uses))
+
+    inputs = (one for one in body if one.opcode == "parameter")
+    return _written(body[-1], by_name) + sum(read(one.name, one.num_bytes) for one in inputs)
+
+
+def _read(user: Instruction, operand: int, size: int) -> int:
+    """Return how much an instruction reads of an operand of this size."""
+    if operand == 0 and user.opcode in _SLICES:
+        return user.num_bytes
+    return 0 if operand == 0 and user.opcode in _UPDATES else size
+
+
+def _written(one: Instruction, by_name: Body) -> int:
+    if one.opcode == "tuple":
+        return sum(_written(by_name[name], by_name) for name in one.operands)
+    if one.opcode == "bitcast" and one.operands[0] in by_name:
+        return _written(by_name[one.operands[0]], by_name)
+    if one.opcode in _UPDATES:
+        return by_name[one.operands[_UPDATES[one.opcode]]].num_bytes
+    return one.num_bytes

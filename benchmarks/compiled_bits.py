@@ -1,0 +1,107 @@
+"""What one order of sums costs, compiled for H100s: `python -m benchmarks.compiled_bits --json`
+
+A plain round, a round that verifies eight nodes a slot (64 slots, pages for 16,384 positions), and
+a gradient step on rows of 16,384 tokens, of Qwen3-8B's widths in `--layers` layers: with
+`Numerics.same_bits` and without, on one H100 and on eight, whose engine splits slots. Each program
+is compiled in a process of its own, without a device (`pip install "jax[cuda13]"`).
+
+`products` are counted by their tile: one of three numbers is a product of parts, which another
+kernel adds (`split_sums`). `gb` are bytes as `benchmarks.hlo.bytes_of` counts them, for slots of
+2,048 live positions with one path of drafts each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import compiled, environment, hlo
+from models import sum_in_order_on_gpus
+from rl.preflight.targets import devices_of, parse_target, prepare
+
+TARGETS = "h100:1x1x1", "h100:1x1x8"
+ROW_TOKENS = 16384
+SHARE = 8  # positions of a slot for each that is live, and nodes for each path
+FIRST_PAGES = 9  # of the operands of a kernel
+PROGRAMS = "plain", "verify", "training"
+MODES = {"on": True, "off": False}
+PRODUCT = re.compile(
+    r'"kind":"__triton_nested_gemm_fusion".*?"output_tiles":\[\{"sizes":\[([^\]]*)'
+)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    found, ratios = dict[str, Any](), dict[str, float]()
+    for target in TARGETS:
+        for mode in MODES:
+            command = [sys.executable, "-m", "benchmarks.compiled_bits", "--one", target, mode]
+            command.append(str(arguments.layers))
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found[f"{target}, {mode}"] = json.loads(done.stdout.splitlines()[-1])
+            environment.progress({target: mode, **found[f"{target}, {mode}"]})
+        for program in PROGRAMS:
+            on, off = (found[f"{target}, {mode}"][program]["gb"] for mode in MODES)
+            ratios[f"{program}, {target}"] = round(on / off, 4)
+    on = [found[f"{target}, on"][program] for target in TARGETS for program in PROGRAMS]
+    return {
+        "kind": "compiled",
+        "layers": arguments.layers,
+        "split_sums": sum(x["split_sums"] for x in on),
+        "cublas": sum(x["cublas"] for x in on),
+        "tiles": sorted({tile for x in on for tile in x["products"]}),
+        "bytes_on_over_off": ratios,
+        "programs": found,
+    }
+
+
+def one(target_name: str, mode: str, layers: int) -> dict[str, Any]:
+    """Return the figures of all programs, compiled in this process."""
+    target = parse_target(target_name)
+    prepare(target)
+    if MODES[mode]:
+        sum_in_order_on_gpus()
+    model = dataclasses.replace(compiled.QWEN3, num_layers=layers)
+    programs = {
+        name: program for name, program, _ in compiled.round_programs(model, target, tensor=1)
+    }
+    step = compiled.gradient_step(layers, ROW_TOKENS, "layer", devices_of(target))
+    programs["training"] = step.compile(compiler_options=target.kind.compiler_options)
+    return {name: figures(program) for name, program in programs.items()}
+
+
+def figures(program: Any) -> dict[str, Any]:
+    text = program.as_text()
+    tiles = collections.Counter(x.replace('"', "") for x in PRODUCT.findall(text))
+    num_bytes = hlo.bytes_of(hlo.parse(text), bytes_of_kernel)
+    return {
+        "products": dict(tiles),
+        "split_sums": sum(n for tile, n in tiles.items() if tile.count(",") > 1),
+        "cublas": len(re.findall(r'custom_call_target="__cublas', text)),
+        "gb": round(num_bytes / 1e9, 3),
+        "temporaries_gb": round(program.memory_analysis().temp_size_in_bytes / 1e9, 3),
+    }
+
+
+def bytes_of_kernel(one: hlo.Instruction, by_name: hlo.Body) -> int:
+    """Return a kernel's bytes. Of pages, parts of slots and paths of nodes it reads one in eight."""
+    sizes = [by_name[name].num_bytes for name in one.operands]
+    if "page_attention_parts" in one.rest:
+        return one.num_bytes + sum(sizes) // SHARE
+    if "page_attention" in one.rest:
+        return one.num_bytes // SHARE + sum(sizes[:FIRST_PAGES]) + sum(sizes[FIRST_PAGES:]) // SHARE
+    return one.num_bytes + sum(sizes)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        target, mode, layers = sys.argv[2:]
+        print(json.dumps(one(target, mode, int(layers))))
+    else:
+        packages = ("jax", "jaxlib", "jax-cuda13-pjrt")
+        environment.run(__doc__, measure, packages, layers=36)
