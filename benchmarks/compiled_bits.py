@@ -89,7 +89,7 @@ def figures(program: Any) -> dict[str, Any]:
 
 
 def bytes_of_kernel(one: hlo.Instruction, by_name: hlo.Body) -> int:
-    """Return a kernel's bytes. Of pages, parts of slots and paths of nodes it reads one in eight."""
+    """Return a kernel's bytes: of pages, parts of slots and paths one in `SHARE` is live."""
     sizes = [by_name[name].num_bytes for name in one.operands]
     if "page_attention_parts" in one.rest:
         return one.num_bytes + sum(sizes) // SHARE

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.hlo import collectives_of, parse
+from benchmarks.hlo import bytes_of, collectives_of, parse
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[16,8]}
 
@@ -79,3 +79,53 @@ def test_a_compiled_programs_collectives_are_those_that_its_shardings_ask_for():
     step = jax.jit(lambda x: jnp.sin(x), out_shardings=whole)
     compiled = step.lower(jax.ShapeDtypeStruct((8, 16), "float32", sharding=split)).compile()
     assert collectives_of(parse(compiled.as_text())) == {"all-gather": 8 * 16 * 4}
+
+
+FUSED = """HloModule jit_step
+
+%sliced (a: f32[100,8], i: s32[]) -> f32[2,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %some = f32[2,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={2,8}
+  ROOT %twice = f32[2,8]{1,0} add(%some, %some)
+}
+
+%put (old: f32[100,8], new: f32[2,8], i.1: s32[]) -> f32[100,8] {
+  %old = f32[100,8]{1,0} parameter(0)
+  %new = f32[2,8]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %z.1 = s32[] constant(0)
+  ROOT %all = f32[100,8]{1,0} dynamic-update-slice(%old, %new, %i.1, %z.1)
+}
+
+%small (x: f32[2,8]) -> f32[2,8] {
+  %x = f32[2,8]{1,0} parameter(0)
+  ROOT %x2 = f32[2,8]{1,0} negate(%x)
+}
+
+%large (y: f32[2,8]) -> f32[2,8] {
+  %y = f32[2,8]{1,0} parameter(0)
+  %y2 = f32[2,8]{1,0} negate(%y)
+  ROOT %y3 = f32[2,8]{1,0} negate(%y2)
+}
+
+ENTRY %main (a.1: f32[100,8], i.2: s32[], yes: pred[]) -> f32[100,8] {
+  %a.1 = f32[100,8]{1,0} parameter(0)
+  %i.2 = s32[] parameter(1)
+  %yes = pred[] parameter(2)
+  %f = f32[2,8]{1,0} fusion(%a.1, %i.2), kind=kLoop, calls=%sliced
+  %c = f32[2,8]{1,0} conditional(%yes, %f, %f), true_computation=%large, false_computation=%small
+  %k = f32[2,8]{1,0} custom-call(%c, %a.1), custom_call_target="mosaic_gpu_v2"
+  ROOT %g = f32[100,8]{1,0} fusion(%a.1, %k, %i.2), kind=kLoop, calls=%put
+}
+"""
+
+
+def test_bytes_are_those_that_instructions_use():
+    def of_kernel(one, by_name):
+        assert [by_name[name].num_bytes for name in one.operands] == [64, 3200]
+        return 10_000
+
+    slice_, update = 64 + 4 + 64, 4 + 64 + 64  # read, index, written; of the array in place nothing
+    assert bytes_of(parse(FUSED), of_kernel) == slice_ + 2 * 64 + 10_000 + update
