@@ -21,7 +21,7 @@ from models import lora, transformer
 from models.attention import Chunks, Trees
 from models.config import ModelConfig
 from models.kv_cache import Entries, Pending
-from models.sharding import constrain, replicated, ways_in_use
+from models.sharding import constrain, platform_in_use, replicated, ways_in_use
 from models.transformer import Cached
 from spec import nodes as packed_nodes
 from spec import sampling
@@ -53,6 +53,7 @@ class Slots:
 
 
 LOGITS_AT_ONCE = 2**23  # of a device: 32 MiB, in some five copies
+ON_ACCELERATORS = 4  # times as many: each part reads the head, which decides there
 NO_TOKEN = -2  # no node has it
 
 
@@ -150,7 +151,7 @@ def _draw(
     """Return the token after each node, its log-probability, and whether it was given; [M] each.
 
     A given token is kept if the policy can draw it with the least log-probability, or if that is
-    −∞. Logits are computed in parts of `LOGITS_AT_ONCE` a device at most, if the nodes divide.
+    −∞. Logits are computed in parts of so many a device at most, if the nodes divide.
     """
     undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
     parts = _parts(len(undrawn.hidden_MD), config.vocab_size)
@@ -174,7 +175,8 @@ def _draw(
 def _parts(num_nodes: int, vocab_size: int) -> int:
     """Return in how many parts the logits of nodes are computed: as few as are small enough."""
     nodes, vocab = num_nodes // ways_in_use("batch"), vocab_size // ways_in_use("vocab")
-    min_parts = max(1, -(-nodes * vocab // LOGITS_AT_ONCE))
+    at_once = LOGITS_AT_ONCE * (1 if platform_in_use() == "cpu" else ON_ACCELERATORS)
+    min_parts = max(1, -(-nodes * vocab // at_once))
     return next((n for n in range(min_parts, 2 * min_parts) if nodes % n == 0), 1)
 
 

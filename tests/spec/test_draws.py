@@ -79,3 +79,7 @@ def test_logits_are_as_few_as_are_asked_for(monkeypatch):
     assert verify._parts(M, V) == 6  # five do not divide the nodes
     monkeypatch.setattr(verify, "LOGITS_AT_ONCE", M * V)
     assert verify._parts(M, V) == 1
+    monkeypatch.setattr(verify, "LOGITS_AT_ONCE", M * V // 4)
+    assert verify._parts(M, V) == 4
+    monkeypatch.setattr(verify, "platform_in_use", lambda: "gpu")
+    assert verify._parts(M, V) == 1
