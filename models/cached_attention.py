@@ -86,23 +86,66 @@ def attend_in_order(
     after: After,
     portable: Portable,
     *table_BN: jax.Array,
+    is_split: bool = False,
 ) -> jax.Array:
-    """Compute `CachedLayer.of_new` by a kernel, of pages with a table; else `portable`."""
+    """Compute `CachedLayer.of_new` by a kernel, of pages with a table; else `portable`.
+
+    `is_split`: each part of a mesh has equally many tokens, and their slots.
+    """
     platform = is_in_order(new[0].dtype, held[1], bool(table_BN))
     if not platform:
         return portable()
-    kernel = partial(_by_kernel, platform, new, held, after, *table_BN)
+    split = Split.of_cache(held[1])
+    of_parts = _of_own_slots if is_split and split.batch else _of_any_slots
+    kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, *table_BN)
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
 
 
-def _by_kernel(
-    platform: str,
+def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:
+    """Compute a part of a mesh: its rows or pages, `after`, and its table."""
+    if platform == "cpu":
+        from models.kernels import cached_rows_cpu
+
+        return cached_rows_cpu.attend(*given[:5], *after.arrays, *given[5:])
+    from models import page_tiles  # Pallas: a second to import
+
+    q_XHh, k_XKh, v_XKh, keys, values, table_BN = given
+    return page_tiles.attend(q_XHh, k_XKh, v_XKh, keys, values, after, table_BN)
+
+
+def _of_own_slots(
+    kernel: Callable[..., jax.Array],
+    split: Split,
+    new: tuple[jax.Array, ...],
+    held: tuple[jax.Array, jax.Array],
+    after: After,
+    table_BN: jax.Array,
+) -> jax.Array:
+    rows, of_slots = split.spec(batch=0, heads=1), split.spec(batch=0)
+
+    def local(*given: jax.Array) -> jax.Array:
+        *arrays, row_X, length_X, parent_X, table_BN = given
+        part = jax.lax.axis_index(split.batch)
+        own = After(
+            jnp.where(row_X < 0, -1, row_X - part * len(table_BN)),
+            length_X,
+            jnp.where(parent_X < 0, -1, parent_X - part * len(row_X)),
+            after.num_runs // split.ways,
+        )
+        return kernel(*arrays, split.own(table_BN, len(arrays[3])), after=own)
+
+    attend = split.mapped(local, (*[rows] * 5, *[of_slots] * 4), rows)
+    return attend(*new, *held, *after.arrays, table_BN)
+
+
+def _of_any_slots(
+    kernel: Callable[..., jax.Array],
+    split: Split,
     new: tuple[jax.Array, ...],
     held: tuple[jax.Array, jax.Array],
     after: After,
     *table_BN: jax.Array,
 ) -> jax.Array:
-    split = Split.of_cache(held[1])
     heads, whole = split.spec(heads=1), PartitionSpec()
     rows = split.spec(batch=0, heads=1)
 
@@ -116,16 +159,8 @@ def _by_kernel(
             tables = (split.own(tables[0], num_here),)
         else:
             row_X = split.own(row_X, num_here)
-        if platform == "cpu":
-            from models.kernels import cached_rows_cpu
-
-            out_XHh = cached_rows_cpu.attend(*arrays, row_X, length_X, parent_X, *tables)
-        else:
-            from models import page_tiles  # Pallas: a second to import
-
-            own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
-            q_XHh, k_XKh, v_XKh, keys, values = arrays
-            out_XHh = page_tiles.attend(q_XHh, k_XKh, v_XKh, keys, values, own, tables[0])
+        own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
+        out_XHh = kernel(*arrays, *tables, after=own)
         return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
 
     inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))

@@ -85,8 +85,9 @@ class Pages:
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
         """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
-        held = self.keys_PKTh, self.values_PKTh
-        return attend_in_order((q_XHh, k_XKh, v_XKh), held, after, portable, self.table_BN)
+        new, held = (q_XHh, k_XKh, v_XKh), (self.keys_PKTh, self.values_PKTh)
+        is_split = not self.anywhere and not after.num_paths
+        return attend_in_order(new, held, after, portable, self.table_BN, is_split=is_split)
 
     def append_and_attend(
         self,
