@@ -117,12 +117,14 @@ def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
     prepare(target)
     model, found = dataclasses.replace(MODELS[model_name], num_layers=layers), dict[str, Any]()
     for name, step, mesh in round_programs(model, target):
-        moved = hlo.collectives_of(hlo.parse(step.as_text()))
+        text, rows = step.as_text(), SLOTS if name == "plain" else NODES
+        moved = hlo.collectives_of(hlo.parse(text))
         found |= {"tensor": mesh.shape["tensor"], "data": mesh.shape["data"]}
         found[name] = {
             kind: round(sum(moved.get(n, 0) for n in names) / 1e6, 3)
             for kind, names in KINDS.items()
         }
+        found[name]["whole_logits"] = text.count(f"f32[{rows},{model.vocab_size}]")
         found[name]["temporaries_mb"] = round(step.memory_analysis().temp_size_in_bytes / 1e6)
     return found
 
