@@ -12,19 +12,38 @@ ROOT = Path(__file__).parents[2]
 COMPILER = ROOT / ".venv" / "gpu_compiler"  # of `make`; elsewhere it may be installed
 
 
-@pytest.mark.soak
-def test_rounds_on_eight_gpus_gather_less_than_a_megabyte():
-    """Whole logits of a verify round are 311 MB, of a plain one 39, of one token 0.6."""
-    command = [sys.executable, "-m", "benchmarks.compiled", "--one", "qwen3_8b"]
-    command += ["h100:1x1x8", "1"]
+def compiled(*command):
+    """The last line of a benchmark that needs the compiler for GPUs."""
     path = os.pathsep.join(map(str, (ROOT, COMPILER)))
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     if "install the CUDA plug-in" in done.stderr and not os.environ.get("CI"):
         pytest.skip("the compiler for GPUs is not installed: `make soak` does")
     assert not done.returncode, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.soak
+def test_products_have_one_tile_and_no_split_sums():
+    on, off = (
+        compiled("benchmarks.compiled_bits", "--one", "h100:1x1x8", mode, "1")
+        for mode in ("on", "off")
+    )
+    for name, found in on.items():
+        assert {*found["products"]} == {"64,64"} and not found["split_sums"], name
+        assert found["gb"] < 1.02 * off[name]["gb"]
+    assert off["plain"]["split_sums"], "the compiler splits sums unless it is told not to"
+
+
+@pytest.mark.soak
+def test_rounds_on_eight_gpus_gather_less_than_a_megabyte():
+    """Whole logits of a verify round are 311 MB, of a plain one 39, of one token 0.6."""
+    found = compiled("benchmarks.compiled", "--one", "qwen3_8b", "h100:1x1x8", "1")
     assert found["tensor"] == 8
     assert 0 < found["plain"]["gathered_mb"] < 0.1 and 0 < found["verify"]["gathered_mb"] < 1
     assert found["verify"]["summed_mb"] > 4, "512 activations are summed in each layer"

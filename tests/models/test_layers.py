@@ -19,8 +19,10 @@ from models.layers import (
     mean_square,
     rope_frequencies,
     rope_turns,
+    rotate,
     scan_after,
     sum_in_order,
+    sum_of_squares,
 )
 
 # --- products ---
@@ -99,6 +101,35 @@ def test_mean_of_squares_is_that_of_the_definition(dtype):
     x_RD = jnp.asarray(np.random.default_rng(0).standard_normal((3, 48)), dtype)
     want = np.square(np.asarray(x_RD, np.float64)).mean(axis=-1, keepdims=True)
     np.testing.assert_allclose(mean_square(x_RD), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+def test_sums_of_squares_have_no_order(scale):
+    """Of rows with a number 1,000 times as large as the others, and of zeros."""
+    rng = np.random.default_rng(0)
+    x_RD = rng.normal(size=(60, 5120)) * scale
+    x_RD[::2, 7] *= 1000
+    x_RD[5] = 0
+    x_RD = jnp.asarray(x_RD, jnp.bfloat16)
+    total_R = sum_of_squares(x_RD)
+    want_R = np.square(np.asarray(x_RD, np.float64)).sum(axis=1)
+    np.testing.assert_allclose(total_R, want_R, rtol=2e-5)
+    for seed in range(3):
+        order_D = np.random.default_rng(seed).permutation(5120)
+        np.testing.assert_array_equal(sum_of_squares(x_RD[:, order_D]), total_R)
+
+
+def test_turns_of_bfloat16_round_once():
+    """A fused multiply-add could not round otherwise."""
+    rng = np.random.default_rng(0)
+    x_1THh = jnp.asarray(rng.normal(size=(1, 300, 4, 64)), jnp.bfloat16)
+    angle_1Th = rng.uniform(0, 7, (1, 300, 32))
+    turns = [jnp.float32(np.cos(angle_1Th)), jnp.float32(np.sin(angle_1Th))]
+    cos, sin = (np.asarray(jax.lax.reduce_precision(x, 8, 15), float)[:, :, None] for x in turns)
+    first, second = np.split(np.asarray(x_1THh, float), 2, axis=-1)
+    want = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    rounded = jnp.asarray(want.astype(np.float32), jnp.bfloat16)
+    np.testing.assert_array_equal(rotate(x_1THh, *turns), rounded)
 
 
 def test_mean_squares_of_bfloat16_do_not_depend_on_the_program():
