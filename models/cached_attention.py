@@ -131,6 +131,7 @@ def _of_own_slots(
             length_X,
             jnp.where(parent_X < 0, -1, parent_X - part * len(row_X)),
             after.num_runs // split.ways,
+            width=after.width,
         )
         return kernel(*arrays, split.own(table_BN, len(arrays[3])), after=own)
 

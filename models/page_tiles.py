@@ -57,6 +57,7 @@ def attend(
     out_NKRh = page_attention_gpu.attend_tiles(
         *(q_NKRh, keys_PKTh, values_PKTh),
         *(position_NR, path_NR, blocks, sides),
+        num_rows=min(A, after.width) * group,
         interpret=interpret,
     )
     out_NKAGh = out_NKRh[:, :, : A * group].reshape(N, K, A, group, h)

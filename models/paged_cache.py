@@ -141,7 +141,7 @@ class Pages:
         x_X = jnp.arange(B * N, dtype=jnp.int32)
         parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
         own_X = jnp.where(is_there_B[row_X], row_X, -1)
-        after = After(own_X, start_B[row_X], parent_X, B)
+        after = After(own_X, start_B[row_X], parent_X, B, width=N)
         out_XHh = layer.of_new(q_XHh, k_XKh, v_XKh, after, portable)
         return layer, out_XHh.reshape(q_BNHh.shape)
 

@@ -48,6 +48,14 @@ def shared_tiles(*shape: int) -> Any:
     )
 
 
+def shared_sums(*shape: int) -> Any:
+    """Return float32 matrices in shared memory, which copies take by eight rows."""
+    layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 4))
+    return plgpu.SMEM(
+        shape, jnp.float32, transforms=(layout, plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class WarpGroup:
     """A warp group, or the interpreter in its place."""

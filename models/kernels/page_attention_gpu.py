@@ -28,10 +28,12 @@ from models.kernels.hopper import (
     Softmax,
     WarpGroup,
     across,
+    shared_sums,
     shared_tiles,
 )
 from models.kernels.page_blocks import heads_of_rows, rows_by_head
 
+ROWS_AT_ONCE = 8  # of sums, that copies take
 WHOLE = -1  # the path of a block that every row of its tile sees whole
 MAX_BUFFERS = 8
 
@@ -128,10 +130,11 @@ def attend_tiles(
     blocks: Blocks,
     sides_SK64h: tuple[jax.Array, ...] = (),
     *,
+    num_rows: int = ROWS,
     is_partial: bool = False,
     interpret: Any = None,
 ) -> Any:
-    """Return the attention of each row, [N, K, R, h] of the queries' dtype.
+    """Return the attention of the first rows of tiles, [N, K, R, h] of the queries' dtype.
 
     With `is_partial` return its softmax instead, float32 [N, K, R, h] and twice [N, K, R].
     """
@@ -142,19 +145,20 @@ def attend_tiles(
         raise ValueError(why)
     L, num_parts = blocks.number_NL.shape[1], blocks.bound_NX.shape[1] - 1
     registers = WarpGroup(bool(interpret))
-    call = _Call(P, T, h, L, num_parts, is_partial, bool(sides_SK64h), registers)
+    rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    call = _Call(P, T, h, L, num_parts, rows, bool(sides_SK64h), registers)
     varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map results vary as queries do
 
     def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
-    def softmax(*shape: int) -> list[jax.ShapeDtypeStruct]:
-        return [shaped(*shape, h), shaped(*shape), shaped(*shape)]
+    def softmax(*shape: int, rows: int = R) -> list[jax.ShapeDtypeStruct]:
+        return [shaped(*shape, rows, h), shaped(*shape, R), shaped(*shape, R)]
 
-    result = softmax(N, K, R) if is_partial else [shaped(N, K, R, h, dtype=q_NKRh.dtype)]
+    result = softmax(N, K) if is_partial else [shaped(N, K, R, h, dtype=q_NKRh.dtype)]
     parts = plgpu.kernel(
         partial(_part_kernel, call),
-        out_type=result if num_parts == 1 else softmax(num_parts, N, K, R),
+        out_type=result if num_parts == 1 else softmax(num_parts, N, K, rows=rows),
         scratch_types=call.scratch(),
         grid=(K, num_parts, N),
         grid_names=("head", "part", "tile"),
@@ -170,7 +174,7 @@ def attend_tiles(
         parts = plgpu.kernel(
             partial(_join_kernel, call),
             out_type=result,
-            scratch_types=[shared_tiles(ROWS, h)],
+            scratch_types=[shared_tiles(ROWS, h), shared_sums(ROWS, h), plgpu.Barrier()],
             grid=(K, N),
             grid_names=("head", "tile"),
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -189,19 +193,21 @@ class _Call:
     head_dim: int
     max_blocks: int
     num_parts: int
-    is_partial: bool
+    num_rows: int  # that parts hand on
     has_sides: bool
     registers: WarpGroup
 
     @property
     def buffers(self) -> int:
-        return min(MAX_BUFFERS, H100_BUFFER_BYTES // (2 * ROWS * self.head_dim * 2))
+        sums_bytes = ROWS * self.head_dim * 4
+        return min(MAX_BUFFERS, (H100_BUFFER_BYTES - sums_bytes) // (2 * ROWS * self.head_dim * 2))
 
     def scratch(self) -> list[Any]:
-        """Return queries, keys and values in shared memory, and barriers of copies."""
+        """Return queries, keys, values and sums in shared memory, and barriers of copies."""
         D, h = self.buffers, self.head_dim
         barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
-        return [shared_tiles(ROWS, h), *[shared_tiles(D, ROWS, h)] * 2, *barriers]
+        arrays = shared_tiles(ROWS, h), *[shared_tiles(D, ROWS, h)] * 2, shared_sums(ROWS, h)
+        return [*arrays, *barriers]
 
     def copy(self, number: jax.Array, head: jax.Array, sources: Any, to: Any, barrier: Any) -> None:
         """Copy a block of keys or values of a head from its page, or from the side blocks."""
@@ -244,11 +250,20 @@ class _Call:
         plgpu.copy_smem_to_gmem(tile_Rh, results[0].at[place])
         plgpu.wait_smem_to_gmem(0)
 
+    def write_part(self, place: tuple, softmax: Softmax, results: Any, sum_Rh: Any) -> None:
+        """Write the softmax of a part, whose sums have few rows."""
+        sums, tops, totals = results
+        sum_Rh[...] = softmax.sum_Rh
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sum_Rh.at[: self.num_rows], sums.at[place])
+        tops[place], totals[place] = softmax.top_R, softmax.total_R
+        plgpu.wait_smem_to_gmem(0)
+
 
 def _part_kernel(call: _Call, *refs: Any) -> None:
     """One part of a tile: its blocks in turn, each into the running softmax."""
     position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
-    *arrays, q_Rh, keys_DSh, values_DSh, of_queries, of_keys, of_values = refs[9:]
+    *arrays, q_Rh, keys_DSh, values_DSh, sum_Rh, of_queries, of_keys, of_values = refs[9:]
     num_sources = 4 if call.has_sides else 2
     sources, results = arrays[:num_sources], arrays[num_sources:]
     of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
@@ -294,20 +309,25 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
             fetch(jnp.int32(step))
         plgpu.barrier_wait(of_queries)
         parts = jax.lax.fori_loop(0, steps, of_block, Parts.over_none(registers, call.head_dim))
-        place = (tile, of_head) if call.num_parts == 1 else (part, tile, of_head)
-        call.write(place, parts.joined(), results, q_Rh)
+        if call.num_parts == 1:
+            call.write((tile, of_head), parts.joined(), results, q_Rh)
+        else:
+            call.write_part((part, tile, of_head), parts.joined(), results, sum_Rh)
 
 
 def _join_kernel(call: _Call, num_N: Any, *refs: Any) -> None:
     """Join the parts of a tile, in order."""
-    sums, tops, totals, *results, tile_Rh = refs
+    sums, tops, totals, *results, tile_Rh, part_Rh, copied = refs
     registers = call.registers
     place = tile, head = tuple(jax.lax.axis_index(x) for x in ("tile", "head"))
 
     def with_part(part: jax.Array, before: Softmax) -> Softmax:
-        sum_Rh = registers.tile(sums.at[part, tile, head])
-        rows = (registers.along(x.at[part, tile, head], axis=0) for x in (tops, totals))
-        return before.joined(Softmax(sum_Rh, *rows))
+        plgpu.copy_gmem_to_smem(sums.at[part, tile, head], part_Rh.at[: call.num_rows], copied)
+        rows = [registers.along(x.at[part, tile, head], axis=0) for x in (tops, totals)]
+        plgpu.barrier_wait(copied)
+        softmax = before.joined(Softmax(registers.tile(part_Rh), *rows))
+        plgpu.commit_smem()  # before the next part is copied there
+        return softmax
 
     none = Softmax.over_none(registers, call.head_dim)
     call.write(place, jax.lax.fori_loop(0, num_N[tile], with_part, none), results, tile_Rh)
@@ -333,7 +353,10 @@ def attend_pages(
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
     rows = last_NR, jnp.zeros_like(last_NR)
     results = attend_tiles(
-        q_NKRh, keys_PKTh, values_PKTh, *rows, blocks, is_partial=True, interpret=interpret
+        *(q_NKRh, keys_PKTh, values_PKTh, *rows, blocks),
+        num_rows=min(ROWS, W * H // K),
+        is_partial=True,
+        interpret=interpret,
     )
 
     def by_slot(x_NKRi: jax.Array) -> jax.Array:
