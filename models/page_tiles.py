@@ -145,8 +145,8 @@ class SidePaths:
     def of(after: After, tiles: Tiles, table_BN: jax.Array, pages_PKTh: jax.Array) -> SidePaths:
         (X,), B, T = after.row_X.shape, len(table_BN), pages_PKTh.shape[2]
         at_X, row_X = jnp.arange(X, dtype=jnp.int32), tiles.row_X
-        S, num_blocks = after.num_paths, -(-(ROWS - 1 + after.width) // ROWS)  # wherever it starts
-        E = num_blocks * ROWS
+        # a path may start at any position of a block
+        S, E = after.num_paths, -(-(ROWS - 1 + after.width) // ROWS) * ROWS
         parent_X = jnp.where(after.parent_X < 0, X, after.parent_X)
         first_X = jnp.full(X, X, jnp.int32).at[parent_X].min(at_X, mode="drop")
         goes_on_X = jnp.take(first_X, parent_X, mode="fill", fill_value=-1) == at_X
