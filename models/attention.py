@@ -152,8 +152,8 @@ class After(NamedTuple):
 
     A token follows token `parent_X`, or if that is −1 the first `length_X` positions of row
     `row_X`. Tokens of no row see anything. Tokens of a row are next to each other, in at most
-    `num_runs` such runs of `width` tokens. They are trees of at most `num_paths` paths in all, or if
-    that is 0 chains, which the cache holds already.
+    `num_runs` such runs of `width` tokens. They are trees, of at most `num_paths` paths in all, or
+    if that is 0 chains, which the cache holds already.
     """
 
     row_X: jax.Array
