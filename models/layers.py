@@ -254,12 +254,11 @@ def sum_of_squares(x_D: jax.Array) -> jax.Array:
 def mean_square(x_D: jax.Array) -> jax.Array:
     """Return the mean of x² over the last axis, in float32; [..., 1]. A CPU sums in order."""
     squares_D = jnp.square(x_D.astype(jnp.float32))
+    in_order = {"cpu": partial(sum_in_order, squares_D)}
     if x_D.dtype == jnp.bfloat16 and sums_in_order_on_gpus():
-        on_gpus = partial(sum_of_squares, x_D)
-    else:
-        on_gpus = partial(jnp.sum, squares_D, axis=-1)
-    in_order, default = partial(sum_in_order, squares_D), partial(jnp.sum, squares_D, axis=-1)
-    total = jax.lax.platform_dependent(cpu=in_order, cuda=on_gpus, default=default)
+        in_order["cuda"] = partial(sum_of_squares, x_D)
+    default = partial(jnp.sum, squares_D, axis=-1)
+    total = jax.lax.platform_dependent(**in_order, default=default)
     return total[..., None] / x_D.shape[-1]
 
 

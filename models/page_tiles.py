@@ -41,19 +41,17 @@ def attend(
     (X, H, h), K, dtype = q_XHh.shape, k_XKh.shape[1], keys_PKTh.dtype
     group = H // K
     tiles = Tiles.of(after, ROWS // group, len(table_BN))
-    sides: tuple[jax.Array, ...] = ()
-    if not after.num_paths:
-        blocks = tiles.blocks(table_BN, keys_PKTh)
-    else:
+    paths, path_X, sides = None, jnp.zeros_like(tiles.row_X), list[jax.Array]()
+    if after.num_paths:
         paths = SidePaths.of(after, tiles, table_BN, keys_PKTh)
-        blocks = tiles.blocks(table_BN, keys_PKTh, paths)
-        sides = paths.copies(keys_PKTh, k_XKh), paths.copies(values_PKTh, v_XKh)
-        tiles = dataclasses.replace(tiles, path_X=paths.path_X)
+        path_X = paths.path_X
+        sides = [paths.copies(keys_PKTh, k_XKh), paths.copies(values_PKTh, v_XKh)]
+    blocks = tiles.blocks(table_BN, keys_PKTh, paths)
     N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
     q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - A * group), (0, 0)))
-    position_NR, path_NR = (tiles.by_row(x, group) for x in (tiles.position_X, tiles.path_X))
+    position_NR, path_NR = (tiles.by_row(x, group) for x in (tiles.position_X, path_X))
     out_NKRh = page_attention_gpu.attend_tiles(
         *(q_NKRh, keys_PKTh, values_PKTh),
         *(position_NR, path_NR, blocks, sides),
@@ -65,10 +63,9 @@ def attend(
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The row, position, path, tile and place of each token, and the token of each place; int32.
+    """The row, position, tile and place of each token, and the token of each place; int32.
 
     Rows are −1 of tokens whose result is 0; places without a token have token X.
     """
@@ -77,7 +74,6 @@ class Tiles:
     length_X: jax.Array
     depth_X: jax.Array
     ups: list[jax.Array]
-    path_X: jax.Array
     tile_X: jax.Array
     place_X: jax.Array
     token_NA: jax.Array
@@ -95,8 +91,7 @@ class Tiles:
         none_NA = jnp.full((N, size), X, jnp.int32)
         token_NA = none_NA.at[tile_X, rank_X % size].set(at_X, mode="drop")
         row_X = jnp.where(row_X < num_slots, row_X, -1)
-        of_paths = ups, jnp.zeros_like(at_X)
-        return Tiles(row_X, after.length_X, depth_X, *of_paths, tile_X, rank_X % size, token_NA)
+        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, rank_X % size, token_NA)
 
     @property
     def position_X(self) -> jax.Array:
@@ -111,9 +106,7 @@ class Tiles:
         x_NR = jnp.repeat(self.by_place(x_X), group, axis=1)
         return jnp.pad(x_NR, ((0, 0), (0, ROWS - x_NR.shape[1])), constant_values=-1)
 
-    def blocks(
-        self, table_BN: jax.Array, pages_PKTh: jax.Array, paths: SidePaths | None = None
-    ) -> Blocks:
+    def blocks(self, table_BN: jax.Array, pages_PKTh: jax.Array, paths: SidePaths | None) -> Blocks:
         (P, _, T, _), row_N = pages_PKTh.shape, jnp.max(self.by_place(self.row_X), axis=1)
         last_N = jnp.max(self.by_place(self.position_X), axis=1) + 1
         length_N = jnp.max(self.by_place(self.length_X), axis=1)
@@ -126,7 +119,6 @@ class Tiles:
         return page_attention_gpu.blocks_of(table_NX, length_N, last_N, P, T, of_slots)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SidePaths:
     """The paths of slots, one after the other, and where their positions come from; int32.

@@ -11,6 +11,7 @@ a tile's list, X parts, D buffers, S side blocks. Formulas: see `hopper`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ def attend_tiles(
     position_NR: jax.Array,
     path_NR: jax.Array,
     blocks: Blocks,
-    sides_SK64h: tuple[jax.Array, ...] = (),
+    sides_SK64h: Sequence[jax.Array] = (),
     *,
     num_rows: int = ROWS,
     is_partial: bool = False,
