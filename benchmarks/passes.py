@@ -244,7 +244,8 @@ class Passes:
             out = packing.lay_out(responses, rows, shape)
             text_X, position_X = np.zeros((2, out.tokens_BT.size), np.int32)
             parts = []
-            for i, start, prompt in zip(out.order, out.starts, out.prompts, strict=True):
+            for i, start, first in zip(out.order, out.starts, out.prompt_starts, strict=True):
+                prompt = shape.prompt_places(responses[i], first, start)
                 response = len(self.texts[i].response)
                 row_S = np.concatenate([prompt, start + np.arange(response)])
                 text_X[row_S], position_X[row_S] = i, np.arange(self.end_B[i])

@@ -56,6 +56,12 @@ class Shape:
         known = (len(response.prompt_ids) - 1) % self.block
         return -(-(known + len(response.tokens)) // self.block) * self.block
 
+    def prompt_places(self, response: Response, prompt_start: int, start: int) -> np.ndarray:
+        """Return the places of a prompt's tokens but the last, from those of a `Layout`."""
+        shared = self.shared(response)
+        repeated = len(response.prompt_ids) - 1 - shared
+        return np.concatenate([prompt_start + np.arange(shared), start + np.arange(-repeated, 0)])
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Response:
@@ -83,8 +89,8 @@ class Row:
 class Layout:
     """Rows of int32 [B, T], and the places of the responses in the flattened [B · T].
 
-    Response `order[e]` is predicted from `starts[e]` on; `prompts[e]` are the places of all tokens
-    of its prompt but the last.
+    Response `order[e]` is predicted from `starts[e]` on, its prompt is at `prompt_starts[e]`: see
+    `Shape.prompt_places`.
     """
 
     tokens_BT: np.ndarray
@@ -92,7 +98,7 @@ class Layout:
     packing: Packing
     order: np.ndarray
     starts: np.ndarray
-    prompts: list[np.ndarray]
+    prompt_starts: np.ndarray
     used_positions: int
 
 
@@ -181,7 +187,7 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
 
     T, zeros_5BT = shape.length, np.zeros((5, shape.rows, shape.length), np.int32)
     tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = zeros_5BT
-    order, starts, prompts = list[int](), list[int](), list[np.ndarray]()
+    order, starts, prompt_starts = list[int](), list[int](), list[int]()
     for b, row in enumerate(rows):
         at = 0
         for number, (shared, indices) in enumerate(row.parts, start=1):
@@ -199,10 +205,9 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 branch_BT[b, span] = branch
                 order.append(i)
                 starts.append(b * T + first)
-                of_prompt = np.arange(prompt_at, prompt_at + shared), np.arange(at, first)
-                prompts.append(b * T + np.concatenate(of_prompt))
+                prompt_starts.append(b * T + prompt_at)
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
-    places = np.array(order, int), np.array(starts, int)
-    return Layout(tokens_BT, targets_BT, packing, *places, prompts, used)
+    places = np.array(order, int), np.array(starts, int), np.array(prompt_starts, int)
+    return Layout(tokens_BT, targets_BT, packing, *places, used)

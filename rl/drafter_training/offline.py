@@ -71,12 +71,13 @@ def hidden_of(
         layout = packing.lay_out(some, rows, shape)
         states = packed_states(params, layout.tokens_BT, layout.packing, **options)
         states_XW = np.asarray(jax.device_get(states))
-        columns = layout.order.tolist(), layout.starts.tolist(), layout.prompts
-        for i, start, prompt in zip(*columns, strict=True):
+        columns = layout.order, layout.starts, layout.prompt_starts
+        for i, start, prompt_start in zip(*(c.tolist() for c in columns), strict=True):
             prompt_ids, tokens = some[i].prompt_ids, some[i].tokens
             # the last prompt token opens the response
             own = states_XW[start : start + len(tokens)]
-            states_TW = np.concatenate([states_XW[prompt], own])
+            shared = states_XW[shape.prompt_places(some[i], prompt_start, start)]
+            states_TW = np.concatenate([shared, own])
             whole_T = np.concatenate([prompt_ids, tokens])
             yield HiddenStates(whole_T, len(prompt_ids), states_TW, 0)
 

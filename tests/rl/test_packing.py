@@ -30,8 +30,7 @@ def test_prompts_and_responses_lie_where_the_layout_says():
     [rows] = packing.plan(responses, shape)
     layout = packing.lay_out(responses, rows, shape)
     assert layout.order.tolist() == [0, 2, 1]
-    assert layout.starts.tolist() == [1, 4, 5]
-    assert [p.tolist() for p in layout.prompts] == [[0], [0], []]
+    assert layout.starts.tolist() == [1, 4, 5] and layout.prompt_starts.tolist() == [0, 0, 5]
     assert layout.tokens_BT[0].tolist() == [5, 6, 1, 2, 6, 7]
     assert layout.targets_BT[0].tolist() == [0, 1, 2, 3, 8, 4]
     assert layout.used_positions == 6 and not layout.packing.prompt_BT[1].any()
@@ -49,7 +48,9 @@ def test_prompts_and_responses_begin_with_blocks():
     assert layout.packing.branch_BT[0].tolist() == [0] * 4 + [1] * 8 + [2] * 4 + [0] * 4
     assert layout.packing.prompt_BT[0].tolist() == [1] * 16 + [0] * 4
     assert layout.starts.tolist() == [6, 14] and layout.used_positions == 16
-    assert [p.tolist() for p in layout.prompts] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 12, 13]]
+    places = zip(responses, layout.prompt_starts, layout.starts, strict=True)
+    found = [shape.prompt_places(*of).tolist() for of in places]
+    assert found == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 12, 13]]
 
 
 def test_rows_of_one_plan_are_laid_out_one_by_one_as_well():
