@@ -1,4 +1,4 @@
-"""Attention to a cache in one order, by the kernels of CPUs and of Hopper GPUs, on any mesh.
+"""Attention to a cache in one order, by the kernels of CPUs, TPUs and Hopper GPUs, on any mesh.
 
 Each part of a mesh's batch axes has some of the rows, or pages, and attends for their tokens; other
 tokens get zeros there, so that a sum over the parts is exact.
@@ -71,13 +71,15 @@ def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
         from models.kernels import cached_rows_cpu  # numba: half a second to import
 
         return platform if cached_rows_cpu.takes(head_dim, *dtypes) else None
-    if not is_paged or platform not in GPU:
+    if not is_paged or platform not in (*GPU, "tpu"):
         return None
-    from models.kernels import page_attention_gpu
+    from models.kernels import page_attention_gpu, page_attention_tpu
     from models.kernels.hopper import is_hopper
 
-    takes = partial(page_attention_gpu.takes, head_dim, num_positions)
-    return "cuda" if is_hopper() and not any(map(takes, dtypes)) else None
+    kernel = page_attention_tpu if platform == "tpu" else page_attention_gpu
+    if any(kernel.takes(head_dim, num_positions, dtype) for dtype in dtypes):
+        return None
+    return platform if platform == "tpu" else "cuda" if is_hopper() else None
 
 
 def attend_in_order(
@@ -110,7 +112,7 @@ def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:
     from models import page_tiles  # Pallas: a second to import
 
     q_XHh, k_XKh, v_XKh, keys, values, table_BN = given
-    return page_tiles.attend(q_XHh, k_XKh, v_XKh, keys, values, after, table_BN)
+    return page_tiles.attend(platform, q_XHh, k_XKh, v_XKh, keys, values, after, table_BN)
 
 
 def _of_own_slots(

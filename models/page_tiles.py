@@ -1,13 +1,14 @@
-"""Tokens of slots in tiles, and the blocks of keys that each tile reads, on a Hopper GPU.
+"""Tokens of slots in tiles, and the positions that each tile reads, for kernels of accelerators.
 
 Tokens that the cache does not hold are paths of a tree: a token's first child continues its path,
 other children start one. Each path has side blocks: copies of the slot's positions from the block
 of its length on, with the path's tokens at their places. So a query meets each key at the same
 place of the same block as if all had been decoded, and finds the same bits
-(`models.kernels.hopper`).
+(`models.kernels.hopper`, `models.kernels.softmax_tpu`).
 
-X tokens, B slots, N tiles of A tokens, R rows of a tile, S paths, E positions of a path's blocks,
-P pages, T positions of a page, K key/value heads, G = H/K query heads of one, h head size.
+X tokens, B slots, N tiles of A tokens, Y = A·G rows of a tile, S paths, E positions of a path's
+blocks, R positions of a block, P pages, T positions of a page, K key/value heads, G = H/K query
+heads of one, h head size.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import After
-from models.kernels import page_attention_gpu
+from models.kernels import page_attention_gpu, page_attention_tpu
 from models.kernels.hopper import ROWS
-from models.kernels.page_attention_gpu import Blocks, Paths
+from models.kernels.page_reads import Paths, Reads
+from models.kernels.softmax_tpu import KEYS
 
 PATHS_AT_ONCE = 16  # that are copied
+TPU_TOKENS = 64  # of a tile
 
 
 def attend(
+    platform: str,
     q_XHh: jax.Array,
     k_XKh: jax.Array,
     v_XKh: jax.Array,
@@ -39,28 +43,63 @@ def attend(
 ) -> jax.Array:
     """Return the attention of tokens to all before them and themselves, [X, H, h]; of no row: 0."""
     (X, H, h), K, dtype = q_XHh.shape, k_XKh.shape[1], keys_PKTh.dtype
-    group = H // K
-    tiles = Tiles.of(after, ROWS // group, len(table_BN))
+    group, by_tiles, block = H // K, _by_tpu, KEYS
+    size = min(TPU_TOKENS, after.width)
+    if platform == "cuda":
+        by_tiles, block, size = _by_gpu, ROWS, ROWS // group
+    tiles = Tiles.of(after, size, len(table_BN))
     paths, path_X, sides = None, jnp.zeros_like(tiles.row_X), list[jax.Array]()
     if after.num_paths:
-        paths = SidePaths.of(after, tiles, table_BN, keys_PKTh)
+        paths = SidePaths.of(after, tiles, table_BN, keys_PKTh, block)
         path_X = paths.path_X
-        sides = [paths.copies(keys_PKTh, k_XKh), paths.copies(values_PKTh, v_XKh)]
-    blocks = tiles.blocks(table_BN, keys_PKTh, paths)
+        sides = [paths.copies(keys_PKTh, k_XKh, block), paths.copies(values_PKTh, v_XKh, block)]
     N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
-    q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - A * group), (0, 0)))
-    position_NR, path_NR = (tiles.by_row(x, group) for x in (tiles.position_X, path_X))
-    out_NKRh = page_attention_gpu.attend_tiles(
-        *(q_NKRh, keys_PKTh, values_PKTh),
-        *(position_NR, path_NR, blocks, sides),
-        num_rows=min(A, after.width) * group,
-        interpret=interpret,
+    numbers_NY = [jnp.repeat(tiles.by_place(x), group, axis=1) for x in (tiles.position_X, path_X)]
+    pages, num_rows = (keys_PKTh, values_PKTh), min(A, after.width) * group
+    reads = tiles.reads(paths, block)
+    out_NKYh = by_tiles(
+        q_NKYh, pages, table_BN, numbers_NY, reads, sides, num_rows, interpret=interpret
     )
-    out_NKAGh = out_NKRh[:, :, : A * group].reshape(N, K, A, group, h)
+    out_NKAGh = out_NKYh.reshape(N, K, A, group, h)
     out_XHh = out_NKAGh[tiles.tile_X, :, tiles.place_X].reshape(X, H, h)
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
+
+
+def _by_gpu(
+    q_NKYh: jax.Array,
+    pages: tuple[jax.Array, jax.Array],
+    table_BN: jax.Array,
+    numbers_NY: list[jax.Array],
+    reads: Reads,
+    sides: list[jax.Array],
+    num_rows: int,
+    *,
+    interpret: Any,
+) -> jax.Array:
+    (P, _, T, _), Y = pages[0].shape, q_NKYh.shape[2]
+    q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
+    numbers_NR = (jnp.pad(x, ((0, 0), (0, ROWS - Y)), constant_values=-1) for x in numbers_NY)
+    blocks = page_attention_gpu.blocks_of(table_BN, reads, P, T)
+    rows = *numbers_NR, blocks, sides
+    options: dict[str, Any] = {"num_rows": num_rows, "interpret": interpret}
+    return page_attention_gpu.attend_tiles(q_NKRh, *pages, *rows, **options)[:, :, :Y]
+
+
+def _by_tpu(
+    q_NKYh: jax.Array,
+    pages: tuple[jax.Array, jax.Array],
+    table_BN: jax.Array,
+    numbers_NY: list[jax.Array],
+    reads: Reads,
+    sides: list[jax.Array],
+    num_rows: int,
+    *,
+    interpret: Any,
+) -> jax.Array:
+    rows = table_BN, *numbers_NY, reads, sides
+    return page_attention_tpu.attend_tiles(q_NKYh, *pages, *rows, interpret=interpret or False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +140,16 @@ class Tiles:
         """Return a number of each token by its place, −1 of none; [N, A]."""
         return jnp.take(x_X, self.token_NA, mode="fill", fill_value=-1)
 
-    def by_row(self, x_X: jax.Array, group: int) -> jax.Array:
-        """Return a number of each token for each row of its tile, −1 of none; [N, R]."""
-        x_NR = jnp.repeat(self.by_place(x_X), group, axis=1)
-        return jnp.pad(x_NR, ((0, 0), (0, ROWS - x_NR.shape[1])), constant_values=-1)
-
-    def blocks(self, table_BN: jax.Array, pages_PKTh: jax.Array, paths: SidePaths | None) -> Blocks:
-        (P, _, T, _), row_N = pages_PKTh.shape, jnp.max(self.by_place(self.row_X), axis=1)
+    def reads(self, paths: SidePaths | None, block: int) -> Reads:
+        row_N = jnp.max(self.by_place(self.row_X), axis=1)
         last_N = jnp.max(self.by_place(self.position_X), axis=1) + 1
         length_N = jnp.max(self.by_place(self.length_X), axis=1)
         of_slots = None
         if paths is not None:
             num_N, first_N = (jnp.take(x, row_N, mode="clip") for x in (paths.num_B, paths.first_B))
             S, E = paths.source_SE.shape
-            of_slots = Paths(num_N, first_N, E // ROWS, S)
-        table_NX = jnp.take(table_BN, row_N, axis=0, mode="clip")
-        return page_attention_gpu.blocks_of(table_NX, length_N, last_N, P, T, of_slots)
+            of_slots = Paths(num_N, first_N, E // block, S)
+        return Reads(jnp.maximum(row_N, 0), length_N, last_N, of_slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +167,13 @@ class SidePaths:
     block_S: jax.Array
 
     @staticmethod
-    def of(after: After, tiles: Tiles, table_BN: jax.Array, pages_PKTh: jax.Array) -> SidePaths:
+    def of(
+        after: After, tiles: Tiles, table_BN: jax.Array, pages_PKTh: jax.Array, block: int
+    ) -> SidePaths:
         (X,), B, T = after.row_X.shape, len(table_BN), pages_PKTh.shape[2]
         at_X, row_X = jnp.arange(X, dtype=jnp.int32), tiles.row_X
         # a path may start at any position of a block
-        S, E = after.num_paths, -(-(ROWS - 1 + after.width) // ROWS) * ROWS
+        S, E = after.num_paths, -(-(block - 1 + after.width) // block) * block
         parent_X = jnp.where(after.parent_X < 0, X, after.parent_X)
         first_X = jnp.full(X, X, jnp.int32).at[parent_X].min(at_X, mode="drop")
         goes_on_X = jnp.take(first_X, parent_X, mode="fill", fill_value=-1) == at_X
@@ -153,24 +188,24 @@ class SidePaths:
         place_X = jnp.where(row_X < 0, S, path_X)
         tip_S = jnp.zeros(S, jnp.int32).at[place_X].max(at_X, mode="drop")
         length_S = tiles.length_X[tip_S]
-        block_S = length_S // ROWS
-        depth_SE = (block_S * ROWS - length_S)[:, None] + jnp.arange(E)
+        block_S = length_S // block
+        depth_SE = (block_S * block - length_S)[:, None] + jnp.arange(E)
         left_SE = tiles.depth_X[tip_S][:, None] - depth_SE
         source_SE = jnp.broadcast_to(tip_S[:, None], left_SE.shape)
         for i, up_X in enumerate(tiles.ups):
             source_SE = jnp.where((left_SE >> i) & 1 == 1, up_X[source_SE], source_SE)
         source_SE = jnp.where(left_SE < 0, X, jnp.where(depth_SE < 0, -1, source_SE))
-        each, table_SN = T // ROWS, jnp.take(table_BN, row_X[tip_S], axis=0, mode="clip")
+        each, table_SN = T // block, jnp.take(table_BN, row_X[tip_S], axis=0, mode="clip")
         nth_S1 = jnp.clip(block_S // each, 0, table_BN.shape[1] - 1)[:, None]
         page_S = jnp.maximum(jnp.take_along_axis(table_SN, nth_S1, axis=1)[:, 0], 0)
         path_X = jnp.where(row_X < 0, 0, path_X - jnp.take(first_B, row_X, mode="clip"))
         return SidePaths(path_X, num_B, first_B, source_SE, page_S * each + block_S % each)
 
-    def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array) -> jax.Array:
-        """Return the keys or values of as many paths as there are, [S · E / 64, K, 64, h]."""
+    def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array, block: int) -> jax.Array:
+        """Return the keys or values of as many paths as there are, [S · E / R, K, R, h]."""
         (S, E), (P, K, T, h), X = self.source_SE.shape, pages_PKTh.shape, len(new_XKh)
-        n, each, dtype = min(PATHS_AT_ONCE, S), T // ROWS, pages_PKTh.dtype
-        held = pages_PKTh.reshape(P, K, each, ROWS, h)
+        n, each, dtype = min(PATHS_AT_ONCE, S), T // block, pages_PKTh.dtype
+        held = pages_PKTh.reshape(P, K, each, block, h)
 
         def some(i: jax.Array, out: jax.Array) -> jax.Array:
             first = jnp.minimum(i * n, S - n)
@@ -178,14 +213,14 @@ class SidePaths:
             block_n = jax.lax.dynamic_slice_in_dim(self.block_S, first, n)
             token_nE = jnp.where(source_nE < 0, X, source_nE)
             x_nEKh = jnp.take(new_XKh.astype(dtype), token_nE, axis=0, mode="fill", fill_value=0)
-            x_nbKRh = x_nEKh.reshape(n, -1, ROWS, K, h).swapaxes(2, 3)
-            is_held_nR = source_nE[:, None, :ROWS, None] < 0
+            x_nbKRh = x_nEKh.reshape(n, -1, block, K, h).swapaxes(2, 3)
+            is_held_nR = source_nE[:, None, :block, None] < 0
             held_nKRh = held[block_n // each, :, block_n % each]
             x_nKRh = jnp.where(is_held_nR, held_nKRh, x_nbKRh[:, 0])
-            x_YKRh = x_nbKRh.at[:, 0].set(x_nKRh).reshape(-1, K, ROWS, h)
-            return jax.lax.dynamic_update_slice_in_dim(out, x_YKRh, first * (E // ROWS), 0)
+            x_YKRh = x_nbKRh.at[:, 0].set(x_nKRh).reshape(-1, K, block, h)
+            return jax.lax.dynamic_update_slice_in_dim(out, x_YKRh, first * (E // block), 0)
 
-        none = jax.lax.empty((S * E // ROWS, K, ROWS, h), dtype)
+        none = jax.lax.empty((S * E // block, K, block, h), dtype)
         return jax.lax.fori_loop(0, -(-jnp.sum(self.num_B) // n), some, none)
 
 

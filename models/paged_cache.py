@@ -100,7 +100,8 @@ class Pages:
 
         Slots without a page there write nothing, and get 0 if N is 1.
         """
-        if q_BNHh.shape[1] > 1 or is_in_order(q_BNHh.dtype, self.values_PKTh, is_paged=True):
+        platform = is_in_order(q_BNHh.dtype, self.values_PKTh, is_paged=True)
+        if q_BNHh.shape[1] > 1 or platform not in (None, "tpu"):  # TPUs have a kernel for both
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = Split.of_cache(self.keys_PKTh)

@@ -32,7 +32,7 @@ from models.kernels.hopper import (
     shared_sums,
     shared_tiles,
 )
-from models.kernels.page_blocks import heads_of_rows, rows_by_head
+from models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
 
 ROWS_AT_ONCE = 8  # of sums, that copies take
 WHOLE = -1  # the path of a block that every row of its tile sees whole
@@ -75,28 +75,10 @@ class Blocks(NamedTuple):
     end_N: jax.Array
 
 
-class Paths(NamedTuple):
-    """The paths of each tile's slot in side blocks: how many, the first one, blocks of each."""
-
-    num_N: jax.Array
-    first_N: jax.Array
-    blocks: int
-    max_paths: int
-
-
-def blocks_of(
-    table_NX: jax.Array,
-    length_N: jax.Array,
-    last_N: jax.Array,
-    num_pages: int,
-    page_tokens: int,
-    paths: Paths | None = None,
-) -> Blocks:
-    """Return the blocks of `last` positions of each tile's slot; its rows see the first `length`.
-
-    Pages have all blocks, or with `paths` the whole blocks of `length`; the rest are side blocks of
-    each path. A tile whose last is 0 reads nothing.
-    """
+def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: int) -> Blocks:
+    """Return the blocks that tiles read."""
+    table_NX = jnp.take(table_BN, reads.row_N, axis=0, mode="clip")
+    length_N, last_N, paths = reads.length_N, reads.last_N, reads.paths
     each, (N, max_pages) = page_tokens // ROWS, table_NX.shape
     num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
     max_blocks = max_pages * each + (0 if paths is None else paths.blocks * paths.max_paths)
@@ -349,8 +331,8 @@ def attend_pages(
     q_BKnRh = _row_tiles(q_BWHh, K)
     n = q_BKnRh.shape[2]
     q_NKRh = q_BKnRh.swapaxes(1, 2).reshape(B * n, K, ROWS, h)
-    table_NX, length_N = (jnp.repeat(x, n, axis=0) for x in (table_BN, length_B))
-    blocks = blocks_of(table_NX, length_N, length_N, P, T)
+    row_N, length_N = (jnp.repeat(x, n) for x in (jnp.arange(B), length_B))
+    blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), P, T)
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
     rows = last_NR, jnp.zeros_like(last_NR)
     results = attend_tiles(

@@ -1,16 +1,12 @@
-"""Attention of a round's nodes to their slots' pages of keys and values: the kernels for TPUs.
+"""Attention of tokens to pages of keys and values: the kernels for TPUs.
 
-`append_and_attend` writes a new entry of each slot as well. Slots are taken in turn; their pages
-come through buffers (`page_blocks`). All queries of a key/value head are rows of one product.
+`append_and_attend` writes a new entry of each slot as well. Tiles of tokens of a slot are taken in
+turn; their pages come through buffers (`page_buffers_tpu`). All queries of a key/value head are rows of
+one product, and a page is a block of keys. Formulas: see `softmax_tpu`.
 
-    score = q·k/√h · log₂e,   top = round(max score)
-    total = Σ 2^(score − top),   out = Σ 2^(score − top) v
-
-With whole tops the weights' mantissas, and so their rounding to bfloat16, do not depend on the top.
-
-B slots, W nodes of a slot, H heads, K key/value heads, G = H/K, h head size, X = W·G rows of a
-key/value head, P pages, T positions of a page, N pages of a slot at most, S positions of a block, D
-buffers. Sources: arXiv 1805.02867 (running softmax), arXiv 2309.06180 (pages).
+B slots, N tiles, H heads, K key/value heads, G = H/K, h head size, X rows of a tile and key/value
+head, P pages, S = `KEYS` positions of a page, M pages of a slot at most. Sources: arXiv 1805.02867
+(running softmax), arXiv 2309.06180 (pages).
 """
 
 from __future__ import annotations
@@ -25,17 +21,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels import LOG2_E, NEGATIVE
-from models.kernels.page_blocks import (
-    ANYWHERE,
-    LANES,
-    Blocks,
-    Call,
-    PageTiles,
-    call_of,
-    heads_of_rows,
-    rows_by_head,
-)
+from models.kernels import NEGATIVE
+from models.kernels.page_buffers_tpu import ANYWHERE, Buffers, Call, Pages
+from models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
+from models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
 
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
 
@@ -47,10 +36,10 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
             f"expected a head size that is a multiple of {LANES}, got {head_dim}; "
             "mend: use the portable attention"
         )
-    if page_tokens % 64:
+    if page_tokens != KEYS:
         return (
-            f"expected pages of a multiple of 64 positions, got {page_tokens}; "
-            "mend: use pages of 64 or 128 positions, or the portable attention"
+            f"expected pages of {KEYS} positions, got {page_tokens}; "
+            f"mend: set Engine.page_tokens to {KEYS}, or use the portable attention"
         )
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         return (
@@ -60,181 +49,228 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     return None
 
 
-def attend_pages(
-    q_BWHh: jax.Array,
-    keys_PKTh: jax.Array,
-    values_PKTh: jax.Array,
-    table_BN: jax.Array,
-    length_B: jax.Array,
+def attend_tiles(
+    q_NKXh: jax.Array,
+    keys_PKSh: jax.Array,
+    values_PKSh: jax.Array,
+    table_BM: jax.Array,
+    position_NX: jax.Array,
+    path_NX: jax.Array,
+    reads: Reads,
+    sides_QKSh: Sequence[jax.Array] = (),
     *,
-    tiles: PageTiles | None = None,
+    is_partial: bool = False,
+    buffers: Buffers | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
+) -> Any:
+    """Return the attention of tiles, [N, K, X, h] of the queries' dtype.
 
-    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0.
-    `table_BN` names the pages of a slot in order; entries after the live ones are not read. No
-    length may exceed N·T. Raises ValueError with the reason of `takes`.
+    A row sees the whole pages of its tile, and other pages of its path up to its position. With
+    `is_partial` return its softmax instead, float32 [N, K, X, h] and [N, K, X, l]: the top in lane
+    0, the total in others. Entries of a table after the live ones are not read. Raises ValueError
+    with the reason of `takes`.
     """
-    (B, W, H, h), (P, K, T, _), N = q_BWHh.shape, keys_PKTh.shape, table_BN.shape[1]
-    assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
-    assert q_BWHh.dtype == keys_PKTh.dtype == values_PKTh.dtype
-    if why := takes(h, T, keys_PKTh.dtype):
+    (N, K, X, h), (P, _, S, _) = q_NKXh.shape, keys_PKSh.shape
+    assert values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
+    assert q_NKXh.dtype == keys_PKSh.dtype == values_PKSh.dtype
+    if why := takes(h, S, keys_PKSh.dtype):
         raise ValueError(why)
-    if B * N * 4 > TABLE_BYTES and B > 1:
-        halves = (slice(0, B // 2), slice(B // 2, B))
-        more = dict(tiles=tiles, interpret=interpret)
-        result = [
-            attend_pages(q_BWHh[x], keys_PKTh, values_PKTh, table_BN[x], length_B[x], **more)
-            for x in halves
-        ]
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *result)
-    q_BKXh = rows_by_head(q_BWHh, K)
-    call = call_of(q_BKXh, keys_PKTh, N, tiles)
-    rows, sums = (call.of_slot(K, q_BKXh.shape[2], width) for width in (h, LANES))
-    out_BKXh, sums_BKXl = call.run(
+    call = Call.of(q_NKXh, keys_PKSh, table_BM, reads, buffers)
+    rows, sums, numbers = call.of_tile(K, X, h), call.of_tile(K, X, LANES), call.of_tile(X, 2)
+    number_NX2 = jnp.stack([position_NX, path_NX], axis=2)
+    pages = keys_PKSh, values_PKSh, *sides_QKSh
+    result = [(rows, q_NKXh.shape, q_NKXh.dtype)]
+    if is_partial:
+        result = [(rows, q_NKXh.shape, jnp.float32), (sums, (N, K, X, LANES), jnp.float32)]
+    out = call.run(
         partial(_kernel, call),
-        (table_BN, length_B),
-        [(rows, q_BKXh), (ANYWHERE, keys_PKTh), (ANYWHERE, values_PKTh)],
-        [(spec, (B, *spec.block_shape[1:]), jnp.float32) for spec in (rows, sums)],
+        *(table_BM, reads),
+        [(rows, q_NKXh), (numbers, number_NX2), *((ANYWHERE, x) for x in pages)],
+        result,
         name="page_attention",
         interpret=interpret,
     )
-    sums_BWHl = heads_of_rows(sums_BKXl[..., :2], W, H)
-    return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
+    return out if is_partial else out[0]
 
 
 def _kernel(call: Call, *refs: Any) -> None:
-    table_X, length_B, q_ref, keys_PKTh, values_PKTh, out_ref, sums_ref, *scratch = refs
-    sources, (top_ref, total_ref) = (keys_PKTh, values_PKTh), scratch[2:4]
-    attend_slot(call, table_X, length_B, q_ref, sources, out_ref.at[0], scratch)
-    lane = jax.lax.broadcasted_iota(jnp.int32, top_ref.shape, 2)
-    sums_ref[0] = jnp.where(lane == 0, top_ref[...], total_ref[...])
+    table_X, scalars_X, q_ref, number_ref, *refs = refs
+    num_sources = 4 if call.path_pages else 2
+    sources, (*results, keys, values, sums, tops, totals, state, copied) = (
+        refs[:num_sources],
+        refs[num_sources:],
+    )
+    softmax = sums, tops, totals
+    scalars = table_X, scalars_X, sources, (keys, values), copied, state
+    attend_tile(call, scalars, q_ref, number_ref[0], softmax)
+    if len(results) == 1:
+        for head in range(call.num_kv_heads):
+            out_Xh = Softmax(*(x[head] for x in softmax)).attention()
+            results[0][0, head] = out_Xh.astype(results[0].dtype)
+        return
+    for head in range(call.num_kv_heads):
+        one = Softmax(*(x[head] for x in softmax))
+        lane_Xl = jax.lax.broadcasted_iota(jnp.int32, one.top_Xl.shape, 1)
+        results[0][0, head] = one.sum_Xh
+        results[1][0, head] = jnp.where(lane_Xl == 0, one.top_Xl, one.total())
 
 
-def attend_slot(
+def attend_tile(
     call: Call,
-    table_X: Any,
-    length_B: Any,
+    scalars: tuple,
     q_ref: Any,
-    sources: tuple[Any, Any],
-    out_ref: Any,
-    scratch: Sequence[Any],
+    number_X2: jax.Array,
+    softmax: tuple[Any, Any, Any],
     entry: _Entry | None = None,
 ) -> None:
-    """Attend from the current slot; leaves Σ 2^(score − top) v in `out_ref`, [K, X, h], float32."""
-    key_buffers, value_buffers, top_ref, total_ref, state, semaphores = scratch
-    buffers, each = (key_buffers, value_buffers), call.grid[1]
+    """Attend from the current tile; leave the softmax of each head."""
+    table_X, scalars_X, sources, buffers, copied, state = scalars
     core, i = pl.program_id(0), pl.program_id(1)
-    slot, end = core * each + i, (core + 1) * each
-    pages = Blocks(call, end, table_X, length_B, sources, buffers, semaphores, state)
+    each = call.grid[1]
+    tile, end = core * each + i, (core + 1) * each
+    pages = Pages(call, end, table_X, scalars_X, sources, buffers, copied, state)
+    heads, n = range(call.num_kv_heads), call.buffers.pages
 
     @pl.when(i == 0)
     def _() -> None:
         pages.begin(core * each)
 
-    out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
-    top_ref[...] = jnp.full(top_ref.shape, NEGATIVE, jnp.float32)
-    total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+    for ref, x in zip(softmax, Softmax.over_none(call.num_rows, call.head_dim), strict=True):
+        for head in heads:
+            ref[head] = x
 
-    def of_block(block: jax.Array, _: None) -> None:
+    def held(head: int) -> Softmax:
+        return Softmax(*(ref[head] for ref in softmax))
+
+    def hold(head: int, one: Softmax) -> None:
+        for ref, x in zip(softmax, one, strict=True):
+            ref[head] = x
+
+    def all_whole(buffer: jax.Array) -> None:
+        for head in heads:
+            keys_Yh, values_Yh = (x[buffer, :, head].reshape(n * KEYS, -1) for x in buffers)
+            scores_XY = scores(q_ref[0, head], keys_Yh)
+            hold(head, held(head).with_blocks(scores_XY, values_Yh))
+
+    def one_masked(first: jax.Array, buffer: jax.Array, page: jax.Array, _: None) -> None:
+        start, path = pages.place(tile, first + page)
+        is_whole = first + page < pages.whole(tile)
+        is_own_X1 = (number_X2[:, 1:] == path) | is_whole
+        last_X1 = jnp.where(is_own_X1, jnp.where(is_whole, 2**30, number_X2[:, :1]), -1)
+        for head in heads:
+            keys_Sh, values_Sh = (x[buffer, page, head] for x in buffers)
+            scores_XS = scores(q_ref[0, head], keys_Sh)
+            position_XS = start + jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
+            scores_XS = jnp.where(position_XS <= last_X1, scores_XS, NEGATIVE)
+            hold(head, held(head).with_blocks(scores_XS, values_Sh))
+
+    def of_buffer(step: jax.Array, _: None) -> None:
         pages.fetch()
-        live = length_B[slot] - block * call.block_tokens
-        buffer = pages.take(live)
-        is_last = block + 1 == pages.num_blocks(slot)
+        first = step * n
+        buffer = pages.take(tile, first)
+        is_last = first + n >= pages.num(tile)
         if entry is not None:
-            pl.when(is_last)(partial(entry.begin, slot, buffer))
-        for head in range(call.num_kv_heads):
-            keys_Sh, values_Sh = (
-                x[buffer, :, head].reshape(call.block_tokens, call.head_dim) for x in buffers
-            )
-            _attend_block(head, live, q_ref, keys_Sh, values_Sh, out_ref, top_ref, total_ref)
+            pl.when(is_last)(partial(entry.begin, pages, tile, buffer))
+        is_whole = first + n <= pages.whole(tile)
+        pl.when(is_whole)(partial(all_whole, buffer))
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _() -> None:
+            left = jnp.minimum(pages.num(tile) - first, n)
+            jax.lax.fori_loop(0, left, partial(one_masked, first, buffer), None)
+
         if entry is not None:
-            pl.when(is_last)(partial(entry.end, slot, buffer))
+            pl.when(is_last)(partial(entry.end, pages, tile, buffer))
 
-    jax.lax.fori_loop(0, pages.num_blocks(slot), of_block, None)
-
-
-def _attend_block(
-    head: int,
-    live: jax.Array,
-    q_ref: Any,
-    keys_Sh: jax.Array,
-    values_Sh: jax.Array,
-    out_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
-) -> None:
-    """Add the first `live` positions of a block to a head's running softmax."""
-    q_Xh, h = q_ref[0, head], keys_Sh.shape[1]
-    scores_XS = _product(q_Xh, keys_Sh, 1) * (h**-0.5 * LOG2_E)
-    position_XS = jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
-    scores_XS = jnp.where(position_XS < live, scores_XS, NEGATIVE)
-    old_Xl = top_ref[head]
-    top_Xl = jnp.maximum(old_Xl, jnp.round(jnp.max(scores_XS, axis=1, keepdims=True)))
-    weights_XS = jnp.exp2(scores_XS - _wide(top_Xl, scores_XS.shape[1]))
-    kept_Xl = jnp.exp2(old_Xl - top_Xl)
-    top_ref[head] = top_Xl
-    total_ref[head] = total_ref[head] * kept_Xl + jnp.sum(weights_XS, axis=1, keepdims=True)
-    new_Xh = _product(weights_XS.astype(values_Sh.dtype), values_Sh, 0)
-    out_ref[head] = out_ref[head] * _wide(kept_Xl, h) + new_Xh
+    jax.lax.fori_loop(0, pl.cdiv(pages.num(tile), n), of_buffer, None)
 
 
-def _wide(x_Xl: jax.Array, width: int) -> jax.Array:
-    """Return `width` identical columns."""
-    return jnp.concatenate([x_Xl] * (width // LANES), axis=-1)
+def attend_pages(
+    q_BWHh: jax.Array,
+    keys_PKSh: jax.Array,
+    values_PKSh: jax.Array,
+    table_BM: jax.Array,
+    length_B: jax.Array,
+    *,
+    buffers: Buffers | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
+
+    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0. No
+    length may exceed M·S. Otherwise as `attend_tiles`.
+    """
+    (B, W, H, _), K = q_BWHh.shape, keys_PKSh.shape[1]
+    assert H % K == 0
+    options: dict[str, Any] = dict(buffers=buffers, interpret=interpret)
+    if halves := _halves(table_BM):
+        result = [
+            attend_pages(q_BWHh[x], keys_PKSh, values_PKSh, table_BM[x], length_B[x], **options)
+            for x in halves
+        ]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *result)
+    q_BKXh = rows_by_head(q_BWHh, K)
+    last_BX = jnp.broadcast_to(length_B[:, None] - 1, (B, q_BKXh.shape[2])).astype(jnp.int32)
+    reads = Reads(jnp.arange(B), length_B, length_B)
+    rows = table_BM, last_BX, jnp.zeros_like(last_BX), reads
+    out_BKXh, sums_BKXl = attend_tiles(
+        q_BKXh, keys_PKSh, values_PKSh, *rows, is_partial=True, **options
+    )
+    sums_BWHl = heads_of_rows(sums_BKXl[..., :2], W, H)
+    return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
 
 
-def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
-    """Multiply x's last axis with one of y's."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    axes = ((1,), (axis,)), ((), ())
-    return jax.lax.dot_general(x, y, axes, precision, preferred_element_type=jnp.float32)
+def _halves(table_BM: jax.Array) -> tuple[slice, ...]:
+    """Return halves of the slots if scalar memory does not hold the table of all."""
+    B = len(table_BM)
+    return (slice(0, B // 2), slice(B // 2, B)) if table_BM.size * 4 > TABLE_BYTES and B > 1 else ()
 
 
 def append_and_attend(
     q_B1Hh: jax.Array,
     k_BKh: jax.Array,
     v_BKh: jax.Array,
-    keys_PKTh: jax.Array,
-    values_PKTh: jax.Array,
-    table_BN: jax.Array,
+    keys_PKSh: jax.Array,
+    values_PKSh: jax.Array,
+    table_BM: jax.Array,
     length_B: jax.Array,
     *,
-    tiles: PageTiles | None = None,
+    buffers: Buffers | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write a slot's entry at position `length` − 1, and attend to its first `length` positions.
 
-    The entry is put into the last block in VMEM, and the tile of rows around it is copied to its
+    The entry is put into the last page in VMEM, and the tile of rows around it is copied to its
     page. Returns attention of the queries' dtype, [B, 1, H, h], and the pages, written in place.
     Slots of length 0 write nothing and get 0. No two slots may write to one page; positions after
     the entry in its page may change. Otherwise as `attend_pages`.
     """
-    (B, _, H, h), (P, K, T, _), N = q_B1Hh.shape, keys_PKTh.shape, table_BN.shape[1]
-    assert H % K == 0 and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
+    (B, _, H, h), (P, K, S, _) = q_B1Hh.shape, keys_PKSh.shape
+    assert H % K == 0 and values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
     assert k_BKh.shape == v_BKh.shape == (B, K, h)
-    if why := takes(h, T, keys_PKTh.dtype):
+    if why := takes(h, S, keys_PKSh.dtype):
         raise ValueError(why)
-    if B * N * 4 > TABLE_BYTES and B > 1:
-        outs, more = [], dict(tiles=tiles, interpret=interpret)
-        for x in (slice(0, B // 2), slice(B // 2, B)):
-            new, pages = (q_B1Hh[x], k_BKh[x], v_BKh[x]), (keys_PKTh, values_PKTh)
-            result = append_and_attend(*new, *pages, table_BN[x], length_B[x], **more)
-            out, keys_PKTh, values_PKTh = result
+    options: dict[str, Any] = dict(buffers=buffers, interpret=interpret)
+    if halves := _halves(table_BM):
+        outs = []
+        for x in halves:
+            new, pages = (q_B1Hh[x], k_BKh[x], v_BKh[x]), (keys_PKSh, values_PKSh)
+            result = append_and_attend(*new, *pages, table_BM[x], length_B[x], **options)
+            out, keys_PKSh, values_PKSh = result
             outs.append(out)
-        return jnp.concatenate(outs), keys_PKTh, values_PKTh
+        return jnp.concatenate(outs), keys_PKSh, values_PKSh
     q_BKXh = rows_by_head(q_B1Hh, K)
-    call = call_of(q_BKXh, keys_PKTh, N, tiles)
-    rows, entry = call.of_slot(*q_BKXh.shape[1:]), call.of_slot(K, 1, h)
-    stays = [(ANYWHERE, keys_PKTh), (ANYWHERE, values_PKTh)]
+    reads = Reads(jnp.arange(B), length_B, length_B)
+    call = Call.of(q_BKXh, keys_PKSh, table_BM, reads, buffers)
+    rows, entry = call.of_tile(*q_BKXh.shape[1:]), call.of_tile(K, 1, h)
+    stays = [(ANYWHERE, keys_PKSh), (ANYWHERE, values_PKSh)]
     out_BKXh, keys, values = call.run(
         partial(_append_kernel, call),
-        (table_BN, length_B),
+        *(table_BM, reads),
         [(rows, q_BKXh), (entry, k_BKh[:, :, None]), (entry, v_BKh[:, :, None]), *stays],
         [(spec, x.shape, x.dtype) for spec, x in ((rows, q_BKXh), *stays)],
         in_place={3: 1, 4: 2},
-        scratch=[pltpu.VMEM(q_BKXh.shape[1:], jnp.float32), pltpu.SemaphoreType.DMA],
+        scratch=[pltpu.SemaphoreType.DMA],
         name="page_append",
         interpret=interpret,
     )
@@ -243,63 +279,65 @@ def append_and_attend(
 
 def _append_kernel(call: Call, *refs: Any) -> None:
     """One slot; pages are read and written in the results, which are the inputs' memory."""
-    table_X, length_B, q_ref, k_ref, v_ref, _, _, out_ref, keys_PKTh, values_PKTh = refs[:10]
-    *shared, sum_ref, semaphore = refs[10:]
-    pages, total_ref = (keys_PKTh, values_PKTh), shared[3]
-    entry = _Entry(call, table_X, length_B, (k_ref, v_ref), pages, shared[:2], semaphore)
-    attend_slot(call, table_X, length_B, q_ref, pages, sum_ref, shared, entry)
-    total = _wide(total_ref[...], call.head_dim)
-    out = jnp.where(total > 0, sum_ref[...] / jnp.where(total > 0, total, 1.0), 0.0)
-    out_ref[0] = out.astype(out_ref.dtype)
+    table_X, scalars_X, q_ref, k_ref, v_ref, _, _, out_ref, keys_PKSh, values_PKSh = refs[:10]
+    keys, values, *softmax, state, copied, semaphore = refs[10:]
+    pages, buffers = (keys_PKSh, values_PKSh), (keys, values)
+    entry = _Entry((k_ref, v_ref), semaphore)
+    tile = pl.program_id(0) * call.grid[1] + pl.program_id(1)
+    last = scalars_X[tile * Pages.SCALARS + 2] - 1
+    number_X2 = jnp.concatenate([jnp.full((call.num_rows, 1), x, jnp.int32) for x in (last, 0)], 1)
+    scalars = table_X, scalars_X, pages, buffers, copied, state
+    attend_tile(call, scalars, q_ref, number_X2, tuple(softmax), entry)
+    for head in range(call.num_kv_heads):
+        out_Xh = Softmax(*(x[head] for x in softmax)).attention()
+        out_ref[0, head] = out_Xh.astype(out_ref.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """The current slot's new entry, copied once the last block is in a buffer."""
+    """The current slot's new entry, copied once its last page is in a buffer."""
 
-    call: Call
-    table_X: Any
-    length_B: Any
     new: tuple[Any, Any]
-    pages: tuple[Any, Any]
-    buffers: Any
     semaphore: Any
 
-    def begin(self, slot: jax.Array, buffer: jax.Array) -> None:
-        row, tiles = self._row_and_tiles(slot, buffer)
-        for new_ref, tile in zip(self.new, tiles, strict=True):
-            old_KRh = tile[...]
+    def begin(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> None:
+        row, blocks = self._row_and_blocks(pages, slot, buffer)
+        for new_ref, block in zip(self.new, blocks, strict=True):
+            old_KRh = block[...]
             is_new = jax.lax.broadcasted_iota(jnp.int32, old_KRh.shape, 1) == row
-            tile[...] = jnp.where(is_new, new_ref[0], old_KRh)
-        for copy in self._copies(slot, buffer):
+            block[...] = jnp.where(is_new, new_ref[0], old_KRh)
+        for copy in self._copies(pages, slot, buffer):
             copy.start()
 
-    def end(self, slot: jax.Array, buffer: jax.Array) -> None:
-        for copy in self._copies(slot, buffer):
+    def end(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> None:
+        for copy in self._copies(pages, slot, buffer):
             copy.wait()
 
-    def _row_and_tiles(self, slot: jax.Array, buffer: jax.Array) -> tuple[jax.Array, list[Any]]:
-        """Return the entry's row in its tile, and its tiles of keys and values."""
-        nth, first, row = self._place(slot)
-        page = jax.lax.rem(nth, self.call.tiles.block_pages)  # of the block
-        return row, [x.at[buffer, page, :, pl.ds(first, self._rows)] for x in self.buffers]
+    def _row_and_blocks(
+        self, pages: Pages, slot: jax.Array, buffer: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
+        """Return the entry's row among those of a copy, and these rows of keys and values."""
+        nth, first, row = self._place(pages, slot)
+        at = jax.lax.rem(nth, pages.call.buffers.pages)
+        size = self._rows(pages)
+        return row, [x.at[buffer, at, :, pl.ds(first, size)] for x in pages.buffers]
 
-    def _copies(self, slot: jax.Array, buffer: jax.Array) -> list[Any]:
-        nth, first, _ = self._place(slot)
-        page = self.table_X[slot * self.call.max_pages + nth]
-        _, tiles = self._row_and_tiles(slot, buffer)
+    def _copies(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> list[Any]:
+        nth, first, _ = self._place(pages, slot)
+        page = pages.table_X[slot * pages.call.max_pages + nth]
+        _, blocks = self._row_and_blocks(pages, slot, buffer)
+        where = page, slice(None), pl.ds(first, self._rows(pages))
         return [
-            pltpu.make_async_copy(tile, to.at[page, :, pl.ds(first, self._rows)], self.semaphore)
-            for tile, to in zip(tiles, self.pages, strict=True)
+            pltpu.make_async_copy(block, to.at[where], self.semaphore)
+            for block, to in zip(blocks, pages.sources, strict=True)
         ]
 
-    def _place(self, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return which of the slot's pages the entry is in, its tile's first row, its row there."""
-        position, T = self.length_B[slot] - 1, self.call.page_tokens
-        at = jax.lax.rem(position, T)
-        first = jax.lax.div(at, self._rows) * self._rows
-        return jax.lax.div(position, T), pl.multiple_of(first, self._rows), at - first
+    def _place(self, pages: Pages, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return which of the slot's pages the entry is in, its copy's first row, its row there."""
+        position, size = pages.last(slot) - 1, self._rows(pages)
+        at = jax.lax.rem(position, KEYS)
+        first = jax.lax.div(at, size) * size
+        return jax.lax.div(position, KEYS), pl.multiple_of(first, size), at - first
 
-    @property
-    def _rows(self) -> int:
-        return 32 // self.call.dtype.itemsize  # of a tile, of 32 bytes a column
+    def _rows(self, pages: Pages) -> int:
+        return 32 // pages.call.dtype.itemsize  # of a copy, of 32 bytes a column

@@ -6,8 +6,9 @@
 
 A grid step is a pair of a block of queries and one of keys (`row_pairs`), for all query heads of a
 key/value head: keys and values are read once for them. Scores are held keys first, [S, C], so that
-numbers of a query (maximum, sum, log-sum-exp) are a row of lanes. `models.row_attention` is the
-reference. On a mesh each device calls this with its local rows and heads.
+numbers of a query (maximum, sum, log-sum-exp) are a row of lanes; forward they take keys in the
+order of attention to pages (`softmax_tpu`). `models.row_attention` is the reference. On a mesh each
+device calls this with its local rows and heads.
 
 B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks, P pairs of blocks,
 C queries of a block, S keys of one. Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two
@@ -27,15 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels import LOG2_E, NEGATIVE, row_pairs
+from models.kernels.softmax_tpu import FIRST, KEYS, LANES, LAST, PLAIN, KeysFirst, product, scores
 
-_LANES = 128
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
 _VMEM_BYTES = 48 * 2**20  # a kernel's limit; TPUs since v5e have 64 MiB and more
 _BLOCK_BYTES = 2 * 2**20  # at most, of a block's queries in float32
 _MAX_PAIRS = 2**17  # of all rows: half of the memory of scalars
-_LAST = (((1,), (1,)), ((), ()))  # x · yᵀ
-_PLAIN = (((1,), (0,)), ((), ()))  # x · y
-_FIRST = (((0,), (0,)), ((), ()))  # xᵀ · y
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
@@ -43,8 +41,8 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
     (B, T, H, h), K = q_shape, kv_shape[2]
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
-    if h % 8 or h > 2 * _LANES:
-        return f"expected a head size that 8 divides, of at most {2 * _LANES}, got {h}"
+    if h % 8 or h > 2 * LANES:
+        return f"expected a head size that 8 divides, of at most {2 * LANES}, got {h}"
     if H % K:
         return f"expected heads that {K} key/value heads divide, got {H}"
     size = block_tokens(T, H // K, h)
@@ -57,9 +55,9 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
 def block_tokens(num_tokens: int, group: int, head_size: int) -> int:
     """Return the positions of a block: fewer for many heads of a group, and for short rows."""
     size = _BLOCK_TOKENS
-    while size > _LANES and 4 * size * group * max(head_size, _LANES) > _BLOCK_BYTES:
+    while size > LANES and 4 * size * group * max(head_size, LANES) > _BLOCK_BYTES:
         size //= 2
-    return min(size, -(-num_tokens // _LANES) * _LANES)
+    return min(size, -(-num_tokens // LANES) * LANES)
 
 
 def forward(
@@ -85,7 +83,7 @@ def forward(
         scratch=[
             pltpu.VMEM((call.G, call.h, call.C), jnp.float32),
             pltpu.VMEM((call.G, call.C), jnp.float32),
-            pltpu.VMEM((call.G, call.C), jnp.float32),
+            pltpu.VMEM((call.G, KEYS, call.C), jnp.float32),
         ],
         products=2,
     )
@@ -292,34 +290,31 @@ class _Step:
 
 def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
     """A running maximum and sum of each query, as `models.row_attention` keeps them."""
-    pair_P, num_B, *places, q, k, v, out, lse, sum_GhC, top_GC, total_GC = refs
+    pair_P, num_B, *places, q, k, v, out, lse, sum_GhC, top_GC, total_GSC = refs
     step = _Step.of(pair_P, num_B, num_pairs, row_pairs.query_block)
 
     @pl.when(step.first)
     def _() -> None:
         sum_GhC[...] = jnp.zeros_like(sum_GhC)
         top_GC[...] = jnp.full_like(top_GC, NEGATIVE)
-        total_GC[...] = jnp.zeros_like(total_GC)
+        total_GSC[...] = jnp.zeros_like(total_GSC)
+
+    def so_far(g: int) -> KeysFirst:
+        return KeysFirst(sum_GhC[g], top_GC[g : g + 1], total_GSC[g])
 
     def each(masked: Callable) -> None:
-        k_Sh, v_Sh = k[0, 0], v[0, 0]
         for g in range(group):
-            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * (scale * LOG2_E))
-            top_1C = top_GC[g : g + 1]
-            highest_1C = jnp.round(scores_SC.max(axis=0, keepdims=True))
-            higher_1C = jnp.maximum(top_1C, highest_1C)
-            p_SC, kept_1C = jnp.exp2(scores_SC - higher_1C), jnp.exp2(top_1C - higher_1C)
-            sum_GhC[g] = sum_GhC[g] * kept_1C + _product(v_Sh, p_SC.astype(v_Sh.dtype), _FIRST)
-            total_GC[g : g + 1] = total_GC[g : g + 1] * kept_1C + p_SC.sum(axis=0, keepdims=True)
-            top_GC[g : g + 1] = higher_1C
+            softmax = so_far(g).with_blocks(masked(scores(k[0, 0], q[0, 0, g])), v[0, 0])
+            sum_GhC[g], top_GC[g : g + 1], total_GSC[g] = softmax
 
     step.meet(places, each)
 
     @pl.when(step.last)
     def _() -> None:
         for g in range(group):
-            out[0, 0, g] = (sum_GhC[g] / total_GC[g : g + 1]).T.astype(out.dtype)
-        lse[0, 0] = top_GC[...] / LOG2_E + jnp.log(total_GC[...])
+            softmax = so_far(g)
+            out[0, 0, g] = softmax.attention().T.astype(out.dtype)
+            lse[0, 0, g : g + 1] = softmax.top_1C / LOG2_E + jnp.log(softmax.total())
 
 
 def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
@@ -333,16 +328,16 @@ def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
         ones_8h = jnp.ones((8, out.shape[-1]), jnp.float32)  # a sum over lanes, as a row of them
         for g in range(group):
             products_Ch = dout[0, 0, g].astype(jnp.float32) * out[0, 0, g].astype(jnp.float32)
-            delta[0, 0, g : g + 1] = _product(ones_8h, products_Ch, _LAST)[:1]
+            delta[0, 0, g : g + 1] = product(ones_8h, products_Ch, LAST)[:1]
 
     def each(masked: Callable) -> None:
         k_Sh, v_Sh = k[0, 0], v[0, 0]
         for g in range(group):
-            scores_SC = masked(_product(k_Sh, q[0, 0, g], _LAST) * scale)
+            scores_SC = masked(product(k_Sh, q[0, 0, g], LAST) * scale)
             p_SC = jnp.exp(scores_SC - lse[0, 0, g : g + 1])
-            dp_SC = _product(v_Sh, dout[0, 0, g], _LAST)
+            dp_SC = product(v_Sh, dout[0, 0, g], LAST)
             ds_SC = (p_SC * (dp_SC - delta[0, 0, g : g + 1])).astype(k_Sh.dtype)
-            sum_GhC[g] += _product(k_Sh, ds_SC, _FIRST)
+            sum_GhC[g] += product(k_Sh, ds_SC, FIRST)
 
     step.meet(places, each)
 
@@ -365,11 +360,11 @@ def _dkv_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
         k_Sh, v_Sh = k[0, 0], v[0, 0]
         for g in range(group):
             q_Ch, dout_Ch = q[0, 0, g], dout[0, 0, g]
-            p_SC = jnp.exp(masked(_product(k_Sh, q_Ch, _LAST) * scale) - lse[0, 0, g : g + 1])
-            dv_Sh[...] += _product(p_SC.astype(dout_Ch.dtype), dout_Ch, _PLAIN)
-            dp_SC = _product(v_Sh, dout_Ch, _LAST)
+            p_SC = jnp.exp(masked(product(k_Sh, q_Ch, LAST) * scale) - lse[0, 0, g : g + 1])
+            dv_Sh[...] += product(p_SC.astype(dout_Ch.dtype), dout_Ch, PLAIN)
+            dp_SC = product(v_Sh, dout_Ch, LAST)
             ds_SC = (p_SC * (dp_SC - delta[0, 0, g : g + 1])).astype(q_Ch.dtype)
-            dk_Sh[...] += _product(ds_SC, q_Ch, _PLAIN)
+            dk_Sh[...] += product(ds_SC, q_Ch, PLAIN)
 
     step.meet(places, each)
 
@@ -377,14 +372,3 @@ def _dkv_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
     def _() -> None:
         dk[0, 0] = (dk_Sh[...] * scale).astype(dk.dtype)
         dv[0, 0] = dv_Sh[...].astype(dv.dtype)
-
-
-def _product(x: jax.Array, y: jax.Array, dimensions: Any) -> jax.Array:
-    """Return a product summed in float32, in full precision if its operands are float32."""
-    return jax.lax.dot_general(
-        x,
-        y,
-        dimensions,
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )

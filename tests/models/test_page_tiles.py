@@ -1,4 +1,4 @@
-"""Each way to a token finds the same bits on a Hopper GPU: its attention, interpreted.
+"""Each way to a token finds the same bits on accelerators: their attention, interpreted.
 
 The last bits of float32 sums are compared, which rounding to bfloat16 would hide.
 """
@@ -13,46 +13,70 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from models import page_tiles
 from models.attention import After
-from models.kernels import hopper, page_attention_gpu, row_attention_gpu
+from models.kernels import (
+    hopper,
+    page_attention_gpu,
+    row_attention_gpu,
+    row_attention_tpu,
+    softmax_tpu,
+)
+from models.layers import sum_in_order
 
-K, G, h = 2, 3, 64
+K, G, h = 2, 3, 128
 TREE = [-1, 0, 1, 2, 0, 4, 2, 5, 1]  # nodes 4, 6 and 8 begin paths
 LENGTHS = [0, 62, 100, 255]
 RESPONSES = [*range(150, 200)], [*range(200, 300)]
+BLOCKS = {"cuda": 64, "tpu": 128}
+INTERPRET = {"cuda": InterpretGPUParams(), "tpu": True}
+ROWS = {"cuda": row_attention_gpu, "tpu": row_attention_tpu}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def last_bits():
-    """The last byte of each float32 in the place of its rounding; parts of two blocks."""
+def product(x, y, dimensions):
+    """A TPU's product: the order of a sum depends on the inputs alone, as its hardware's does."""
+    ((x_axis,), (y_axis,)), _ = dimensions
+    x_Xi, y_Yi = (jnp.moveaxis(z.astype(jnp.float32), i, 1) for z, i in ((x, x_axis), (y, y_axis)))
+    return sum_in_order(x_Xi[:, None] * y_Yi)
 
-    def last_byte(softmax):
-        bits = jax.lax.bitcast_convert_type(attention(softmax), jnp.int32)
-        return (bits & 255).astype(jnp.float32)
 
-    attention = hopper.Softmax.attention
+@pytest.fixture(scope="module", params=BLOCKS)
+def platform(request):
+    """The last byte of each float32 in the place of its rounding; parts of two blocks on GPUs."""
+
+    def last_byte(attention):
+        def bits(softmax):
+            bits = jax.lax.bitcast_convert_type(attention(softmax), jnp.int32)
+            return (bits & 255).astype(jnp.float32)
+
+        return bits
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper.Softmax, "attention", last_byte)
+        for softmax in (hopper.Softmax, softmax_tpu.Softmax, softmax_tpu.KeysFirst):
+            patch.setattr(softmax, "attention", last_byte(softmax.attention))
         for module in (page_attention_gpu, row_attention_gpu):
             patch.setattr(module, "PART_TOKENS", 2 * hopper.ROWS)
-        yield
+        patch.setattr(softmax_tpu, "product", product)
+        jax.clear_caches()
+        yield request.param
     jax.clear_caches()
 
 
-@partial(jax.jit, static_argnames="num_paths")
-def attend(new, pages, row_X, length_X, parent_X, table_BN, num_paths):
+@partial(jax.jit, static_argnames=("platform", "num_paths"))
+def attend(platform, new, pages, row_X, length_X, parent_X, table_BN, num_paths):
     after = After(row_X, length_X, parent_X, len(row_X), num_paths, len(row_X))
-    return page_tiles.attend(*new, *pages, after, table_BN, interpret=InterpretGPUParams())
+    given = *new, *pages, after, table_BN
+    return page_tiles.attend(platform, *given, interpret=INTERPRET[platform])
 
 
-@jax.jit
-def attend_rows(qkv, places):
-    return row_attention_gpu.forward(*qkv, *places, interpret=InterpretGPUParams())[0]
+@partial(jax.jit, static_argnames="platform")
+def attend_rows(platform, qkv, places):
+    return ROWS[platform].forward(*qkv, *places, interpret=INTERPRET[platform])[0]
 
 
 class Text:
     """Queries, keys and values of tokens, whose pages are anywhere."""
 
-    def __init__(self, num_tokens, page_tokens=64, seed=0):
+    def __init__(self, platform, num_tokens, page_tokens=128, seed=0):
+        self.platform = platform
         rng = np.random.default_rng(seed)
         sizes = (num_tokens, K * G, h), (num_tokens, K, h), (num_tokens, K, h)
         self.new = [rng.normal(size=size).astype(jnp.bfloat16) for size in sizes]
@@ -76,7 +100,7 @@ class Text:
         """The last of these tokens, once the pages hold all of them."""
         at = np.zeros(1, np.int32), np.full(1, len(tokens) - 1, np.int32), np.full(1, -1, np.int32)
         one = self.some(tokens[-1:]), self.pages(tokens), *at, self.table[None]
-        return attend(*one, num_paths=0)[0]
+        return attend(self.platform, *one, num_paths=0)[0]
 
 
 def path_to(node):
@@ -85,14 +109,16 @@ def path_to(node):
 
 @pytest.mark.parametrize("page_tokens", [64, 128])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_nodes_of_trees(length, page_tokens):
+def test_nodes_of_trees(platform, length, page_tokens):
     """Of two slots: one has the tree, the other its first five nodes; with padding."""
-    text = Text(length + len(TREE), page_tokens, length)
+    if page_tokens < BLOCKS[platform]:
+        pytest.skip("a page holds a block")
+    text = Text(platform, length + len(TREE), page_tokens, length)
     old, nodes = list(range(length)), [*range(9), *range(5), 0]
     row = np.asarray([0] * 9 + [1] * 5 + [2], np.int32)
     parent = np.asarray([*TREE, *(9 + p if p >= 0 else p for p in TREE[:5]), -1], np.int32)
     given = text.some(length + np.asarray(nodes)), text.pages(old), row, np.full(15, length), parent
-    found = attend(*given, np.stack([text.table] * 2), num_paths=15)
+    found = attend(platform, *given, np.stack([text.table] * 2), num_paths=15)
     for x, node in enumerate(nodes[:-1]):
         want = text.decoded(old + [length + n for n in path_to(node)])
         np.testing.assert_array_equal(found[x], want)
@@ -100,23 +126,23 @@ def test_nodes_of_trees(length, page_tokens):
 
 
 @pytest.mark.parametrize("length", LENGTHS[1::2])
-def test_chunks(length):
+def test_chunks(platform, length):
     """Two chunks of a row, the second of which begins inside the first, and padding."""
-    text = Text(length + 80, seed=length)
+    text = Text(platform, length + 80, seed=length)
     at = length + np.asarray([*range(40), *range(30, 70), *[0] * 5])
     row, parent = np.zeros(85, np.int32), np.arange(-1, 84).astype(np.int32)
     row[80:], parent[40], parent[80:] = -1, 29, -1
     old = text.pages(list(range(length)))
     given = text.some(at), old, row, np.full(85, length), parent
-    found = attend(*given, text.table[None], num_paths=3)
+    found = attend(platform, *given, text.table[None], num_paths=3)
     for x in (0, 29, 39, 40, 49, 79):
         np.testing.assert_array_equal(found[x], text.decoded(list(range(at[x] + 1))))
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def wanted(platform):
     """Tokens of a prompt of 150 and of two responses, decoded."""
-    text = Text(300)
+    text = Text(platform, 300)
     return {
         (number, i): np.asarray(text.decoded([*range(150), *own[: i + 1]]))
         for number, own in enumerate(RESPONSES, start=1)
@@ -124,7 +150,7 @@ def wanted():
     }
 
 
-def rows_that_differ(wanted, early=0):
+def rows_that_differ(platform, wanted, early=0):
     """Return how many numbers differ if prompt and responses are a row.
 
     22 tokens of the prompt come before each response; segments begin `early` positions before a
@@ -135,22 +161,23 @@ def rows_that_differ(wanted, early=0):
     for number, own in enumerate(RESPONSES, start=1):
         segment = [*range(128 - early, 150), *own]
         first[number] = len(tokens) + len(segment) - len(own)
-        segment += [0] * (-len(segment) % 64)
+        segment += [0] * (-len(segment) % BLOCKS[platform])
         tokens += segment
         prompt += [1] * len(segment)
         branch += [number] * len(segment)
     places = [np.asarray(x, np.int32)[None] for x in (prompt, branch)]
-    out_1THh = np.asarray(attend_rows([x[None] for x in Text(300).some(tokens)], places))
+    qkv = [x[None] for x in Text(platform, 300).some(tokens)]
+    out_1THh = np.asarray(attend_rows(platform, qkv, places))
     pairs = [(out_1THh[0, first[number] + i], want) for (number, i), want in wanted.items()]
     return sum(int((found != want).sum()) for found, want in pairs)
 
 
-def test_rows(wanted):
-    assert not rows_that_differ(wanted)
+def test_rows(platform, wanted):
+    assert not rows_that_differ(platform, wanted)
 
 
-def test_segments_that_begin_inside_blocks_are_found(wanted):
-    assert rows_that_differ(wanted, early=5) > 100
+def test_segments_that_begin_inside_blocks_are_found(platform, wanted):
+    assert rows_that_differ(platform, wanted, early=5) > 100
 
 
 def other_parts(patch):
@@ -166,9 +193,39 @@ def keys_in_two_products(patch):
     patch.setattr(hopper.WarpGroup, "add_product", add_product)
 
 
-@pytest.mark.parametrize("plant", [other_parts, keys_in_two_products])
-def test_another_order_of_sums_is_found(wanted, monkeypatch, plant):
-    jax.clear_caches()
-    plant(monkeypatch)
-    assert rows_that_differ(wanted) > 100
+def weights_of_all_blocks(patch):
+    """A block's weights have the top of all blocks that are computed with it."""
+
+    def with_blocks(softmax, scores_XC, values_Xh):
+        sum_hC, before_1C, total_SC = softmax
+        top_1C = jnp.maximum(before_1C, jnp.round(jnp.max(scores_XC, axis=0, keepdims=True)))
+        kept_1C = hopper.power_of_two(before_1C - top_1C)
+        weights_XC = jnp.exp2(scores_XC - top_1C)
+        new_hC = softmax_tpu.product(
+            values_Xh, weights_XC.astype(values_Xh.dtype), softmax_tpu.FIRST
+        )
+        whole_SC = weights_XC.reshape(-1, 128, weights_XC.shape[1]).sum(axis=0)
+        return softmax_tpu.KeysFirst(
+            sum_hC * kept_1C + new_hC, top_1C, total_SC * kept_1C + whole_SC
+        )
+
+    patch.setattr(softmax_tpu.KeysFirst, "with_blocks", with_blocks)
+
+
+def weights_in_another_order(patch):
+    patch.setattr(softmax_tpu.KeysFirst, "total", lambda x: x.total_SC.sum(axis=0, keepdims=True))
+
+
+PLANTS = {
+    "cuda": (other_parts, keys_in_two_products),
+    "tpu": (weights_in_another_order, weights_of_all_blocks),
+}
+
+
+def test_another_order_of_sums_is_found(platform, wanted):
+    for plant in PLANTS[platform]:
+        with pytest.MonkeyPatch.context() as patch:
+            jax.clear_caches()
+            plant(patch)
+            assert rows_that_differ(platform, wanted) > 100
     jax.clear_caches()

@@ -11,10 +11,11 @@ from page_reference import B, arrays, h, only_live, reference
 
 from models.kernels import page_attention_tpu
 from models.kernels.page_attention_tpu import append_and_attend, takes
-from models.kernels.page_blocks import PageTiles
+from models.kernels.page_buffers_tpu import Buffers
 from models.page_attention import append_and_attend as with_any_path
 
 NO_PAGE = 2**30  # the simulator raises where it is read
+T = 128
 BOTH = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
 )
@@ -57,17 +58,17 @@ def assert_same(found, expected, tolerance, table, lengths):
 
 
 @pytest.mark.parametrize(
-    ("G", "K", "T", "N", "tiles", "dtype", "tolerance"),
+    ("G", "K", "N", "buffers", "dtype", "tolerance"),
     [
-        (1, 1, 128, 1, PageTiles(1, 2), jnp.float32, 1e-5),
-        (4, 2, 64, 5, PageTiles(2, 2), jnp.float32, 1e-5),
-        (4, 1, 64, 6, None, jnp.bfloat16, 2e-2),
+        (1, 1, 1, Buffers(1, 2), jnp.float32, 1e-5),
+        (4, 2, 5, Buffers(2, 2), jnp.float32, 1e-5),
+        (4, 1, 6, None, jnp.bfloat16, 2e-2),
     ],
 )
-def test_entries_are_written_and_attended_to(G, K, T, N, tiles, dtype, tolerance):
+def test_entries_are_written_and_attended_to(G, K, N, buffers, dtype, tolerance):
     q, keys, values, table = arrays(1, G, K, T, N, dtype)
     k, v = entries(K, dtype)
-    call = jax.jit(lambda *args: append_and_attend(*args, tiles=tiles, interpret=True))
+    call = jax.jit(lambda *args: append_and_attend(*args, buffers=buffers, interpret=True))
     full = N * T
     for lengths in ((0, 1, full), (T, min(T + 1, full), full - 1), (17, 16, 0), (0, 0, 0)):
         given = q, k, v, keys, values
@@ -77,32 +78,34 @@ def test_entries_are_written_and_attended_to(G, K, T, N, tiles, dtype, tolerance
 
 @pytest.mark.soak  # of reading that many: test_page_attention_tpu.py
 def test_entries_behind_tens_of_thousands_of_positions():
-    q, keys, values, table = arrays(1, 4, 1, 64, 512, jnp.float32)
+    q, keys, values, table = arrays(1, 4, 1, T, 256, jnp.float32)
     given, lengths = (q, *entries(1, jnp.float32), keys, values), (32768, 1, 16385)
-    pages = only_live(table, lengths, 64)
+    pages = only_live(table, lengths, T)
     found = append_and_attend(*given, pages, jnp.asarray(lengths), interpret=True)
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 
 def test_heads_of_any_size_that_it_takes():
     head_dim = 384
-    assert takes(head_dim, 64, jnp.float32) is None
-    q, keys, values, table = arrays(1, 2, 2, 64, 3, jnp.float32, h=head_dim)
-    given, lengths = (q, *entries(2, jnp.float32, h=head_dim), keys, values), (65, 0, 192)
+    assert takes(head_dim, T, jnp.float32) is None
+    q, keys, values, table = arrays(1, 2, 2, T, 3, jnp.float32, h=head_dim)
+    given, lengths = (q, *entries(2, jnp.float32, h=head_dim), keys, values), (129, 0, 384)
     found = append_and_attend(*given, table, jnp.asarray(lengths), interpret=True)
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "copies"), [(PageTiles(2, 2), "on_wait"), (PageTiles(2, 3), "eager")]
+    ("buffers", "copies"), [(Buffers(2, 2), "on_wait"), (Buffers(2, 3), "eager")]
 )
-def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
-    lengths = (65, 0, 320)
-    q, keys, values, table = arrays(1, 2, 2, 64, 5, jnp.float32)
+def test_no_copy_races_with_a_product_or_another_copy(buffers, copies):
+    lengths = (129, 0, 640)
+    q, keys, values, table = arrays(1, 2, 2, T, 5, jnp.float32)
     given = q, *entries(2, jnp.float32), keys, values
-    pages = only_live(table, lengths, 64, NO_PAGE)
+    pages = only_live(table, lengths, T, NO_PAGE)
     params = finding_races(pltpu.InterpretParams, dma_execution_mode=copies)
-    found = append_and_attend(*given, pages, jnp.asarray(lengths), tiles=tiles, interpret=params)
+    found = append_and_attend(
+        *given, pages, jnp.asarray(lengths), buffers=buffers, interpret=params
+    )
     found = jax.block_until_ready(found)
     assert not has_races_on_tpu()
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
@@ -110,23 +113,23 @@ def test_no_copy_races_with_a_product_or_another_copy(tiles, copies):
 
 def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
     """A planted fault: its copy may be late, and the next block comes into the buffer."""
-    monkeypatch.setattr(page_attention_tpu._Entry, "end", lambda self, slot, buffer: None)
-    lengths = (64, 64, 64)
-    q, keys, values, table = arrays(1, 1, 1, 64, 2, jnp.float32)
+    monkeypatch.setattr(page_attention_tpu._Entry, "end", lambda self, pages, slot, buffer: None)
+    lengths = (128, 128, 128)
+    q, keys, values, table = arrays(1, 1, 1, T, 2, jnp.float32)
     given = q, *entries(1, jnp.float32), keys, values
     params = pltpu.InterpretParams(dma_execution_mode="on_wait")
-    tiles, held = PageTiles(2, 2), jnp.asarray(lengths)
-    found = append_and_attend(*given, table, held, tiles=tiles, interpret=params)
+    buffers, held = Buffers(2, 2), jnp.asarray(lengths)
+    found = append_and_attend(*given, table, held, buffers=buffers, interpret=params)
     with pytest.raises(AssertionError):
         assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
     pltpu.reset_tpu_interpret_mode_state()
 
 
 def test_large_tables_are_attended_to_in_parts(monkeypatch):
-    q, keys, values, table = arrays(1, 2, 1, 64, 3, jnp.float32)
-    given, lengths = (q, *entries(1, jnp.float32), keys, values), (64, 192, 100)
+    q, keys, values, table = arrays(1, 2, 1, T, 3, jnp.float32)
+    given, lengths = (q, *entries(1, jnp.float32), keys, values), (128, 384, 200)
     monkeypatch.setattr(page_attention_tpu, "TABLE_BYTES", 3 * 4)
-    found = jax.jit(lambda *args: append_and_attend(*args, tiles=PageTiles(2, 2), interpret=True))(
+    found = jax.jit(lambda *args: append_and_attend(*args, buffers=Buffers(2, 2), interpret=True))(
         *given, table, np.asarray(lengths)
     )
     assert_same(found, wanted(*given, table, lengths), 1e-5, table, lengths)
@@ -135,26 +138,26 @@ def test_large_tables_are_attended_to_in_parts(monkeypatch):
 @BOTH
 def test_the_portable_path_says_the_same(dtype, tolerance):
     """Slots without a page at their position, or behind all, write nothing and get 0."""
-    q, keys, values, table = arrays(1, 4, 2, 64, 5, dtype)
+    q, keys, values, table = arrays(1, 4, 2, T, 5, dtype)
     k, v = entries(2, dtype)
-    lengths = (65, 0, 320)
+    lengths = (129, 0, 640)
     table[1, 1] = -1
-    found = jax.jit(with_any_path)(q, k, v, keys, values, table, np.asarray([64, 64, 319]))
+    found = jax.jit(with_any_path)(q, k, v, keys, values, table, np.asarray([128, 128, 639]))
     assert_same(found, wanted(q, k, v, keys, values, table, lengths), tolerance, table, lengths)
-    found = jax.jit(with_any_path)(q, k, v, keys, values, table, np.asarray([320, -1, 5]))
+    found = jax.jit(with_any_path)(q, k, v, keys, values, table, np.asarray([640, -1, 5]))
     assert_same(found, wanted(q, k, v, keys, values, table, (0, 0, 6)), tolerance, table, (0, 0, 6))
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "T"),
+    ("kind", "dtype"),
     [
-        ("TPU v5 lite", jnp.bfloat16, 128),
-        ("TPU v5p", jnp.bfloat16, 128),
-        ("TPU v5p", jnp.float32, 64),
-        ("TPU v6 lite", jnp.bfloat16, 128),
+        ("TPU v5 lite", jnp.bfloat16),
+        ("TPU v5p", jnp.bfloat16),
+        ("TPU v5p", jnp.float32),
+        ("TPU v6 lite", jnp.bfloat16),
     ],
 )
-def test_it_lowers_for_every_generation_and_writes_in_place(kind, dtype, T):
+def test_it_lowers_for_every_generation_and_writes_in_place(kind, dtype):
     K, N, P = 2, 16, 99
     shapes = (2 * B, 1, 4 * K, h), *[(2 * B, K, h)] * 2, *[(P, K, T, h)] * 2
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]

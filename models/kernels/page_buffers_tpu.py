@@ -1,0 +1,348 @@
+"""The buffers of TPU kernels of attention to pages: the sizes of a call, and prefetch of pages.
+
+A tile's pages come from HBM several at a time, into one of several buffers: while one is computed,
+the next ones are copied, of the next tiles too. Sizes of buffers follow from public figures and
+compilers' schedules; none was measured. Shapes: see `page_attention_tpu`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from models.kernels.page_reads import Reads
+from models.kernels.softmax_tpu import KEYS, LANES
+
+VMEM_BYTES = 16 << 20  # a kernel's default
+ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """Pages that are copied together, and such buffers: one is computed, others are copied."""
+
+    pages: int
+    num: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferSizes:
+    """Positions times key/value heads of a device, in a buffer; bytes of all buffers."""
+
+    positions: int
+    num_bytes: int
+
+
+# By (generation, head size, bytes of a number).
+# A buffer should take less long to compute than to copy. Of two heads of 1024 positions and 64 rows
+# the compiler's schedule has 1,000 cycles on a v5p (650 of two heads of 512), and the copy takes
+# 1,330 (665) by bandwidth; on a v6e 950 (570) of 1,120 (560); on a v5e 700 of 960 for the half.
+# Shorter buffers waste less on short slots.
+# Copies in flight have to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
+# and 2.1 MB for each of the two cores of a v5p.
+BUFFER_SIZES: dict[tuple[str, int, int], BufferSizes] = {
+    ("v5e", 128, 2): BufferSizes(1024, 3 << 20),
+    ("v5p", 128, 2): BufferSizes(2048, 4 << 20),
+    ("v6e", 128, 2): BufferSizes(2048, 6 << 20),
+}
+
+
+def device_generation() -> str:
+    """Return the TPU generation of the mesh in use, or of the default device ("v5p"), or ""."""
+    return str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else ""
+
+
+def buffers_of(generation: str, head_dim: int, itemsize: int, num_kv_heads: int) -> Buffers:
+    """Return the buffers of pages: 2 to 8.
+
+    By default one has the bytes of 2048 head-positions of 128 numbers in bfloat16, and all have
+    4 MiB.
+    """
+    default = BufferSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
+    sizes = BUFFER_SIZES.get((generation, head_dim, itemsize), default)
+    pages = max(1, sizes.positions // num_kv_heads // KEYS)
+    num_bytes = 2 * pages * KEYS * num_kv_heads * head_dim * itemsize
+    return Buffers(pages, min(8, max(2, sizes.num_bytes // num_bytes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes of a call."""
+
+    num_slots: int
+    num_tiles: int
+    num_kv_heads: int
+    num_rows: int
+    head_dim: int
+    max_pages: int
+    num_pages: int
+    path_pages: int
+    buffers: Buffers
+    dtype: jnp.dtype
+
+    @staticmethod
+    def of(
+        q_NKXh: jax.Array,
+        keys_PKSh: jax.Array,
+        table_BN: jax.Array,
+        reads: Reads,
+        buffers: Buffers | None,
+    ) -> Call:
+        N, K, X, h = q_NKXh.shape
+        if buffers is None:
+            buffers = buffers_of(device_generation(), h, q_NKXh.dtype.itemsize, K)
+        assert buffers.num >= 2
+        path_pages = 0 if reads.paths is None else reads.paths.blocks
+        slots = len(table_BN), N
+        return Call(
+            *slots, K, X, h, table_BN.shape[1], len(keys_PKSh), path_pages, buffers, q_NKXh.dtype
+        )
+
+    @property
+    def num_cores(self) -> int:
+        """Return how many cores share the tiles; a device of a v4 or v5p has two."""
+        cores = (pltpu.get_tpu_info().num_cores or 1) if pltpu.is_tpu_device() else 1
+        return cores if self.num_tiles % cores == 0 else 1
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.num_cores, self.num_tiles // self.num_cores
+
+    def of_tile(self, *shape: int) -> pl.BlockSpec:
+        """The current tile's part of an array; the first axis is the tile."""
+        each, rest = self.grid[1], (0,) * len(shape)
+        return pl.BlockSpec((1, *shape), lambda core, i, *_: (core * each + i, *rest))
+
+    def run(
+        self,
+        kernel: Callable[..., None],
+        table_BN: jax.Array,
+        reads: Reads,
+        inputs: Sequence[tuple[pl.BlockSpec, jax.Array]],
+        results: Sequence[tuple[pl.BlockSpec, Sequence[int], Any]],
+        *,
+        in_place: Mapping[int, int] | None = None,
+        scratch: Sequence[Any] = (),
+        name: str,
+        interpret: Any,
+    ) -> Any:
+        """Run a kernel for each tile, the first of its `inputs` being queries.
+
+        Its arguments are the table, the tiles' scalars, inputs, results (specification, shape,
+        dtype), then buffers of keys and of values, sums, tops and totals, the state of `Pages`,
+        semaphores, and `scratch`. `in_place` are inputs that become results.
+        """
+        varying = jax.typeof(inputs[0][1]).manual_axis_type  # under shard_map, as queries do
+        softmax = [
+            pltpu.VMEM((self.num_kv_heads, self.num_rows, width), jnp.float32)
+            for width in (self.head_dim, LANES, LANES)
+        ]
+        buffers = pltpu.VMEM(self.buffer_shape, self.dtype)
+        state, copied = pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((self.buffers.num,))
+        call = pl.pallas_call(
+            kernel,
+            out_shape=tuple(
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+                for _, shape, dtype in results
+            ),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=self.grid,
+                in_specs=[spec for spec, _ in inputs],
+                out_specs=tuple(spec for spec, *_ in results),
+                scratch_shapes=[buffers, buffers, *softmax, state, copied, *scratch],
+            ),
+            input_output_aliases={2 + i: to for i, to in (in_place or {}).items()},
+            compiler_params=pltpu.CompilerParams(
+                # Tiles of one core are in order: the next one's pages are prefetched.
+                dimension_semantics=("parallel", "arbitrary"),
+                vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes),
+                # Pages that a table names exist: checks would double the work of starting a copy.
+                disable_bounds_checks=True,
+            ),
+            cost_estimate=self.cost,
+            interpret=interpret,
+            name=name,
+        )
+        scalars_X = Pages.scalars(reads, self.max_pages * KEYS)
+        return call(table_BN.reshape(-1).astype(jnp.int32), scalars_X, *(x for _, x in inputs))
+
+    @property
+    def buffer_shape(self) -> tuple[int, ...]:
+        pages = self.buffers.num, self.buffers.pages
+        return (*pages, self.num_kv_heads, KEYS, self.head_dim)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Return the bytes of buffers, queries and results (twice: the pipeline), scores."""
+        K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
+        buffers = 2 * math.prod(self.buffer_shape) * itemsize
+        tile = K * X * (2 * h * itemsize + 3 * h * 4 + 4 * LANES * 4) + 2 * X * LANES * 4
+        scores = 3 * min(K, 4) * X * self.buffers.pages * KEYS * 4
+        return buffers + tile + scores
+
+    @property
+    def cost(self) -> pl.CostEstimate:
+        """A call's cost for the compiler: an upper bound, for full tables that are read once."""
+        S, h, itemsize = self.max_pages * KEYS, self.head_dim, self.dtype.itemsize
+        K, rows = self.num_kv_heads, self.num_kv_heads * self.num_rows
+        return pl.CostEstimate(
+            flops=4 * self.num_slots * rows * S * h,
+            transcendentals=self.num_slots * rows * S,
+            bytes_accessed=self.num_slots * K * 2 * S * h * itemsize
+            + self.num_tiles * rows * (h * itemsize + h * 4 + LANES * 4),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """The pages of a core's tiles, as they go through the buffers.
+
+    Scalars in `state`: the tile and page to fetch next, how many buffers were filled, and taken.
+    """
+
+    call: Call
+    end: jax.Array
+    table_X: Any
+    scalars_X: Any
+    sources: Sequence[Any]  # pages of keys and of values, then their side blocks
+    buffers: tuple[Any, Any]
+    semaphores: Any
+    state: Any
+
+    SCALARS = 6  # of a tile: row, whole pages, last position, pages, paths, first side block
+
+    @staticmethod
+    def scalars(reads: Reads, max_positions: int) -> jax.Array:
+        """Return the scalars of all tiles, [N · 6]."""
+        paths, last_N = reads.paths, jnp.minimum(reads.last_N, max_positions)
+        whole_N = jnp.where(last_N > 0, jnp.minimum(reads.length_N, last_N) // KEYS, 0)
+        num_N, first_N = jnp.ones_like(last_N), jnp.zeros_like(last_N)
+        if paths is not None:
+            num_N, first_N = jnp.maximum(paths.num_N, 1), paths.first_N * paths.blocks
+            last_N = reads.last_N  # paths may go beyond the pages
+        pages_N = whole_N + jnp.maximum(pl.cdiv(last_N, KEYS) - whole_N, 0) * num_N
+        numbers = reads.row_N, whole_N, last_N, pages_N, num_N, first_N
+        return jnp.stack([x.astype(jnp.int32) for x in numbers], axis=1).reshape(-1)
+
+    def of(self, tile: Any, scalar: int) -> jax.Array:
+        return self.scalars_X[tile * self.SCALARS + scalar]
+
+    def whole(self, tile: Any) -> jax.Array:
+        """Return how many pages every row of a tile sees whole."""
+        return self.of(tile, 1)
+
+    def last(self, tile: Any) -> jax.Array:
+        return self.of(tile, 2)
+
+    def num(self, tile: Any) -> jax.Array:
+        return self.of(tile, 3)
+
+    def place(self, tile: Any, page: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the first position and the path of a page that not every row sees whole."""
+        behind = page - self.whole(tile)
+        nth, path = jax.lax.div(behind, self.of(tile, 4)), jax.lax.rem(behind, self.of(tile, 4))
+        return (self.whole(tile) + nth) * KEYS, path
+
+    def begin(self, first_tile: jax.Array) -> None:
+        """Fetch as many buffers as may be in flight while one is computed."""
+        self.state[0] = self._live_tile(first_tile)
+        for place in (1, 2, 3):
+            self.state[place] = 0
+        ahead = self.call.buffers.num - 1
+        jax.lax.fori_loop(0, ahead, lambda i, _: self.fetch(), None)
+
+    def fetch(self) -> None:
+        """Start to copy the next pages of this core, if there are any, into the next buffer."""
+        tile, first, filled = self.state[0], self.state[1], self.state[2]
+
+        @pl.when(tile < self.end)
+        def _() -> None:
+            buffer = jax.lax.rem(filled, self.call.buffers.num)
+
+            def start(i: jax.Array, _: None) -> None:
+                self._start(tile, first + i, buffer, i)
+
+            self._each_page(self.num(tile) - first, start)
+            then = first + self.call.buffers.pages
+            is_last = then >= self.num(tile)
+            self.state[0] = jax.lax.select(is_last, self._live_tile(tile + 1), tile)
+            self.state[1] = jax.lax.select(is_last, 0, then)
+            self.state[2] = filled + 1
+
+    def take(self, tile: jax.Array, first: jax.Array) -> jax.Array:
+        """Wait for the tile's pages from the first on; return their buffer, dead values set to 0."""
+        taken = self.state[3]
+        self.state[3] = taken + 1
+        buffer = jax.lax.rem(taken, self.call.buffers.num)
+
+        def wait(i: jax.Array, _: None) -> None:
+            for copy in self._copies(self.sources[:2], 0, buffer, i):
+                copy.wait()
+
+        self._each_page(self.num(tile) - first, wait)
+        if not self.call.path_pages:  # side blocks have zeros there
+            page = jax.lax.div(self.last(tile), KEYS)
+
+            last = jnp.minimum(self.num(tile), first + self.call.buffers.pages)
+
+            @pl.when((page >= first) & (page < last))
+            def _() -> None:
+                self._clear(buffer, page - first, jax.lax.rem(self.last(tile), KEYS))
+
+        return buffer
+
+    def _live_tile(self, tile: jax.Array) -> jax.Array:
+        """Return the first tile from `tile` on that has pages, or the end."""
+
+        def is_empty(tile: jax.Array) -> jax.Array:
+            return (tile < self.end) & (self.num(jnp.minimum(tile, self.call.num_tiles - 1)) == 0)
+
+        return jax.lax.while_loop(is_empty, lambda tile: tile + 1, tile)
+
+    def _each_page(self, left: jax.Array, do: Callable[..., None]) -> None:
+        """Call `do` for each page of a buffer, if only `left` remain."""
+        jax.lax.fori_loop(0, jnp.minimum(left, self.call.buffers.pages), do, None)
+
+    def _start(self, tile: jax.Array, page: jax.Array, buffer: jax.Array, i: jax.Array) -> None:
+        """Start to copy a page of a tile to the i-th of a buffer."""
+        row, is_side = self.of(tile, 0), page >= self.whole(tile)
+
+        def start(sources: Sequence[Any], number: jax.Array) -> None:
+            for copy in self._copies(sources, number, buffer, i):
+                copy.start()
+
+        if not self.call.path_pages:
+            start(self.sources[:2], self.table_X[row * self.call.max_pages + page])
+            return
+
+        @pl.when(is_side)
+        def _() -> None:
+            first, path = self.place(tile, page)
+            nth = jax.lax.div(first, KEYS) - self.whole(tile)
+            side = self.of(tile, 5) + path * self.call.path_pages + nth
+            start(self.sources[2:], side)
+
+        @pl.when(jnp.logical_not(is_side))
+        def _() -> None:
+            start(self.sources[:2], self.table_X[row * self.call.max_pages + page])
+
+    def _copies(self, sources: Sequence[Any], page: Any, buffer: jax.Array, i: Any) -> list[Any]:
+        return [
+            pltpu.make_async_copy(source.at[page], to.at[buffer, i], self.semaphores.at[buffer])
+            for source, to in zip(sources, self.buffers, strict=True)
+        ]
+
+    def _clear(self, buffer: jax.Array, i: jax.Array, live: jax.Array) -> None:
+        """Set the values of a page after the live ones to 0: a weight of 0 times NaN is NaN."""
+        values = self.buffers[1]
+        old_KSh = values[buffer, i]
+        position_KSh = jax.lax.broadcasted_iota(jnp.int32, old_KSh.shape, 1)
+        values[buffer, i] = jnp.where(position_KSh < live, old_KSh, 0).astype(old_KSh.dtype)
