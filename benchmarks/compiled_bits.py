@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 from benchmarks import compiled, environment, hlo
-from models import sum_in_order_on_gpus
+from models import sum_in_order_on_accelerators
 from rl.preflight.targets import devices_of, parse_target, prepare
 
 TARGETS = "h100:1x1x1", "h100:1x1x8"
@@ -65,7 +65,7 @@ def one(target_name: str, mode: str, layers: int) -> dict[str, Any]:
     target = parse_target(target_name)
     prepare(target)
     if MODES[mode]:
-        sum_in_order_on_gpus()
+        sum_in_order_on_accelerators()
     model = dataclasses.replace(compiled.QWEN3, num_layers=layers)
     programs = {
         name: program for name, program, _ in compiled.round_programs(model, target, tensor=1)

@@ -22,16 +22,18 @@ def _add(flag: str) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
-def sum_in_order_on_gpus() -> None:
-    """Make this process's programs for GPUs sum in an order that is the same in all of them.
+def sum_in_order_on_accelerators() -> None:
+    """Make this process's programs for accelerators sum in an order that all of them have.
 
-    Call it before jax opens a backend; `sums_in_order_on_gpus` is True from then on.
+    On TPUs kernels of our own do, on GPUs one tile of XLA's.
+
+    Call it before jax opens a backend; `sums_in_order_on_accelerators` is True from then on.
     """
     for flag in _ONE_TILE:
         _add(flag)
 
 
-def sums_in_order_on_gpus() -> bool:
+def sums_in_order_on_accelerators() -> bool:
     return all(flag in os.environ.get("XLA_FLAGS", "") for flag in _ONE_TILE)
 
 

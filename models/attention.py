@@ -151,17 +151,18 @@ class After(NamedTuple):
     """The place of X tokens that follow positions of a cache; int32.
 
     A token follows token `parent_X`, or if that is −1 the first `length_X` positions of row
-    `row_X`. Tokens of no row see anything. Tokens of a row are next to each other, in at most
-    `num_runs` such runs of `width` tokens. They are trees, of at most `num_paths` paths in all, or
-    if that is 0 chains, which the cache holds already.
+    `row_X`. Tokens of no row see anything. The tokens of a row, at most `width`, are next to each
+    other; if `num_runs` is not 0, they are in several runs, at most so many of all rows. They are
+    trees, of at most `num_paths` paths in all, or if that is 0 chains, which the cache holds
+    already.
     """
 
     row_X: jax.Array
     length_X: jax.Array
     parent_X: jax.Array
-    num_runs: int
     num_paths: int = 0
     width: int = 1
+    num_runs: int = 0
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -228,10 +229,10 @@ def attend_nodes(
     new = q_MHh, k_MKh, v_MKh
     if trees is None:
         row_M = jnp.arange(len(q_MHh), dtype=jnp.int32)
-        after = After(row_M, length_B, jnp.full_like(row_M, -1), len(row_M), len(row_M))
+        after = After(row_M, length_B, jnp.full_like(row_M, -1), len(row_M))
         return cached.of_new(*new, after, lambda: _of_roots(*new, cached, length_B))
     length_M = jnp.take(length_B, trees.row_M, mode="clip")
-    size = len(length_B), len(q_MHh), trees.path_BWW.shape[1]
+    size = len(q_MHh), trees.path_BWW.shape[1]
     after = After(trees.row_M, length_M, trees.parent_M, *size)
     return cached.of_new(*new, after, lambda: _of_trees(*new, cached, length_B, trees))
 
@@ -277,7 +278,7 @@ def attend_chunks(
     length_X = jnp.repeat(chunks.prefix_T, q_TCHh.shape[1])
     T, C = chunks.tokens_TC.shape
     width = C if chunks.are_apart else T * C
-    after = After(chunks.slot_X, length_X, chunks.parent_X, T, T, width)
+    after = After(chunks.slot_X, length_X, chunks.parent_X, T, width, num_runs=T)
     out_XHh = cached.of_new(q_XHh, k_XKh, v_XKh, after, lambda: _of_chunks(*new, cached, chunks))
     return out_XHh.reshape(q_TCHh.shape)
 

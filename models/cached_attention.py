@@ -88,17 +88,17 @@ def attend_in_order(
     after: After,
     portable: Portable,
     *table_BN: jax.Array,
-    is_split: bool = False,
+    has_own_slots: bool = False,
 ) -> jax.Array:
     """Compute `CachedLayer.of_new` by a kernel, of pages with a table; else `portable`.
 
-    `is_split`: each part of a mesh has equally many tokens, and their slots.
+    `has_own_slots`: each part of a mesh has equally many slots, in order, and their pages.
     """
     platform = is_in_order(new[0].dtype, held[1], bool(table_BN))
     if not platform:
         return portable()
     split = Split.of_cache(held[1])
-    of_parts = _of_own_slots if is_split and split.batch else _of_any_slots
+    of_parts = _of_own_slots if has_own_slots and split.batch else _of_any_slots
     kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, *table_BN)
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
 
@@ -123,22 +123,24 @@ def _of_own_slots(
     after: After,
     table_BN: jax.Array,
 ) -> jax.Array:
-    rows, of_slots = split.spec(batch=0, heads=1), split.spec(batch=0)
+    """Attend in each part for the tokens of its slots; chains are split as the slots are."""
+    of_slots, is_split = split.spec(batch=0), not after.num_paths
+    tokens, pages = split.spec(batch=0 if is_split else None, heads=1), split.spec(batch=0, heads=1)
+    places = of_slots if is_split else PartitionSpec()
 
     def local(*given: jax.Array) -> jax.Array:
         *arrays, row_X, length_X, parent_X, table_BN = given
-        part = jax.lax.axis_index(split.batch)
-        own = After(
-            jnp.where(row_X < 0, -1, row_X - part * len(table_BN)),
-            length_X,
-            jnp.where(parent_X < 0, -1, parent_X - part * len(row_X)),
-            after.num_runs // split.ways,
-            width=after.width,
-        )
-        return kernel(*arrays, split.own(table_BN, len(arrays[3])), after=own)
+        part, num_here = jax.lax.axis_index(split.batch), len(table_BN)
+        row_X = row_X - part * num_here
+        if is_split:
+            parent_X = jnp.where(parent_X < 0, -1, parent_X - part * len(row_X))
+        row_X = jnp.where((row_X >= 0) & (row_X < num_here), row_X, -1)
+        own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
+        out_XHh = kernel(*arrays, split.own(table_BN, len(arrays[3])), after=own)
+        return out_XHh if is_split else jax.lax.psum(out_XHh, split.batch)
 
-    attend = split.mapped(local, (*[rows] * 5, *[of_slots] * 4), rows)
-    return attend(*new, *held, *after.arrays, table_BN)
+    inputs = tokens, tokens, tokens, pages, pages, *[places] * 3, of_slots
+    return split.mapped(local, inputs, tokens)(*new, *held, *after.arrays, table_BN)
 
 
 def _of_any_slots(

@@ -91,7 +91,7 @@ class Rows:
         x_X = jnp.arange(B * N, dtype=jnp.int32)
         row_X = jnp.where((start_B + N <= S)[x_X // N], x_X // N, -1)
         parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
-        after = After(row_X, start_B[x_X // N], parent_X, B)
+        after = After(row_X, start_B[x_X // N], parent_X)
 
         def portable() -> jax.Array:
             mask_BNS = jnp.arange(S) <= (start_B[:, None] + jnp.arange(N))[..., None]

@@ -1,8 +1,9 @@
 """The arithmetic of a decoder layer: products with weights, sums, rotary positions, loops.
 
 XLA's products and reductions have orders that depend on the number of rows and on the program.
-`sum_in_order` has not, nor has the kernel of products on a CPU (`models.kernels.products_cpu`). If
-it does not take the sizes, few rows are turned to columns: XLA's CPU packs its right operand.
+`sum_in_order` has not, nor have the kernels of products (`models.kernels.products_cpu`,
+`products_tpu`). If a CPU's does not take the sizes, few rows are turned to columns: XLA's CPU packs
+its right operand.
 
 Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
 F feature width, N terms.
@@ -14,13 +15,13 @@ import functools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import sums_in_order_on_gpus
+from models import sums_in_order_on_accelerators
 from models.attention import precision_of
 from models.config import Adapted, ModelConfig
 from models.kernels import power_of_two
@@ -32,66 +33,94 @@ PRODUCT = "product"  # names the result of a product in order, for `models.train
 ADDED_AT_ONCE = 16  # parts of a sum
 
 
-def linear(x: jax.Array, weight_OI: jax.Array | Adapted, dtype: Any = None) -> jax.Array:
+class Way(NamedTuple):
+    """The dtype of a product, and the logical axes of its rows' first axis and of its outputs."""
+
+    dtype: Any
+    axes: tuple[str, str] = ("batch", "vocab")
+
+
+def linear(
+    x: jax.Array,
+    weight_OI: jax.Array | Adapted,
+    dtype: Any = None,
+    axes: tuple[str, str] = ("batch", "vocab"),
+) -> jax.Array:
     """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's.
 
-    An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x.
+    An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x. `axes`
+    are logical ones of the first axis and of the outputs, by which kernels are split.
     """
-    dtype = dtype or x.dtype
+    way = Way(dtype or x.dtype, axes)
     if not isinstance(weight_OI, Adapted):
-        return _product(dtype, x, weight_OI)
+        return _product(way, x, weight_OI)
     low = weight_OI.low
     inner = weight_OI.scale * linear(x, low.down_RI)
     if weight_OI.keeps_XR is not None:
         inner *= weight_OI.keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
-    return _product(dtype, x, weight_OI.weight_OI, inner, low.up_OR)
+    return _product(way, x, weight_OI.weight_OI, inner, low.up_OR)
 
 
-def _product(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
+def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
     """Return x · wᵀ, and with `more`, inner and up_OR, inner · upᵀ added to it."""
-    many = partial(_input_first, dtype)
+    many = partial(_input_first, way.dtype)
     if is_in_order(x, weight_OI, *more):
-        in_order = partial(_in_order, dtype)
-        return jax.lax.platform_dependent(x, weight_OI, *more, cpu=in_order, default=many)
+        platform = platform_in_use()
+        in_order = {platform: partial(_in_order, way, platform)}
+        return jax.lax.platform_dependent(x, weight_OI, *more, **in_order, default=many)
     if more:
-        return _product(dtype, x, weight_OI) + _product(dtype, *more)
+        return _product(way, x, weight_OI) + _product(way, *more)
 
     def turned(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
-        return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
+        return _as_rows(_weight_first(weight_OI, _as_columns(x), way.dtype), x.shape[:-1])
 
     return _by_rows(turned, many, x, weight_OI)
 
 
 def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
-    """Return whether a CPU sums this product in one order, in any number of rows."""
-    if platform_in_use() != "cpu":
+    """Return whether a kernel sums this product in one order, in any number of rows."""
+    given = x, *more
+    if (platform := platform_in_use()) == "cpu":
+        from models.kernels import products_cpu  # numba: half a second to import
+
+        return all(products_cpu.takes(y.shape[-1], y.dtype) for y in given)
+    if platform != "tpu" or len(given) > 2 or not sums_in_order_on_accelerators():
         return False
-    from models.kernels import products_cpu  # numba: half a second to import
+    from models.kernels import products_tpu  # Pallas: a second to import
 
-    return all(products_cpu.takes(y.shape[-1], y.dtype) for y in (x, *more))
+    return all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_order(dtype: Any, *given: jax.Array) -> jax.Array:
-    from models.kernels import products_cpu
-
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_order(way: Way, platform: str, *given: jax.Array) -> jax.Array:
     x, weight_OI, *_ = given
-    rows = ("batch", *[None] * x.ndim)[: x.ndim - 1]
-    axes: tuple[Axes, ...] = ((*rows, None), ("vocab", None))
-    result = (*x.shape[:-1], len(weight_OI)), (*rows, "vocab")
-
-    def local(*given: jax.Array) -> tuple[jax.Array]:
-        return (products_cpu.product(*given).astype(dtype),)
-
+    rows, outputs = (way.axes[0], *[None] * x.ndim)[: x.ndim - 1], way.axes[1]
+    axes: tuple[Axes, ...] = ((*rows, None), (outputs, None))
+    result = (*x.shape[:-1], len(weight_OI)), (*rows, outputs)
+    local = partial(_by_kernel, way, platform)
     return by_device(local, given, axes * (len(given) // 2), [result])[0]
 
 
-def _in_order_fwd(dtype: Any, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return checkpoint_name(_in_order(dtype, *given), PRODUCT), given
+def _by_kernel(way: Way, platform: str, *given: jax.Array) -> tuple[jax.Array]:
+    if platform == "cpu":
+        from models.kernels import products_cpu
+
+        return (products_cpu.product(*given).astype(way.dtype),)
+    from models.kernels import products_tpu
+
+    x, weight_OI = given
+    y_RO = products_tpu.product(x.reshape(-1, x.shape[-1]), weight_OI, way.dtype)
+    return (y_RO.reshape(*x.shape[:-1], -1),)
 
 
-def _in_order_bwd(dtype: Any, given: tuple[jax.Array, ...], dy: jax.Array) -> tuple:
-    return jax.vjp(partial(_input_first, dtype), *given)[1](dy)
+def _in_order_fwd(
+    way: Way, platform: str, *given: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return checkpoint_name(_in_order(way, platform, *given), PRODUCT), given
+
+
+def _in_order_bwd(way: Way, _: str, given: tuple[jax.Array, ...], dy: jax.Array) -> tuple:
+    return jax.vjp(partial(_input_first, way.dtype), *given)[1](dy)
 
 
 _in_order.defvjp(_in_order_fwd, _in_order_bwd)
@@ -111,7 +140,9 @@ def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Ar
     products in order, since decoding has no parts.
     """
     weights = gate_FD, up_FD, down_DF
-    is_whole = any(isinstance(weight, Adapted) for weight in weights) or sums_in_order_on_gpus()
+    is_whole = (
+        any(isinstance(weight, Adapted) for weight in weights) or sums_in_order_on_accelerators()
+    )
     if is_whole or is_in_order(x, *weights):
         return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
@@ -255,8 +286,8 @@ def mean_square(x_D: jax.Array) -> jax.Array:
     """Return the mean of x² over the last axis, in float32; [..., 1]. A CPU sums in order."""
     squares_D = jnp.square(x_D.astype(jnp.float32))
     in_order = {"cpu": partial(sum_in_order, squares_D)}
-    if x_D.dtype == jnp.bfloat16 and sums_in_order_on_gpus():
-        in_order["cuda"] = partial(sum_of_squares, x_D)
+    if x_D.dtype == jnp.bfloat16 and sums_in_order_on_accelerators():
+        in_order["cuda"] = in_order["tpu"] = partial(sum_of_squares, x_D)
     default = partial(jnp.sum, squares_D, axis=-1)
     total = jax.lax.platform_dependent(**in_order, default=default)
     return total[..., None] / x_D.shape[-1]

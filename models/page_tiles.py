@@ -43,25 +43,17 @@ def attend(
 ) -> jax.Array:
     """Return the attention of tokens to all before them and themselves, [X, H, h]; of no row: 0."""
     (X, H, h), K, dtype = q_XHh.shape, k_XKh.shape[1], keys_PKTh.dtype
-    group, by_tiles, block = H // K, _by_tpu, KEYS
-    size = min(TPU_TOKENS, after.width)
-    if platform == "cuda":
-        by_tiles, block, size = _by_gpu, ROWS, ROWS // group
-    tiles = Tiles.of(after, size, len(table_BN))
-    paths, path_X, sides = None, jnp.zeros_like(tiles.row_X), list[jax.Array]()
+    is_tpu, group = platform == "tpu", H // K
+    block, size = (KEYS, min(TPU_TOKENS, after.width)) if is_tpu else (ROWS, ROWS // group)
+    tiles, paths = Tiles.of(after, size, len(table_BN)), None
     if after.num_paths:
         paths = SidePaths.of(after, tiles, table_BN, keys_PKTh, block)
-        path_X = paths.path_X
-        sides = [paths.copies(keys_PKTh, k_XKh, block), paths.copies(values_PKTh, v_XKh, block)]
     N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
-    numbers_NY = [jnp.repeat(tiles.by_place(x), group, axis=1) for x in (tiles.position_X, path_X)]
-    pages, num_rows = (keys_PKTh, values_PKTh), min(A, after.width) * group
-    reads = tiles.reads(paths, block)
-    out_NKYh = by_tiles(
-        q_NKYh, pages, table_BN, numbers_NY, reads, sides, num_rows, interpret=interpret
-    )
+    by_tiles = _by_tpu if is_tpu else _by_gpu
+    given = q_NKYh, (keys_PKTh, values_PKTh), (k_XKh, v_XKh), table_BN, tiles, paths
+    out_NKYh = by_tiles(*given, interpret=interpret)
     out_NKAGh = out_NKYh.reshape(N, K, A, group, h)
     out_XHh = out_NKAGh[tiles.tile_X, :, tiles.place_X].reshape(X, H, h)
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
@@ -70,35 +62,38 @@ def attend(
 def _by_gpu(
     q_NKYh: jax.Array,
     pages: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array],
     table_BN: jax.Array,
-    numbers_NY: list[jax.Array],
-    reads: Reads,
-    sides: list[jax.Array],
-    num_rows: int,
+    tiles: Tiles,
+    paths: SidePaths | None,
     *,
     interpret: Any,
 ) -> jax.Array:
     (P, _, T, _), Y = pages[0].shape, q_NKYh.shape[2]
     q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
-    numbers_NR = (jnp.pad(x, ((0, 0), (0, ROWS - Y)), constant_values=-1) for x in numbers_NY)
-    blocks = page_attention_gpu.blocks_of(table_BN, reads, P, T)
-    rows = *numbers_NR, blocks, sides
-    options: dict[str, Any] = {"num_rows": num_rows, "interpret": interpret}
+    blocks = page_attention_gpu.blocks_of(table_BN, tiles.reads(paths, ROWS), P, T)
+    numbers_NR = (
+        jnp.pad(x, ((0, 0), (0, ROWS - Y)), constant_values=-1) for x in tiles.by_row(paths, Y)
+    )
+    sides = [] if paths is None else list(map(paths.copies, pages, new))
+    num_rows = min(Y, tiles.width * Y // tiles.token_NA.shape[1])
+    rows, options = (*numbers_NR, blocks, sides), {"num_rows": num_rows, "interpret": interpret}
     return page_attention_gpu.attend_tiles(q_NKRh, *pages, *rows, **options)[:, :, :Y]
 
 
 def _by_tpu(
     q_NKYh: jax.Array,
     pages: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array],
     table_BN: jax.Array,
-    numbers_NY: list[jax.Array],
-    reads: Reads,
-    sides: list[jax.Array],
-    num_rows: int,
+    tiles: Tiles,
+    paths: SidePaths | None,
     *,
     interpret: Any,
 ) -> jax.Array:
-    rows = table_BN, *numbers_NY, reads, sides
+    numbers_NY, reads = tiles.by_row(paths, q_NKYh.shape[2]), tiles.reads(paths, KEYS)
+    source = () if paths is None else (paths.source_SE, *new)
+    rows = table_BN, *numbers_NY, reads, source
     return page_attention_tpu.attend_tiles(q_NKYh, *pages, *rows, interpret=interpret or False)
 
 
@@ -116,21 +111,24 @@ class Tiles:
     tile_X: jax.Array
     place_X: jax.Array
     token_NA: jax.Array
+    width: int
 
     @staticmethod
     def of(after: After, size: int, num_slots: int) -> Tiles:
-        row_X, X = after.row_X, len(after.row_X)
+        X, row_X = len(after.row_X), after.row_X
+        row_X = jnp.where(row_X < num_slots, row_X, -1)
         ups, depth_X = _ancestors(after.parent_X)
         at_X = jnp.arange(X, dtype=jnp.int32)
         # each run of a row's tokens starts a tile
         begins_X = jnp.concatenate([jnp.ones(1, bool), row_X[1:] != row_X[:-1]])
         rank_X = at_X - jax.lax.cummax(jnp.where(begins_X, at_X, 0))
-        tile_X = jnp.cumsum(rank_X % size == 0).astype(jnp.int32) - 1
-        N = min(X, after.num_runs + 1 + X // size)  # padding may be a run
+        place_X, is_own_X = rank_X % size, row_X >= 0
+        runs = after.num_runs or num_slots
+        N = min(runs * -(-after.width // size), runs + X // size)
+        tile_X = jnp.cumsum((place_X == 0) & is_own_X).astype(jnp.int32) - 1
         none_NA = jnp.full((N, size), X, jnp.int32)
-        token_NA = none_NA.at[tile_X, rank_X % size].set(at_X, mode="drop")
-        row_X = jnp.where(row_X < num_slots, row_X, -1)
-        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, rank_X % size, token_NA)
+        token_NA = none_NA.at[jnp.where(is_own_X, tile_X, N), place_X].set(at_X, mode="drop")
+        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, place_X, token_NA, after.width)
 
     @property
     def position_X(self) -> jax.Array:
@@ -139,6 +137,12 @@ class Tiles:
     def by_place(self, x_X: jax.Array) -> jax.Array:
         """Return a number of each token by its place, −1 of none; [N, A]."""
         return jnp.take(x_X, self.token_NA, mode="fill", fill_value=-1)
+
+    def by_row(self, paths: SidePaths | None, num_rows: int) -> list[jax.Array]:
+        """Return the position and the path of each row of tiles, −1 of none; [N, Y]."""
+        path_X = jnp.zeros_like(self.row_X) if paths is None else paths.path_X
+        group = num_rows // self.token_NA.shape[1]
+        return [jnp.repeat(self.by_place(x), group, axis=1) for x in (self.position_X, path_X)]
 
     def reads(self, paths: SidePaths | None, block: int) -> Reads:
         row_N = jnp.max(self.by_place(self.row_X), axis=1)
@@ -201,11 +205,11 @@ class SidePaths:
         path_X = jnp.where(row_X < 0, 0, path_X - jnp.take(first_B, row_X, mode="clip"))
         return SidePaths(path_X, num_B, first_B, source_SE, page_S * each + block_S % each)
 
-    def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array, block: int) -> jax.Array:
+    def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array) -> jax.Array:
         """Return the keys or values of as many paths as there are, [S · E / R, K, R, h]."""
         (S, E), (P, K, T, h), X = self.source_SE.shape, pages_PKTh.shape, len(new_XKh)
-        n, each, dtype = min(PATHS_AT_ONCE, S), T // block, pages_PKTh.dtype
-        held = pages_PKTh.reshape(P, K, each, block, h)
+        n, each, dtype = min(PATHS_AT_ONCE, S), T // ROWS, pages_PKTh.dtype
+        held = pages_PKTh.reshape(P, K, each, ROWS, h)
 
         def some(i: jax.Array, out: jax.Array) -> jax.Array:
             first = jnp.minimum(i * n, S - n)
@@ -213,14 +217,14 @@ class SidePaths:
             block_n = jax.lax.dynamic_slice_in_dim(self.block_S, first, n)
             token_nE = jnp.where(source_nE < 0, X, source_nE)
             x_nEKh = jnp.take(new_XKh.astype(dtype), token_nE, axis=0, mode="fill", fill_value=0)
-            x_nbKRh = x_nEKh.reshape(n, -1, block, K, h).swapaxes(2, 3)
-            is_held_nR = source_nE[:, None, :block, None] < 0
+            x_nbKRh = x_nEKh.reshape(n, -1, ROWS, K, h).swapaxes(2, 3)
+            is_held_nR = source_nE[:, None, :ROWS, None] < 0
             held_nKRh = held[block_n // each, :, block_n % each]
             x_nKRh = jnp.where(is_held_nR, held_nKRh, x_nbKRh[:, 0])
-            x_YKRh = x_nbKRh.at[:, 0].set(x_nKRh).reshape(-1, K, block, h)
-            return jax.lax.dynamic_update_slice_in_dim(out, x_YKRh, first * (E // block), 0)
+            x_YKRh = x_nbKRh.at[:, 0].set(x_nKRh).reshape(-1, K, ROWS, h)
+            return jax.lax.dynamic_update_slice_in_dim(out, x_YKRh, first * (E // ROWS), 0)
 
-        none = jax.lax.empty((S * E // block, K, block, h), dtype)
+        none = jax.lax.empty((S * E // ROWS, K, ROWS, h), dtype)
         return jax.lax.fori_loop(0, -(-jnp.sum(self.num_B) // n), some, none)
 
 

@@ -86,8 +86,9 @@ class Pages:
     ) -> jax.Array:
         """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
         new, held = (q_XHh, k_XKh, v_XKh), (self.keys_PKTh, self.values_PKTh)
-        is_split = not self.anywhere and not after.num_paths
-        return attend_in_order(new, held, after, portable, self.table_BN, is_split=is_split)
+        has_own_slots = not self.anywhere
+        table = self.table_BN
+        return attend_in_order(new, held, after, portable, table, has_own_slots=has_own_slots)
 
     def append_and_attend(
         self,
@@ -142,7 +143,7 @@ class Pages:
         x_X = jnp.arange(B * N, dtype=jnp.int32)
         parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
         own_X = jnp.where(is_there_B[row_X], row_X, -1)
-        after = After(own_X, start_B[row_X], parent_X, B, width=N)
+        after = After(own_X, start_B[row_X], parent_X, width=N)
         out_XHh = layer.of_new(q_XHh, k_XKh, v_XKh, after, portable)
         return layer, out_XHh.reshape(q_BNHh.shape)
 

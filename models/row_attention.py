@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import sums_in_order_on_gpus
+from models import sums_in_order_on_accelerators
 from models.attention import (
     LOG2_E,
     NEGATIVE,
@@ -75,13 +75,11 @@ attend_rows.defvjp(_attend_fwd, _attend_bwd)
 def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     """Return whether rows of T tokens are better attended here than under a mask.
 
-    Long ones are, and on CPUs, and GPUs that sum in order, every row that the kernel takes.
+    Long ones are, and on CPUs, and accelerators that sum in order, every row that the kernel takes.
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True
-    if (platform := platform_in_use()) in GPU and sums_in_order_on_gpus():
-        platform = "cuda"
-    elif platform != "cpu":
+    if (platform := _platform()) != "cpu" and not sums_in_order_on_accelerators():
         return False
     shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
     return _kernel_of(platform).takes(*shapes, dtype) is None
@@ -89,11 +87,16 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
 
 def segment_tokens() -> int:
     """Return the multiple of positions at which segments of rows start (`rl.packing`)."""
-    if platform_in_use() not in GPU or not sums_in_order_on_gpus():
+    if (platform := _platform()) == "cpu" or not sums_in_order_on_accelerators():
         return 1
-    from models.kernels.hopper import ROWS  # Pallas
+    from models.kernels import hopper, softmax_tpu  # Pallas: a second to import
 
-    return ROWS
+    return softmax_tpu.KEYS if platform == "tpu" else hopper.ROWS
+
+
+def _platform() -> str:
+    """Return the platform in use, as programs name it."""
+    return "cuda" if (platform := platform_in_use()) in GPU else platform
 
 
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:

@@ -356,12 +356,18 @@ def _nodes_layer(
     return x_X1D, *entries[0]
 
 
-def head(config: ModelConfig, params: Params, hidden_D: jax.Array) -> jax.Array:
+def head(
+    config: ModelConfig,
+    params: Params,
+    hidden_D: jax.Array,
+    axes: tuple[str, str] = ("batch", "vocab"),
+) -> jax.Array:
     """Return the logits of hidden states, float32, −∞ for unused ids; [..., D] to [..., V].
 
-    No path draws or scores an id without a token, since all take their logits from here.
+    No path draws or scores an id without a token, since all take their logits from here. `axes` are
+    logical ones of the first axis and of the vocabulary.
     """
-    return without_unused(config, linear(hidden_D, head_weight(params), jnp.float32))
+    return without_unused(config, linear(hidden_D, head_weight(params), jnp.float32, axes))
 
 
 def without_unused(config: ModelConfig, logits_V: jax.Array) -> jax.Array:

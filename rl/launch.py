@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from models import sum_in_order_on_gpus
+from models import sum_in_order_on_accelerators
 from rl import ray_run, run_folder, run_process
 from rl.cluster.actors import Actor, ActorSettings
 from rl.config import TrainConfig
@@ -145,7 +145,7 @@ def main(orders: BinaryIO) -> int:
     try:
         config = _config(start)
         if config.numerics.same_bits is True:
-            sum_in_order_on_gpus()
+            sum_in_order_on_accelerators()
         folder = Path(config.run.directory or "").absolute()
         before = load(TrainConfig, [folder / CONFIG_FILE]) if start.resume else None
         inputs = open_inputs(config)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from models import sum_in_order_on_gpus
+from models import sum_in_order_on_accelerators
 from rl import run_folder
 from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if config.numerics.same_bits is True:
-        sum_in_order_on_gpus()
+        sum_in_order_on_accelerators()
     if args.show_config:
         say(dump(config))
     if args.dry_run:

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import same_bits
 from benchmarks.passes import random_texts
 from benchmarks.turns import in_turns
-from models import sum_in_order_on_gpus, transformer
+from models import sum_in_order_on_accelerators, transformer
 from models.layers import linear, rope_turns, rotate
 from spec.sampling import masses
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 REFERENCE_ROWS = 64
 MAX_LAYERS = 4  # of the policy of `passes`, which has ten programs to compile
 ROWS = 1, 8, 32, 64, 128, 256, 512, 4096
-CHOSEN = {  # options of XLA for GPUs, as they are without `sum_in_order_on_gpus`
+CHOSEN = {  # options of XLA for GPUs, as they are without `sum_in_order_on_accelerators`
     "xla_gpu_experimental_force_split_k": 0,
     "xla_gpu_override_gemm_autotuner": "",
     "xla_gpu_cublas_fallback": True,
@@ -41,7 +41,7 @@ CHOSEN = {  # options of XLA for GPUs, as they are without `sum_in_order_on_gpus
 
 
 def rows(size: Size) -> Iterator[Row]:
-    sum_in_order_on_gpus()  # before jax opens the device
+    sum_in_order_on_accelerators()  # before jax opens the device
     most = 4096 if size.name == "real" else 128
     yield from products(size, [n for n in ROWS if n <= most])
     yield from elementwise(size, [n for n in ROWS if n <= most])

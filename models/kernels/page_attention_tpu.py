@@ -11,7 +11,6 @@ head, P pages, S = `KEYS` positions of a page, M pages of a slot at most. Source
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from models.kernels import NEGATIVE
 from models.kernels.page_buffers_tpu import ANYWHERE, Buffers, Call, Pages
+from models.kernels.page_entries_tpu import Entry, NewTokens
 from models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
 from models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
 
@@ -57,7 +57,7 @@ def attend_tiles(
     position_NX: jax.Array,
     path_NX: jax.Array,
     reads: Reads,
-    sides_QKSh: Sequence[jax.Array] = (),
+    source: Sequence[jax.Array] = (),
     *,
     is_partial: bool = False,
     buffers: Buffers | None = None,
@@ -65,10 +65,11 @@ def attend_tiles(
 ) -> Any:
     """Return the attention of tiles, [N, K, X, h] of the queries' dtype.
 
-    A row sees the whole pages of its tile, and other pages of its path up to its position. With
-    `is_partial` return its softmax instead, float32 [N, K, X, h] and [N, K, X, l]: the top in lane
-    0, the total in others. Entries of a table after the live ones are not read. Raises ValueError
-    with the reason of `takes`.
+    A row sees the whole pages of its tile, and other pages of its path up to its position. `source`
+    names the tokens of paths' positions, −1 of those that the slot's last page holds, [S, E], and
+    has the tokens' keys and values, [Z, K, h]. With `is_partial` return the softmax instead,
+    float32 [N, K, X, h] and [N, K, X, l]: the top in lane 0, the total in others. Entries of a table
+    after the live ones are not read. Raises ValueError with the reason of `takes`.
     """
     (N, K, X, h), (P, _, S, _) = q_NKXh.shape, keys_PKSh.shape
     assert values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
@@ -78,14 +79,14 @@ def attend_tiles(
     call = Call.of(q_NKXh, keys_PKSh, table_BM, reads, buffers)
     rows, sums, numbers = call.of_tile(K, X, h), call.of_tile(K, X, LANES), call.of_tile(X, 2)
     number_NX2 = jnp.stack([position_NX, path_NX], axis=2)
-    pages = keys_PKSh, values_PKSh, *sides_QKSh
+    pages = [(ANYWHERE, keys_PKSh), (ANYWHERE, values_PKSh)]
     result = [(rows, q_NKXh.shape, q_NKXh.dtype)]
     if is_partial:
         result = [(rows, q_NKXh.shape, jnp.float32), (sums, (N, K, X, LANES), jnp.float32)]
     out = call.run(
         partial(_kernel, call),
         *(table_BM, reads),
-        [(rows, q_NKXh), (numbers, number_NX2), *((ANYWHERE, x) for x in pages)],
+        [(rows, q_NKXh), (numbers, number_NX2), *NewTokens.inputs(source, q_NKXh.dtype), *pages],
         result,
         name="page_attention",
         interpret=interpret,
@@ -94,25 +95,24 @@ def attend_tiles(
 
 
 def _kernel(call: Call, *refs: Any) -> None:
-    table_X, scalars_X, q_ref, number_ref, *refs = refs
-    num_sources = 4 if call.path_pages else 2
-    sources, (*results, keys, values, sums, tops, totals, state, copied) = (
-        refs[:num_sources],
-        refs[num_sources:],
-    )
-    softmax = sums, tops, totals
-    scalars = table_X, scalars_X, sources, (keys, values), copied, state
-    attend_tile(call, scalars, q_ref, number_ref[0], softmax)
-    if len(results) == 1:
-        for head in range(call.num_kv_heads):
-            out_Xh = Softmax(*(x[head] for x in softmax)).attention()
-            results[0][0, head] = out_Xh.astype(results[0].dtype)
-        return
+    (table_X, scalars_X, q_ref, number_ref), arrays = refs[:4], refs[4:]
+    tokens = None
+    if call.path_pages:
+        (source_ZS, *new), arrays = arrays[:3], arrays[3:]
+        tokens = NewTokens(source_ZS, tuple(new))
+    (*sources, out_ref), rest = arrays[:3], arrays[3:]
+    sums_ref, rest = (rest[0], rest[1:]) if len(rest) > 7 else (None, rest)
+    keys, values, *softmax, state, copied = rest
+    scalars = table_X, scalars_X, tuple(sources), (keys, values), copied, state
+    attend_tile(call, scalars, q_ref, number_ref[0], tuple(softmax), tokens=tokens)
     for head in range(call.num_kv_heads):
         one = Softmax(*(x[head] for x in softmax))
+        if sums_ref is None:
+            out_ref[0, head] = one.attention().astype(out_ref.dtype)
+            continue
         lane_Xl = jax.lax.broadcasted_iota(jnp.int32, one.top_Xl.shape, 1)
-        results[0][0, head] = one.sum_Xh
-        results[1][0, head] = jnp.where(lane_Xl == 0, one.top_Xl, one.total())
+        out_ref[0, head] = one.sum_Xh
+        sums_ref[0, head] = jnp.where(lane_Xl == 0, one.top_Xl, one.total())
 
 
 def attend_tile(
@@ -121,7 +121,8 @@ def attend_tile(
     q_ref: Any,
     number_X2: jax.Array,
     softmax: tuple[Any, Any, Any],
-    entry: _Entry | None = None,
+    entry: Entry | None = None,
+    tokens: NewTokens | None = None,
 ) -> None:
     """Attend from the current tile; leave the softmax of each head."""
     table_X, scalars_X, sources, buffers, copied, state = scalars
@@ -152,13 +153,17 @@ def attend_tile(
             scores_XY = scores(q_ref[0, head], keys_Yh)
             hold(head, held(head).with_blocks(scores_XY, values_Yh))
 
-    def one_masked(first: jax.Array, buffer: jax.Array, page: jax.Array, _: None) -> None:
-        start, path = pages.place(tile, first + page)
-        is_whole = first + page < pages.whole(tile)
+    def one_masked(first: jax.Array, buffer: jax.Array, i: jax.Array, _: None) -> None:
+        page = first + i
+        (nth, path), is_whole = pages.place(tile, page), page < pages.whole(tile)
+        start = (pages.whole(tile) + nth) * KEYS
+        if tokens is not None:
+            put = partial(tokens.put, pages, tile, page, buffer, i)
+            pl.when(jnp.logical_not(is_whole))(put)
         is_own_X1 = (number_X2[:, 1:] == path) | is_whole
         last_X1 = jnp.where(is_own_X1, jnp.where(is_whole, 2**30, number_X2[:, :1]), -1)
         for head in heads:
-            keys_Sh, values_Sh = (x[buffer, page, head] for x in buffers)
+            keys_Sh, values_Sh = (x[buffer, i, head] for x in buffers)
             scores_XS = scores(q_ref[0, head], keys_Sh)
             position_XS = start + jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
             scores_XS = jnp.where(position_XS <= last_X1, scores_XS, NEGATIVE)
@@ -282,7 +287,7 @@ def _append_kernel(call: Call, *refs: Any) -> None:
     table_X, scalars_X, q_ref, k_ref, v_ref, _, _, out_ref, keys_PKSh, values_PKSh = refs[:10]
     keys, values, *softmax, state, copied, semaphore = refs[10:]
     pages, buffers = (keys_PKSh, values_PKSh), (keys, values)
-    entry = _Entry((k_ref, v_ref), semaphore)
+    entry = Entry((k_ref, v_ref), semaphore)
     tile = pl.program_id(0) * call.grid[1] + pl.program_id(1)
     last = scalars_X[tile * Pages.SCALARS + 2] - 1
     number_X2 = jnp.concatenate([jnp.full((call.num_rows, 1), x, jnp.int32) for x in (last, 0)], 1)
@@ -291,53 +296,3 @@ def _append_kernel(call: Call, *refs: Any) -> None:
     for head in range(call.num_kv_heads):
         out_Xh = Softmax(*(x[head] for x in softmax)).attention()
         out_ref[0, head] = out_Xh.astype(out_ref.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """The current slot's new entry, copied once its last page is in a buffer."""
-
-    new: tuple[Any, Any]
-    semaphore: Any
-
-    def begin(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> None:
-        row, blocks = self._row_and_blocks(pages, slot, buffer)
-        for new_ref, block in zip(self.new, blocks, strict=True):
-            old_KRh = block[...]
-            is_new = jax.lax.broadcasted_iota(jnp.int32, old_KRh.shape, 1) == row
-            block[...] = jnp.where(is_new, new_ref[0], old_KRh)
-        for copy in self._copies(pages, slot, buffer):
-            copy.start()
-
-    def end(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> None:
-        for copy in self._copies(pages, slot, buffer):
-            copy.wait()
-
-    def _row_and_blocks(
-        self, pages: Pages, slot: jax.Array, buffer: jax.Array
-    ) -> tuple[jax.Array, list[Any]]:
-        """Return the entry's row among those of a copy, and these rows of keys and values."""
-        nth, first, row = self._place(pages, slot)
-        at = jax.lax.rem(nth, pages.call.buffers.pages)
-        size = self._rows(pages)
-        return row, [x.at[buffer, at, :, pl.ds(first, size)] for x in pages.buffers]
-
-    def _copies(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> list[Any]:
-        nth, first, _ = self._place(pages, slot)
-        page = pages.table_X[slot * pages.call.max_pages + nth]
-        _, blocks = self._row_and_blocks(pages, slot, buffer)
-        where = page, slice(None), pl.ds(first, self._rows(pages))
-        return [
-            pltpu.make_async_copy(block, to.at[where], self.semaphore)
-            for block, to in zip(blocks, pages.sources, strict=True)
-        ]
-
-    def _place(self, pages: Pages, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return which of the slot's pages the entry is in, its copy's first row, its row there."""
-        position, size = pages.last(slot) - 1, self._rows(pages)
-        at = jax.lax.rem(position, KEYS)
-        first = jax.lax.div(at, size) * size
-        return jax.lax.div(position, KEYS), pl.multiple_of(first, size), at - first
-
-    def _rows(self, pages: Pages) -> int:
-        return 32 // pages.call.dtype.itemsize  # of a copy, of 32 bytes a column

@@ -212,24 +212,25 @@ class Pages:
     end: jax.Array
     table_X: Any
     scalars_X: Any
-    sources: Sequence[Any]  # pages of keys and of values, then their side blocks
+    sources: Sequence[Any]  # pages of keys and of values
     buffers: tuple[Any, Any]
     semaphores: Any
     state: Any
 
-    SCALARS = 6  # of a tile: row, whole pages, last position, pages, paths, first side block
+    # of a tile: row, whole pages, last position, pages, paths, first path, positions before paths
+    SCALARS = 7
 
     @staticmethod
     def scalars(reads: Reads, max_positions: int) -> jax.Array:
-        """Return the scalars of all tiles, [N · 6]."""
+        """Return the scalars of all tiles, [N · 7]."""
         paths, last_N = reads.paths, jnp.minimum(reads.last_N, max_positions)
         whole_N = jnp.where(last_N > 0, jnp.minimum(reads.length_N, last_N) // KEYS, 0)
-        num_N, first_N = jnp.ones_like(last_N), jnp.zeros_like(last_N)
+        num_N, first_N, held_N = jnp.ones_like(last_N), *[jnp.zeros_like(last_N)] * 2
         if paths is not None:
-            num_N, first_N = jnp.maximum(paths.num_N, 1), paths.first_N * paths.blocks
-            last_N = reads.last_N  # paths may go beyond the pages
+            num_N, first_N = jnp.maximum(paths.num_N, 1), paths.first_N
+            held_N, last_N = reads.length_N % KEYS, reads.last_N  # paths may go beyond the pages
         pages_N = whole_N + jnp.maximum(pl.cdiv(last_N, KEYS) - whole_N, 0) * num_N
-        numbers = reads.row_N, whole_N, last_N, pages_N, num_N, first_N
+        numbers = reads.row_N, whole_N, last_N, pages_N, num_N, first_N, held_N
         return jnp.stack([x.astype(jnp.int32) for x in numbers], axis=1).reshape(-1)
 
     def of(self, tile: Any, scalar: int) -> jax.Array:
@@ -246,10 +247,9 @@ class Pages:
         return self.of(tile, 3)
 
     def place(self, tile: Any, page: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the first position and the path of a page that not every row sees whole."""
-        behind = page - self.whole(tile)
-        nth, path = jax.lax.div(behind, self.of(tile, 4)), jax.lax.rem(behind, self.of(tile, 4))
-        return (self.whole(tile) + nth) * KEYS, path
+        """Return which of a path's pages a page is that not every row sees whole, and the path."""
+        behind, paths = page - self.whole(tile), self.of(tile, 4)
+        return jax.lax.div(behind, paths), jax.lax.rem(behind, paths)
 
     def begin(self, first_tile: jax.Array) -> None:
         """Fetch as many buffers as may be in flight while one is computed."""
@@ -284,13 +284,11 @@ class Pages:
         buffer = jax.lax.rem(taken, self.call.buffers.num)
 
         def wait(i: jax.Array, _: None) -> None:
-            for copy in self._copies(self.sources[:2], 0, buffer, i):
-                copy.wait()
+            self._wait(tile, first + i, buffer, i)
 
         self._each_page(self.num(tile) - first, wait)
-        if not self.call.path_pages:  # side blocks have zeros there
+        if not self.call.path_pages:
             page = jax.lax.div(self.last(tile), KEYS)
-
             last = jnp.minimum(self.num(tile), first + self.call.buffers.pages)
 
             @pl.when((page >= first) & (page < last))
@@ -313,31 +311,36 @@ class Pages:
 
     def _start(self, tile: jax.Array, page: jax.Array, buffer: jax.Array, i: jax.Array) -> None:
         """Start to copy a page of a tile to the i-th of a buffer."""
-        row, is_side = self.of(tile, 0), page >= self.whole(tile)
+        at, is_held = self._source(tile, page)
 
-        def start(sources: Sequence[Any], number: jax.Array) -> None:
-            for copy in self._copies(sources, number, buffer, i):
+        @pl.when(is_held)
+        def _() -> None:
+            number = self.table_X[self.of(tile, 0) * self.call.max_pages + at]
+            for copy in self._copies(number, buffer, i):
                 copy.start()
 
+    def _wait(self, tile: jax.Array, page: jax.Array, buffer: jax.Array, i: jax.Array) -> None:
+        @pl.when(self._source(tile, page)[1])
+        def _() -> None:
+            for copy in self._copies(0, buffer, i):
+                copy.wait()
+
+    def _source(self, tile: jax.Array, page: jax.Array) -> tuple[jax.Array, Any]:
+        """Return which of its slot's pages a page of a tile is, and if that holds any of it.
+
+        Paths begin with the positions that the slot's last page holds.
+        """
         if not self.call.path_pages:
-            start(self.sources[:2], self.table_X[row * self.call.max_pages + page])
-            return
+            return page, page >= 0
+        is_whole = page < self.whole(tile)
+        nth, _ = self.place(tile, page)
+        at = jax.lax.select(is_whole, page, self.whole(tile))
+        return at, is_whole | ((nth == 0) & (self.of(tile, 6) > 0))
 
-        @pl.when(is_side)
-        def _() -> None:
-            first, path = self.place(tile, page)
-            nth = jax.lax.div(first, KEYS) - self.whole(tile)
-            side = self.of(tile, 5) + path * self.call.path_pages + nth
-            start(self.sources[2:], side)
-
-        @pl.when(jnp.logical_not(is_side))
-        def _() -> None:
-            start(self.sources[:2], self.table_X[row * self.call.max_pages + page])
-
-    def _copies(self, sources: Sequence[Any], page: Any, buffer: jax.Array, i: Any) -> list[Any]:
+    def _copies(self, number: Any, buffer: jax.Array, i: Any) -> list[Any]:
         return [
-            pltpu.make_async_copy(source.at[page], to.at[buffer, i], self.semaphores.at[buffer])
-            for source, to in zip(sources, self.buffers, strict=True)
+            pltpu.make_async_copy(source.at[number], to.at[buffer, i], self.semaphores.at[buffer])
+            for source, to in zip(self.sources, self.buffers, strict=True)
         ]
 
     def _clear(self, buffer: jax.Array, i: jax.Array, live: jax.Array) -> None:

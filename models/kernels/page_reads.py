@@ -12,7 +12,7 @@ import jax
 
 
 class Paths(NamedTuple):
-    """The paths of each tile's slot in side blocks: how many, the first one, blocks of each."""
+    """The paths of each tile's slot: how many, the first one, and blocks of each, one after another."""
 
     num_N: jax.Array
     first_N: jax.Array

@@ -189,11 +189,11 @@ def why_other_bits_on_gpus(
     Weights are split `tensor_ways` by the trainer or an engine, whose cache is pages of
     `page_tokens`, or rows.
     """
-    from models import sums_in_order_on_gpus
+    from models import sums_in_order_on_accelerators
     from models.kernels import page_attention_gpu
     from models.kernels.hopper import ROWS, is_hopper
 
-    if not sums_in_order_on_gpus():
+    if not sums_in_order_on_accelerators():
         return "expected Numerics.same_bits=True before the start, else products have many tiles"
     if not is_hopper():
         return "expected GPUs of compute capability 9, got others"

@@ -59,11 +59,12 @@ def logprobs_and_entropy(
     def chunk(x: tuple[jax.Array, jax.Array, Processing]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC, processing = x
         hidden_BCD = constrain(hidden_BCD, rows_axis, None, None)
-        logits_BCV = transformer.head(recipe.model, cast(head, dtype), hidden_BCD)
+        axes = rows_axis, vocab_axis
+        logits_BCV = transformer.head(recipe.model, cast(head, dtype), hidden_BCD, axes)
         logits_BCV = constrain(logits_BCV, rows_axis, None, vocab_axis)
         processing_BC = processing.broadcast(targets_BC.shape)
         logprobs_BC, entropy_BC = log_probs(
-            logits_BCV, targets_BC, *processing_BC, axes=(rows_axis, vocab_axis)
+            logits_BCV, targets_BC, *processing_BC, axes=axes
         )
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 

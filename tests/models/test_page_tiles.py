@@ -62,7 +62,7 @@ def platform(request):
 
 @partial(jax.jit, static_argnames=("platform", "num_paths"))
 def attend(platform, new, pages, row_X, length_X, parent_X, table_BN, num_paths):
-    after = After(row_X, length_X, parent_X, len(row_X), num_paths, len(row_X))
+    after = After(row_X, length_X, parent_X, num_paths, len(row_X), len(row_X))
     given = *new, *pages, after, table_BN
     return page_tiles.attend(platform, *given, interpret=INTERPRET[platform])
 

@@ -47,7 +47,7 @@ def on_hopper():
         for module in (cached_attention, row_attention):
             patch.setattr(module, "platform_in_use", lambda: "gpu")
         for module in (layers, row_attention):
-            patch.setattr(module, "sums_in_order_on_gpus", lambda: True)
+            patch.setattr(module, "sums_in_order_on_accelerators", lambda: True)
         for module in (page_attention_gpu, row_attention_gpu):
             patch.setattr(module, "PART_TOKENS", hopper.ROWS)
         for module, name in ((page_tiles, "attend"), (row_attention_gpu, "forward")):

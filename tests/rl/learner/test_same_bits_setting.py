@@ -44,7 +44,7 @@ def hoppers(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setattr(hopper, "is_hopper", lambda: True)
     assert "same_bits=True before the start" in why_on_gpus()
-    models.sum_in_order_on_gpus()
+    models.sum_in_order_on_accelerators()
 
 
 def why_on_gpus(tensor_ways=1, dtype="bfloat16", page_tokens=128, **change):
@@ -80,7 +80,7 @@ def test_other_gpus(hoppers, monkeypatch):
 def test_flags_are_added_once(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_cublas_fallback=true")
     for _ in range(2):
-        models.sum_in_order_on_gpus()
+        models.sum_in_order_on_accelerators()
     names = [flag.partition("=")[0] for flag in os.environ["XLA_FLAGS"].split()]
     assert len(names) == len(set(names)) == 3
-    assert not models.sums_in_order_on_gpus()  # the user's flag stays
+    assert not models.sums_in_order_on_accelerators()  # the user's flag stays
