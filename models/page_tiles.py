@@ -117,7 +117,7 @@ class Tiles:
     def of(after: After, size: int, num_slots: int) -> Tiles:
         X, row_X = len(after.row_X), after.row_X
         row_X = jnp.where(row_X < num_slots, row_X, -1)
-        ups, depth_X = _ancestors(after.parent_X)
+        ups, depth_X = _ancestors(after.parent_X, after.width)
         at_X = jnp.arange(X, dtype=jnp.int32)
         # each run of a row's tokens starts a tile
         begins_X = jnp.concatenate([jnp.ones(1, bool), row_X[1:] != row_X[:-1]])
@@ -178,27 +178,30 @@ class SidePaths:
         at_X, row_X = jnp.arange(X, dtype=jnp.int32), tiles.row_X
         # a path may start at any position of a block
         S, E = after.num_paths, -(-(block - 1 + after.width) // block) * block
-        parent_X = jnp.where(after.parent_X < 0, X, after.parent_X)
-        first_X = jnp.full(X, X, jnp.int32).at[parent_X].min(at_X, mode="drop")
-        goes_on_X = jnp.take(first_X, parent_X, mode="fill", fill_value=-1) == at_X
+        parent_X = after.parent_X
+        first_X = X - 1 - _last(parent_X[::-1], X)  # children
+        goes_on_X = (parent_X >= 0) & (first_X[parent_X] == at_X)
         head_X = jnp.where(goes_on_X, parent_X, at_X)
         for _ in tiles.ups:
             head_X = head_X[head_X]
         begins_X = ~goes_on_X & (row_X >= 0)
         path_X = (jnp.cumsum(begins_X).astype(jnp.int32) - 1)[head_X]
-        num_B = jnp.zeros(B + 1, jnp.int32).at[row_X].add(begins_X)[:B]  # row −1 is the last
+        num_B = jnp.sum(begins_X & (row_X == jnp.arange(B)[:, None]), axis=1, dtype=jnp.int32)
         first_B = (jnp.cumsum(num_B) - num_B).astype(jnp.int32)
         # the last token of a path has all the others above it
-        place_X = jnp.where(row_X < 0, S, path_X)
-        tip_S = jnp.zeros(S, jnp.int32).at[place_X].max(at_X, mode="drop")
+        tip_S = jnp.maximum(_last(jnp.where(row_X < 0, -1, path_X), S), 0)
         length_S = tiles.length_X[tip_S]
         block_S = length_S // block
-        depth_SE = (block_S * block - length_S)[:, None] + jnp.arange(E)
-        left_SE = tiles.depth_X[tip_S][:, None] - depth_SE
-        source_SE = jnp.broadcast_to(tip_S[:, None], left_SE.shape)
+        left_SW = tiles.depth_X[tip_S][:, None] - jnp.arange(after.width)
+        token_SW = jnp.broadcast_to(tip_S[:, None], left_SW.shape)
         for i, up_X in enumerate(tiles.ups):
-            source_SE = jnp.where((left_SE >> i) & 1 == 1, up_X[source_SE], source_SE)
-        source_SE = jnp.where(left_SE < 0, X, jnp.where(depth_SE < 0, -1, source_SE))
+            token_SW = jnp.where((left_SW >> i) & 1 == 1, up_X[token_SW], token_SW)
+        token_SW = jnp.where(left_SW < 0, X, token_SW)
+        depth_SE = (block_S * block - length_S)[:, None] + jnp.arange(E)
+        # a sum of one number and zeros: accelerators are slow at gathers of numbers
+        is_at_SEW = depth_SE[:, :, None] == jnp.arange(after.width)
+        source_SE = jnp.sum(jnp.where(is_at_SEW, token_SW[:, None] - X, 0), axis=2) + X
+        source_SE = jnp.where(depth_SE < 0, -1, source_SE)
         each, table_SN = T // block, jnp.take(table_BN, row_X[tip_S], axis=0, mode="clip")
         nth_S1 = jnp.clip(block_S // each, 0, table_BN.shape[1] - 1)[:, None]
         page_S = jnp.maximum(jnp.take_along_axis(table_SN, nth_S1, axis=1)[:, 0], 0)
@@ -228,12 +231,18 @@ class SidePaths:
         return jax.lax.fori_loop(0, -(-jnp.sum(self.num_B) // n), some, none)
 
 
-def _ancestors(parent_X: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return each token's 2^i-th ancestor, or root, for i = 0, 1, …; and its depth."""
+def _last(group_X: jax.Array, num_groups: int) -> jax.Array:
+    """Return the last member of each group, −1 without one: accelerators are slow at scatters."""
+    is_in_GX = group_X == jnp.arange(num_groups)[:, None]
+    return jnp.max(jnp.where(is_in_GX, jnp.arange(len(group_X), dtype=jnp.int32), -1), axis=1)
+
+
+def _ancestors(parent_X: jax.Array, width: int) -> tuple[list[jax.Array], jax.Array]:
+    """Return each token's 2^i-th ancestor, or root, for i = 0, 1, …; and its depth, below `width`."""
     X = len(parent_X)
     up_X = jnp.where(parent_X < 0, jnp.arange(X, dtype=jnp.int32), parent_X)
     depth_X, ups = (parent_X >= 0).astype(jnp.int32), [up_X]
-    for _ in range(max(X - 1, 1).bit_length()):
+    for _ in range(max(width - 1, 1).bit_length()):
         depth_X = depth_X + depth_X[up_X]
         up_X = up_X[up_X]
         ups.append(up_X)
